@@ -1,0 +1,49 @@
+# `make` lists the targets. CI runs the same ones.
+
+PYTHON ?= python3.11
+ARGS ?=
+BENCH_ARGS ?=
+TRIALS ?= 20
+BIN := .venv/bin
+READY := .venv/.stamp
+
+# Two torch threads per process under contention are many times slower than one.
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test unit integration campaign check bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY)  ## the environment in .venv, from the locks (PYTHON=python3.11)
+
+$(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m asyncrl.install --cpu --quiet
+	$(BIN)/pip install --quiet --no-deps -r requirements/dev.txt && $(BIN)/pip install --quiet --no-deps --no-build-isolation -e . && touch $@
+
+run: setup  ## asyncrl-train ARGS="..."; without ARGS the embedded default
+	$(BIN)/asyncrl-train $(ARGS)
+
+test: unit integration  ## everything that needs no GPU
+
+unit: setup  ## the tests that start nothing
+	$(BIN)/pytest -q tests -m "not integration and not campaign and not gpu and not multi_gpu"
+
+integration: setup  ## the tests on the real engine, router and Megatron
+	$(BIN)/pytest -q tests -m "integration and not campaign and not gpu and not multi_gpu"
+
+campaign: setup  ## many seeded trials (TRIALS=20)
+	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q tests -m "campaign and not gpu and not multi_gpu"
+
+check: setup  ## format, lint, types
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+
+bench: setup  ## every scripts/bench_*.py (BENCH_ARGS="...")
+	set -e; for script in scripts/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
+
+clean:  ## caches, builds and runs; .venv stays
+	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

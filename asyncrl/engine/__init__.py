@@ -1,0 +1,1 @@
+"""The SGLang fleet, seen through its command line and its HTTP."""

@@ -1,0 +1,250 @@
+"""Generate over HTTP: token ids in; token ids, log-probabilities and weight versions out.
+
+Answers stream as disjoint pieces, so the client holds every token that an engine has sent. Version spans come with the
+last piece only. New requests are held back while weights change (`hold` ... `release`), so that none runs under a
+prefix-cache key older than its weights; requests in flight stay open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+
+from asyncrl.errors import EngineError
+from asyncrl.types import Completion, Generate, VersionSpan
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _FinishReason | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
+    weight_versions: list[_Span] | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class _Piece(msgspec.Struct):
+    """One server-sent event of /generate."""
+
+    output_ids: list[int] = []
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    index: int = 0
+    error: dict | None = None
+
+
+_decode_piece = msgspec.json.Decoder(_Piece).decode
+
+
+@dataclass
+class _Answer:
+    """A completion in the making."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    last: _Meta | None = None
+
+    def add(self, piece: _Piece) -> None:
+        self.token_ids += piece.output_ids
+        self.logprobs += [entry[0] for entry in piece.meta_info.output_token_logprobs or () if entry[0] is not None]
+        if piece.meta_info.finish_reason:
+            self.last = piece.meta_info
+
+    def completion(self) -> Completion:
+        """Raises EngineError when the engine's answer is not whole."""
+        if self.last is None or self.last.finish_reason is None:
+            raise EngineError(f"the stream ended after {len(self.token_ids)} tokens, without a finish reason")
+        if self.last.finish_reason.type not in ("stop", "length"):
+            raise EngineError(f"the engine ended a request with {self.last.finish_reason.type!r}")
+        if self.last.weight_versions is None:
+            raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
+        try:
+            spans = [VersionSpan(int(span.version), span.start, span.end) for span in self.last.weight_versions]
+            return Completion(self.token_ids, self.logprobs, spans, self.last.finish_reason.type)
+        except ValueError as error:
+            raise EngineError(f"the engine's answer does not fit together: {error}") from None
+
+
+@dataclass
+class Figures:
+    """What the client saw since it was last asked."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds_busy: float = 0.0  # at least one request in flight
+
+
+class Client:
+    """The only way to the model. One per rollout process."""
+
+    def __init__(
+        self,
+        router: str,
+        *,
+        run: str,
+        api_key: str,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: list[int],
+        timeout: float,
+        coalesce: bool,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=router,
+            headers={"Authorization": f"Bearer {api_key}"},
+            transport=transport,
+            trust_env=False,
+            timeout=httpx.Timeout(timeout, connect=30.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
+        )  # keep-alive below uvicorn's 5 s: a connection that the server is closing must not be reused
+        self._run, self._coalesce, self._temperature = run, coalesce, temperature
+        self._sampling = {
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": stop_token_ids,
+            "skip_special_tokens": False,
+        }
+        self._serial = itertools.count()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._waiting: dict[tuple, list[asyncio.Future[Completion]]] = {}
+        self._requests: set[asyncio.Task[None]] = set()
+        self._in_flight, self._busy_since = 0, 0.0
+        self.version = 0
+        self.figures = Figures()
+
+    def generate(self, temperature: float | None = None) -> Generate:
+        """The function that agents call; a temperature of 0 is greedy."""
+        chosen = self._temperature if temperature is None else temperature
+
+        async def generate(token_ids: list[int]) -> Completion:
+            return await self._submit(token_ids, chosen)
+
+        return generate
+
+    def hold(self) -> None:
+        """Keep new requests back: weights are about to change."""
+        self._open.clear()
+
+    def release(self, version: int) -> None:
+        """Every engine serves `version`: let requests go, under its prefix-cache key."""
+        self.version = version
+        self._open.set()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    def _submit(self, token_ids: list[int], temperature: float) -> asyncio.Future[Completion]:
+        """Siblings ask for the same prompt in the same turn of the event loop; they become one request of n samples."""
+        loop = asyncio.get_running_loop()
+        key = (
+            (tuple(token_ids), temperature) if self._coalesce and temperature > 0 else (next(self._serial), temperature)
+        )
+        future: asyncio.Future[Completion] = loop.create_future()
+        if key in self._waiting:
+            self._waiting[key].append(future)
+        else:
+            self._waiting[key] = [future]
+            loop.call_soon(self._start, key, token_ids, temperature)
+        return future
+
+    def _start(self, key: tuple, token_ids: list[int], temperature: float) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(self._waiting.pop(key), token_ids, temperature))
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+
+    async def _answer(
+        self, futures: list[asyncio.Future[Completion]], token_ids: list[int], temperature: float
+    ) -> None:
+        """Send one request and give each sibling its sample."""
+        answers = [_Answer() for _ in futures]
+        try:
+            await self._open.wait()
+            with self._busy():
+                async for piece in self._pieces(self._request(token_ids, temperature, len(futures))):
+                    answers[piece.index].add(piece)
+            completions = [answer.completion() for answer in answers]
+        except (httpx.HTTPError, EngineError, msgspec.DecodeError) as error:
+            for future in futures:
+                if not future.done():
+                    future.set_exception(EngineError(f"generation failed: {error or type(error).__name__}"))
+            return
+        self.figures.requests += 1
+        for answer, future, completion in zip(answers, futures, completions, strict=True):
+            assert answer.last is not None
+            self.figures.prompt_tokens += answer.last.prompt_tokens
+            self.figures.cached_tokens += answer.last.cached_tokens
+            if not future.done():  # a cancelled sibling no longer listens
+                future.set_result(completion)
+
+    def _request(self, token_ids: list[int], temperature: float, samples: int) -> dict:
+        return {
+            "input_ids": token_ids,
+            "sampling_params": {**self._sampling, "temperature": temperature, "n": samples},
+            "return_logprob": True,
+            "stream": True,
+            "rid": f"{self._run}-{next(self._serial):010d}",  # fixed width: engines abort by prefix
+            "extra_key": f"{self._run}-v{self.version}",  # prefix caches are never shared between versions or runs
+        }
+
+    async def _pieces(self, request: dict) -> AsyncIterator[_Piece]:
+        """The server-sent events of one request."""
+        async with self._http.stream(
+            "POST",
+            "/generate",
+            content=msgspec.json.encode(request),
+            headers={"Content-Type": "application/json"},
+        ) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise EngineError(f"the router answered {response.status_code}: {text[:500]}")
+            rest = b""
+            async for chunk in response.aiter_raw():
+                *events, rest = (rest + chunk).split(b"\n\n")
+                for event in events:
+                    data = event.removeprefix(b"data: ")
+                    if data == b"[DONE]":
+                        return
+                    piece = _decode_piece(data)
+                    if piece.error is not None:
+                        raise EngineError(f"the engine failed a request: {piece.error}")
+                    yield piece
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Counts the time in which at least one request is in flight."""
+        clock = asyncio.get_running_loop().time
+        if self._in_flight == 0:
+            self._busy_since = clock()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self.figures.seconds_busy += clock() - self._busy_since
+
+    def take_figures(self) -> Figures:
+        """The figures since the last call."""
+        now = asyncio.get_running_loop().time()
+        if self._in_flight:
+            self.figures.seconds_busy += now - self._busy_since
+            self._busy_since = now
+        taken, self.figures = self.figures, Figures()
+        return taken

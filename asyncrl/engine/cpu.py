@@ -1,0 +1,151 @@
+"""The import shim: lets the unmodified SGLang import and run on a machine without CUDA.
+
+Nothing of SGLang is re-implemented. Its kernel packages (triton, sgl_kernel) have no CPU wheels, yet its modules name
+them at import; on CPU every layer then takes SGLang's own pure-PyTorch path. `install` must run before sglang is
+imported, in every process of a server (`serve.py` does it at module level, which spawned children repeat).
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import platform
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def install() -> None:
+    """Make `import sglang` work; does nothing where CUDA is there."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _stub_triton(torch)
+    _stub_image_processors()
+    sys.meta_path.append(_AbsentKernels())  # appended: a package that is really installed wins
+    torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it whatever the device
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", _no_host_registration))
+
+
+def _stub_triton(torch: types.ModuleType) -> None:
+    """SGLang carries a triton stub for Apple machines; run its installer as if this were one."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    package = next(Path(entry, "sglang") for entry in sys.path if Path(entry, "sglang", "_platform_stubs.py").is_file())
+    spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", package / "_platform_stubs.py")
+    assert spec is not None and spec.loader is not None
+    stubs = importlib.util.module_from_spec(spec)  # by path: importing sglang itself already needs triton
+    sys.modules[spec.name] = stubs
+    spec.loader.exec_module(stubs)
+
+    saved = (
+        sys.platform,
+        platform.machine,
+        torch.backends.mps.is_available,
+        stubs._patch_non_blocking,
+        torch.mps,
+    )
+    try:
+        sys.platform, platform.machine, torch.backends.mps.is_available = (
+            "darwin",
+            lambda: "arm64",
+            lambda: True,
+        )
+        stubs._patch_non_blocking, torch.mps = (
+            lambda: None,
+            types.SimpleNamespace(),
+        )  # the Apple half is not wanted
+        stubs.install_platform_stubs()
+    finally:
+        (
+            sys.platform,
+            platform.machine,
+            torch.backends.mps.is_available,
+            stubs._patch_non_blocking,
+            torch.mps,
+        ) = saved
+
+
+def _stub_image_processors() -> None:
+    """SGLang's vision configs call AutoImageProcessor.register at import, which needs torchvision."""
+    import transformers.processing_utils  # noqa: F401  (it re-executes transformers/__init__: patch what it leaves)
+
+    class AutoImageProcessor:
+        @classmethod
+        def register(cls, *_: Any, **__: Any) -> None:
+            """Registered and never used: there are no vision models here."""
+
+        @classmethod
+        def from_pretrained(cls, *_: Any, **__: Any) -> None:
+            raise ImportError("torchvision is not installed")
+
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():
+        sys.modules["transformers"].AutoImageProcessor = AutoImageProcessor  # type: ignore[attr-defined]
+
+
+class _Absent:
+    """A name of a missing kernel package: importable, and loud when anything calls it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> _Absent:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return _Absent(f"{self._name}.{attribute}")
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"{self._name} is not available on this CPU-only machine")
+
+
+class _AbsentKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds sgl_kernel and torchvision as modules whose every name is an _Absent."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] in ("sgl_kernel", "torchvision"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def attribute(name: str) -> _Absent:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _Absent(f"{module.__name__}.{name}")
+
+        module.__dict__.update(__version__="0.0.0", __getattr__=attribute)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Runs `patch` on one module, right after its own code."""
+
+    def __init__(self, name: str, patch: Callable[[types.ModuleType], None]) -> None:
+        self._name, self._patch = name, patch
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            run(module)
+            self._patch(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _no_host_registration(module: types.ModuleType) -> None:
+    """The buffer of routed experts is registered with CUDA even where there is none."""
+    module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]

@@ -1,0 +1,100 @@
+"""The real sglang-router: its command line, and its workers registered through its API.
+
+`python -m asyncrl.engine.router ARGUMENTS` starts it with the run's API key from the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from urllib.parse import urlsplit
+
+import httpx
+
+from asyncrl.addresses import Addresses
+from asyncrl.config import Engine
+from asyncrl.errors import DeadlineExceeded, EngineError
+
+POLL_SECONDS = 0.2
+
+
+def router_argv(engine: Engine, url: str, metrics_port: int) -> list[str]:
+    """The client owns retries: with the router's own it would see neither duplicates nor the reason."""
+    address = urlsplit(url)
+    return [
+        sys.executable,
+        "-m",
+        "asyncrl.engine.router",
+        "--host",
+        str(address.hostname),
+        "--port",
+        str(address.port),
+        "--policy",
+        engine.router_policy,
+        "--prometheus-host",
+        str(address.hostname),
+        "--prometheus-port",
+        str(metrics_port),
+        "--worker-startup-check-interval",
+        "1",
+        "--health-check-interval-secs",
+        "5",
+        "--request-timeout-secs",
+        str(int(engine.request_timeout)),
+        "--disable-retries",
+        "--disable-circuit-breaker",
+        "--log-level",
+        "warn",
+    ]
+
+
+async def register(http: httpx.AsyncClient, engine_url: str, api_key: str) -> None:
+    """Add one engine to the router's workers (the router accepts at once and checks its health itself)."""
+    response = await http.post("/workers", json={"url": engine_url, "api_key": api_key})
+    if response.status_code not in (200, 201, 202):
+        raise EngineError(f"the router refused the engine {engine_url}: {response.status_code} {response.text[:300]}")
+
+
+async def wait_until_ready(addresses: Addresses, timeout: float) -> None:
+    """Wait until the router routes to every engine; they are registered as they come up."""
+    deadline = time.monotonic() + timeout
+    waiting = set(addresses.engines)
+    async with httpx.AsyncClient(
+        base_url=addresses.router, headers=addresses.headers, timeout=10.0, trust_env=False
+    ) as router:
+        while True:
+            for url in [url for url in waiting if await _answers(router, f"{url}/health")]:
+                if await _answers(router, f"{addresses.router}/health"):
+                    await register(router, url, addresses.api_key)
+                    waiting.discard(url)
+            if not waiting and await _healthy_workers(router) >= len(addresses.engines):
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{len(addresses.engines)} engines behind the router",
+                    timeout,
+                    f"not yet up: {sorted(waiting) or 'the router'}; see logs/",
+                )
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def _answers(http: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(url)).status_code == 200
+    except httpx.TransportError:
+        return False  # not listening yet
+
+
+async def _healthy_workers(router: httpx.AsyncClient) -> int:
+    workers = (await router.get("/workers")).json().get("workers", [])
+    return sum(bool(worker.get("is_healthy")) for worker in workers)
+
+
+if __name__ == "__main__":
+    from sglang_router.launch_router import main
+
+    if key := os.environ.get("ASYNCRL_API_KEY"):
+        sys.argv += ["--api-key", key]
+    main()

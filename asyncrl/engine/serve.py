@@ -1,0 +1,26 @@
+"""One SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
+
+The stock server, behind the CPU shim where there is no CUDA, with the run's API key taken from the environment (a
+command line is readable by every user of the machine). Not a `__main__.py`: spawned children must repeat the shim, and
+multiprocessing re-imports a main module only under another name.
+"""
+
+import os
+import sys
+
+from asyncrl.engine.cpu import install
+
+install()
+
+if __name__ == "__main__":
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    arguments = sys.argv[1:]
+    if key := os.environ.get("ASYNCRL_API_KEY"):
+        arguments += ["--api-key", key, "--admin-api-key", key]
+    try:
+        run_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)

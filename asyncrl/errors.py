@@ -1,0 +1,53 @@
+"""The exceptions that asyncrl raises on purpose.
+
+AsyncRLError
+|-- ConfigError        a setting is wrong: names the field, the value received and the remedy
+|-- DeadlineExceeded   a wait ended without its event: names what was waited for and who should have done it
+|-- ProcessDied        a process of the run ended: names it, its exit and its last lines
+|-- EngineError        an engine or the router refused a call, or answered something impossible
+|-- EpisodeFailed      an environment's or a judge's fault: the episode is counted and replaced, never scored 0
+`-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
+
+Anything else that escapes is a bug and ends the run with its traceback.
+"""
+
+from __future__ import annotations
+
+
+class AsyncRLError(Exception):
+    """Base of every error that a user can cause or cure."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """One wrong setting, in the three parts that a user needs."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field, self.value, self.remedy = field, value, remedy
+        super().__init__(f"{field}: got {value!r}. {remedy}")
+
+
+class DeadlineExceeded(AsyncRLError):
+    """A wait that reached its deadline."""
+
+    def __init__(self, what: str, seconds: float, hint: str = "") -> None:
+        super().__init__(f"waited {seconds:.0f} s for {what}" + (f": {hint}" if hint else ""))
+
+
+class ProcessDied(AsyncRLError):
+    """The first process of a run that ended before its time."""
+
+
+class EngineError(AsyncRLError):
+    """An engine or the router refused a call, or answered what it must not."""
+
+
+class EpisodeFailed(AsyncRLError):
+    """An episode that produced no trajectory through no fault of the policy; `reason` is its ledger entry."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
+class BadStep(AsyncRLError):
+    """A gradient that must not be applied."""

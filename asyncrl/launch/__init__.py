@@ -1,0 +1,1 @@
+"""The launcher: compose, validate, plan, supervise. Never imports torch."""

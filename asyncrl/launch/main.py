@@ -1,0 +1,128 @@
+"""asyncrl-train: compose -> validate -> plan -> supervise."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import asyncrl
+from asyncrl import config as configuration
+from asyncrl.addresses import Addresses
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.launch import reference
+from asyncrl.launch.machine import choose_ports, count_gpus
+from asyncrl.launch.plan import plan
+from asyncrl.launch.processes import Stopped, Supervisor
+from asyncrl.metrics.console import Console
+
+STARTED_AT = time.time()
+PACKAGE = Path(asyncrl.__file__).parent
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, or in a checkout
+
+OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern, time.localtime(STARTED_AT)), replace=True)
+
+
+def main() -> None:
+    """The command. Exit codes: 0 done, 1 a process died or a run failed, 2 a setting is wrong, 128 + n stopped by signal n."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(reference.render(CONF))
+        return
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's errors come to us, which name field, value and remedy
+    composed: list[DictConfig] = []
+    try:
+        hydra.main(version_base=None, config_path=str(CONF), config_name="train")(composed.append)()
+        if composed:  # empty when Hydra only printed (--cfg, completion)
+            values: Any = OmegaConf.to_container(composed[0], resolve=True, throw_on_missing=True)
+            launch(configuration.load(values))
+    except ConfigError as error:
+        _fail(2, f"wrong setting\n{error}")
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(2, f"wrong setting\n{_first_line(error)}. {_spelling(str(error))}")
+    except AsyncRLError as error:
+        _fail(1, str(error))
+    except Stopped as stopped:
+        _fail(128 + stopped.number, f"stopped by {stopped}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+def _spelling(message: str) -> str:
+    """The nearest field to the one that Hydra did not find, and where all are listed."""
+    quoted = re.search(r"'([\w.]+)'", message)
+    near = difflib.get_close_matches(quoted[1], reference.field_names(), n=1) if quoted else []
+    return (f"Did you mean {near[0]}? " if near else "") + "asyncrl-train --help lists every field and group."
+
+
+def _fail(code: int, message: str) -> None:
+    print(f"asyncrl-train: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def launch(config: Config) -> None:
+    """Run one configuration to its end."""
+    from asyncrl.models import catalog
+
+    gpus = count_gpus(config.cluster.gpus)
+    configuration.check_devices(config, gpus)
+    run_dir = Path(config.run.dir).expanduser().absolute()
+    prepare_run_dir(run_dir, overwrite=config.run.overwrite)
+    model = catalog.resolve(config.model.path)
+    configuration.check_model(config, json.loads((model / "config.json").read_text()))
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+
+    ports, host = choose_ports(config), config.cluster.host
+    addresses = Addresses(
+        run_id=secrets.token_hex(8),
+        api_key=secrets.token_hex(24),
+        model=model,
+        engines=tuple(f"http://{host}:{port}" for port in ports.engines),
+        router=f"http://{host}:{ports.router}",
+        rollout=f"http://{host}:{ports.rollout}",
+        gpus=gpus,
+        started_at=STARTED_AT,
+    )
+    addresses.write(run_dir)
+    console = Console(config, run_dir)
+    console.opening()
+    Supervisor(plan(config, addresses, ports, run_dir), run_dir, addresses.run_id, config.cluster.stop_grace).run(
+        console.follow
+    )
+    console.closing()
+
+
+def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
+    """A run never writes into another's folder, and never empties one that is not a run's."""
+    if not run_dir.exists() or not any(run_dir.iterdir()):
+        return
+    if not overwrite:
+        raise ConfigError(
+            "run.dir", str(run_dir), "The folder is not empty: choose another, or set run.overwrite=true."
+        )
+    if not (run_dir / "config.json").is_file():
+        raise ConfigError(
+            "run.overwrite",
+            True,
+            f"{run_dir} holds no config.json of a run: empty it yourself if that is meant.",
+        )
+    shutil.rmtree(run_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What to start: from a configuration and addresses to process specifications. Pure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from asyncrl.addresses import Addresses
+from asyncrl.config import Config, on_gpu
+from asyncrl.engine.router import router_argv
+from asyncrl.engine.server import server_argv, server_env
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process of the run. `name` is also the name of its log."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str]
+    ends_the_run: bool = False  # its clean exit is the run's success; any other end is a failure
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Free ports, chosen together."""
+
+    engines: list[int]
+    router: int
+    router_metrics: int
+    rollout: int
+    trainer: int
+
+
+def plan(config: Config, addresses: Addresses, ports: Ports, run_dir: Path) -> list[ProcessSpec]:
+    """Engines, router, rollout process, trainer ranks: all started at once, side by side."""
+    return [
+        *_engines(config, addresses),
+        ProcessSpec(
+            "router",
+            router_argv(config.engine, addresses.router, ports.router_metrics),
+            _shared_env(addresses),
+        ),
+        ProcessSpec(
+            "rollout",
+            [sys.executable, "-m", "asyncrl.rollout", str(run_dir)],
+            {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": ""},
+        ),
+        *_trainers(config, addresses, ports, run_dir),
+    ]
+
+
+def _shared_env(addresses: Addresses) -> dict[str, str]:
+    """One thread per process: with more, processes that share cores slow each other down a hundredfold."""
+    return {
+        "ASYNCRL_RUN_ID": addresses.run_id,
+        "ASYNCRL_API_KEY": addresses.api_key,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",  # everything is local: a hub that cannot be reached must not cost a retry
+    }
+
+
+def _engines(config: Config, addresses: Addresses) -> list[ProcessSpec]:
+    gpu = on_gpu(config.engine, addresses.gpus)
+    first_gpu = config.trainer.world_size if on_gpu(config.trainer, addresses.gpus) else 0
+    specs = []
+    for number, url in enumerate(addresses.engines):
+        argv = server_argv(config.engine, addresses.model, url, gpu=gpu, seed=config.run.seed + number)
+        first = first_gpu + number * config.engine.tensor_parallel
+        visible = _visible(first, config.engine.tensor_parallel) if gpu else ""
+        env = {
+            **_shared_env(addresses),
+            **server_env(config.engine, gpu=gpu),
+            "CUDA_VISIBLE_DEVICES": visible,
+        }
+        specs.append(ProcessSpec(f"engine-{number}", argv, env))
+    return specs
+
+
+def _trainers(config: Config, addresses: Addresses, ports: Ports, run_dir: Path) -> list[ProcessSpec]:
+    """Ranks under torchrun's environment contract. The supervisor starts them itself: each has a log and an exit of its own,
+    and no agent process stands between."""
+    gpu = on_gpu(config.trainer, addresses.gpus)
+    world = config.trainer.world_size
+    specs = []
+    for rank in range(world):
+        env = {
+            **_shared_env(addresses),
+            "OMP_NUM_THREADS": str(config.trainer.threads),
+            "CUDA_VISIBLE_DEVICES": _visible(0, world) if gpu else "",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": str(urlsplit(addresses.rollout).hostname),
+            "MASTER_PORT": str(ports.trainer),
+        }
+        specs.append(
+            ProcessSpec(
+                f"trainer-{rank}",
+                [sys.executable, "-m", "asyncrl.trainer", str(run_dir)],
+                env,
+                ends_the_run=True,
+            )
+        )
+    return specs
+
+
+def _visible(first: int, count: int) -> str:
+    """CUDA device numbers, within those that this process may see."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = allowed.split(",") if allowed else [str(i) for i in range(first + count)]
+    return ",".join(numbers[first : first + count])

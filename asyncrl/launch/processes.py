@@ -1,0 +1,147 @@
+"""The supervisor: owns every process of a run on this machine.
+
+waits for     the first death, or a signal to stop
+on death      the first process to end otherwise than a finished trainer ends the run: who, how, its last lines
+always        every process is stopped, in reverse order of need, and what outlives its parent is swept up by the
+              run's id in its environment; nothing is left behind, not even after SIGKILL of the launcher (each child
+              asks the kernel for a SIGTERM when its parent dies)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.errors import ProcessDied
+from asyncrl.launch.plan import ProcessSpec
+
+POLL_SECONDS = 0.1
+LAST_LINES = 20
+COMPANION_SECONDS = 1.0  # a death drags others along: wait this long to tell the first from the rest
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM reached the launcher."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+class Supervisor:
+    """Starts the specifications, watches them, and leaves nothing behind."""
+
+    def __init__(self, specs: list[ProcessSpec], run_dir: Path, run_id: str, grace: float) -> None:
+        self._specs, self._run_dir, self._run_id, self._grace = specs, run_dir, run_id, grace
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def run(self, each_poll: Callable[[], None]) -> None:
+        """Until the trainers have finished. Raises ProcessDied or Stopped; processes are gone in every case."""
+        previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._start()
+            while not self._finished():
+                each_poll()
+                time.sleep(POLL_SECONDS)
+            each_poll()
+        finally:
+            for number in previous:
+                signal.signal(number, signal.SIG_IGN)  # stopping must not be interrupted half-way
+            self._stop_all()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _start(self) -> None:
+        for spec in self._specs:
+            log = (self._run_dir / "logs" / f"{spec.name}.log").open(
+                "ab"
+            )  # a file: children of children may hold it for long
+            with log:
+                self._children[spec.name] = subprocess.Popen(
+                    spec.argv,
+                    env={**os.environ, **spec.env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent,
+                )
+
+    def _finished(self) -> bool:
+        """Whether all trainers ended well. Raises ProcessDied at the first other end."""
+        dead = {name: code for name, child in self._children.items() if (code := child.poll()) is not None}
+        ends = {spec.name for spec in self._specs if spec.ends_the_run}
+        wrong = {name: code for name, code in dead.items() if code != 0 or name not in ends}
+        if wrong:
+            raise ProcessDied(self._diagnosis(wrong))
+        return ends <= dead.keys()
+
+    def _diagnosis(self, first: dict[str, int]) -> str:
+        """The first to die, killed ones before failed ones, and who followed."""
+        name, code = min(first.items(), key=lambda item: item[1] >= 0)
+        time.sleep(COMPANION_SECONDS)
+        others = [other for other, child in self._children.items() if other != name and child.poll() not in (None, 0)]
+        log = self._run_dir / "logs" / f"{name}.log"
+        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        text = f"{name} died: {_how(code)}\nlast lines of {log}:\n" + "\n".join(
+            f"  | {line}" for line in lines or ["(empty)"]
+        )
+        return text + (f"\nafter it died: {', '.join(others)}" if others else "")
+
+    def _stop(self, number: int, _: object) -> None:
+        raise Stopped(number)
+
+    def _stop_all(self) -> None:
+        """SIGTERM to each process group, then SIGKILL after the grace; then the sweep."""
+        for child in reversed(self._children.values()):
+            _signal_group(child.pid, signal.SIGTERM)
+        deadline = time.monotonic() + self._grace
+        for child in self._children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+        for child in self._children.values():
+            _signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has gone
+            child.wait()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Kill what left its process group but carries the run's id (torch's shared-memory manager does)."""
+        mark = f"ASYNCRL_RUN_ID={self._run_id}".encode()
+        deadline = time.monotonic() + 2.0  # the manager leaves by itself once its clients are gone, and cleans up then
+        while (left := _carrying(mark)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _signal_group(leader: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
+
+
+def _carrying(mark: bytes) -> list[int]:
+    """Living processes, other than this one, whose environment holds the mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with contextlib.suppress(OSError):  # not ours to read, or gone meanwhile
+            if pid != os.getpid() and mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def _how(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

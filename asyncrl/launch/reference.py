@@ -1,0 +1,93 @@
+"""`asyncrl-train --help`: every field with its meaning, from the docstrings in config.py, and the groups in conf/."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl import config
+
+USAGE = """\
+asyncrl-train [field=value | group=option] ...
+
+Trains a language model with asynchronous RL: Megatron trainers and SGLang engines at the same time.
+
+  asyncrl-train                                    the default run: SmolLM2-135M on CPU
+  asyncrl-train experiment=tiny                    0.13M parameters, a minute
+  asyncrl-train experiment=tiny trainer.tensor_parallel=2 engine.count=2 rollout.max_staleness=4
+  asyncrl-train --cfg job                          print the composed values, run nothing
+  eval "$(asyncrl-train -sc install=bash)"         shell completion (also zsh, fish)
+"""
+
+
+def render(conf: Path) -> str:
+    """The whole help text."""
+    groups = [
+        f"  {folder.name:12} {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
+        for folder in sorted(conf.iterdir())
+        if folder.is_dir()
+    ]
+    return "\n".join([USAGE, "Groups (group=option):", *groups, "", "Fields (field=value):", *_fields()])
+
+
+def field_names() -> list[str]:
+    """Every field, dotted."""
+    return [line.split()[0] for line in _fields() if line.startswith("  ") and not line.startswith("   ")]
+
+
+def _fields() -> Iterator[str]:
+    classes = {
+        node.name: node for node in ast.parse(Path(config.__file__).read_text()).body if isinstance(node, ast.ClassDef)
+    }
+    for top in _annotated(classes["Config"]):
+        section = classes[ast.unparse(top.annotation)]
+        name = ast.unparse(top.target)
+        yield f"\n{name}: {ast.get_docstring(section)}"
+        yield from _section(classes, section, name)
+
+
+def _section(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[str]:
+    for field in _annotated(section):
+        kind, name = ast.unparse(field.annotation), f"{prefix}.{ast.unparse(field.target)}"
+        if kind in classes:
+            yield from _section(classes, classes[kind], name)
+            continue
+        yield f"  {name}  ({_readable(kind)})"
+        if meaning := docstrings(section).get(ast.unparse(field.target)):
+            yield textwrap.fill(meaning, 100, initial_indent="      ", subsequent_indent="      ")
+
+
+def docstrings(section: ast.ClassDef) -> dict[str, str]:
+    """The string that stands under each field."""
+    found = {}
+    for field, below in zip(section.body, section.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[ast.unparse(field.target)] = str(below.value.value)
+    return found
+
+
+def _annotated(section: ast.ClassDef) -> list[ast.AnnAssign]:
+    return [node for node in section.body if isinstance(node, ast.AnnAssign)]
+
+
+KINDS = {
+    "Count": "integer ≥ 1",
+    "Natural": "integer ≥ 0",
+    "Positive": "number > 0",
+    "NonNegative": "number ≥ 0",
+    "Share": "number 0..1",
+    "str": "text",
+    "bool": "true or false",
+}
+
+
+def _readable(kind: str) -> str:
+    base, _, optional = kind.partition(" | None")
+    text = (
+        base.removeprefix("Literal[").removesuffix("]").replace("'", "")
+        if base.startswith("Literal")
+        else KINDS.get(base, base)
+    )
+    return text + (", or null" if optional or kind.endswith("| None") else "")

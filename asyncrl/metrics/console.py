@@ -1,0 +1,85 @@
+"""What the user sees: one line per step, followed from metrics.jsonl, and the summary at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+import rich.console
+from rich.table import Table
+
+from asyncrl.config import Config
+
+
+class Console:
+    """Follows a run's files. The launcher calls `follow` at every poll."""
+
+    def __init__(self, config: Config, run_dir: Path, out: rich.console.Console | None = None) -> None:
+        self._config, self._run_dir = config, run_dir
+        self._out = out or rich.console.Console(highlight=False, soft_wrap=True)
+        self._files: dict[str, IO[str]] = {}
+        self._rest: dict[str, str] = {}
+
+    def opening(self) -> None:
+        """What is about to start, and where it writes."""
+        c = self._config
+        layout = f"TP {c.trainer.tensor_parallel} × PP {c.trainer.pipeline_parallel} × DP {c.trainer.data_parallel}"
+        bound = f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
+        self._print(
+            f"[bold]{c.run.name}[/]: {c.model.path} on {c.task.name}; trainer {layout}, {c.engine.count} engine(s); {bound}"
+        )
+        self._print(f"run folder {self._run_dir}")
+
+    def follow(self) -> None:
+        """Print what was written since the last call."""
+        for record in self._new_lines("eval.jsonl"):
+            self._print(
+                f"[cyan]held out[/]  version {record['version_min']}: accuracy {record['accuracy']:.3f} of {record['questions']} questions"
+            )
+        for record in self._new_lines("metrics.jsonl"):
+            self._print(self._line(record))
+
+    def closing(self) -> None:
+        """The summary as a table."""
+        summary = json.loads((self._run_dir / "summary.json").read_text())
+        table = Table(show_header=False, box=None)
+        for name, value in summary.items():
+            if name != "ledger":
+                table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+        if self._config.metrics.console:
+            self._out.print(table)
+
+    def _line(self, r: dict[str, Any]) -> str:
+        left = (
+            (self._config.run.max_steps - r["step"]) * r["time/since_start"] / r["step"]
+            if r["step"] < 5
+            else self._left(r)
+        )
+        return (
+            f"step {r['step']:>4.0f}/{self._config.run.max_steps}  [bold green]reward {r['reward/mean']:.3f}[/]  loss {r['loss']:+.4f}  grad {r['grad_norm']:.2f}  "
+            f"stale {r['staleness/mean']:.1f}≤{r['staleness/max']:.0f}  gap {r['logprob_gap/mean']:.3f}  "
+            f"{r['time/step']:.1f}s (wait {r['time/wait_batch']:.1f} train {r['time/train']:.1f} publish {r['time/publish']:.2f})  "
+            f"{r['samples/generated'] / max(1e-9, r['time/step']):.0f} samples/s  left {left // 60:.0f}:{left % 60:02.0f}"
+            + ("  [bold red]bad step: gradient not applied[/]" if r["step/bad"] else "")
+        )
+
+    def _left(self, r: dict[str, Any]) -> float:
+        """Seconds left at the pace of this run, without its start-up."""
+        if not hasattr(self, "_from"):
+            self._from = (r["step"] - 1, r["time/since_start"] - r["time/step"])
+        steps, since = self._from
+        return (self._config.run.max_steps - r["step"]) * (r["time/since_start"] - since) / (r["step"] - steps)
+
+    def _new_lines(self, name: str) -> list[dict[str, Any]]:
+        path = self._run_dir / name
+        if name not in self._files:
+            if not path.exists():
+                return []
+            self._files[name], self._rest[name] = path.open(), ""
+        *whole, self._rest[name] = (self._rest[name] + self._files[name].read()).split("\n")
+        return [json.loads(line) for line in whole]
+
+    def _print(self, text: str) -> None:
+        if self._config.metrics.console:
+            self._out.print(text)

@@ -1,0 +1,84 @@
+"""The fields of every file that a run writes, in one place. Scripts may rely on them; a test holds them to it.
+
+Times are seconds, gaps are natural logarithms. `step` counts batches and equals `version`, the version it published.
+"""
+
+from __future__ import annotations
+
+# metrics.jsonl: one object per optimizer step
+STEP = {
+    "step": "number of the batch, from 1",
+    "version": "version that this step published",
+    "reward/mean": "mean reward of the trained batch's trajectories",
+    "reward/std": "their standard deviation",
+    "groups/signal": "share of groups whose rewards differ",
+    "groups/trained": "groups that went through the model",
+    "groups/running": "groups in flight when the batch was taken",
+    "groups/ready": "groups waiting for their batch when it was taken",
+    "groups/rejected": "groups rejected so far",
+    "completion/length": "mean tokens of a completion",
+    "completion/truncated": "share of completions that ended by length",
+    "staleness/mean": "mean over trajectories of version trained minus oldest version that wrote a token",
+    "staleness/max": "its maximum; never above rollout.max_staleness",
+    "staleness/mixed": "share of trajectories that more than one version wrote",
+    "loss": "the step's loss",
+    "grad_norm": "global gradient norm before clipping; 0 when no group had a signal",
+    "lr": "learning rate of the step",
+    "entropy": "mean entropy of the trained tokens; 0 unless algo.entropy_bonus is set",
+    "logprob_gap/mean": "mean |log-probability of the trainer minus that of the engine| of the trained tokens",
+    "logprob_gap/max": "its maximum",
+    "logprob_gap/kl": "k3 estimate of KL(engine || trainer)",
+    "correction/capped": "share of tokens whose importance weight was cut at algo.correction_cap",
+    "tokens/generated": "tokens committed by rollouts since the step before",
+    "tokens/trained": "tokens that entered the loss of this step's forward passes",
+    "tokens/packed": "tokens that went through the model, shared prompts counted once",
+    "samples/generated": "trajectories committed by rollouts since the step before",
+    "prefix_cache/hit": "share of prompt tokens that the engines found in their cache",
+    "step/skipped": "1 if no update was applied",
+    "step/bad": "1 if it was skipped for its gradient norm",
+    "time/step": "from the end of the step before to the end of this one",
+    "time/wait_batch": "trainer waiting for a batch",
+    "time/train": "advantages, packing, forward, backward, optimizer",
+    "time/publish": "filling buckets, pause, announcement",
+    "time/pause": "engines paused",
+    "time/engine_busy": "at least one request in flight since the step before",
+    "time/since_start": "since the command was given",
+    "bytes/published": "bytes of weights sent by this rank",
+}
+
+# eval.jsonl: one object per evaluation
+EVAL = {
+    "version_min": "oldest version that answered",
+    "version_max": "newest version that answered; different from version_min only beside training",
+    "questions": "held-out questions",
+    "accuracy": "share answered right, greedily",
+    "reward/mean": "mean reward",
+    "tokens/mean": "mean tokens of an answer",
+    "time/eval": "duration",
+}
+
+# summary.json
+SUMMARY = {
+    "reason": "why the run ended",
+    "steps": "steps trained",
+    "reward/first": "mean reward of the first run.reward_window steps",
+    "reward/last": "mean reward of the last run.reward_window steps",
+    "accuracy/before": "held-out accuracy at version 0; null without evaluation",
+    "accuracy/after": "held-out accuracy at the last version; null without evaluation",
+    "tokens/generated": "tokens committed by rollouts",
+    "tokens/trained": "tokens that entered the loss",
+    "tokens_per_s/generated": "per second of training",
+    "tokens_per_s/trained": "per second of training",
+    "samples_per_s": "trajectories committed per second of training",
+    "staleness/histogram": "trained trajectories by staleness",
+    "share/trainer_idle": "time/wait_batch in the time of training",
+    "share/publish": "time/publish in the time of training",
+    "share/engine_busy": "time/engine_busy in the time of training",
+    "pause/mean": "seconds that the engines were paused per publish",
+    "logprob_gap/mean": "mean over steps",
+    "step_time/median": "seconds",
+    "time/start_up": "from the command to the first batch's arrival",
+    "time/total": "from the command to the summary",
+    "transport": "how weights travelled, and why",
+    "ledger": "every group's place at the end",
+}

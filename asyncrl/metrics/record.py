@@ -1,0 +1,113 @@
+"""Spans, and one record per step built from what trainer and rollout side report."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from asyncrl.types import Batch
+
+Step = dict[str, float]
+
+
+class StepLog:
+    """Collects a step's spans and figures, keeps what the summary needs, and hands each record to the sinks."""
+
+    def __init__(
+        self,
+        sinks: list[Callable[[Step], None]],
+        *,
+        started_at: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`started_at` is the wall-clock time (time.time) of the command."""
+        self._sinks, self._clock = sinks, clock
+        self._offset = time.time() - started_at - clock()
+        self._spans: dict[str, float] = {}
+        self._last_end: float | None = None
+        self._first_batch: float | None = None
+        self.steps: list[Step] = []
+        self.staleness: Counter[int] = Counter()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Adds to time/NAME of the current step."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._spans[f"time/{name}"] = self._spans.get(f"time/{name}", 0.0) + self._clock() - began
+
+    def step(self, version: int, batch: Batch, figures: dict[str, float], sent: dict[str, float]) -> Step:
+        """Close a step. The first one starts when its batch arrived: before that the run was starting up."""
+        now = self._clock()
+        if self._last_end is None:
+            self._first_batch = self._last_end = now - self._spans["time/train"] - self._spans["time/publish"]
+            self._spans["time/wait_batch"] = 0.0
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        rewards = [trajectory.reward for trajectory in trajectories]
+        staleness = [value for group in batch.groups for value in group.staleness(batch.version)]
+        completions = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
+        self.staleness.update(staleness)
+        record: Step = {
+            "step": version,
+            "version": version,
+            "reward/mean": statistics.fmean(rewards),
+            "reward/std": statistics.pstdev(rewards),
+            "groups/signal": statistics.fmean(
+                len({t.reward for t in group.trajectories}) > 1 for group in batch.groups
+            ),
+            "completion/length": statistics.fmean(len(completion.token_ids) for completion in completions),
+            "completion/truncated": statistics.fmean(
+                completion.finish_reason == "length" for completion in completions
+            ),
+            "staleness/mean": statistics.fmean(staleness),
+            "staleness/max": max(staleness),
+            "staleness/mixed": statistics.fmean(
+                len({span.version for turn in t.turns for span in turn.completion.versions}) > 1 for t in trajectories
+            ),
+            **batch.rollout,
+            **figures,
+            **self._spans,
+            "time/pause": sent["pause"],
+            "bytes/published": sent["bytes"],
+            "time/step": now - self._last_end,
+            "time/since_start": now + self._offset,
+        }
+        self._last_end, self._spans = now, {}
+        self.steps.append(record)
+        for sink in self._sinks:
+            sink(record)
+        return record
+
+    def summary(self, window: int) -> dict[str, Any]:
+        """Figures of the whole run, from its steps."""
+        steps = self.steps
+
+        def total(name: str) -> float:
+            return sum(step[name] for step in steps)
+
+        duration = max(1e-9, total("time/step"))
+        return {
+            "steps": len(steps),
+            "reward/first": statistics.fmean(step["reward/mean"] for step in steps[:window]),
+            "reward/last": statistics.fmean(step["reward/mean"] for step in steps[-window:]),
+            "tokens/generated": total("tokens/generated"),
+            "tokens/trained": total("tokens/trained"),
+            "tokens_per_s/generated": total("tokens/generated") / duration,
+            "tokens_per_s/trained": total("tokens/trained") / duration,
+            "samples_per_s": total("samples/generated") / duration,
+            "staleness/histogram": {str(age): count for age, count in sorted(self.staleness.items())},
+            "share/trainer_idle": total("time/wait_batch") / duration,
+            "share/publish": total("time/publish") / duration,
+            "share/engine_busy": total("time/engine_busy") / duration,
+            "pause/mean": total("time/pause") / len(steps),
+            "logprob_gap/mean": statistics.fmean(step["logprob_gap/mean"] for step in steps),
+            "step_time/median": statistics.median(step["time/step"] for step in steps),
+            "time/start_up": (self._first_batch or 0.0) + self._offset,
+            "time/total": self._clock() + self._offset,
+        }

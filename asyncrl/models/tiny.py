@@ -1,0 +1,125 @@
+"""Small models from random weights: the 0.13M-parameter Llama of tests and CI, and any small Llama or Qwen3.
+
+The tiny model reads and writes single characters: digit d is token d. It learns to copy three
+digits in about 200 steps of 256 answers (lr 1e-3).
+torch, transformers and tokenizers are imported inside functions, because the launcher imports this module
+through catalog.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.models.tokenizer_files import write_tokenizer
+
+TOKENS = (*"0123456789", "<eos>", "=", "<bos>", "<pad>", "<unk>", " ")
+"""The vocabulary; a token's place is its id."""
+BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
+MAX_POSITIONS = 64
+
+# "<bos>question=" asks and "<bos>question=answer<eos>" is answered: a prompt is a prefix of its dialogue.
+CHAT_TEMPLATE = (
+    "{{ '<bos>' }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ '=' + message['content'] + '<eos>' }}"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '=' }}{% endif %}"
+)
+
+
+def write(folder: Path) -> None:
+    """Write the tiny model and its tokenizer into the new folder `folder`; the same bytes every time."""
+    write_random_model(
+        folder,
+        "llama",
+        vocab=len(TOKENS),
+        hidden=64,
+        layers=2,
+        heads=4,
+        kv_heads=4,
+        intermediate=256,
+        tied=False,
+        seed=0,
+        dtype="float32",
+        max_positions=MAX_POSITIONS,
+        bos_eos_pad=(TOKENS.index(BOS), TOKENS.index(EOS), TOKENS.index(PAD)),
+    )
+    special = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "unk_token": UNK}
+    write_tokenizer(folder, _tokenizer_json(), CHAT_TEMPLATE, special, MAX_POSITIONS)
+
+
+def _tokenizer_json() -> str:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()  # without a decoder, tokens are joined by spaces
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (BOS, EOS, PAD, UNK)])
+    return str(tokenizer.to_str(pretty=True))
+
+
+def write_random_model(
+    folder: Path,
+    arch: Literal["llama", "qwen3"],
+    *,
+    vocab: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    tied: bool,
+    seed: int,
+    dtype: Literal["float32", "bfloat16"],
+    max_positions: int = 512,
+    bos_eos_pad: tuple[int | None, int | None, int | None] = (None, None, None),
+) -> None:
+    """Write a model without a tokenizer into `folder`; its weights depend on sizes and seed, on nothing else.
+
+    Example: write_random_model(path, "qwen3", vocab=257, hidden=64, layers=2, heads=4, kv_heads=2,
+                                intermediate=128, tied=True, seed=0, dtype="bfloat16")
+    """
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    make_config, make_model = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[arch]
+    tokens = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), bos_eos_pad, strict=True))
+    config = make_config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,  # Qwen3's default is 128 whatever the sizes
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        **tokens,
+    )
+    # The constructor draws weights, which are replaced below: leave the caller's generator as it was.
+    with torch.random.fork_rng(devices=[]):
+        model = make_model(config)
+    _fill(model, seed)
+    model.to(getattr(torch, dtype))
+    model.generation_config = GenerationConfig(**tokens)
+    model.save_pretrained(folder)
+    # safetensors writes 0600; the folder must be as readable as umask says, like its other files.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
+
+
+def _fill(model: object, seed: int) -> None:
+    """Draw every weight from one generator in the order of names: a constructor's order may change.
+
+    Norms get the same noise around 1, so that a mapping that swaps two of them does not pass unseen.
+    """
+    import torch
+
+    assert isinstance(model, torch.nn.Module)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters(), key=lambda item: item[0]):
+            weight.normal_(1.0 if weight.ndim == 1 else 0.0, 0.02, generator=generator)

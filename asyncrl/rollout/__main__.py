@@ -1,0 +1,86 @@
+"""Entry of the rollout process: python -m asyncrl.rollout RUN_DIR. Wires prompts, client, agent, buffer and service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from asyncrl import tasks
+from asyncrl.addresses import Addresses
+from asyncrl.config import read
+from asyncrl.engine.client import Client
+from asyncrl.engine.router import wait_until_ready
+from asyncrl.rollout.agent import load_agent
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.evaluation import evaluate
+from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
+from asyncrl.rollout.service import Service
+from asyncrl.rollout.worker import Worker
+
+
+async def main(run_dir: Path) -> None:
+    """Serve until the launcher's SIGTERM, or until something dies."""
+    config, addresses = read(run_dir), Addresses.read(run_dir)
+    task = tasks.build(config.task)
+    tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
+    model_length = json.loads((addresses.model / "config.json").read_text())["max_position_embeddings"]
+    prompts = Prompts(config, task, tokenizer, model_length)
+    client = Client(
+        addresses.router,
+        run=addresses.run_id,
+        api_key=addresses.api_key,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        stop_token_ids=stop_tokens(addresses.model, tokenizer),
+        timeout=config.engine.request_timeout,
+        coalesce=config.rollout.coalesce,
+    )
+    buffer = CohortBuffer(config.rollout.batch_groups, config.rollout.max_staleness, config.rollout.lead)
+
+    async def evaluation() -> dict[str, Any]:
+        found = await evaluate(worker, task, prompts.held_out)
+        with (run_dir / "eval.jsonl").open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        return found
+
+    service = Service(buffer, client, evaluation, addresses.api_key, eval_every=config.eval.every)
+    worker = Worker(
+        service,
+        client,
+        load_agent(config.rollout.agent),
+        task,
+        prompts.training,
+        prompts.decode,
+        group_size=config.rollout.group_size,
+        max_running=config.rollout.max_running_groups,
+        max_failures=config.rollout.max_failures,
+    )
+
+    async def roll_out() -> None:
+        await wait_until_ready(addresses, config.engine.start_timeout)
+        if config.eval.questions:
+            await evaluation()  # alone on version 0, before the first rollout
+        await worker.run()
+
+    url = httpx.URL(addresses.rollout)
+    server = uvicorn.Server(
+        uvicorn.Config(service.app(), host=url.host, port=url.port or 0, log_level="warning", access_log=False)
+    )
+    async with asyncio.TaskGroup() as group:
+        rolling = group.create_task(roll_out())
+        serving = group.create_task(server.serve())
+        await serving  # SIGTERM ends it: uvicorn handles the signal
+        rolling.cancel()
+    await client.close()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the launcher decides the order
+    asyncio.run(main(Path(sys.argv[1])))

@@ -1,0 +1,173 @@
+"""The rollout process's HTTP service: the trainer's only door to it.
+
+    GET  /batch?version=v   the batch that turns version v into v + 1, as msgpack; 202 with the reason while it is not ready
+    POST /hold              weights are about to change: keep new requests back
+    POST /version {"version": v}    every engine serves v: let requests go, open admission
+    POST /evaluate          answer the held-out questions; returns accuracy and the versions that answered
+    GET  /status            the ledger
+    GET  /health            200 once rollouts run
+
+Each wait here is bounded by POLL_SECONDS and repeated by the trainer, who owns the deadline (rollout.batch_timeout).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from asyncrl.engine.client import Client
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.types import Batch, Group, encode
+
+POLL_SECONDS = 10.0
+
+
+class Service:
+    """The buffer with an event loop around it: whoever waits is woken by every change."""
+
+    def __init__(
+        self,
+        buffer: CohortBuffer,
+        client: Client,
+        evaluate: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
+        api_key: str,
+        *,
+        eval_every: int | None,
+    ) -> None:
+        self._buffer, self._client, self._evaluate, self._api_key, self._eval_every = (
+            buffer,
+            client,
+            evaluate,
+            api_key,
+            eval_every,
+        )
+        self._evaluating: asyncio.Task[dict[str, Any]] | None = None
+        self._changed = asyncio.Condition()
+        self._rewards: list[float] = []
+        self._tokens_reported = 0
+
+    # -- the worker's side ---------------------------------------------------------------------------------
+
+    async def ticket(self) -> Ticket:
+        """Wait for admission. Unblocked by a publish or a rejection."""
+        async with self._changed:
+            while (ticket := self._buffer.admit()) is None:
+                await self._changed.wait()
+            return ticket
+
+    async def commit(self, ticket: Ticket, group: Group) -> None:
+        """A group is ready."""
+        self._buffer.commit(ticket, group)
+        self._rewards += [trajectory.reward for trajectory in group.trajectories]
+        await self._wake()
+
+    async def reject(self, ticket: Ticket, reason: str) -> None:
+        """A group is lost; its slot will be played anew."""
+        self._buffer.reject(ticket, reason)
+        await self._wake()
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # -- the trainer's side --------------------------------------------------------------------------------
+
+    async def batch(self, request: Request) -> Response:
+        """The next batch, waiting up to POLL_SECONDS for it."""
+        version = int(request.query_params["version"])
+        if version != self._buffer.step:
+            return PlainTextResponse(f"the next batch is {self._buffer.step}, not {version}", status_code=409)
+        try:
+            async with asyncio.timeout(POLL_SECONDS), self._changed:
+                while (groups := self._buffer.take()) is None:
+                    await self._changed.wait()
+        except TimeoutError:
+            return PlainTextResponse(self._buffer.waiting_for(), status_code=202)
+        return Response(encode(Batch(version, groups, self._figures())), media_type="application/msgpack")
+
+    async def hold(self, _: Request) -> Response:
+        """Keep new requests back."""
+        self._client.hold()
+        return Response()
+
+    async def version(self, request: Request) -> Response:
+        """A version is published."""
+        version = int((await request.json())["version"])
+        if version != self._buffer.version:  # the same version again: weights were sent anew, nothing was trained
+            self._buffer.publish(version)
+        self._client.release(version)
+        self._buffer.ledger().check()
+        await self._wake()
+        if (
+            self._eval_every
+            and version % self._eval_every == 0
+            and (self._evaluating is None or self._evaluating.done())
+        ):
+            self._evaluating = asyncio.create_task(
+                self._evaluate()
+            )  # beside training; its line names the versions that answered
+        return Response()
+
+    async def evaluate(self, _: Request) -> Response:
+        """Answer the held-out questions now, after an evaluation that may be under way."""
+        if self._evaluating:
+            await self._evaluating
+        return JSONResponse(await self._evaluate())
+
+    async def status(self, _: Request) -> Response:
+        """The ledger, and why the next batch is not ready."""
+        return JSONResponse(
+            {
+                **asdict(self._buffer.ledger()),
+                "version": self._buffer.version,
+                "waiting_for": self._buffer.waiting_for(),
+            }
+        )
+
+    def _figures(self) -> dict[str, float]:
+        """What the rollout side did since the last batch."""
+        seen, ledger = self._client.take_figures(), self._buffer.ledger()
+        rewards, self._rewards = self._rewards, []
+        generated, self._tokens_reported = (
+            ledger.tokens_generated - self._tokens_reported,
+            ledger.tokens_generated,
+        )
+        return {
+            "tokens/generated": generated,
+            "samples/generated": len(rewards),
+            "groups/running": ledger.running,
+            "groups/ready": ledger.ready,
+            "groups/rejected": sum(ledger.rejected.values()),
+            "time/engine_busy": seen.seconds_busy,
+            "prefix_cache/hit": seen.cached_tokens / max(1, seen.prompt_tokens),
+        }
+
+    def app(self) -> Starlette:
+        """The routes, behind the run's API key."""
+        routes = [
+            Route("/batch", self.batch),
+            Route("/hold", self.hold, methods=["POST"]),
+            Route("/version", self.version, methods=["POST"]),
+            Route("/evaluate", self.evaluate, methods=["POST"]),
+            Route("/status", self.status),
+            Route("/health", lambda _: Response()),
+        ]
+        return Starlette(
+            routes=[Route(route.path, self._guarded(route.endpoint), methods=route.methods) for route in routes]
+        )
+
+    def _guarded(self, endpoint: Callable) -> Callable:
+        async def guarded(request: Request) -> Response:
+            if request.headers.get("authorization") != f"Bearer {self._api_key}":
+                return PlainTextResponse("wrong or missing API key", status_code=401)
+            answer = endpoint(request)
+            return await answer if asyncio.iscoroutine(answer) else answer
+
+        return guarded

@@ -1,0 +1,82 @@
+"""Ticket -> siblings -> scores -> commit: what keeps the engines busy.
+
+waits for     a ticket (the buffer's admission), room under max_running_groups
+unblocked by  Service.publish, and by every group that ends
+on death      an error that is not an EpisodeFailed ends the process; the launcher ends the run
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from asyncrl.engine.client import Client
+from asyncrl.errors import AsyncRLError, EpisodeFailed
+from asyncrl.rollout.agent import Agent
+from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.service import Service
+from asyncrl.tasks import Task
+from asyncrl.types import Group, Prompt, Trajectory
+
+
+class Worker:
+    """Plays every group that the buffer admits."""
+
+    def __init__(
+        self,
+        service: Service,
+        client: Client,
+        agent: Agent,
+        task: Task,
+        training: Iterator[Prompt],
+        decode,
+        *,
+        group_size: int,
+        max_running: int | None,
+        max_failures: int,
+    ) -> None:
+        self._service, self._client, self._agent, self._task = service, client, agent, task
+        self._training, self._decode = training, decode
+        self._group_size, self._max_failures = group_size, max_failures
+        self._room = asyncio.Semaphore(max_running) if max_running else None
+        self._failures_in_a_row = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                if self._room:
+                    await self._room.acquire()
+                ticket = await self._service.ticket()
+                groups.create_task(self._play(ticket, next(self._training)))
+
+    async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
+        """One group: all siblings succeed, or the slot is played anew with another prompt."""
+        try:
+            async with asyncio.TaskGroup() as siblings:  # one lost sibling cancels the rest: no orphan requests
+                tasks = [siblings.create_task(self.episode(prompt)) for _ in range(self._group_size)]
+        except* EpisodeFailed as failed:
+            await self._reject(ticket, failed)
+        else:
+            self._failures_in_a_row = 0
+            group = Group(ticket.uid, ticket.slot, prompt.token_ids, [task.result() for task in tasks])
+            await self._service.commit(ticket, group)
+        finally:
+            if self._room:
+                self._room.release()
+
+    async def episode(self, prompt: Prompt, *, temperature: float | None = None) -> Trajectory:
+        """Play and score one episode."""
+        trajectory = await self._agent.run(prompt, self._client.generate(temperature))
+        answer = self._decode(trajectory.turns[-1].completion.token_ids)
+        return Trajectory(trajectory.turns, self._task.score(answer, prompt.question))
+
+    async def _reject(self, ticket: Ticket, failed: BaseExceptionGroup[EpisodeFailed]) -> None:
+        cause = failed.exceptions[0]
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        assert isinstance(cause, EpisodeFailed)
+        await self._service.reject(ticket, cause.reason)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._max_failures:
+            raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {cause}")

@@ -1,0 +1,52 @@
+"""Tasks: where questions come from and how answers are scored.
+
+A task is two methods; `build` picks the class that a configuration names. Questions are numbered, so a run's order of
+prompts is a function of its seed and can be resumed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from asyncrl.config import Task as TaskConfig
+from asyncrl.errors import ConfigError
+
+Question = dict[str, Any]
+
+
+class Task(Protocol):
+    """An endless supply of numbered questions with a score."""
+
+    def question(self, index: int) -> Question:
+        """Question `index`: a record with "messages" (a chat) and whatever `score` needs. Same index, same question."""
+        ...
+
+    def score(self, answer: str, question: Question) -> float:
+        """Reward of an answer's text. Raises EpisodeFailed when the judge, not the answer, is at fault."""
+        ...
+
+    def correct(self, reward: float) -> bool:
+        """Whether a reward means a right answer, for accuracy."""
+        ...
+
+    @property
+    def size(self) -> int | None:
+        """Number of questions, or None when endless."""
+        ...
+
+
+def build(config: TaskConfig) -> Task:
+    """The task that a configuration names."""
+    if config.kind == "reasoning_gym":
+        from asyncrl.tasks.reasoning_gym import ReasoningGym
+
+        return ReasoningGym(config)
+    if config.kind == "copy":
+        from asyncrl.tasks.copy_digits import CopyDigits
+
+        return CopyDigits(config)
+    if config.kind == "file":
+        from asyncrl.tasks.files import FileTask
+
+        return FileTask(config)
+    raise ConfigError("task.kind", config.kind, "Must be reasoning_gym, copy or file.")

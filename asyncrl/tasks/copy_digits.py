@@ -1,0 +1,36 @@
+"""The toy that a 0.13M-parameter model learns from random weights: repeat the digits."""
+
+from __future__ import annotations
+
+import random
+
+from asyncrl.config import Task as TaskConfig
+from asyncrl.errors import ConfigError
+from asyncrl.tasks import Question
+
+
+class CopyDigits:
+    """Reward: the share of right positions, plus 1 when all are right (a dense signal with a prize for exactness)."""
+
+    size = None
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.digits = config.params.get("digits")
+        if not isinstance(self.digits, int) or not 1 <= self.digits <= 16:
+            raise ConfigError("task.params.digits", self.digits, "Must be a number from 1 to 16.")
+
+    def question(self, index: int) -> Question:
+        """`digits` random digits, the same for the same index."""
+        generator = random.Random(index)
+        digits = "".join(str(generator.randrange(10)) for _ in range(self.digits))
+        return {"messages": [{"role": "user", "content": digits}], "answer": digits}
+
+    def score(self, answer: str, question: Question) -> float:
+        """0 to 2."""
+        expected = question["answer"]
+        right = sum(a == b for a, b in zip(answer, expected, strict=False)) / self.digits
+        return right + float(answer == expected)
+
+    def correct(self, reward: float) -> bool:
+        """All digits, and nothing else."""
+        return reward >= 2.0

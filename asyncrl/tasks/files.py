@@ -1,0 +1,106 @@
+"""Questions of your own, from JSONL or parquet, with a reward by name or import path."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Task as TaskConfig
+from asyncrl.errors import ConfigError
+from asyncrl.tasks import Question
+
+Reward = Callable[[str, dict[str, Any]], float]
+
+
+class FileTask:
+    """Rows of a file; evaluation rows come first when they are in a file of their own (see `held_out`)."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._config = config
+        evaluation = _rows("task.eval_file", config.eval_file) if config.eval_file else []
+        training = _rows("task.train_file", config.train_file or "")
+        self.held_out = len(evaluation)  # questions 0..held_out-1 are the evaluation file's
+        self._rows = [*evaluation, *training]
+        for number, row in enumerate(self._rows):
+            for key in (config.prompt_key, config.answer_key):
+                if key not in row:
+                    raise ConfigError(
+                        "task.prompt_key / task.answer_key",
+                        key,
+                        f"Row {number} has only the fields {sorted(row)}.",
+                    )
+        self._reward = _reward(config)
+        self._head = [{"role": "system", "content": config.system}] if config.system else []
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def question(self, index: int) -> Question:
+        """Row `index`; a text becomes one user message, a list of messages is taken as it is."""
+        row = self._rows[index]
+        prompt = row[self._config.prompt_key]
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        return {"messages": [*self._head, *messages], "row": row}
+
+    def score(self, answer: str, question: Question) -> float:
+        """What the configured reward function says."""
+        return float(self._reward(answer, question["row"]))
+
+    def correct(self, reward: float) -> bool:
+        """A reward of 1 or more."""
+        return reward >= 1.0
+
+
+def _rows(field: str, path: str) -> list[dict[str, Any]]:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(field, path, "No such file.")
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+    elif file.suffix in (".jsonl", ".json"):
+        rows = []
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ConfigError(field, f"{path}, line {number}", f"Not JSON: {error}.") from None
+    else:
+        raise ConfigError(field, path, "Must end in .jsonl or .parquet.")
+    if not rows:
+        raise ConfigError(field, path, "The file has no rows.")
+    return rows
+
+
+def _reward(config: TaskConfig) -> Reward:
+    named: dict[str, Callable[[str, str], bool]] = {
+        "exact": lambda answer, reference: answer.strip() == reference.strip(),
+        "contains": lambda answer, reference: reference.strip() in answer,
+        "number": lambda answer, reference: (
+            (found := _last_number(answer)) is not None and found == _last_number(reference)
+        ),
+    }
+    if config.reward in named:
+        matches = named[config.reward]
+        return lambda answer, row: float(matches(answer, str(row[config.answer_key])))
+    module, _, name = config.reward.partition(":")
+    try:
+        function: Reward = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            "task.reward", config.reward, f"Must be one of {sorted(named)} or module:function ({error})."
+        ) from None
+    return function
+
+
+def _last_number(text: str) -> float | None:
+    found = re.findall(r"-?\d[\d,]*\.?\d*", text)
+    return float(found[-1].replace(",", "")) if found else None

@@ -1,0 +1,1 @@
+"""The trainer ranks: Megatron, the loop, and the feed of batches."""

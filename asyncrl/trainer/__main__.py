@@ -1,0 +1,106 @@
+"""Entry of a trainer rank: python -m asyncrl.trainer RUN_DIR, under torchrun's environment. Wires policy, feed, publisher and log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from asyncrl.trainer import cpu
+
+cpu.enable()  # before anything imports megatron.core
+
+import torch.distributed as dist  # noqa: E402
+
+from asyncrl.addresses import Addresses  # noqa: E402
+from asyncrl.config import Config, on_gpu, read  # noqa: E402
+from asyncrl.engine.control import Fleet  # noqa: E402
+from asyncrl.metrics.record import StepLog  # noqa: E402
+from asyncrl.metrics.sinks import JsonLines, TensorBoard  # noqa: E402
+from asyncrl.trainer.feed import Batches, RolloutDoor  # noqa: E402
+from asyncrl.trainer.loop import train  # noqa: E402
+from asyncrl.trainer.parallel import Parallel, initialize  # noqa: E402
+from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.trainer.stop import StopRule  # noqa: E402
+from asyncrl.weights.export import save_hf  # noqa: E402
+from asyncrl.weights.publish import Publisher  # noqa: E402
+from asyncrl.weights.transport import build as build_transport  # noqa: E402
+
+TIMEOUT_MARGIN = 120.0  # the peers' collectives give up this long after rank 0 must have spoken
+
+
+def main(run_dir: Path) -> None:
+    """Train one run on this rank."""
+    config, addresses = read(run_dir), Addresses.read(run_dir)
+    gpu = on_gpu(config.trainer, addresses.gpus)
+    longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
+    parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
+    policy = Policy(config, addresses.model, parallel)
+    fleet = Fleet(addresses.engines, addresses.api_key, config.weights.timeout)
+    door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
+    transport, why = build_transport(
+        config.weights.transport,
+        fleet,
+        engine_tp=config.engine.tensor_parallel,
+        host=config.cluster.host,
+        stage=parallel.pp_rank,
+        gpu=gpu,
+        timeout=config.weights.timeout,
+    )
+    publisher = Publisher(
+        parallel,
+        fleet,
+        transport,
+        config.weights.bucket_mb << 20,
+        policy.hf_tensors,
+        hold=door.hold,
+        announce=door.announce,
+    )
+    log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at)
+
+    def export(folder: Path) -> None:
+        save_hf(folder, addresses.model, policy.hf_tensors(), parallel, config.trainer.dtype)
+
+    def save(version: int) -> None:
+        if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
+            export(run_dir / f"hf-{version:06d}")
+
+    batches = Batches(door if parallel.is_first else None, parallel)
+    reason = train(policy, batches, publisher, log, StopRule(config.run), save=save)
+    export(run_dir / "hf")
+    if parallel.is_first:
+        _summarize(config, run_dir, door, log, {"reason": reason, "transport": why})
+    dist.barrier()  # the peers stay until the summary is written: the first process to leave ends the run
+    dist.destroy_process_group()
+
+
+def _sinks(config: Config, run_dir: Path, parallel: Parallel) -> list:
+    if not parallel.is_first:
+        return []
+    return [
+        JsonLines(run_dir / "metrics.jsonl"),
+        *([TensorBoard(run_dir / "tb")] if config.metrics.tensorboard else []),
+    ]
+
+
+def _summarize(config: Config, run_dir: Path, door: RolloutDoor, log: StepLog, facts: dict[str, str]) -> None:
+    """summary.json, after a last evaluation on the final weights."""
+    accuracy: dict[str, float | None] = {"accuracy/before": None, "accuracy/after": None}
+    if config.eval.questions:
+        door.evaluate(timeout=config.rollout.batch_timeout)
+        lines = (run_dir / "eval.jsonl").read_text().splitlines()
+        accuracy = {
+            "accuracy/before": json.loads(lines[0])["accuracy"],
+            "accuracy/after": json.loads(lines[-1])["accuracy"],
+        }
+    summary = {**facts, **log.summary(config.run.reward_window), **accuracy, "ledger": door.status()}
+    partial = run_dir / "summary.json.partial"
+    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    os.rename(partial, run_dir / "summary.json")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the launcher decides the order
+    main(Path(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""Batches for every rank, and the words that rank 0 exchanges with the rollout process.
+
+waits for     the rollout service's /batch (rank 0), then rank 0's broadcast (the others)
+deadline      rollout.batch_timeout, owned by rank 0; the process group's timeout lies above it
+on death      a closed connection raises EngineError here and a collective's error on the others; the launcher ends the run
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.trainer.parallel import Parallel
+from asyncrl.types import Batch, decode_batch
+
+
+class RolloutDoor:
+    """The rollout service, as rank 0 sees it."""
+
+    def __init__(self, url: str, headers: dict[str, str], batch_timeout: float) -> None:
+        self._batch_timeout = batch_timeout
+        limits = httpx.Limits(keepalive_expiry=2.0)  # below uvicorn's 5 s, which would close it under a request
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0, limits=limits, trust_env=False)
+
+    def batch(self, version: int) -> bytes:
+        """The encoded batch that turns `version` into the next; asks again until it is ready."""
+        deadline = time.monotonic() + self._batch_timeout
+        reason = "the rollout service has not answered yet"
+        while True:
+            try:
+                response = self._http.get("/batch", params={"version": version})
+            except httpx.ConnectError:  # at the start the service may not listen yet; the launcher watches its life
+                response = None
+                time.sleep(0.2)
+            except httpx.HTTPError as error:
+                raise EngineError(f"the rollout service broke off: {type(error).__name__} {error}") from None
+            if response is not None:
+                if response.status_code == 200:
+                    return response.content
+                if response.status_code != 202:
+                    raise EngineError(f"the rollout service answered {response.status_code}: {response.text[:500]}")
+                reason = response.text
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"batch {version}", self._batch_timeout, reason)
+
+    def hold(self) -> None:
+        """Keep new requests back."""
+        self._post("/hold")
+
+    def announce(self, version: int) -> None:
+        """Every engine serves `version`."""
+        self._post("/version", {"version": version})
+
+    def evaluate(self, timeout: float) -> dict[str, Any]:
+        """Answer the held-out questions now."""
+        return dict(self._post("/evaluate", timeout=timeout).json())
+
+    def status(self) -> dict[str, Any]:
+        """The ledger."""
+        return dict(self._http.get("/status").json())
+
+    def _post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> httpx.Response:
+        try:
+            response = self._http.post(path, json=body or {}, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise EngineError(f"the rollout service did not answer {path}: {type(error).__name__} {error}") from None
+        if response.status_code != 200:
+            raise EngineError(f"the rollout service answered {path} with {response.status_code}: {response.text[:500]}")
+        return response
+
+
+class Batches:
+    """The same batch on every rank: rank 0 fetches the bytes once, and broadcasts them."""
+
+    def __init__(self, door: RolloutDoor | None, parallel: Parallel) -> None:
+        self._door, self._parallel = door, parallel
+
+    def get(self, version: int) -> Batch:
+        """Blocks until batch `version` is there."""
+        data = self._door.batch(version) if self._door else b""
+        batch = decode_batch(self._broadcast(data) if dist.get_world_size() > 1 else data)
+        assert batch.version == version, f"asked for batch {version}, received {batch.version}"
+        return batch
+
+    def _broadcast(self, data: bytes) -> bytes:
+        device = self._parallel.device
+        size = torch.tensor(len(data), device=device)
+        dist.broadcast(size, src=0)
+        if self._parallel.is_first:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        else:
+            payload = torch.empty(int(size), dtype=torch.uint8, device=device)
+        dist.broadcast(payload, src=0)
+        return payload.cpu().numpy().tobytes()

@@ -1,0 +1,159 @@
+"""From an HF config to a Megatron GPT that reads packs: Llama and Qwen3 architecture, dense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from asyncrl.algo.pack import Pack
+from asyncrl.config import Trainer
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.attention import PackedAttention, PositionRope
+
+ARCHITECTURES = {"LlamaForCausalLM": {"qk_layernorm": False}, "Qwen3ForCausalLM": {"qk_layernorm": True}}
+
+
+def read_hf_config(model: Path) -> dict[str, Any]:
+    """The model folder's config.json; refuses what the mapping below does not cover."""
+    hf: dict[str, Any] = json.loads((model / "config.json").read_text())
+    name = (hf.get("architectures") or ["none named"])[0]
+    if name not in ARCHITECTURES:
+        raise ConfigError("model.path", name, f"Supported architectures: {sorted(ARCHITECTURES)}.")
+    for unsupported in ("attention_bias", "mlp_bias"):
+        if hf.get(unsupported):
+            raise ConfigError("model.path", f"{unsupported}=true", "Models with biases are not supported yet.")
+    if (rope := _rope(hf)).get("rope_type", "default") != "default":
+        raise ConfigError("model.path", rope, "Only plain rotary embeddings are supported yet.")
+    return hf
+
+
+def _rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling."""
+    return hf.get("rope_parameters") or {
+        "rope_theta": hf.get("rope_theta", 10000.0),
+        **(hf.get("rope_scaling") or {}),
+    }
+
+
+def head_dim(hf: dict[str, Any]) -> int:
+    """Width of one attention head."""
+    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+
+
+def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfig:
+    """Megatron's configuration. What is off here are CUDA-only fusions, or does not exist without TransformerEngine."""
+    dtype = getattr(torch, trainer.dtype)
+    return TransformerConfig(
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        ffn_hidden_size=hf["intermediate_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf.get("num_key_value_heads", hf["num_attention_heads"]),
+        kv_channels=head_dim(hf),
+        normalization="RMSNorm",
+        layernorm_epsilon=hf["rms_norm_eps"],
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **ARCHITECTURES[hf["architectures"][0]],
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=trainer.tensor_parallel,
+        pipeline_model_parallel_size=trainer.pipeline_parallel,
+        sequence_parallel=trainer.sequence_parallel,
+        variable_seq_lengths=True,
+        calculate_per_token_loss=True,  # gradients are summed over ranks; the loss carries the step's one denominator
+        moe_token_dispatcher_type="alltoall",  # the default dispatcher forbids variable_seq_lengths, even in dense models
+        perform_initialization=True,  # off leaves tensor_model_parallel unset, and grad norms wrong under TP
+        use_cpu_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=False,
+    )
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's norm with Megatron's constructor, marked for sequence parallelism (WrappedTorchNorm refuses it)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class HeadNorm(torch.nn.RMSNorm):
+    """The norm of queries and keys; Megatron sums its gradient over TP by name, not by the mark."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+def build_model(hf: dict[str, Any], config: TransformerConfig) -> GPTModel:
+    """This rank's pipeline stage, with random weights."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    spec.layer_norm = RMSNorm
+    for layer in spec.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = HeadNorm
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=padded_vocab(hf["vocab_size"], config.tensor_model_parallel_size),
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+        position_embedding_type="rope",
+        rotary_base=int(_rope(hf)["rope_theta"]),
+    )
+    model.rotary_pos_emb.__class__ = PositionRope  # same buffers, another forward
+    if model.post_process:
+        model.output_layer.register_forward_pre_hook(_select_rows, with_kwargs=True)
+        model.output_layer.sequence_parallel = False  # _select_rows has gathered the sequence
+        model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
+    return model
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Vocabulary rounded up so that every rank has as many columns."""
+    return -(-vocab // tp) * tp
+
+
+def _select_rows(output_layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Only the rows that predict a token become logits."""
+    hidden, *rest = args
+    if output_layer.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    return (hidden.index_select(0, output_layer.logit_rows), *rest), kwargs
+
+
+def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack) -> Tensor:
+    """Logits [1, U, V / tp] on the last stage, hidden states [N, 1, H] on the others. `wrapped` holds `model` inside DDP."""
+    model.rotary_pos_emb.positions = pack.positions
+    if model.post_process:
+        model.output_layer.logit_rows = pack.logit_rows
+    out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack)  # the pack travels as the attention mask
+    return out

@@ -1,0 +1,30 @@
+"""When a run has done what it was asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from asyncrl.config import Run
+
+
+class StopRule:
+    """Steps, tokens or reward, whichever is reached first. Decided from figures that every rank shares."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._rewards: deque[float] = deque(maxlen=run.reward_window)
+        self._tokens = 0.0
+
+    def reason(self, step: dict[str, float]) -> str | None:
+        """Why the run ends after this step, or None."""
+        self._rewards.append(step["reward/mean"])
+        self._tokens += step["tokens/generated"]
+        mean = sum(self._rewards) / len(self._rewards)
+        run = self._run
+        if run.reward_target is not None and len(self._rewards) == run.reward_window and mean >= run.reward_target:
+            return f"reward {mean:.3f} over {run.reward_window} steps reached run.reward_target {run.reward_target}"
+        if run.token_budget is not None and self._tokens >= run.token_budget:
+            return f"{self._tokens:.0f} generated tokens reached run.token_budget {run.token_budget}"
+        if step["step"] >= run.max_steps:
+            return f"run.max_steps {run.max_steps} reached"
+        return None

@@ -1,0 +1,1 @@
+"""Weights on their way: HF names <-> Megatron shards, buckets, transports, publishing."""

@@ -1,0 +1,117 @@
+"""Locks pin everything and no CUDA, pyproject.toml agrees with them, the wheel carries conf/ and the lock."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from asyncrl import __version__, install
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ("cpu.txt", "dev.txt")
+PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[a-z,]+\])?==(?P<version>[A-Za-z0-9.]+)")
+
+
+def pins(lines: list[str]) -> dict[str, str]:
+    """{normalised name: version}; any line that is not one exact pin fails."""
+    matches = {line: PIN.fullmatch(line) for line in lines}
+    assert not [line for line, match in matches.items() if match is None]
+    return {re.sub(r"[._-]+", "-", m["name"]).lower(): m["version"] for m in matches.values() if m}
+
+
+def lock(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return pins([line for line in lines if not line.startswith("#")])
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_lock_pins_every_line_exactly_and_without_cuda(name):
+    forbidden = ("nvidia-", "cuda-", "triton", "torchvision", "sglang-kernel", "flashinfer")
+    assert not [package for package in lock(name) if package.startswith(forbidden)]
+
+
+def test_locks_do_not_overlap():
+    assert not lock("cpu.txt").keys() & lock("dev.txt").keys()
+
+
+@pytest.mark.parametrize("name", [*LOCKS, "../pyproject.toml", "../Dockerfile", "../scripts/lock.sh"])
+def test_no_index_or_machine_path_is_written_down(name):
+    text = (ROOT / "requirements" / name).read_text()
+    assert not re.search(r"https?://|file:|^--|/home/|/root/|/work/", text, re.MULTILINE)
+
+
+def test_pyproject_agrees_with_the_locks():
+    table = project()["project"]
+    locked = lock("cpu.txt") | lock("dev.txt")
+    shared = pins(table["dependencies"]) | pins(table["optional-dependencies"]["dev"])
+    assert {name: locked.get(name) for name in shared} == shared
+    assert pins(table["optional-dependencies"]["gpu"])["sglang"] == locked["sglang"]
+    assert pins(project()["build-system"]["requires"])["hatchling"] == locked["hatchling"]
+
+
+def test_wheel_carries_conf_lock_and_commands(tmp_path):
+    command = [
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run([sys.executable, "-m", "pip", *command], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"asyncrl-{__version__}-")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
+    conf = {f"asyncrl/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
+    assert {"asyncrl/conf/train.yaml", "asyncrl/requirements/cpu.txt"} | conf <= names
+    assert not [name for name in names if name.startswith(("tests/", "conf/")) or "__pycache__" in name]
+    assert "asyncrl-train = asyncrl.launch.main:main" in entry_points
+    assert "asyncrl-install = asyncrl.install:main" in entry_points
+
+
+def test_install_dry_run_prints_the_pip_command(capsys):
+    assert install.main(["--cpu", "--dry-run", "--no-cache-dir"]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert command[:6] == [sys.executable, "-m", "pip", "install", "--no-deps", "-r"]
+    assert Path(command[6]).samefile(ROOT / "requirements" / "cpu.txt")
+    assert command[7:] == ["--no-cache-dir"]
+
+
+def test_install_on_a_gpu_machine_names_the_gpu_extra(monkeypatch, capsys):
+    monkeypatch.setattr(install, "has_gpu", lambda: True)
+    assert install.main(["--dry-run"]) == 1
+    assert 'pip install "asyncrl[gpu]"' in capsys.readouterr().err
+
+
+def test_install_failure_shows_the_command(monkeypatch, capfd):
+    monkeypatch.setattr(install, "has_gpu", lambda: False)
+    assert install.main(["--no-such-option-of-pip"]) == 1
+    assert "--no-such-option-of-pip" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_install_tells_a_torch_without_its_libraries_from_a_failed_pip(monkeypatch, capsys):
+    def run(command, check):
+        return subprocess.CompletedProcess(command, returncode=0 if "pip" in command else 1)
+
+    monkeypatch.setattr(install.subprocess, "run", run)
+    assert install.main(["--cpu"]) == 1
+    assert "CPU index" in capsys.readouterr().err
+
+
+def test_install_imports_only_the_standard_library():
+    code = "import sys, asyncrl.install; print(*{name.split('.')[0] for name in sys.modules})"
+    # -S keeps site-packages, and what editable installs import at start, out of the answer
+    result = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(result.stdout.split()) <= {*sys.stdlib_module_names, "__main__", "asyncrl"}
