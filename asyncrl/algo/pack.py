@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +50,8 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same on another device."""
-        return Pack(
-            **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
-        )
+        moved: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        return Pack(**moved)
 
 
 class _Unit:

@@ -80,8 +80,7 @@ class Fleet:
         yield
         self.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.call("/end_weight_update")
-        if any(found != str(version) for found in self.versions()):
-            raise EngineError(
-                f"after publishing version {version} the engines report {dict(zip(self.urls, self.versions(), strict=True))}"
-            )
+        served = dict(zip(self.urls, self.versions(), strict=True))
+        if set(served.values()) != {str(version)}:
+            raise EngineError(f"after publishing version {version} the engines report {served}")
         self.call("/continue_generation")

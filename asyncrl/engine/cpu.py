@@ -33,14 +33,15 @@ def install() -> None:
     sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", _no_host_registration))
 
 
-def _stub_triton(torch: types.ModuleType) -> None:
+def _stub_triton(torch: Any) -> None:
     """SGLang carries a triton stub for Apple machines; run its installer as if this were one."""
     if importlib.util.find_spec("triton") is not None:
         return
     package = next(Path(entry, "sglang") for entry in sys.path if Path(entry, "sglang", "_platform_stubs.py").is_file())
     spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", package / "_platform_stubs.py")
-    assert spec is not None and spec.loader is not None
-    stubs = importlib.util.module_from_spec(spec)  # by path: importing sglang itself already needs triton
+    assert spec is not None
+    assert spec.loader is not None
+    stubs: Any = importlib.util.module_from_spec(spec)  # by path: importing sglang itself already needs triton
     sys.modules[spec.name] = stubs
     spec.loader.exec_module(stubs)
 

@@ -37,7 +37,7 @@ OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern, ti
 
 
 def main() -> None:
-    """The command. Exit codes: 0 done, 1 a process died or a run failed, 2 a setting is wrong, 128 + n stopped by signal n."""
+    """The command. Exits with 0 when done, 1 when a run failed, 2 for a wrong setting, 128 + n after signal n."""
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(reference.render(CONF))
         return

@@ -84,8 +84,10 @@ def _engines(config: Config, addresses: Addresses) -> list[ProcessSpec]:
 
 
 def _trainers(config: Config, addresses: Addresses, ports: Ports, run_dir: Path) -> list[ProcessSpec]:
-    """Ranks under torchrun's environment contract. The supervisor starts them itself: each has a log and an exit of its own,
-    and no agent process stands between."""
+    """Ranks under torchrun's environment contract.
+
+    The supervisor starts them itself: each has a log and an exit of its own, and no agent stands between.
+    """
     gpu = on_gpu(config.trainer, addresses.gpus)
     world = config.trainer.world_size
     specs = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,14 +21,16 @@ class Console:
         self._out = out or rich.console.Console(highlight=False, soft_wrap=True)
         self._files: dict[str, IO[str]] = {}
         self._rest: dict[str, str] = {}
+        self._first: tuple[int, float] | None = None  # step and time that the pace is measured from
+        self._recent: deque[tuple[float, float]] = deque(maxlen=10)
 
     def opening(self) -> None:
         """What is about to start, and where it writes."""
-        c = self._config
-        layout = f"TP {c.trainer.tensor_parallel} × PP {c.trainer.pipeline_parallel} × DP {c.trainer.data_parallel}"
-        bound = f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
+        c, t = self._config, self._config.trainer
         self._print(
-            f"[bold]{c.run.name}[/]: {c.model.path} on {c.task.name}; trainer {layout}, {c.engine.count} engine(s); {bound}"
+            f"[bold]{c.run.name}[/]: {c.model.path} on {c.task.name}; {c.engine.count} engine(s), trainer "
+            f"TP {t.tensor_parallel} × PP {t.pipeline_parallel} × DP {t.data_parallel}; "
+            f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
         )
         self._print(f"run folder {self._run_dir}")
 
@@ -35,7 +38,8 @@ class Console:
         """Print what was written since the last call."""
         for record in self._new_lines("eval.jsonl"):
             self._print(
-                f"[cyan]held out[/]  version {record['version_min']}: accuracy {record['accuracy']:.3f} of {record['questions']} questions"
+                f"[cyan]held out[/]  version {record['version_min']}: "
+                f"accuracy {record['accuracy']:.3f} of {record['questions']} questions"
             )
         for record in self._new_lines("metrics.jsonl"):
             self._print(self._line(record))
@@ -51,24 +55,27 @@ class Console:
             self._out.print(table)
 
     def _line(self, r: dict[str, Any]) -> str:
-        left = (
-            (self._config.run.max_steps - r["step"]) * r["time/since_start"] / r["step"]
-            if r["step"] < 5
-            else self._left(r)
-        )
+        left = self._seconds_left(r)
         return (
-            f"step {r['step']:>4.0f}/{self._config.run.max_steps}  [bold green]reward {r['reward/mean']:.3f}[/]  loss {r['loss']:+.4f}  grad {r['grad_norm']:.2f}  "
-            f"stale {r['staleness/mean']:.1f}≤{r['staleness/max']:.0f}  gap {r['logprob_gap/mean']:.3f}  "
-            f"{r['time/step']:.1f}s (wait {r['time/wait_batch']:.1f} train {r['time/train']:.1f} publish {r['time/publish']:.2f})  "
-            f"{r['samples/generated'] / max(1e-9, r['time/step']):.0f} samples/s  left {left // 60:.0f}:{left % 60:02.0f}"
+            f"step {r['step']:>4}/{self._config.run.max_steps}  [bold green]reward {r['reward/mean']:.3f}[/]  "
+            f"loss {r['loss']:+.4f}  grad {r['grad_norm']:.2f}  gap {r['logprob_gap/mean']:.3f}  "
+            f"stale {r['staleness/mean']:.1f}≤{r['staleness/max']}  "
+            f"{r['time/step']:.1f}s (wait {r['time/wait_batch']:.1f} train {r['time/train']:.1f} "
+            f"publish {r['time/publish']:.1f})  {self._samples_per_second(r):.0f} samples/s  "
+            f"left {left // 60:.0f}:{left % 60:02.0f}"
             + ("  [bold red]bad step: gradient not applied[/]" if r["step/bad"] else "")
         )
 
-    def _left(self, r: dict[str, Any]) -> float:
-        """Seconds left at the pace of this run, without its start-up."""
-        if not hasattr(self, "_from"):
-            self._from = (r["step"] - 1, r["time/since_start"] - r["time/step"])
-        steps, since = self._from
+    def _samples_per_second(self, r: dict[str, Any]) -> float:
+        """Over the last steps: batches come in bursts."""
+        self._recent.append((r["samples/generated"], r["time/step"]))
+        return sum(samples for samples, _ in self._recent) / max(1e-9, sum(seconds for _, seconds in self._recent))
+
+    def _seconds_left(self, r: dict[str, Any]) -> float:
+        """At the pace since the first step, without the start-up."""
+        if self._first is None:
+            self._first = (r["step"] - 1, r["time/since_start"] - r["time/step"])
+        steps, since = self._first
         return (self._config.run.max_steps - r["step"]) * (r["time/since_start"] - since) / (r["step"] - steps)
 
     def _new_lines(self, name: str) -> list[dict[str, Any]]:

@@ -167,8 +167,9 @@ class CohortBuffer:
         now = self._clock()
         oldest = max((now - since for _, since in self._running.values()), default=0.0)
         return (
-            f"step {self.step} needs {self.batch_groups} ready groups and has {len(self._ready)}; due but not ready: slots {missing[:8]}; "
-            f"{len(self._running)} running, the oldest for {oldest:.0f} s; version {self.version}"
+            f"step {self.step} needs {self.batch_groups} ready groups and has {len(self._ready)}; "
+            f"due but not ready: slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; "
+            f"version {self.version}"
         )
 
     def _due(self) -> set[int]:

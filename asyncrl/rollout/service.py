@@ -1,6 +1,6 @@
 """The rollout process's HTTP service: the trainer's only door to it.
 
-    GET  /batch?version=v   the batch that turns version v into v + 1, as msgpack; 202 with the reason while it is not ready
+    GET  /batch?version=v   the batch that turns version v into v + 1, as msgpack; 202 and the reason until it is ready
     POST /hold              weights are about to change: keep new requests back
     POST /version {"version": v}    every engine serves v: let requests go, open admission
     POST /evaluate          answer the held-out questions; returns accuracy and the versions that answered

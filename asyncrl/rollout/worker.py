@@ -8,7 +8,7 @@ on death      an error that is not an EpisodeFailed ends the process; the launch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from asyncrl.engine.client import Client
 from asyncrl.errors import AsyncRLError, EpisodeFailed
@@ -29,7 +29,7 @@ class Worker:
         agent: Agent,
         task: Task,
         training: Iterator[Prompt],
-        decode,
+        decode: Callable[[list[int]], str],
         *,
         group_size: int,
         max_running: int | None,

@@ -15,9 +15,10 @@ class CopyDigits:
     size = None
 
     def __init__(self, config: TaskConfig) -> None:
-        self.digits = config.params.get("digits")
-        if not isinstance(self.digits, int) or not 1 <= self.digits <= 16:
-            raise ConfigError("task.params.digits", self.digits, "Must be a number from 1 to 16.")
+        digits = config.params.get("digits")
+        if not isinstance(digits, int) or not 1 <= digits <= 16:
+            raise ConfigError("task.params.digits", digits, "Must be a number from 1 to 16.")
+        self.digits = digits
 
     def question(self, index: int) -> Question:
         """`digits` random digits, the same for the same index."""

@@ -1,4 +1,7 @@
-"""Entry of a trainer rank: python -m asyncrl.trainer RUN_DIR, under torchrun's environment. Wires policy, feed, publisher and log."""
+"""Entry of a trainer rank: python -m asyncrl.trainer RUN_DIR, under torchrun's environment.
+
+Wires policy, feed, publisher and log.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,7 @@ def main(run_dir: Path) -> None:
         hold=door.hold,
         announce=door.announce,
     )
+    publisher.prepare()
     log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at)
 
     def export(folder: Path) -> None:

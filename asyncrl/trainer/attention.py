@@ -1,4 +1,4 @@
-"""Attention over a pack: shared prompts, tree-shaped completions, explicit positions. Plugs into Megatron's layer spec."""
+"""Attention over a pack, for Megatron's layer spec: shared prompts, completions as branches, explicit positions."""
 
 from __future__ import annotations
 

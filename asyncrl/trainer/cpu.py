@@ -105,7 +105,7 @@ def _cuda_type_names() -> Iterator[None]:
         found = original(self, *args, **kwargs)
         return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
-    torch.Tensor.type = named  # type: ignore[method-assign]
+    torch.Tensor.type = named  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

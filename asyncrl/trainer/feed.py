@@ -2,7 +2,7 @@
 
 waits for     the rollout service's /batch (rank 0), then rank 0's broadcast (the others)
 deadline      rollout.batch_timeout, owned by rank 0; the process group's timeout lies above it
-on death      a closed connection raises EngineError here and a collective's error on the others; the launcher ends the run
+on death      a closed connection raises EngineError here, and a collective's error on the others
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfi
         sequence_parallel=trainer.sequence_parallel,
         variable_seq_lengths=True,
         calculate_per_token_loss=True,  # gradients are summed over ranks; the loss carries the step's one denominator
-        moe_token_dispatcher_type="alltoall",  # the default dispatcher forbids variable_seq_lengths, even in dense models
+        moe_token_dispatcher_type="alltoall",  # the default forbids variable_seq_lengths, even in dense models
         perform_initialization=True,  # off leaves tensor_model_parallel unset, and grad norms wrong under TP
         use_cpu_initialization=False,
         gradient_accumulation_fusion=False,
@@ -151,7 +151,7 @@ def _select_rows(output_layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, d
 
 
 def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack) -> Tensor:
-    """Logits [1, U, V / tp] on the last stage, hidden states [N, 1, H] on the others. `wrapped` holds `model` inside DDP."""
+    """Logits [1, U, V / tp] on the last stage, hidden states [N, 1, H] before. `wrapped` is `model` in its DDP."""
     model.rotary_pos_emb.positions = pack.positions
     if model.post_process:
         model.output_layer.logit_rows = pack.logit_rows

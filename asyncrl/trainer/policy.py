@@ -92,7 +92,7 @@ class Policy:
 
     def update(self, groups: list[Group]) -> dict[str, float]:
         """One optimizer step on one batch. Returns the step's figures, the same on every rank."""
-        algo, trainer = self.config.algo, self.config.trainer
+        algo = self.config.algo
         samples = build_samples(
             groups,
             advantage=algo.advantage,
@@ -157,7 +157,7 @@ class Policy:
         return sums
 
     def _loss(self, logits: Tensor, batch: Pack, sums: _Sums) -> Tensor:
-        """Sum over this micro-batch's tokens of weight * loss; the weights of a batch's tokens carry the denominator."""
+        """Sum over this micro-batch's tokens of weight * loss; the weights carry the step's denominator."""
         algo = self.config.algo
         where = {
             "vocab": self.hf["vocab_size"],
@@ -193,9 +193,9 @@ class Policy:
             self._bad_steps += 1
             if trainer.on_bad_step == "stop" or self._bad_steps >= trainer.max_bad_steps:
                 raise BadStep(
-                    f"gradient norm {norm} (trainer.bad_grad_norm={trainer.bad_grad_norm}), bad step {self._bad_steps} in a row; "
-                    f"trainer.on_bad_step={trainer.on_bad_step}, trainer.max_bad_steps={trainer.max_bad_steps}: "
-                    "lower trainer.optimizer.lr, or look at the rewards and logprob_gap of the last steps in metrics.jsonl"
+                    f"gradient norm {norm}, bad step {self._bad_steps} in a row (trainer.bad_grad_norm="
+                    f"{trainer.bad_grad_norm}, on_bad_step={trainer.on_bad_step}, max_bad_steps={trainer.max_bad_steps}). "
+                    "Lower trainer.optimizer.lr, or look at reward and logprob_gap of the last steps."
                 )
             return norm, False
         self._bad_steps = 0

@@ -52,6 +52,15 @@ class Publisher:
         )
         self._stream, self._hold, self._announce = stream, hold, announce
         self._buckets: list[tuple[Tensor, list[Entry]]] | None = None
+        self._connected = False
+
+    def prepare(self) -> None:
+        """Plan and allocate the buckets. Runs on every rank while the engines still load; needs none of them."""
+        self._buckets = []
+        if self._parallel.dp_rank == 0:
+            described = [(name, tensor.dtype, tensor.shape) for name, tensor in self._stream()]
+            planned = plan_buckets(described, self._bucket_bytes) if self._parallel.exports else []
+            self._buckets = [(self._transport.allocate(e[-1].end, self._parallel.device), e) for e in planned]
 
     def publish(self, version: int) -> dict[str, float]:
         """Runs on every rank. Returns seconds of filling and of the pause, and bytes sent by this rank."""
@@ -71,13 +80,16 @@ class Publisher:
         return {"fill": filled - started, "pause": continued - pausing, "bytes": float(nbytes)}
 
     def _fill(self) -> None:
-        """Copy the current weights into the buckets; the first time, plan and allocate them."""
+        """Copy the current weights into the buckets."""
         if self._parallel.dp_rank != 0:
             return  # replicas hold the same weights
         if self._buckets is None:
-            self._buckets = self._allocate()
+            self.prepare()
+        if not self._connected and self._parallel.exports:
+            self._transport.connect()
+            self._connected = True
         stream = iter(self._stream())  # every tensor-parallel rank walks it: it gathers
-        for flat, entries in self._buckets:
+        for flat, entries in self._buckets or []:
             for entry in entries:
                 name, tensor = next(stream)
                 assert name == entry.name, f"the stream gave {name} in the place of {entry.name}"
@@ -86,14 +98,6 @@ class Publisher:
             for _ in stream:
                 pass
         assert next(stream, None) is None, "the stream gave more tensors than were planned"
-
-    def _allocate(self) -> list[tuple[Tensor, list[Entry]]]:
-        described = [(name, tensor.dtype, tensor.shape) for name, tensor in self._stream()]
-        if not self._parallel.exports:
-            return []
-        self._transport.connect()
-        planned = plan_buckets(described, self._bucket_bytes)
-        return [(self._transport.allocate(entries[-1].end, self._parallel.device), entries) for entries in planned]
 
     def _send_in_turn(self) -> None:
         """Stage after stage; a barrier tells the next that the engines are free, and rank 0 that all is sent."""

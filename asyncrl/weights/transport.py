@@ -68,21 +68,29 @@ class TensorTransport:
         return torch.empty(nbytes, dtype=torch.uint8).share_memory_()
 
     def send(self, flat: Tensor, entries: list[Entry]) -> None:
-        """One handle for each tensor-parallel rank of an engine; each takes its own part of every tensor."""
+        """A handle of its own for every engine and tensor-parallel rank: each takes its part of every tensor.
+
+        Shared memory is counted: a handle adds one, opening it takes one away, so no handle may be opened twice.
+        """
         if flat.is_cuda:
             torch.cuda.synchronize()
         metadata = [_metadata_class()(e.name, e.shape, e.dtype, e.start, e.end, e.end - e.start) for e in entries]
-        buffer = io.BytesIO()
-        ForkingPickler(buffer).dump({"flattened_tensor": flat, "metadata": metadata})
-        handle = base64.b64encode(buffer.getvalue()).decode()
-        self._fleet.call(
-            "/update_weights_from_tensor",
+        bodies = [
             {
-                "serialized_named_tensors": [handle] * self._engine_tp,
+                "serialized_named_tensors": [_handle(flat, metadata) for _ in range(self._engine_tp)],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
-            },
-        )
+            }
+            for _ in self._fleet.urls
+        ]
+        self._fleet.finish(self._fleet.start("/update_weights_from_tensor", bodies))
+
+
+def _handle(flat: Tensor, metadata: list[Any]) -> str:
+    """What SGLang's MultiprocessingSerializer would make: the bytes stay where they are."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump({"flattened_tensor": flat, "metadata": metadata})
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _metadata_class() -> Any:
@@ -175,9 +183,10 @@ def _group_beside_the_default(backend: str, url: str, world: int, name: str, tim
     torch's new_group only splits the default group; this one has a store and a world of its own.
     """
     from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.rendezvous import rendezvous
 
     wait = timedelta(seconds=timeout)
-    store, rank, world = next(c10d.rendezvous(url, 0, world, timeout=wait))
+    store, rank, world = next(rendezvous(url, 0, world, timeout=wait))
     store.set_timeout(wait)
     group, _ = c10d._new_process_group_helper(
         world,
@@ -185,7 +194,7 @@ def _group_beside_the_default(backend: str, url: str, world: int, name: str, tim
         [],
         c10d.Backend(backend),
         c10d.PrefixStore(name, store),
-        group_name=name,
+        group_name=c10d.GroupName(name),
         backend_options=None,
         timeout=wait,
     )

@@ -1,0 +1,65 @@
+"""Whoever dies, the run ends: with a diagnosis that names the process, a non-zero exit, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.running import finish, nothing_is_left, processes_of, start, wait_for_step
+
+VICTIMS = ["engine", "router", "rollout", "trainer-0", "trainer-1"]
+DEADLINE = 60.0  # from the death to the launcher's exit
+
+
+def _kill_and_check(tmp_path: Path, victim: str, step: int, delay: float) -> None:
+    run_dir = tmp_path / f"{victim}-{step}"
+    process = start(run_dir, "run.max_steps=100000", "eval.questions=0", "trainer.data_parallel=2")
+    wait_for_step(process, run_dir, step)
+    time.sleep(delay)
+    os.kill(processes_of(run_dir)[victim], signal.SIGKILL)
+    code, text = finish(process, run_dir, DEADLINE)
+    assert code == 1, text
+    name = victim if victim != "engine" else "engine-0"
+    assert f"{name} died: killed by SIGKILL" in text, text
+    nothing_is_left(run_dir)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_death_ends_the_run_with_a_diagnosis(victim: str, tmp_path: Path) -> None:
+    _kill_and_check(tmp_path, victim, step=2, delay=0.0)
+
+
+@pytest.mark.integration
+def test_sigterm_stops_everything(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "run.max_steps=100000", "eval.questions=0")
+    wait_for_step(process, run_dir, 2)
+    process.send_signal(signal.SIGTERM)
+    code, text = finish(process, run_dir, DEADLINE)
+    assert code == 128 + signal.SIGTERM, text
+    assert "stopped by SIGTERM" in text
+    nothing_is_left(run_dir)
+
+
+@pytest.mark.integration
+def test_the_launchers_own_death_leaves_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "run.max_steps=100000", "eval.questions=0")
+    wait_for_step(process, run_dir, 2)
+    process.kill()
+    process.wait(10)
+    time.sleep(5)
+    nothing_is_left(run_dir)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("trial", range(int(os.environ.get("ASYNCRL_TRIALS", "20"))))
+def test_a_death_at_any_moment_ends_the_run(trial: int, tmp_path: Path) -> None:
+    choice = random.Random(trial)
+    _kill_and_check(tmp_path, choice.choice(VICTIMS), step=choice.randrange(1, 20), delay=choice.random())

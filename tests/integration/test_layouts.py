@@ -1,0 +1,65 @@
+"""The whole system on the real parts, in every layout: what the engine wrote is what the trainer trains.
+
+With a bound of 0 every token is written by the very weights that train it, so the log-probabilities of engine and
+trainer must agree to float32 rounding at every step: before any update, and after each publish. That holds only if
+loading, resharding, publishing, token alignment and temperature are all right, on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.running import nothing_is_left, run
+
+pytestmark = pytest.mark.integration
+
+LAYOUTS = {
+    "tp2-two-engines": ["trainer.tensor_parallel=2", "engine.count=2"],
+    "pp2": ["trainer.pipeline_parallel=2"],
+    "dp2": ["trainer.data_parallel=2"],
+    "tp2-sp-over-broadcast": [
+        "trainer.tensor_parallel=2",
+        "trainer.sequence_parallel=true",
+        "weights.transport=distributed",
+    ],
+    "pp2-over-broadcast": ["trainer.pipeline_parallel=2", "weights.transport=distributed", "engine.count=2"],
+}
+SYNCHRONOUS = [
+    "rollout.max_staleness=0",
+    "run.max_steps=5",
+    "eval.questions=8",
+    "rollout.batch_groups=8",
+    "rollout.group_size=8",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layout: list[str], tmp_path: Path) -> None:
+    steps = run(tmp_path / "run", *SYNCHRONOUS, *layout)
+    assert [step["version"] for step in steps] == [1, 2, 3, 4, 5]
+    assert max(step["staleness/max"] for step in steps) == 0
+    assert max(step["logprob_gap/max"] for step in steps) < 1e-4
+    assert min(step["grad_norm"] for step in steps) > 0  # the weights did change between publishes
+    nothing_is_left(tmp_path / "run")
+
+
+def test_an_asynchronous_run_keeps_its_bound_and_its_word(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    steps = run(
+        run_dir, "rollout.max_staleness=3", "rollout.lead=2", "run.max_steps=40", "engine.count=2", "eval.every=20"
+    )
+    assert 0 < max(step["staleness/max"] for step in steps) <= 3
+    summary = json.loads((run_dir / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert ledger["trained"] == 40 * 16
+    assert ledger["issued"] == sum(ledger[place] for place in ("running", "ready", "training", "trained")) + sum(
+        ledger["rejected"].values()
+    )
+    assert sum(summary["staleness/histogram"].values()) == 40 * 16 * 16
+    evaluations = [json.loads(line) for line in (run_dir / "eval.jsonl").read_text().splitlines()]
+    assert evaluations[0]["version_max"] == 0
+    assert evaluations[-1]["version_min"] == 40
+    nothing_is_left(run_dir)
