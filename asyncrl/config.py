@@ -25,7 +25,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A group of settings: immutable, strictly typed, and closed to unknown names."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )  # infinity has no JSON: the other processes would read null
 
 
 class Run(Section):
@@ -72,9 +74,13 @@ class Optimizer(Section):
     decay_steps: Count | None
     """Step at which min_lr is reached; unset: run.max_steps."""
     beta1: Share
+    """Decay of the mean of gradients."""
     beta2: Share
+    """Decay of the mean of their squares."""
     eps: Positive
+    """Added to the root of that mean."""
     weight_decay: NonNegative
+    """Decoupled weight decay."""
     clip_grad: NonNegative
     """Clip the global gradient norm to this; 0 turns clipping off."""
 
@@ -165,7 +171,7 @@ class Rollout(Section):
     coalesce: bool
     """Send the siblings of a group as one request with n samples."""
     max_failures: Count
-    """End the run after this many failed episodes in a row."""
+    """End the run after this many failed groups in a row."""
     batch_timeout: Positive
     """Seconds that the trainer waits for a batch before it ends the run with what the rollout side was doing."""
 
@@ -183,8 +189,9 @@ class Algo(Section):
     loss: Literal["decoupled_ppo", "tis"]
     """decoupled_ppo: clipped surrogate times the capped engine correction; tis: policy gradient times it."""
     clip_low: Share
+    """Lower width of the clip: the ratio to the proximal policy stays above 1 - clip_low."""
     clip_high: NonNegative
-    """The ratio to the proximal policy is clipped to [1 - clip_low, 1 + clip_high]."""
+    """Upper width of the clip: the ratio stays below 1 + clip_high."""
     correction_cap: Positive
     """Cap of the importance weight between the engine's and the trainer's probability (TIS)."""
     aggregation: Literal["token", "sequence", "constant"]
@@ -339,61 +346,9 @@ def _explained(error: ValidationError) -> ConfigError:
         field = ".".join(str(part) for part in item["loc"])
         value = None if item["type"] == "missing" else item["input"]
         problems.append(ConfigError(field, value, REMEDIES.get(item["type"], item["msg"] + ".")))
-    if len(problems) == 1:
-        return problems[0]
-    first = problems[0]
-    more = "\n".join(str(problem) for problem in problems[1:])
-    return ConfigError(first.field, first.value, first.args[0].split(". ", 1)[-1] + "\n" + more)
-
-
-def check_model(config: Config, hf: dict[str, Any]) -> None:
-    """Refuse layouts that the model's own numbers rule out; `hf` is the model folder's config.json."""
-    heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
-    for field, degree in (
-        ("trainer", config.trainer.tensor_parallel),
-        ("engine", config.engine.tensor_parallel),
-    ):
-        for what, number in (("attention heads", heads), ("key-value heads", kv_heads)):
-            if number % degree:
-                divisors = [d for d in range(1, number + 1) if heads % d == 0 and kv_heads % d == 0]
-                raise ConfigError(
-                    f"{field}.tensor_parallel",
-                    degree,
-                    f"Must divide the model's {number} {what}: one of {divisors}.",
-                )
-    layers = hf["num_hidden_layers"]
-    if layers % config.trainer.pipeline_parallel:
-        raise ConfigError(
-            "trainer.pipeline_parallel",
-            config.trainer.pipeline_parallel,
-            f"Must divide the model's {layers} layers.",
-        )
-    longest = hf.get("max_position_embeddings", 0)
-    if config.rollout.max_new_tokens >= longest:
-        raise ConfigError(
-            "rollout.max_new_tokens",
-            config.rollout.max_new_tokens,
-            f"Must leave room for a prompt within the model's {longest} positions.",
-        )
-
-
-def check_devices(config: Config, gpus: int) -> None:
-    """Refuse more GPU ranks than GPUs; on CPU any number of processes may share the cores."""
-    wanted = 0
-    for name, section, ranks in (
-        ("trainer", config.trainer, config.trainer.world_size),
-        ("engine", config.engine, config.engine.count * config.engine.tensor_parallel),
-    ):
-        if section.device == "cuda" and gpus == 0:
-            raise ConfigError(f"{name}.device", "cuda", "This machine shows no GPU: use cpu or auto.")
-        wanted += ranks if on_gpu(section, gpus) else 0
-    if wanted > gpus:
-        raise ConfigError(
-            "trainer × engine ranks",
-            wanted,
-            f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel or data_parallel "
-            f"({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel.",
-        )
+    first, *others = problems
+    remedy = "\n".join([first.remedy, *map(str, others)])
+    return ConfigError(first.field, first.value, remedy)
 
 
 def on_gpu(section: Trainer | Engine, gpus: int) -> bool:

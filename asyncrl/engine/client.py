@@ -165,33 +165,52 @@ class Client:
         return future
 
     def _start(self, key: tuple, token_ids: list[int], temperature: float) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(self._waiting.pop(key), token_ids, temperature))
-        self._requests.add(task)
+        futures = self._waiting.pop(key)
+        task = asyncio.get_running_loop().create_task(self._answer(futures, token_ids, temperature))
+        self._requests.add(task)  # the event loop keeps only a weak reference
         task.add_done_callback(self._requests.discard)
+        for future in futures:  # when every sibling was cancelled nobody listens: end the request too
+            future.add_done_callback(lambda _: task.cancel() if all(f.cancelled() for f in futures) else None)
 
     async def _answer(
         self, futures: list[asyncio.Future[Completion]], token_ids: list[int], temperature: float
     ) -> None:
-        """Send one request and give each sibling its sample."""
-        answers = [_Answer() for _ in futures]
+        """Send one request and give each sibling its sample, or all of them the error."""
         try:
-            await self._open.wait()
-            with self._busy():
-                async for piece in self._pieces(self._request(token_ids, temperature, len(futures))):
-                    answers[piece.index].add(piece)
+            answers = await self._stream(self._request(token_ids, temperature, len(futures)))
             completions = [answer.completion() for answer in answers]
         except (httpx.HTTPError, EngineError, msgspec.DecodeError) as error:
-            for future in futures:
-                if not future.done():
-                    future.set_exception(EngineError(f"generation failed: {error or type(error).__name__}"))
+            failure: Exception = EngineError(f"generation failed: {type(error).__name__} {error}".strip())
+        except Exception as bug:  # noqa: BLE001  raised again in every sibling: a task's own error would be lost
+            failure = bug
+        else:
+            self._count(answers)
+            for future, completion in zip(futures, completions, strict=True):
+                if not future.done():  # a cancelled sibling no longer listens
+                    future.set_result(completion)
             return
+        for future in futures:
+            if not future.done():
+                future.set_exception(failure)
+
+    async def _stream(self, request: dict) -> list[_Answer]:
+        """Every sample of one request, once weights are not changing."""
+        answers = [_Answer() for _ in range(request["sampling_params"]["n"])]
+        await self._open.wait()
+        request["extra_key"] = f"{self._run}-v{self.version}"  # prefix caches are never shared between versions or runs
+        with self._busy():
+            async for piece in self._pieces(request):
+                if not 0 <= piece.index < len(answers):
+                    raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
+                answers[piece.index].add(piece)
+        return answers
+
+    def _count(self, answers: list[_Answer]) -> None:
         self.figures.requests += 1
-        for answer, future, completion in zip(answers, futures, completions, strict=True):
+        for answer in answers:
             assert answer.last is not None
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
-            if not future.done():  # a cancelled sibling no longer listens
-                future.set_result(completion)
 
     def _request(self, token_ids: list[int], temperature: float, samples: int) -> dict:
         return {
@@ -200,7 +219,6 @@ class Client:
             "return_logprob": True,
             "stream": True,
             "rid": f"{self._run}-{next(self._serial):010d}",  # fixed width: engines abort by prefix
-            "extra_key": f"{self._run}-v{self.version}",  # prefix caches are never shared between versions or runs
         }
 
     async def _pieces(self, request: dict) -> AsyncIterator[_Piece]:

@@ -6,14 +6,24 @@ between publishes: uvicorn drops idle ones, and a dead connection half-way throu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from asyncrl.errors import EngineError
+
+
+@dataclass
+class Pause:
+    """How long the engines stood still for a publish."""
+
+    began: float
+    seconds: float = 0.0
 
 
 class Fleet:
@@ -69,18 +79,20 @@ class Fleet:
         return found
 
     @contextmanager
-    def new_weights(self, version: int) -> Iterator[None]:
+    def new_weights(self, version: int) -> Iterator[Pause]:
         """Pause all, open an update; on success set the version once, after the last byte, and go on.
 
         Requests in flight are kept (`in_place`). On failure the engines stay paused: they may hold mixed weights, which
         nobody must sample from; the error ends the run.
         """
-        self.call("/pause_generation", {"mode": "in_place"})
+        self.call("/pause_generation", {"mode": "in_place"})  # returns once the decoding step under way has ended
+        pause = Pause(began=time.monotonic())
         self.call("/begin_weight_update")
-        yield
+        yield pause
         self.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.call("/end_weight_update")
         served = dict(zip(self.urls, self.versions(), strict=True))
         if set(served.values()) != {str(version)}:
             raise EngineError(f"after publishing version {version} the engines report {served}")
         self.call("/continue_generation")
+        pause.seconds = time.monotonic() - pause.began

@@ -24,6 +24,7 @@ from asyncrl.addresses import Addresses
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import reference
+from asyncrl.launch.checks import check_devices, check_model
 from asyncrl.launch.machine import choose_ports, count_gpus
 from asyncrl.launch.plan import plan
 from asyncrl.launch.processes import Stopped, Supervisor
@@ -32,8 +33,6 @@ from asyncrl.metrics.console import Console
 STARTED_AT = time.time()
 PACKAGE = Path(asyncrl.__file__).parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, or in a checkout
-
-OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern, time.localtime(STARTED_AT)), replace=True)
 
 
 def main() -> None:
@@ -79,11 +78,11 @@ def launch(config: Config) -> None:
     from asyncrl.models import catalog
 
     gpus = count_gpus(config.cluster.gpus)
-    configuration.check_devices(config, gpus)
+    check_devices(config, gpus)
     run_dir = Path(config.run.dir).expanduser().absolute()
-    prepare_run_dir(run_dir, overwrite=config.run.overwrite)
     model = catalog.resolve(config.model.path)
-    configuration.check_model(config, json.loads((model / "config.json").read_text()))
+    check_model(config, json.loads((model / "config.json").read_text()))
+    prepare_run_dir(run_dir, overwrite=config.run.overwrite)  # last: a refused run must not empty a folder
     (run_dir / "logs").mkdir(parents=True)
     (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
 
@@ -99,16 +98,17 @@ def launch(config: Config) -> None:
         started_at=STARTED_AT,
     )
     addresses.write(run_dir)
+    specs = plan(config, addresses, ports, run_dir, os.environ.get("CUDA_VISIBLE_DEVICES"))
     console = Console(config, run_dir)
     console.opening()
-    Supervisor(plan(config, addresses, ports, run_dir), run_dir, addresses.run_id, config.cluster.stop_grace).run(
-        console.follow
-    )
+    Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace).run(console.follow)
     console.closing()
 
 
 def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
     """A run never writes into another's folder, and never empties one that is not a run's."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError("run.dir", str(run_dir), "This is a file: name a folder.")
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return
     if not overwrite:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +34,16 @@ class Ports:
     trainer: int
 
 
-def plan(config: Config, addresses: Addresses, ports: Ports, run_dir: Path) -> list[ProcessSpec]:
-    """Engines, router, rollout process, trainer ranks: all started at once, side by side."""
+def plan(
+    config: Config, addresses: Addresses, ports: Ports, run_dir: Path, visible_gpus: str | None
+) -> list[ProcessSpec]:
+    """Engines, router, rollout process, trainer ranks: all started at once, side by side.
+
+    `visible_gpus` is the launcher's own CUDA_VISIBLE_DEVICES, or None: trainers get the first, engines the next.
+    """
+    numbers = visible_gpus.split(",") if visible_gpus else [str(number) for number in range(addresses.gpus)]
     return [
-        *_engines(config, addresses),
+        *_engines(config, addresses, numbers),
         ProcessSpec(
             "router",
             router_argv(config.engine, addresses.router, ports.router_metrics),
@@ -49,7 +54,7 @@ def plan(config: Config, addresses: Addresses, ports: Ports, run_dir: Path) -> l
             [sys.executable, "-m", "asyncrl.rollout", str(run_dir)],
             {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": ""},
         ),
-        *_trainers(config, addresses, ports, run_dir),
+        *_trainers(config, addresses, ports, run_dir, numbers),
     ]
 
 
@@ -66,14 +71,14 @@ def _shared_env(addresses: Addresses) -> dict[str, str]:
     }
 
 
-def _engines(config: Config, addresses: Addresses) -> list[ProcessSpec]:
+def _engines(config: Config, addresses: Addresses, numbers: list[str]) -> list[ProcessSpec]:
     gpu = on_gpu(config.engine, addresses.gpus)
     first_gpu = config.trainer.world_size if on_gpu(config.trainer, addresses.gpus) else 0
     specs = []
     for number, url in enumerate(addresses.engines):
         argv = server_argv(config.engine, addresses.model, url, gpu=gpu, seed=config.run.seed + number)
         first = first_gpu + number * config.engine.tensor_parallel
-        visible = _visible(first, config.engine.tensor_parallel) if gpu else ""
+        visible = ",".join(numbers[first : first + config.engine.tensor_parallel]) if gpu else ""
         env = {
             **_shared_env(addresses),
             **server_env(config.engine, gpu=gpu),
@@ -83,7 +88,9 @@ def _engines(config: Config, addresses: Addresses) -> list[ProcessSpec]:
     return specs
 
 
-def _trainers(config: Config, addresses: Addresses, ports: Ports, run_dir: Path) -> list[ProcessSpec]:
+def _trainers(
+    config: Config, addresses: Addresses, ports: Ports, run_dir: Path, numbers: list[str]
+) -> list[ProcessSpec]:
     """Ranks under torchrun's environment contract.
 
     The supervisor starts them itself: each has a log and an exit of its own, and no agent stands between.
@@ -95,7 +102,7 @@ def _trainers(config: Config, addresses: Addresses, ports: Ports, run_dir: Path)
         env = {
             **_shared_env(addresses),
             "OMP_NUM_THREADS": str(config.trainer.threads),
-            "CUDA_VISIBLE_DEVICES": _visible(0, world) if gpu else "",
+            "CUDA_VISIBLE_DEVICES": ",".join(numbers[:world]) if gpu else "",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -113,10 +120,3 @@ def _trainers(config: Config, addresses: Addresses, ports: Ports, run_dir: Path)
             )
         )
     return specs
-
-
-def _visible(first: int, count: int) -> str:
-    """CUDA device numbers, within those that this process may see."""
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = allowed.split(",") if allowed else [str(i) for i in range(first + count)]
-    return ",".join(numbers[first : first + count])

@@ -121,6 +121,8 @@ class Supervisor:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        while left and _carrying(mark) and time.monotonic() < deadline + 2.0:
+            time.sleep(POLL_SECONDS)
 
 
 def _die_with_parent() -> None:

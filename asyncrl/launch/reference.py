@@ -25,7 +25,12 @@ Trains a language model with asynchronous RL: Megatron trainers and SGLang engin
 def render(conf: Path) -> str:
     """The whole help text."""
     groups = [
-        f"  {folder.name:12} {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
+        textwrap.fill(
+            ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))),
+            100,
+            initial_indent=f"  {folder.name:12} ",
+            subsequent_indent=" " * 15,
+        )
         for folder in sorted(conf.iterdir())
         if folder.is_dir()
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import rich.console
+from rich.markup import escape
 from rich.table import Table
 
 from asyncrl.config import Config
@@ -28,11 +29,12 @@ class Console:
         """What is about to start, and where it writes."""
         c, t = self._config, self._config.trainer
         self._print(
-            f"[bold]{c.run.name}[/]: {c.model.path} on {c.task.name}; {c.engine.count} engine(s), trainer "
+            f"[bold]{escape(c.run.name)}[/]: {escape(c.model.path)} on {escape(c.task.name)}; "
+            f"{c.engine.count} engine(s), trainer "
             f"TP {t.tensor_parallel} × PP {t.pipeline_parallel} × DP {t.data_parallel}; "
             f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
         )
-        self._print(f"run folder {self._run_dir}")
+        self._print(f"run folder {escape(str(self._run_dir))}")
 
     def follow(self) -> None:
         """Print what was written since the last call."""
@@ -50,7 +52,7 @@ class Console:
         table = Table(show_header=False, box=None)
         for name, value in summary.items():
             if name != "ledger":
-                table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+                table.add_row(name, f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
         if self._config.metrics.console:
             self._out.print(table)
 

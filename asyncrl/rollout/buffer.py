@@ -121,7 +121,7 @@ class CohortBuffer:
 
     def take(self) -> list[Group] | None:
         """The groups of step `self.step`, lowest slot first, or None until the rule allows them."""
-        if self._training or self.step > self.version:
+        if self.step > self.version:
             return None  # the batch before is still in training or being published
         due = self._due()
         if len(self._ready) < self.batch_groups or not due <= self._ready.keys():
@@ -180,6 +180,7 @@ class CohortBuffer:
         return set(range(cohort * self.batch_groups, (cohort + 1) * self.batch_groups)) - self._trained_slots
 
     def _close(self, ticket: Ticket) -> None:
-        held = self._running.pop(ticket.slot, None)
+        held = self._running.get(ticket.slot)
         if held is None or held[0] != ticket:
             raise ValueError(f"{ticket} is not running")
+        del self._running[ticket.slot]

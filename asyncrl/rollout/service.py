@@ -68,9 +68,9 @@ class Service:
         self._rewards += [trajectory.reward for trajectory in group.trajectories]
         await self._wake()
 
-    async def reject(self, ticket: Ticket, reason: str) -> None:
-        """A group is lost; its slot will be played anew."""
-        self._buffer.reject(ticket, reason)
+    async def reject(self, ticket: Ticket, reason: str, tokens: int = 0) -> None:
+        """A group is lost, and the tokens that its finished siblings hold; its slot will be played anew."""
+        self._buffer.reject(ticket, reason, tokens=tokens)
         await self._wake()
 
     async def _wake(self) -> None:
@@ -105,6 +105,8 @@ class Service:
         self._client.release(version)
         self._buffer.ledger().check()
         await self._wake()
+        if self._evaluating and self._evaluating.done():
+            self._evaluating.result()  # an evaluation's error ends the run here, not at its very end
         if (
             self._eval_every
             and version % self._eval_every == 0

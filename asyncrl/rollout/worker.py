@@ -56,7 +56,8 @@ class Worker:
             async with asyncio.TaskGroup() as siblings:  # one lost sibling cancels the rest: no orphan requests
                 tasks = [siblings.create_task(self.episode(prompt)) for _ in range(self._group_size)]
         except* EpisodeFailed as failed:
-            await self._reject(ticket, failed)
+            finished = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+            await self._reject(ticket, failed, sum(trajectory.num_tokens for trajectory in finished))
         else:
             self._failures_in_a_row = 0
             group = Group(ticket.uid, ticket.slot, prompt.token_ids, [task.result() for task in tasks])
@@ -71,12 +72,12 @@ class Worker:
         answer = self._decode(trajectory.turns[-1].completion.token_ids)
         return Trajectory(trajectory.turns, self._task.score(answer, prompt.question))
 
-    async def _reject(self, ticket: Ticket, failed: BaseExceptionGroup[EpisodeFailed]) -> None:
+    async def _reject(self, ticket: Ticket, failed: BaseExceptionGroup[EpisodeFailed], tokens: int) -> None:
         cause = failed.exceptions[0]
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
         assert isinstance(cause, EpisodeFailed)
-        await self._service.reject(ticket, cause.reason)
+        await self._service.reject(ticket, cause.reason, tokens)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._max_failures:
             raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {cause}")

@@ -22,9 +22,10 @@ from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.metrics.sinks import JsonLines, TensorBoard  # noqa: E402
+from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer.feed import Batches, RolloutDoor  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
-from asyncrl.trainer.parallel import Parallel, initialize  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineExceeded, EngineError
-from asyncrl.trainer.parallel import Parallel
+from asyncrl.parallel import Parallel
 from asyncrl.types import Batch, decode_batch
 
 

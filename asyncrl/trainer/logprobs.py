@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.trainer.parallel import Parallel
+from asyncrl.parallel import Parallel
 
 
 def mask_padding(logits: Tensor, vocab: int, parallel: Parallel) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -12,45 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from asyncrl.config import Trainer
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """This rank's place in the layout."""
-
-    rank: int
-    tp: int
-    tp_rank: int
-    pp: int
-    pp_rank: int
-    dp: int
-    dp_rank: int
-    device: torch.device
-
-    @property
-    def is_first(self) -> bool:
-        """Rank 0: talks HTTP and writes files."""
-        return self.rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Holds logits and the loss."""
-        return self.pp_rank == self.pp - 1
-
-    @property
-    def counts(self) -> bool:
-        """The one tensor-parallel rank of each last stage whose sums enter the statistics."""
-        return self.is_last_stage and self.tp_rank == 0
-
-    @property
-    def exports(self) -> bool:
-        """The one rank of each pipeline stage that sends and saves weights."""
-        return self.dp_rank == 0 and self.tp_rank == 0
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that share each matrix."""
-        return parallel_state.get_tensor_model_parallel_group()
+from asyncrl.parallel import Parallel
 
 
 def initialize(trainer: Trainer, *, gpu: bool, seed: int, timeout: float) -> Parallel:
@@ -78,4 +39,5 @@ def initialize(trainer: Trainer, *, gpu: bool, seed: int, timeout: float) -> Par
         parallel_state.get_data_parallel_world_size(),
         parallel_state.get_data_parallel_rank(),
         device,
+        parallel_state.get_tensor_model_parallel_group(),
     )

@@ -27,9 +27,9 @@ from asyncrl.algo.pack import Pack, micro_batches, pack, spread
 from asyncrl.algo.samples import Sample, build_samples
 from asyncrl.config import Config
 from asyncrl.errors import BadStep
+from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.logprobs import token_entropy, token_logprobs
-from asyncrl.trainer.parallel import Parallel
 from asyncrl.types import Group
 from asyncrl.weights.reshard import dims_of, hf_tensors, load_hf
 
@@ -178,7 +178,7 @@ class Policy:
         sums.loss += float(loss.detach())
         sums.tokens += int(trained.sum())
         sums.gap += float((gap.abs() * trained).sum())
-        sums.gap_max = max(sums.gap_max, float((gap.abs() * trained).max()))
+        sums.gap_max = max(sums.gap_max, float((gap.abs() * trained).amax()) if len(gap) else 0.0)
         sums.kl += float(((gap.exp() - 1 - gap) * trained).sum())
         sums.capped += int(((gap > math.log(algo.correction_cap)) & trained).sum())
         return loss
@@ -192,11 +192,7 @@ class Policy:
         if bad:
             self._bad_steps += 1
             if trainer.on_bad_step == "stop" or self._bad_steps >= trainer.max_bad_steps:
-                raise BadStep(
-                    f"gradient norm {norm}, bad step {self._bad_steps} in a row (trainer.bad_grad_norm="
-                    f"{trainer.bad_grad_norm}, on_bad_step={trainer.on_bad_step}, max_bad_steps={trainer.max_bad_steps}). "
-                    "Lower trainer.optimizer.lr, or look at reward and logprob_gap of the last steps."
-                )
+                raise BadStep(self._bad_step(norm))
             return norm, False
         self._bad_steps = 0
         if trainer.optimizer.clip_grad > 0:
@@ -207,6 +203,14 @@ class Policy:
         self._optimizer.step_with_ready_grads()
         self._schedule.step(increment=1)
         return norm, True
+
+    def _bad_step(self, norm: float) -> str:
+        t = self.config.trainer
+        return (
+            f"gradient norm {norm}, bad step {self._bad_steps} in a row (trainer.bad_grad_norm={t.bad_grad_norm}, "
+            f"trainer.on_bad_step={t.on_bad_step}, trainer.max_bad_steps={t.max_bad_steps}). "
+            "Lower trainer.optimizer.lr, or look at reward and logprob_gap of the last steps in metrics.jsonl."
+        )
 
     # -- construction --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.trainer.parallel import Parallel
+from asyncrl.parallel import Parallel
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt")
 

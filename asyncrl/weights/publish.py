@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.engine.control import Fleet
-from asyncrl.trainer.parallel import Parallel
+from asyncrl.engine.control import Fleet, Pause
+from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Entry, plan_buckets
 from asyncrl.weights.transport import Transport
 
@@ -70,14 +70,12 @@ class Publisher:
         first = self._parallel.is_first
         if first:
             self._hold()
-        pausing = time.monotonic()
-        with self._fleet.new_weights(version) if first else nullcontext():
+        with self._fleet.new_weights(version) if first else nullcontext(Pause(filled)) as pause:
             self._send_in_turn()
-        continued = time.monotonic()
         if first:
             self._announce(version)
         nbytes = sum(flat.numel() for flat, _ in self._buckets or [])
-        return {"fill": filled - started, "pause": continued - pausing, "bytes": float(nbytes)}
+        return {"fill": filled - started, "pause": pause.seconds, "bytes": float(nbytes)}
 
     def _fill(self) -> None:
         """Copy the current weights into the buckets."""

@@ -1,0 +1,45 @@
+"""A trainer rank's place in the layout, as plain numbers; `trainer/parallel.py` asks Megatron for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This rank's place in the layout."""
+
+    rank: int
+    tp: int
+    tp_rank: int
+    pp: int
+    pp_rank: int
+    dp: int
+    dp_rank: int
+    device: torch.device
+    tp_group: dist.ProcessGroup  # the ranks that share each matrix
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0: talks HTTP and writes files."""
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Holds logits and the loss."""
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def counts(self) -> bool:
+        """The one tensor-parallel rank of each last stage whose sums enter the statistics."""
+        return self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def exports(self) -> bool:
+        """The one rank of each pipeline stage that sends and saves weights."""
+        return self.dp_rank == 0 and self.tp_rank == 0

@@ -1,0 +1,228 @@
+"""Small hand-made stand-ins: a configuration, records, an engine behind HTTP, a client, an agent, a task."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from asyncrl import config as configuration
+from asyncrl.addresses import Addresses
+from asyncrl.config import Config
+from asyncrl.engine.client import Client, Figures
+from asyncrl.launch.main import CONF
+from asyncrl.types import Completion, Generate, Group, Prompt, Trajectory, Turn, VersionSpan
+
+# --- configuration ------------------------------------------------------------------------------------------
+
+
+def compose_values(*overrides: str) -> dict[str, Any]:
+    """What Hydra composes, unvalidated."""
+    with initialize_config_dir(version_base=None, config_dir=str(CONF)):
+        composed = compose("train", overrides=list(overrides))
+    values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return values
+
+
+@cache
+def _tiny_json() -> str:
+    return json.dumps(compose_values("experiment=tiny"))
+
+
+def tiny_values(**changes: Any) -> dict[str, Any]:
+    """The values of experiment=tiny, changed by dotted names: tiny_values(**{"rollout.lead": 1})."""
+    values: dict[str, Any] = json.loads(_tiny_json())
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        section = values
+        for part in path:
+            section = section[part]
+        section[last] = value
+    return values
+
+
+def tiny_config(**changes: Any) -> Config:
+    """The same, validated."""
+    return configuration.load(tiny_values(**changes))
+
+
+def addresses(engines: int = 1, gpus: int = 0, **changes: Any) -> Addresses:
+    """Addresses of a run that nothing listens on."""
+    values: dict[str, Any] = {
+        "run_id": "run0",
+        "api_key": "key0",
+        "model": Path("/model"),
+        "engines": tuple(f"http://127.0.0.1:{20000 + i}" for i in range(engines)),
+        "router": "http://127.0.0.1:21000",
+        "rollout": "http://127.0.0.1:22000",
+        "gpus": gpus,
+        "started_at": 0.0,
+    }
+    return Addresses(**(values | changes))
+
+
+# --- records ------------------------------------------------------------------------------------------------
+
+
+def completion(tokens: int = 2, versions: tuple[int, ...] = (0,), finish: str = "stop") -> Completion:
+    """`tokens` tokens, the last ones of every version after the first being one each."""
+    first = tokens - len(versions) + 1
+    ends = [first, *range(first + 1, tokens + 1)]
+    starts = [0, *ends[:-1]]
+    spans = [VersionSpan(v, start, end) for v, start, end in zip(versions, starts, ends, strict=True)]
+    return Completion(list(range(tokens)), [-0.5] * tokens, spans, finish)
+
+
+def trajectory(reward: float = 0.0, **answer: Any) -> Trajectory:
+    """One turn."""
+    return Trajectory([Turn([], completion(**answer))], reward)
+
+
+def group(
+    slot: int = 0, rewards: Iterable[float] = (0.0, 1.0), prompt: list[int] | None = None, **answer: Any
+) -> Group:
+    """A group whose members differ in their rewards only."""
+    return Group(f"g{slot}", slot, prompt or [12, 1, 11], [trajectory(reward, **answer) for reward in rewards])
+
+
+# --- an engine behind HTTP ----------------------------------------------------------------------------------
+
+
+def pieces(answer: Completion, index: int = 0, size: int = 2, **meta: Any) -> list[dict[str, Any]]:
+    """The events that SGLang streams for one sample; `meta` changes the last one's meta_info."""
+    events = []
+    for start in range(0, max(1, len(answer.token_ids)), size):
+        ids, logprobs = answer.token_ids[start : start + size], answer.logprobs[start : start + size]
+        entries = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=True)]
+        info: dict[str, Any] = {"id": "r", "finish_reason": None, "output_token_logprobs": entries}
+        events.append({"text": "", "output_ids": ids, "meta_info": info, "index": index})
+    events[-1]["meta_info"] |= {
+        "finish_reason": {"type": answer.finish_reason, "matched": 10},
+        "weight_versions": [{"version": str(s.version), "start": s.start, "end": s.end} for s in answer.versions],
+        "prompt_tokens": 4,
+        "cached_tokens": 1,
+        **meta,
+    }
+    return events
+
+
+def stream(events: Iterable[dict[str, Any]]) -> bytes:
+    """Server-sent events, as SGLang writes them."""
+    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+
+
+class FakeEngine:
+    """Answers /generate with what `answer` makes of the request: bytes, pieces of bytes, or a whole response."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], bytes | list[bytes] | httpx.Response]) -> None:
+        self._answer = answer
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        self.requests.append(body)
+        self.keys.append(request.headers.get("authorization"))
+        answer = self._answer(body)
+        if isinstance(answer, httpx.Response):
+            return answer
+        chunks = [answer] if isinstance(answer, bytes) else answer
+
+        async def body_of() -> AsyncIterator[bytes]:
+            for chunk in chunks:
+                yield chunk
+
+        return httpx.Response(200, content=body_of())
+
+    def client(self, **changes: Any) -> Client:
+        """The real client in front of this engine."""
+        settings: dict[str, Any] = {
+            "run": "run0",
+            "api_key": "key0",
+            "max_new_tokens": 8,
+            "temperature": 1.0,
+            "stop_token_ids": [10],
+            "timeout": 5.0,
+            "coalesce": True,
+            "transport": httpx.MockTransport(self.handle),
+        }
+        return Client("http://router", **(settings | changes))
+
+
+def echo(tokens: int = 3, **meta: Any) -> Callable[[dict[str, Any]], bytes]:
+    """Sample i of every request answers [i, i + 1, ...] in the version that its prefix-cache key names."""
+
+    def answer(request: dict[str, Any]) -> bytes:
+        version = int(request["extra_key"].rpartition("-v")[2])
+        events: list[dict[str, Any]] = []
+        for i in range(request["sampling_params"]["n"]):
+            ids = list(range(i, i + tokens))
+            sample = Completion(ids, [-0.1 * (t + 1) for t in ids], [VersionSpan(version, 0, tokens)], "stop")
+            events += pieces(sample, index=i, **meta)
+        return stream(events)
+
+    return answer
+
+
+# --- the rollout side ---------------------------------------------------------------------------------------
+
+
+class FakeClient:
+    """What Service and Worker use of Client; `answer` makes a completion of the prompt's token ids."""
+
+    def __init__(self, answer: Callable[[list[int]], Completion] | None = None) -> None:
+        self._answer = answer or (lambda _: completion())
+        self.calls: list[object] = []
+
+    def generate(self, temperature: float | None = None) -> Generate:
+        async def generate(token_ids: list[int]) -> Completion:
+            await asyncio.sleep(0)
+            return self._answer(token_ids)
+
+        return generate
+
+    def hold(self) -> None:
+        self.calls.append("hold")
+
+    def release(self, version: int) -> None:
+        self.calls.append(version)
+
+    def take_figures(self) -> Figures:
+        return Figures(requests=1, prompt_tokens=8, cached_tokens=2, seconds_busy=0.5)
+
+
+class LengthTask:
+    """Rewards every answer with the number of its characters."""
+
+    size = None
+
+    def question(self, index: int) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": str(index)}]}
+
+    def score(self, answer: str, question: dict[str, Any]) -> float:
+        return float(len(answer))
+
+    def correct(self, reward: float) -> bool:
+        return reward > 0
+
+
+def prompts() -> Iterator[Prompt]:
+    """Endless and distinct."""
+    return (Prompt(f"p{i}", [12, i, 11], {}) for i in itertools.count())
+
+
+async def until(condition: Callable[[], object], turns: int = 10_000) -> None:
+    """Let the event loop run until something holds; AssertionError when it never does."""
+    for _ in range(turns):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("never happened")

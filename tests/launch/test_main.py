@@ -1,0 +1,116 @@
+"""The command: its help, its refusals, and the folder it writes to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import Section
+from asyncrl.errors import ConfigError
+from asyncrl.launch import main as module
+from asyncrl.launch import reference
+from asyncrl.launch.main import CONF, prepare_run_dir
+from tests.fakes import tiny_config
+
+
+def leaves(section: Section, prefix: str = "") -> list[str]:
+    found = []
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        found += leaves(value, f"{prefix}{name}.") if isinstance(value, Section) else [prefix + name]
+    return found
+
+
+def test_help_explains_every_field_and_names_every_group() -> None:
+    text = reference.render(CONF)
+    fields = leaves(tiny_config())
+    assert sorted(reference.field_names()) == sorted(fields)
+    for field in fields:
+        assert f"\n  {field}  (" in text
+    for file in CONF.glob("*/*.yaml"):
+        assert file.stem in text.partition("Fields")[0].replace(",", " ").split()
+    assert "integer ≥ 1, or null" in text  # a kind in words, not a type's name
+    assert "Annotated" not in text
+    assert max(len(line) for line in text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_ends_well(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["asyncrl-train", flag])
+    module.main()
+    assert "rollout.max_staleness" in capsys.readouterr().out
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "asyncrl.launch.main", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("rollout.max_stalenes=1", "rollout.max_staleness"),
+        ("rollout.lead=9", "rollout.lead: got 9. Must not exceed rollout.max_staleness (2)"),
+        ("model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
+        ("experiment=nothing", "nothing"),
+    ],
+)
+def test_wrong_setting_exits_with_2_one_message_and_no_folder(argument: str, message: str, tmp_path: Path) -> None:
+    done = command(argument, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the run folder -----------------------------------------------------------------------------------------
+
+
+def old_run(folder: Path) -> Path:
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_new_or_empty_folder_is_taken(overwrite: bool, tmp_path: Path) -> None:
+    prepare_run_dir(tmp_path / "new", overwrite=overwrite)
+    prepare_run_dir(tmp_path, overwrite=overwrite)
+    assert tmp_path.is_dir()
+
+
+def test_folder_with_anything_in_it_is_never_overwritten_silently(tmp_path: Path) -> None:
+    folder = old_run(tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"The folder is not empty: choose another, or set run.overwrite=true"
+    ) as found:
+        prepare_run_dir(folder, overwrite=False)
+    assert (found.value.field, found.value.value) == ("run.dir", str(folder))
+    assert (folder / "config.json").exists()
+    prepare_run_dir(folder, overwrite=True)
+    assert not folder.exists()
+
+
+def test_folder_of_something_else_is_not_emptied_even_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    with pytest.raises(ConfigError, match=r"holds no config.json of a run") as caught:
+        prepare_run_dir(tmp_path, overwrite=True)
+    assert caught.value.field == "run.overwrite"
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+
+
+def test_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        prepare_run_dir(tmp_path / "file", overwrite=False)
+    assert caught.value.field == "run.dir"
+
+
+def test_refused_model_leaves_the_old_run_in_place(tmp_path: Path) -> None:
+    folder = old_run(tmp_path / "run")
+    done = command(f"run.dir={folder}", "run.overwrite=true", "model.path=/no/such/folder", cwd=tmp_path)
+    assert done.returncode == 2
+    assert (folder / "config.json").exists()

@@ -1,0 +1,159 @@
+"""From configuration and addresses to process specifications."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.machine import FIRST_PORT, LAST_PORT, choose_ports, count_gpus
+from asyncrl.launch.plan import Ports, ProcessSpec, plan
+from tests.fakes import addresses, tiny_config
+
+PORTS = Ports(engines=[20000, 20001, 20002], router=21000, router_metrics=21001, rollout=22000, trainer=23000)
+RUN_DIR = Path("/runs/r")
+
+
+def made(engines: int = 1, gpus: int = 0, **changes: object) -> dict[str, ProcessSpec]:
+    config = tiny_config(**{"engine.count": engines, **changes})
+    specs = plan(config, addresses(engines, gpus), PORTS, RUN_DIR, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    assert len({spec.name for spec in specs}) == len(specs)
+    return {spec.name: spec for spec in specs}
+
+
+def flags(spec: ProcessSpec) -> dict[str, str | bool]:
+    """--name value pairs of a command line; a bare flag is True."""
+    words = spec.argv[3:]
+    found: dict[str, str | bool] = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            found[word[2:]] = True if after.startswith("--") else after
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _no_devices_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_run_is_engines_router_rollout_and_trainers() -> None:
+    specs = made(3, **{"trainer.tensor_parallel": 2, "trainer.pipeline_parallel": 2, "trainer.data_parallel": 2})
+    trainers = [f"trainer-{rank}" for rank in range(8)]
+    assert list(specs) == ["engine-0", "engine-1", "engine-2", "router", "rollout", *trainers]
+    assert [name for name, spec in specs.items() if spec.ends_the_run] == trainers
+    assert all(spec.argv[:2] == [sys.executable, "-m"] for spec in specs.values())
+
+
+def test_same_inputs_give_the_same_plan() -> None:
+    assert made(2, gpus=8) == made(2, gpus=8)
+
+
+def test_every_process_knows_the_run_and_its_key_from_its_environment_alone() -> None:
+    for spec in made(2).values():
+        assert spec.env["ASYNCRL_RUN_ID"] == "run0"
+        assert spec.env["ASYNCRL_API_KEY"] == "key0"
+        assert not any("key0" in word for word in spec.argv if spec.name != "router"), spec.name  # ps shows argv
+        assert spec.env["OMP_NUM_THREADS"] == "1"
+        assert spec.env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_engine_command_names_model_address_seed_and_the_version_it_starts_from() -> None:
+    specs = made(2, **{"run.seed": 7, "engine.stream_interval": 3})
+    first, second = flags(specs["engine-0"]), flags(specs["engine-1"])
+    assert first["model-path"] == "/model"
+    assert (first["host"], first["port"], second["port"]) == ("127.0.0.1", "20000", "20001")
+    assert (first["random-seed"], second["random-seed"]) == ("7", "8")  # engines must not answer alike
+    assert first["weight-version"] == "0"
+    assert first["stream-interval"] == "3"
+    assert first["skip-tokenizer-init"] is first["incremental-streaming-output"] is True
+
+
+def test_cpu_engines_take_the_pytorch_path_and_gpu_engines_the_stock_one() -> None:
+    assert flags(made()["engine-0"])["attention-backend"] == "torch_native"
+    gpu = flags(made(gpus=2)["engine-0"])
+    assert not {"device", "attention-backend", "sampling-backend", "disable-overlap-schedule"} & gpu.keys()
+
+
+def test_server_args_win_and_take_flags_numbers_and_absence() -> None:
+    extra = {"log_level": "debug", "enable_metrics": True, "mem_fraction_static": 0.5, "skip_server_warmup": False}
+    found = flags(made(**{"engine.server_args": extra})["engine-0"])
+    assert found["log-level"] == "debug"
+    assert found["enable-metrics"] is True
+    assert found["mem-fraction-static"] == "0.5"
+    assert "skip-server-warmup" not in found
+
+
+def test_router_leaves_retries_to_the_client() -> None:
+    found = flags(made(**{"engine.router_policy": "round_robin"})["router"])
+    assert (found["host"], found["port"], found["prometheus-port"]) == ("127.0.0.1", "21000", "21001")
+    assert found["policy"] == "round_robin"
+    assert found["disable-retries"] is found["disable-circuit-breaker"] is True
+
+
+def test_rollout_and_router_see_no_gpu_that_they_could_take() -> None:
+    assert made(gpus=4)["rollout"].env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_trainers_stand_under_torchruns_contract() -> None:
+    specs = made(**{"trainer.data_parallel": 2, "trainer.threads": 3})
+    for rank in range(2):
+        spec = specs[f"trainer-{rank}"]
+        env = spec.env
+        assert spec.argv[2:] == ["asyncrl.trainer", str(RUN_DIR)]
+        assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "23000")
+        assert env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainers", "engines"),
+    [
+        ({"trainer.tensor_parallel": 2, "engine.tensor_parallel": 2}, "0,1", ["2,3", "4,5"]),
+        ({"trainer.data_parallel": 4}, "0,1,2,3", ["4", "5"]),
+        ({"trainer.device": "cpu", "engine.tensor_parallel": 2}, "", ["0,1", "2,3"]),
+        ({"engine.device": "cpu", "trainer.data_parallel": 4}, "0,1,2,3", ["", ""]),
+    ],
+)
+def test_no_gpu_is_given_twice(changes: dict, trainers: str, engines: list[str]) -> None:
+    specs = made(2, gpus=8, **changes)
+    assert specs["trainer-0"].env["CUDA_VISIBLE_DEVICES"] == trainers
+    assert [specs[f"engine-{i}"].env["CUDA_VISIBLE_DEVICES"] for i in range(2)] == engines
+
+
+def test_gpus_are_those_that_the_launcher_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    specs = made(1, gpus=3, **{"trainer.data_parallel": 2})
+    assert specs["trainer-1"].env["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert specs["engine-0"].env["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_cpu_engines_of_several_ranks_get_a_core_for_each() -> None:
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in made()["engine-0"].env
+    assert made(**{"engine.tensor_parallel": 2})["engine-0"].env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+# --- the machine --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("1,3", 2), ("GPU-a,GPU-b", 2)])
+def test_visible_devices_are_counted(visible: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus(None) == count
+    assert count_gpus(5) == 5
+
+
+def test_ports_are_distinct_and_below_the_ephemeral_range() -> None:
+    ports = choose_ports(tiny_config(**{"engine.count": 5}))
+    numbers = [*ports.engines, ports.router, ports.router_metrics, ports.rollout, ports.trainer]
+    assert len(set(numbers)) == 9
+    assert all(FIRST_PORT <= number < LAST_PORT for number in numbers)
+
+
+def test_addresses_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) -> None:
+    ours = addresses(2, gpus=1)
+    ours.write(tmp_path)
+    assert (tmp_path / "addresses.json").stat().st_mode & 0o777 == 0o600
+    assert type(ours).read(tmp_path) == ours

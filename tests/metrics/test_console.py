@@ -1,0 +1,176 @@
+"""What the user sees, and when a run ends."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.console
+
+from asyncrl.metrics.console import Console
+from asyncrl.metrics.fields import STEP
+from asyncrl.trainer.stop import StopRule
+from tests.fakes import tiny_config
+
+opened: list[Console] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_followed_files() -> Iterator[None]:
+    """A launcher's console follows its files to its end."""
+    yield
+    while opened:
+        for file in opened.pop()._files.values():
+            file.close()
+
+
+class Screen:
+    """A console that prints into a text."""
+
+    def __init__(self, run_dir: Path, **changes: Any) -> None:
+        self.out = io.StringIO()
+        plain = rich.console.Console(file=self.out, highlight=False, soft_wrap=True, width=80)
+        self.console = Console(tiny_config(**changes), run_dir, plain)
+        opened.append(self.console)
+
+    def text(self) -> str:
+        found = self.out.getvalue()
+        self.out.truncate(0)
+        self.out.seek(0)
+        return found
+
+
+def record(step: int, **changes: float) -> str:
+    values = {**dict.fromkeys(STEP, 0.5), "step": step, "staleness/max": 2, "step/bad": 0.0, "samples/generated": 64}
+    return json.dumps({**values, "time/step": 2.0, "time/since_start": 30.0 + 2 * step, **changes}) + "\n"
+
+
+def append(file: Path, text: str) -> None:
+    with file.open("a") as out:
+        out.write(text)
+
+
+def test_opening_says_what_starts_and_where_it_writes(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, **{"rollout.max_staleness": 4, "rollout.lead": 1})
+    screen.console.opening()
+    text = screen.text()
+    assert "tiny: builtin:tiny on copy3; 1 engine(s), trainer TP 1 × PP 1 × DP 1; lead 1, staleness ≤ 4" in text
+    assert f"run folder {tmp_path}" in text
+
+
+def test_line_shows_progress_reward_times_rate_and_what_is_left(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    append(tmp_path / "metrics.jsonl", record(1) + record(2))
+    screen.console.follow()
+    first, second = screen.text().splitlines()
+    assert first.startswith("step    1/600  reward 0.500")
+    assert "stale 0.5≤2" in first
+    assert "2.0s (wait 0.5 train 0.5 publish 0.5)" in first
+    assert "32 samples/s" in first
+    assert "left 19:58" in first  # 599 steps of 2 s
+    assert "left 19:56" in second
+    assert "bad step" not in first
+
+
+def test_bad_step_is_shown(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    append(tmp_path / "metrics.jsonl", record(1, **{"step/bad": 1.0}))
+    screen.console.follow()
+    assert "bad step: gradient not applied" in screen.text()
+
+
+def test_lines_are_shown_once_and_only_when_they_are_whole(tmp_path: Path) -> None:
+    screen, file = Screen(tmp_path), tmp_path / "metrics.jsonl"
+    screen.console.follow()  # nothing is there yet
+    line = record(1)
+    append(file, line[:20])
+    screen.console.follow()
+    assert screen.text() == ""
+    append(file, line[20:] + record(2)[:-1])
+    screen.console.follow()
+    assert screen.text().count("step ") == 1
+    append(file, "\n")
+    screen.console.follow()
+    assert screen.text().startswith("step    2/600")
+    screen.console.follow()
+    assert screen.text() == ""
+
+
+def test_evaluation_names_the_version_that_answered(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    line = {"version_min": 0, "version_max": 0, "accuracy": 0.25, "questions": 100}
+    append(tmp_path / "eval.jsonl", json.dumps(line) + "\n")
+    screen.console.follow()
+    assert screen.text() == "held out  version 0: accuracy 0.250 of 100 questions\n"
+
+
+def test_closing_shows_the_summary_without_the_ledger(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    summary = {"reason": "run.max_steps 3 reached", "reward/last": 1.23456, "ledger": {"issued": 9}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    screen.console.closing()
+    text = screen.text()
+    assert "run.max_steps 3 reached" in text
+    assert "1.235" in text
+    assert "issued" not in text
+
+
+def test_console_that_is_turned_off_prints_nothing(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, **{"metrics.console": False})
+    append(tmp_path / "metrics.jsonl", record(1))
+    (tmp_path / "summary.json").write_text("{}")
+    screen.console.opening()
+    screen.console.follow()
+    screen.console.closing()
+    assert screen.text() == ""
+
+
+@pytest.mark.parametrize("name", ["a[bold]b", "run[/]", "[red]"])
+def test_names_are_printed_as_they_are(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name.replace("/", "_")
+    screen = Screen(folder, **{"run.name": name})
+    screen.console.opening()
+    text = screen.text()
+    assert name in text
+    assert str(folder) in text
+
+
+# --- stopping -----------------------------------------------------------------------------------------------
+
+
+def stops(rewards: list[float], **changes: Any) -> tuple[int, str]:
+    """The step at which the rule ends a run of 10 generated tokens a step, and its reason."""
+    rule = StopRule(tiny_config(**{f"run.{name}": value for name, value in changes.items()}).run)
+    for step, reward in enumerate(rewards, start=1):
+        if reason := rule.reason({"step": step, "reward/mean": reward, "tokens/generated": 10.0}):
+            return step, reason
+    raise AssertionError("the run never ends")
+
+
+def test_run_ends_after_its_steps() -> None:
+    assert stops([0.0] * 9, max_steps=4) == (4, "run.max_steps 4 reached")
+
+
+def test_run_ends_once_its_tokens_are_spent() -> None:
+    assert stops([0.0] * 9, token_budget=25) == (3, "30 generated tokens reached run.token_budget 25")
+
+
+def test_run_ends_once_its_mean_reward_over_a_whole_window_is_reached() -> None:
+    rewards = [9.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    step, reason = stops(rewards, reward_target=1.0, reward_window=3)
+    assert (step, reason) == (3, "reward 3.000 over 3 steps reached run.reward_target 1.0")
+    step, reason = stops([0.0, *rewards[1:]], reward_target=1.0, reward_window=3)
+    assert (step, reason) == (6, "reward 1.333 over 3 steps reached run.reward_target 1.0")
+
+
+def test_high_reward_before_the_window_is_full_does_not_end_the_run() -> None:
+    assert stops([5.0, 5.0, 0.0, 0.0, 0.0, 0.0], reward_target=4.0, reward_window=3, max_steps=6)[0] == 6
+
+
+def test_first_reason_wins() -> None:
+    _, reason = stops([1.0], reward_target=0.5, reward_window=1, token_budget=1, max_steps=1)
+    assert reason.startswith("reward")

@@ -1,0 +1,172 @@
+"""What a run writes is what metrics/fields.py says that it writes, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.metrics.fields import EVAL, STEP, SUMMARY
+from asyncrl.metrics.record import StepLog
+from asyncrl.metrics.sinks import JsonLines, TensorBoard
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.evaluation import evaluate
+from asyncrl.rollout.service import Service
+from asyncrl.types import Batch, Group, Trajectory, Turn
+from tests.fakes import FakeClient, completion, group
+
+TRAINER = Path(inspect.getfile(StepLog)).parent.parent / "trainer"
+SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0}
+
+
+def rollout_figures() -> dict[str, float]:
+    """As the rollout service makes them."""
+    client: Any = FakeClient()
+    service = Service(CohortBuffer(1, 1), client, None, "", eval_every=None)  # type: ignore[arg-type]
+    return service._figures()
+
+
+def written_keys(file: str, function: str) -> set[str]:
+    """The string keys of the dictionaries in a function that cannot run here: it needs Megatron."""
+    tree = ast.parse((TRAINER / file).read_text())
+    (node,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
+    dicts = [n for n in ast.walk(node) if isinstance(n, ast.Dict)]
+    return {key.value for d in dicts for key in d.keys if isinstance(key, ast.Constant)}
+
+
+def policy_figures(**changes: float) -> dict[str, float]:
+    """A realistic update."""
+    keys = written_keys("policy.py", "update") | written_keys("policy.py", "_figures")
+    return {**dict.fromkeys(sorted(keys), 0.5), **changes}
+
+
+class Clock:
+    """Moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stepped(log: StepLog, clock: Clock, version: int, groups: list[Group], **figures: float) -> dict[str, Any]:
+    """One step: 1 s of waiting, 3 s of training, 0.5 s of publishing."""
+    for name, seconds in (("wait_batch", 1.0), ("train", 3.0), ("publish", 0.5)):
+        with log.span(name):
+            clock.now += seconds
+    rollout = rollout_figures() | {"tokens/generated": 20, "samples/generated": 4, "time/engine_busy": 1.5}
+    return dict(log.step(version, Batch(version - 1, groups, rollout), policy_figures(**figures), SENT))
+
+
+def log_of(clock: Clock, *sinks: Any, since: float = 10.0) -> StepLog:
+    return StepLog(list(sinks), started_at=time.time() - since, clock=clock)
+
+
+GROUPS = [
+    group(0, [0.0, 1.0], tokens=4, versions=(0, 1)),
+    group(1, [1.0, 1.0], tokens=2, versions=(2,), finish="length"),
+]
+
+
+def test_step_record_has_the_documented_fields_and_no_other() -> None:
+    record = stepped(log_of(clock := Clock()), clock, 1, GROUPS)
+    assert sorted(record) == sorted(STEP)
+
+
+def test_summary_has_the_documented_fields_and_no_other() -> None:
+    log = log_of(clock := Clock())
+    stepped(log, clock, 1, GROUPS)
+    added = {"reason", "transport"} | written_keys("__main__.py", "_summarize")
+    assert sorted(log.summary(10).keys() | added) == sorted(SUMMARY)
+
+
+def test_evaluation_line_has_the_documented_fields_and_no_other() -> None:
+    class Worker:
+        async def episode(self, prompt: Any, *, temperature: float) -> Trajectory:
+            assert temperature == 0.0
+            return Trajectory([Turn([], completion())], 1.0)
+
+    class Task:
+        def correct(self, reward: float) -> bool:
+            return True
+
+    worker, task = Worker(), Task()
+    found = asyncio.run(evaluate(worker, task, [None]))  # type: ignore[arg-type,list-item]
+    assert sorted(found) == sorted(EVAL)
+
+
+def test_figures_of_a_step_by_hand() -> None:
+    log = log_of(clock := Clock())
+    first, second = (stepped(log, clock, version, GROUPS) for version in (3, 4))
+    assert (second["step"], second["version"]) == (4, 4)
+    assert second["reward/mean"] == 0.75
+    assert second["reward/std"] == pytest.approx(0.1875**0.5)
+    assert second["groups/signal"] == 0.5
+    assert second["completion/length"] == 3.0
+    assert second["completion/truncated"] == 0.5
+    assert (second["staleness/mean"], second["staleness/max"]) == (2.0, 3)  # trained as batch 3; versions 0 and 2
+    assert second["staleness/mixed"] == 0.5
+    assert (second["time/wait_batch"], second["time/train"], second["time/publish"]) == (1.0, 3.0, 0.5)
+    assert second["time/step"] == 4.5
+    assert (second["time/pause"], second["bytes/published"]) == (0.25, 100.0)
+    assert second["time/since_start"] == pytest.approx(10 + 9, abs=0.5)
+    assert first["time/wait_batch"] == 0.0  # the run was starting up
+    assert first["time/step"] == 3.5
+
+
+def test_summary_by_hand() -> None:
+    log = log_of(clock := Clock())
+    for version, reward in enumerate([0.0, 1.0, 1.0, 2.0], start=1):
+        stepped(log, clock, version, [group(0, [reward] * 2, versions=(0,))], **{"tokens/trained": 10.0})
+    found = log.summary(window=2)
+    duration = 3.5 + 3 * 4.5
+    assert found["steps"] == 4
+    assert (found["reward/first"], found["reward/last"]) == (0.5, 1.5)
+    assert (found["tokens/generated"], found["tokens/trained"]) == (80, 40.0)
+    assert found["tokens_per_s/trained"] == pytest.approx(40 / duration)
+    assert found["samples_per_s"] == pytest.approx(16 / duration)
+    assert found["staleness/histogram"] == {"0": 2, "1": 2, "2": 2, "3": 2}
+    assert found["share/trainer_idle"] == pytest.approx(3 / duration)
+    assert found["share/publish"] == pytest.approx(2 / duration)
+    assert found["share/engine_busy"] == pytest.approx(6 / duration)
+    assert (found["pause/mean"], found["step_time/median"]) == (0.25, 4.5)
+    assert found["time/start_up"] == pytest.approx(10 + 1, abs=0.5)
+    assert found["time/total"] == pytest.approx(10 + 18, abs=0.5)
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_span_that_runs_twice_in_a_step_adds_up_and_starts_anew_in_the_next() -> None:
+    log = log_of(clock := Clock())
+    with log.span("train"):
+        clock.now += 1
+    assert stepped(log, clock, 1, GROUPS)["time/train"] == 4.0
+    assert stepped(log, clock, 2, GROUPS)["time/train"] == 3.0
+
+
+def test_sinks_get_every_record_and_jsonl_can_be_followed(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    log = log_of(clock := Clock(), sink)
+    records = []
+    for version in (1, 2):
+        records.append(stepped(log, clock, version, GROUPS))
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == records
+    sink._file.close()
+
+
+def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = log_of(clock := Clock(), TensorBoard(tmp_path / "tb"))
+    stepped(log, clock, 1, GROUPS)
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == STEP.keys()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.75)]

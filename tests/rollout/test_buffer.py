@@ -1,0 +1,322 @@
+"""The cohort rule under random schedules: bounded, conserved, live, and in order where it says so."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.types import Group
+from tests.fakes import group
+
+
+@dataclass
+class Run:
+    """A trainer and a rollout side that take turns at random, with books of their own to check the ledger against."""
+
+    batch_groups: int
+    lead: int
+    slack: int
+    seed: int = 0
+    rejections: float = 0.0
+    concurrency: int = 10**6
+    stragglers: float = 0.0  # share of tickets that end only when nothing else can happen
+    steps: int = 12
+    batches: list[list[int]] = field(default_factory=list)
+    births: list[list[int]] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.bound = self.lead + self.slack
+        self.buffer = CohortBuffer(self.batch_groups, self.bound, self.lead, clock=lambda: 0.0)
+        self.random = random.Random(self.seed)
+        self.running: list[Ticket] = []
+        self.slow: set[Ticket] = set()
+        self.born: dict[int, int] = {}
+        self.books: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    def play(self) -> Run:
+        weights = [self.random.choice([1, 5, 25]) for _ in range(4)]
+        actions = [self._admit, self._finish, self._take, self._publish]
+        while self.buffer.version < self.steps:
+            order = sorted(zip(actions, weights, strict=True), key=lambda a: -(self.random.random() ** (1 / a[1])))
+            if not any(action() for action, _ in order) and not self._finish(slow=True):
+                raise AssertionError(f"dead-lock: {self.buffer.waiting_for()}")
+            self._check()
+        return self
+
+    def _admit(self) -> bool:
+        if len(self.running) >= self.concurrency or (ticket := self.buffer.admit()) is None:
+            return False
+        self.running.append(ticket)
+        if self.random.random() < self.stragglers:
+            self.slow.add(ticket)
+        assert ticket.born == self.buffer.version
+        self.books["issued"] += 1
+        self.trace.append("admit")
+        return True
+
+    def _finish(self, slow: bool = False) -> bool:
+        candidates = [ticket for ticket in self.running if slow or ticket not in self.slow]
+        if not candidates:
+            return False
+        ticket = self.random.choice(candidates)
+        self.running.remove(ticket)
+        tokens = self.random.randint(1, 4)
+        self.books["generated"] += 2 * tokens
+        if self.random.random() < self.rejections:
+            reason = self.random.choice(["judge", "timeout"])
+            self.buffer.reject(ticket, reason, tokens=2 * tokens)
+            self.reasons[reason] += 1
+            self.books["lost"] += 2 * tokens
+        else:
+            self.buffer.commit(ticket, group(ticket.slot, tokens=tokens, versions=(ticket.born,)))
+            self.born[ticket.slot] = ticket.born
+            self.books["ready"] += 1
+        self.trace.append("finish")
+        return True
+
+    def _take(self) -> bool:
+        step, ready = self.buffer.step, sorted(self.born)
+        if (groups := self.buffer.take()) is None:
+            return False
+        due = [slot for slot in ready if slot // self.batch_groups <= step - self.slack]
+        others = [slot for slot in ready if slot not in due]
+        assert [one.slot for one in groups] == due + others[: self.batch_groups - len(due)]
+        assert len(groups) == self.batch_groups
+        for one in groups:
+            assert self.born[one.slot] == one.trajectories[0].oldest_version
+            assert all(0 <= age <= self.bound for age in one.staleness(step)), (step, one)
+        self.batches.append([one.slot for one in groups])
+        self.births.append([self.born.pop(one.slot) for one in groups])
+        self.books["ready"] -= len(groups)
+        self.books["training"] += len(groups)
+        self.books["in_batch"] = sum(one.num_tokens for one in groups)
+        self.trace.append("take")
+        return True
+
+    def _publish(self) -> bool:
+        if not self.books["training"]:
+            return False
+        self.buffer.publish(self.buffer.version + 1)
+        self.books["trained"] += self.books.pop("training")
+        self.books["tokens_trained"] += self.books.pop("in_batch")
+        self.trace.append("publish")
+        return True
+
+    def _check(self) -> None:
+        ledger, books = self.buffer.ledger(), self.books
+        ledger.check()
+        assert ledger.issued == books["issued"]
+        assert ledger.running == len(self.running)
+        assert (ledger.ready, ledger.training, ledger.trained) == (books["ready"], books["training"], books["trained"])
+        assert ledger.rejected == dict(self.reasons)
+        assert ledger.tokens_generated == books["generated"]
+        assert (ledger.tokens_trained, ledger.tokens_rejected) == (books["tokens_trained"], books["lost"])
+        alive = ledger.running + ledger.ready + ledger.training
+        assert alive <= (self.lead + 1) * self.batch_groups
+        assert alive + ledger.trained <= (self.lead + self.buffer.version + 1) * self.batch_groups
+
+
+schedules = st.builds(
+    Run,
+    batch_groups=st.integers(1, 6),
+    lead=st.integers(0, 5),
+    slack=st.integers(0, 5),
+    seed=st.integers(0, 2**32),
+    rejections=st.sampled_from([0.0, 0.2, 0.6]),
+    concurrency=st.sampled_from([1, 2, 5, 10**6]),
+    stragglers=st.sampled_from([0.0, 0.1, 0.5]),
+)
+
+
+@given(schedules)
+@settings(max_examples=2000)
+def test_every_schedule_keeps_the_bound_the_ledger_and_the_admission_and_ends(run: Run) -> None:
+    run.play()
+    trained = [slot for batch in run.batches for slot in batch]
+    assert len(trained) == len(set(trained)) == run.steps * run.batch_groups
+    assert all(batch == sorted(batch) for batch in run.batches)
+
+
+@given(schedules)
+@settings(max_examples=300)
+def test_step_leaves_nothing_of_the_cohort_due(run: Run) -> None:
+    run.play()
+    trained: set[int] = set()
+    for step, batch in enumerate(run.batches):
+        trained |= set(batch)
+        assert set(range(max(0, step - run.slack + 1) * run.batch_groups)) <= trained
+
+
+@given(schedules)
+@settings(max_examples=300)
+def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> None:
+    run.slack = 0
+    run.__post_init__()
+    size = run.batch_groups
+    assert run.play().batches == [list(range(t * size, (t + 1) * size)) for t in range(run.steps)]
+
+
+@given(schedules)
+@settings(max_examples=200)
+def test_bound_0_is_synchronous(run: Run) -> None:
+    run.lead = run.slack = 0
+    run.__post_init__()
+    run.play()
+    assert run.births == [[step] * run.batch_groups for step in range(run.steps)]
+    while "publish" in run.trace:  # a step: play all, then train; nothing overlaps
+        here = run.trace.index("publish")
+        assert run.trace[here - 1] == "take"
+        assert "take" not in run.trace[: here - 1]
+        assert run.trace[: here - 1].count("admit") == run.trace[: here - 1].count("finish") >= run.batch_groups
+        run.trace = run.trace[here + 1 :]
+
+
+def ready_first(straggler: int, batch_groups: int, lead: int, steps: int) -> int:
+    """Steps that AReaL's rule takes while one slot still runs: the admission of here, but any ready groups go."""
+    ready: set[int] = set()
+    admitted = 0
+    for step in range(steps):
+        while admitted < (lead + step + 1) * batch_groups:
+            if admitted != straggler:
+                ready.add(admitted)
+            admitted += 1
+        if len(ready) < batch_groups:
+            return step
+        ready -= set(sorted(ready)[:batch_groups])
+    return steps
+
+
+@pytest.mark.parametrize(("lead", "slack"), [(1, 0), (2, 2), (4, 1), (1, 5)])
+def test_straggler_is_overtaken_for_slack_steps_only(lead: int, slack: int) -> None:
+    size = 3
+    assert ready_first(0, size, lead, steps=500) == 500  # the counter-example: overtaken for ever
+    buffer = CohortBuffer(size, lead + slack, lead)
+    straggler = buffer.admit()
+    assert straggler is not None
+    for step in range(slack):
+        while ticket := buffer.admit():
+            buffer.commit(ticket, group(ticket.slot))
+        assert buffer.take() is not None
+        buffer.publish(step + 1)
+    while ticket := buffer.admit():
+        buffer.commit(ticket, group(ticket.slot))
+    assert buffer.take() is None
+    assert f"due but not ready: slots [{straggler.slot}]" in buffer.waiting_for()
+    buffer.commit(straggler, group(straggler.slot))
+    taken = buffer.take()
+    assert taken is not None
+    assert taken[0].slot == straggler.slot
+
+
+def test_admission_stops_at_the_lead_and_a_publish_opens_one_cohort() -> None:
+    buffer = CohortBuffer(2, 3, 1)
+    tickets = [buffer.admit() for _ in range(4)]
+    assert None not in tickets
+    assert buffer.admit() is None
+    for ticket in tickets:
+        assert ticket is not None
+        buffer.commit(ticket, group(ticket.slot))
+    assert buffer.admit() is None  # ready groups hold their slots
+    buffer.take()
+    assert buffer.admit() is None  # so do groups in training
+    buffer.publish(1)
+    assert [ticket.slot for ticket in (buffer.admit(), buffer.admit()) if ticket] == [4, 5]
+    assert buffer.admit() is None
+
+
+def test_rejected_slot_is_played_anew_first_under_another_uid_and_a_later_birth() -> None:
+    buffer = CohortBuffer(1, 2)
+    first, second, _ = buffer.admit(), buffer.admit(), buffer.admit()
+    assert first is not None
+    assert second is not None
+    buffer.commit(first, group(0))
+    buffer.take()
+    buffer.publish(1)
+    buffer.reject(second, "judge")
+    again = buffer.admit()
+    assert again == Ticket(slot=1, attempt=1, born=1)
+    assert again.uid != second.uid
+    assert len(again.uid) == len(second.uid)
+
+
+def test_commit_or_reject_of_a_ticket_that_does_not_run_is_refused() -> None:
+    buffer = CohortBuffer(1, 1)
+    ticket = buffer.admit()
+    assert ticket is not None
+    buffer.commit(ticket, group(0))
+    for close in (lambda t: buffer.commit(t, group(0)), lambda t: buffer.reject(t, "late")):
+        with pytest.raises(ValueError, match="is not running"):
+            close(ticket)
+
+
+def test_overdue_commit_does_not_evict_the_attempt_that_runs() -> None:
+    buffer = CohortBuffer(1, 0)
+    other = buffer.admit()
+    assert other is not None
+    buffer.reject(other, "judge")
+    replay = buffer.admit()
+    assert replay is not None
+    assert replay.slot == other.slot
+    with pytest.raises(ValueError, match="is not running"):
+        buffer.commit(other, group(0))  # the first attempt, overdue, while the second runs
+    buffer.commit(replay, group(0))
+    assert buffer.ledger().ready == 1
+
+
+def test_one_batch_at_a_time_and_only_its_version_can_be_published() -> None:
+    buffer = CohortBuffer(1, 1)
+    with pytest.raises(ValueError, match="version 1 published after version 0, with 0 batches taken"):
+        buffer.publish(1)
+    for _ in range(2):
+        ticket = buffer.admit()
+        assert ticket is not None
+        buffer.commit(ticket, group(ticket.slot))
+    taken = buffer.take()
+    assert [one.slot for one in taken or []] == [0]
+    assert buffer.take() is None
+    for version in (0, 2):
+        with pytest.raises(ValueError, match=f"version {version} published"):
+            buffer.publish(version)
+    buffer.publish(1)
+    assert [one.slot for one in buffer.take() or []] == [1]
+
+
+def test_lead_above_the_bound_is_refused_and_an_unset_lead_is_the_bound() -> None:
+    with pytest.raises(ValueError, match="lead 3 exceeds max_staleness 2"):
+        CohortBuffer(4, 2, 3)
+    assert (CohortBuffer(4, 2).lead, CohortBuffer(4, 2).slack) == (2, 0)
+
+
+def test_waiting_for_names_what_is_missing_and_for_how_long() -> None:
+    now = 100.0
+    buffer = CohortBuffer(2, 0, clock=lambda: now)
+    first, _ = buffer.admit(), buffer.admit()
+    assert first is not None
+    now = 130.0
+    buffer.commit(first, group(0))
+    text = buffer.waiting_for()
+    assert "step 0 needs 2 ready groups and has 1" in text
+    assert "slots [1]" in text
+    assert "1 running, the oldest for 30 s" in text
+
+
+def test_trained_slots_that_nobody_asks_for_again_are_forgotten() -> None:
+    run = Run(2, 1, 3, steps=200).play()
+    assert len(run.buffer._trained_slots) <= run.batch_groups * (run.bound + 1)
+
+
+def test_batch_is_a_list_of_whole_groups() -> None:
+    buffer = CohortBuffer(1, 0)
+    ticket = buffer.admit()
+    assert ticket is not None
+    committed: Group = group(0)
+    buffer.commit(ticket, committed)
+    assert buffer.take() == [committed]

@@ -1,0 +1,295 @@
+"""The client against an engine that streams as SGLang does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.engine.client import Client
+from asyncrl.errors import EngineError
+from asyncrl.types import Completion, VersionSpan
+from tests.fakes import FakeEngine, completion, echo, pieces, stream, until
+
+PROMPT = [12, 1, 11]
+
+
+def asked(
+    engine: FakeEngine, play: Callable[[Client], Coroutine[Any, Any, Any]], seconds: float = 10.0, **settings: Any
+) -> Any:
+    """Runs `play` against the engine."""
+
+    async def main() -> Any:
+        client = engine.client(**settings)
+        try:
+            return await asyncio.wait_for(play(client), seconds)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+async def siblings(client: Client, count: int = 1, token_ids: list[int] = PROMPT) -> list[Completion]:
+    generate = client.generate()
+    return list(await asyncio.gather(*(generate(token_ids) for _ in range(count))))
+
+
+completions = st.builds(
+    lambda ids, cut, finish: Completion(
+        ids,
+        [-0.125 * i - 1e-9 for i in range(len(ids))],
+        [VersionSpan(3, 0, cut % len(ids)), VersionSpan(4, cut % len(ids), len(ids))]
+        if cut % len(ids)
+        else [VersionSpan(3, 0, len(ids))],
+        finish,
+    ),
+    st.lists(st.integers(0, 10**5), min_size=1, max_size=9),
+    st.integers(0, 8),
+    st.sampled_from(["stop", "length"]),
+)
+
+
+@given(st.lists(completions, min_size=1, max_size=4), st.integers(1, 4), st.randoms(), st.integers(1, 60))
+@settings(max_examples=150)
+def test_answers_arrive_as_sent_wherever_the_bytes_are_cut(answers, size, random, longest) -> None:
+    queues = [pieces(answer, index, size) for index, answer in enumerate(answers)]
+    events = []
+    while any(queues):  # samples interleave, each in its own order
+        events.append(random.choice([queue for queue in queues if queue]).pop(0))
+    data = stream(events)
+    chunks = []
+    while data:
+        cut = random.randint(1, longest)
+        chunks.append(data[:cut])
+        data = data[cut:]
+    engine = FakeEngine(lambda _: chunks)
+    assert asked(engine, lambda client: siblings(client, len(answers))) == answers
+
+
+def test_siblings_become_one_request_of_n_samples() -> None:
+    engine = FakeEngine(echo())
+    first, second, third = asked(engine, lambda client: siblings(client, 3))
+    (request,) = engine.requests
+    assert request["input_ids"] == PROMPT
+    assert request["sampling_params"]["n"] == 3
+    assert [answer.token_ids[0] for answer in (first, second, third)] == [0, 1, 2]
+    assert engine.keys == ["Bearer key0"]
+    assert request["return_logprob"] is request["stream"] is True
+
+
+def test_other_prompts_other_temperatures_and_greedy_answers_are_requests_of_their_own() -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: Client) -> None:
+        asks = [client.generate(t)(ids) for ids in (PROMPT, [12, 2, 11]) for t in (None, 0.5, 0.0, 0.0)]
+        await asyncio.gather(*asks)
+
+    asked(engine, play)
+    sent = sorted((r["input_ids"][1], r["sampling_params"]["temperature"]) for r in engine.requests)
+    assert sent == [(p, t) for p in (1, 2) for t in (0.0, 0.0, 0.5, 1.0)]
+    assert all(request["sampling_params"]["n"] == 1 for request in engine.requests)
+
+
+def test_without_coalescing_every_sibling_is_a_request() -> None:
+    engine = FakeEngine(echo())
+    asked(engine, lambda client: siblings(client, 3), coalesce=False)
+    assert [request["sampling_params"]["n"] for request in engine.requests] == [1, 1, 1]
+
+
+def test_turn_after_turn_asks_anew() -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: Client) -> None:
+        await siblings(client)
+        await siblings(client)
+
+    asked(engine, play)
+    assert len(engine.requests) == 2
+
+
+def test_held_requests_wait_for_release_and_then_carry_its_version() -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: Client) -> list[Completion]:
+        await siblings(client)
+        client.hold()
+        asking = asyncio.create_task(siblings(client, 2))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(engine.requests) == 1
+        assert not asking.done()
+        client.release(7)
+        return await asking
+
+    answers = asked(engine, play)
+    assert [request["extra_key"] for request in engine.requests] == ["run0-v0", "run0-v7"]
+    assert {answer.versions[0].version for answer in answers} == {7}
+
+
+def test_request_in_flight_stays_open_while_new_ones_are_held() -> None:
+    gate = asyncio.Event()
+    answer = completion(tokens=4, versions=(0, 1))
+
+    async def play(client: Client) -> list[Completion]:
+        asking = asyncio.create_task(siblings(client))
+        await until(lambda: engine.requests)
+        client.hold()
+        gate.set()
+        return await asking
+
+    engine = FakeEngine(lambda _: stream(pieces(answer)))
+    handle = engine.handle
+
+    async def late(request: httpx.Request) -> httpx.Response:
+        response = await handle(request)
+        await gate.wait()
+        return response
+
+    assert asked(engine, play, transport=httpx.MockTransport(late)) == [answer]
+
+
+def test_no_request_id_is_a_prefix_of_another() -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: Client) -> None:
+        await asyncio.gather(*(client.generate()([12, i, 11]) for i in range(120)))
+
+    asked(engine, play)
+    rids = [request["rid"] for request in engine.requests]
+    assert len(set(rids)) == 120
+    assert not [(a, b) for a in rids for b in rids if a != b and b.startswith(a)]
+
+
+def broken(change: Callable[[list[dict[str, Any]]], Any]) -> FakeEngine:
+    """An engine whose good answer of four tokens is changed before it is sent."""
+
+    def answer(_: dict[str, Any]) -> bytes | list[bytes] | httpx.Response:
+        events = pieces(completion(tokens=4))
+        changed = change(events)
+        return changed if changed is not None else stream(events)
+
+    return FakeEngine(answer)
+
+
+def spans(*bounds: tuple[int, int]) -> Callable[[list[dict[str, Any]]], None]:
+    return lambda events: events[-1]["meta_info"].update(
+        weight_versions=[{"version": "0", "start": start, "end": end} for start, end in bounds]
+    )
+
+
+FAULTS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
+    "cut": (lambda events: stream(events[:-1]), "ended after 2 tokens, without a finish reason"),
+    "cut inside an event": (lambda events: stream(events)[:-40], "without a finish reason"),
+    "refused": (lambda _: httpx.Response(503, text="no workers"), "the router answered 503: no workers"),
+    "aborted": (lambda e: e[-1]["meta_info"].update(finish_reason={"type": "abort"}), "ended a request with 'abort'"),
+    "old SGLang": (lambda events: events[-1]["meta_info"].pop("weight_versions") and None, "no weight_versions"),
+    "spans end early": (spans((0, 3)), "do not cover 4 tokens"),
+    "spans end late": (spans((0, 5)), "do not cover 4 tokens"),
+    "spans with a gap": (spans((0, 1), (2, 4)), "do not partition 4 tokens"),
+    "spans overlap": (spans((0, 3), (2, 4)), "do not partition 4 tokens"),
+    "version is no number": (
+        lambda events: events[-1]["meta_info"]["weight_versions"][0].update(version="default"),
+        "does not fit together: .*default",
+    ),
+    "logprob missing": (lambda events: events[0]["meta_info"]["output_token_logprobs"].pop() and None, "4 token ids"),
+    "logprob null": (
+        lambda e: e[0]["meta_info"].update(output_token_logprobs=[[None, 0, None], [-0.5, 1, None]]),
+        "4 token ids with 3 log-probabilities",
+    ),
+    "error in the stream": (
+        lambda events: stream([events[0], {"error": {"message": "out of memory"}}]),
+        "failed a request: .*out of memory",
+    ),
+    "no JSON": (lambda _: b"data: {oops\n\n", "generation failed: .*JSON"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_answer_that_is_not_whole_is_an_engine_error_with_its_reason(fault: str) -> None:
+    change, reason = FAULTS[fault]
+    with pytest.raises(EngineError, match=reason):
+        asked(broken(change), siblings)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.ConnectError("refused"),
+        httpx.ReadError("reset"),
+        pytest.param(httpx.ReadTimeout("")),
+    ],
+)
+def test_connection_that_fails_is_an_engine_error_for_every_sibling(error: httpx.HTTPError) -> None:
+    def fail(_: httpx.Request) -> httpx.Response:
+        raise error
+
+    async def play(client: Client) -> list[Any]:
+        generate = client.generate()
+        return await asyncio.gather(*(generate(PROMPT) for _ in range(2)), return_exceptions=True)
+
+    found = asked(FakeEngine(echo()), play, transport=httpx.MockTransport(fail))
+    assert [type(one) for one in found] == [EngineError, EngineError]
+    assert str(error) in str(found[0])
+    assert str(found[0]).removeprefix("generation failed: ")
+
+
+def test_one_sample_that_is_not_whole_fails_its_siblings_too() -> None:
+    engine = FakeEngine(lambda _: stream([*pieces(completion(), 0), *pieces(completion(), 1)[:-1]]))
+    with pytest.raises(EngineError, match="without a finish reason"):
+        asked(engine, lambda client: siblings(client, 2))
+
+
+def test_sample_that_nobody_asked_for_is_an_engine_error_not_a_hang() -> None:
+    engine = FakeEngine(lambda _: stream([*pieces(completion(), 0), *pieces(completion(), 1)]))
+    with pytest.raises(EngineError):
+        asked(engine, siblings, seconds=0.3)
+
+
+def test_cancelled_sibling_leaves_the_others_their_answers() -> None:
+    async def play(client: Client) -> Completion:
+        first, second = (asyncio.ensure_future(client.generate()(PROMPT)) for _ in range(2))
+        await until(lambda: engine.requests)
+        first.cancel()
+        return await second
+
+    engine = FakeEngine(echo())
+    assert asked(engine, play).token_ids == [1, 2, 3]
+
+
+def test_request_that_nobody_waits_for_is_closed() -> None:
+    closed: list[bool] = []
+
+    async def endless(_: httpx.Request) -> httpx.Response:
+        async def body() -> AsyncIterator[bytes]:
+            try:
+                yield stream(pieces(completion(tokens=8))[:1]).removesuffix(b"data: [DONE]\n\n")
+                await asyncio.Event().wait()
+            finally:
+                closed.append(True)
+
+        return httpx.Response(200, content=body())
+
+    async def play(client: Client) -> None:
+        asking = asyncio.create_task(siblings(client, 2))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await until(lambda: closed)
+
+    asked(FakeEngine(echo()), play, transport=httpx.MockTransport(endless))
+
+
+def test_figures_count_requests_and_prompt_tokens_once_taken() -> None:
+    async def play(client: Client) -> None:
+        await siblings(client, 2)
+        seen = client.take_figures()
+        assert (seen.requests, seen.prompt_tokens, seen.cached_tokens) == (1, 8, 2)
+        assert seen.seconds_busy > 0
+        assert client.take_figures().requests == 0
+
+    asked(FakeEngine(echo()), play)

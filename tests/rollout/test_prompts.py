@@ -1,0 +1,157 @@
+"""Evaluation and training never share a question, and the seed alone fixes the order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import tasks
+from asyncrl.errors import ConfigError
+from asyncrl.models.catalog import resolve
+from asyncrl.rollout import prompts as module
+from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
+from asyncrl.types import Prompt
+from tests.fakes import tiny_config
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return resolve("builtin:tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    return load_tokenizer(model, None)
+
+
+def build(tokenizer: Any, length: int = 64, **changes: Any) -> Prompts:
+    config = tiny_config(**changes)
+    return Prompts(config, tasks.build(config.task), tokenizer, length)
+
+
+def first(prompts: Prompts, count: int) -> list[Prompt]:
+    return list(itertools.islice(prompts.training, count))
+
+
+def ids(prompts: list[Prompt]) -> set[tuple[int, ...]]:
+    return {tuple(prompt.token_ids) for prompt in prompts}
+
+
+@pytest.mark.parametrize(("digits", "questions"), [(1, 0), (1, 4), (1, 9), (2, 50), (2, 97), (3, 100)])
+def test_training_draws_everything_but_what_is_held_out(tokenizer: Any, digits: int, questions: int) -> None:
+    prompts = build(tokenizer, **{"task.params": {"digits": digits}, "eval.questions": questions})
+    assert len(ids(prompts.held_out)) == len(prompts.held_out) == questions
+    drawn = ids(first(prompts, 1000 if digits == 2 else 200))
+    assert not drawn & ids(prompts.held_out)
+    if digits < 3:
+        assert len(drawn) == 10**digits - questions
+
+
+def test_task_without_enough_questions_to_hold_out_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SKIPS", 500)
+    with pytest.raises(ConfigError, match="The task has only 10 distinct questions to hold out") as caught:
+        build(tokenizer, **{"task.params": {"digits": 1}, "eval.questions": 11})
+    assert (caught.value.field, caught.value.value) == ("eval.questions", 11)
+
+
+def test_task_with_nothing_left_to_train_on_is_refused_not_searched_for_ever(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SKIPS", 500)
+    with pytest.raises(ConfigError, match="the task is too small") as caught:
+        first(build(tokenizer, **{"task.params": {"digits": 1}, "eval.questions": 10}), 1)
+    assert (caught.value.field, caught.value.value) == ("eval.questions", 10)
+
+
+def test_order_is_a_function_of_the_seed_and_uids_count_up(tokenizer: Any) -> None:
+    same, again, other = (
+        [prompt.token_ids for prompt in first(build(tokenizer, **{"run.seed": seed}), 40)] for seed in (5, 5, 6)
+    )
+    assert same == again
+    assert same != other
+    assert [prompt.uid for prompt in first(build(tokenizer), 3)] == ["p00000000", "p00000001", "p00000002"]
+
+
+def test_held_out_questions_do_not_depend_on_the_seed(tokenizer: Any) -> None:
+    first_, second = (build(tokenizer, **{"run.seed": seed}).held_out for seed in (1, 2))
+    assert first_ == second
+
+
+def test_prompt_is_the_rendered_chat_and_decoding_leaves_special_tokens_out(tokenizer: Any) -> None:
+    prompts = build(tokenizer)
+    (prompt,) = first(prompts, 1)
+    digits = prompt.question["answer"]
+    assert prompt.token_ids == [12, *(int(digit) for digit in digits), 11]
+    assert prompts.decode([1, 2, 10]) == "12"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(100 + i), "answer": str(i)}) + "\n" for i in range(12)))
+    return {"task.kind": "file", "task.params": {}, "task.train_file": str(path)}
+
+
+def test_finite_task_is_reshuffled_every_epoch_without_its_first_questions(tokenizer: Any, file: dict) -> None:
+    prompts = build(tokenizer, **file, **{"eval.questions": 4})
+    assert [p.question["row"]["answer"] for p in prompts.held_out] == ["0", "1", "2", "3"]
+    epochs = [[p.question["row"]["answer"] for p in first(prompts, 8)] for _ in range(3)]
+    assert [sorted(epoch, key=int) for epoch in epochs] == [[str(i) for i in range(4, 12)]] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = build(tokenizer, **file, **{"eval.questions": 4})
+    assert [p.question["row"]["answer"] for p in first(again, 24)] == [answer for epoch in epochs for answer in epoch]
+
+
+def test_evaluation_file_keeps_all_of_the_training_file_but_repeated_questions(
+    tokenizer: Any, file: dict, tmp_path: Path
+) -> None:
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in ("7", "105")))
+    prompts = build(tokenizer, **file, **{"eval.questions": 2, "task.eval_file": str(held_out)})
+    assert [prompt.question["row"]["prompt"] for prompt in prompts.held_out] == ["7", "105"]
+    drawn = {p.question["row"]["prompt"] for p in first(prompts, 40)}
+    assert drawn == {str(100 + i) for i in range(12)} - {"105"}
+
+
+@pytest.mark.parametrize("questions", [12, 40])
+def test_finite_task_with_no_training_questions_left_is_refused(tokenizer: Any, file: dict, questions: int) -> None:
+    with pytest.raises(ConfigError, match="The task has 12 questions; none would be left") as caught:
+        build(tokenizer, **file, **{"eval.questions": questions})
+    assert (caught.value.field, caught.value.value) == ("eval.questions", questions)
+
+
+def test_prompt_without_room_for_its_answer_is_refused(tokenizer: Any) -> None:
+    assert build(tokenizer, length=8).held_out  # 5 tokens and an answer of 3
+    with pytest.raises(ConfigError, match="longer than the 4 tokens") as caught:
+        build(tokenizer, length=7)
+    assert (caught.value.field, caught.value.value) == ("rollout.max_new_tokens", 5)
+
+
+def test_stop_tokens_are_those_of_the_generation_config_and_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
+    assert stop_tokens(tmp_path, tokenizer) == [10]
+    for written, expected in ((7, [7, 10]), ([9, 10, 2], [2, 9, 10]), (None, [10])):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
+        assert stop_tokens(tmp_path, tokenizer) == expected
+
+
+def test_chat_template_can_be_replaced_and_must_exist(model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ '<bos>' + messages[0]['content'] + '==' }}")
+    prompts = build(load_tokenizer(model, str(own)))
+    assert first(prompts, 1)[0].token_ids[-2:] == [11, 11]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for part in model.iterdir():
+        if part.name != "chat_template.jinja":
+            text = part.read_bytes()
+            if part.name == "tokenizer_config.json":
+                values = json.loads(text)
+                values.pop("chat_template", None)
+                text = json.dumps(values).encode()
+            (bare / part.name).write_bytes(text)
+    with pytest.raises(ConfigError, match="has no chat template: give a jinja file"):
+        load_tokenizer(bare, None)

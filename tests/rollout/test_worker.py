@@ -1,0 +1,194 @@
+"""Groups are whole or replayed; faults of the environment are counted, bugs surface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from asyncrl.agents.single_turn import SingleTurn
+from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EpisodeFailed
+from asyncrl.rollout.agent import load_agent
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.evaluation import evaluate
+from asyncrl.rollout.service import Service
+from asyncrl.rollout.worker import Worker
+from asyncrl.types import Generate, Prompt, Trajectory
+from tests.fakes import FakeClient, LengthTask, completion, prompts, until
+
+
+class Failing:
+    """Plays one turn, unless `fault(number of the episode)` returns an error."""
+
+    def __init__(self, fault: Callable[[int], Exception | None]) -> None:
+        self.fault, self.episodes, self.alive = fault, 0, 0
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        number, self.episodes = self.episodes, self.episodes + 1
+        self.alive += 1
+        try:
+            if error := self.fault(number):
+                raise error
+            return await SingleTurn().run(prompt, generate)
+        finally:
+            self.alive -= 1
+
+
+class Site:
+    """A worker on a real service and buffer."""
+
+    def __init__(self, agent: Any = None, *, bound: int = 1, batch_groups: int = 2, **settings: Any) -> None:
+        self.buffer = CohortBuffer(batch_groups, bound)
+        self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1))
+
+        async def nothing() -> dict[str, Any]:
+            return {}
+
+        service = Service(self.buffer, self.client, nothing, "key0", eval_every=None)
+        options: dict[str, Any] = {"group_size": 3, "max_running": None, "max_failures": 100} | settings
+        self.worker = Worker(
+            service, self.client, agent or SingleTurn(), LengthTask(), prompts(), lambda ids: "x" * len(ids), **options
+        )
+
+    async def run_until(self, condition: Callable[[], object]) -> None:
+        running = asyncio.create_task(self.worker.run())
+        try:
+            await until(lambda: running.done() or condition())
+            if running.done():
+                await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from leaves(one)
+    else:
+        yield error
+
+
+def test_every_admitted_group_is_played_whole_and_scored() -> None:
+    async def main() -> None:
+        site = Site()
+        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        groups = site.buffer.take() or []
+        assert [(one.slot, one.prompt_ids) for one in groups] == [(0, [12, 0, 11]), (1, [12, 1, 11])]
+        assert [[t.reward for t in one.trajectories] for one in groups] == [[1.0] * 3, [2.0] * 3]
+        assert site.buffer.ledger().issued == 4  # admission is the limit
+
+    asyncio.run(main())
+
+
+def test_one_failed_sibling_rejects_the_group_with_its_reason_and_the_slot_is_replayed() -> None:
+    async def main() -> None:
+        agent = Failing(lambda n: EpisodeFailed("judge", "no answer") if n == 1 else None)
+        site = Site(agent)
+        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        ledger = site.buffer.ledger()
+        assert ledger.rejected == {"judge": 1}
+        assert ledger.issued == 5
+        assert agent.alive == 0
+        groups = site.buffer.take() or []
+        assert [one.uid for one in groups] == ["g00000000a0001", "g00000001a0000"]
+        assert groups[0].prompt_ids != [12, 0, 11]  # another prompt for the slot
+        assert all(len(one.trajectories) == 3 for one in groups)
+
+    asyncio.run(main())
+
+
+def test_several_failed_siblings_are_one_rejection() -> None:
+    async def main() -> None:
+        site = Site(Failing(lambda n: EpisodeFailed("timeout") if n < 3 else None))
+        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        assert site.buffer.ledger().rejected == {"timeout": 1}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), EngineError("no engine")])
+def test_any_other_error_ends_the_worker(error: Exception) -> None:
+    async def main() -> None:
+        site = Site(Failing(lambda n: error if n == 4 else None))
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await site.run_until(lambda: False)
+        assert list(leaves(caught.value)) == [error]
+
+    asyncio.run(main())
+
+
+def test_bug_beside_a_failed_sibling_still_surfaces() -> None:
+    async def main() -> None:
+        faults = {0: EpisodeFailed("judge"), 1: ValueError("a bug")}
+        site = Site(Failing(faults.get))
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await site.run_until(lambda: False)
+        assert faults[1] in list(leaves(caught.value))
+
+    asyncio.run(main())
+
+
+def test_failures_in_a_row_end_the_worker_with_the_last_reason() -> None:
+    async def main() -> None:
+        site = Site(Failing(lambda _: EpisodeFailed("judge", "down")), max_failures=5)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await site.run_until(lambda: False)
+        first = next(leaves(caught.value))
+        assert type(first) is AsyncRLError
+        assert str(first) == "5 groups in a row failed, the last with: judge: down"
+
+    asyncio.run(main())
+
+
+def test_success_between_failures_starts_the_count_anew() -> None:
+    async def main() -> None:
+        agent = Failing(lambda n: EpisodeFailed("judge") if n % 6 == 0 and n < 60 else None)
+        site = Site(agent, max_failures=2, max_running=1)
+        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        assert site.buffer.ledger().rejected["judge"] >= 1
+
+    asyncio.run(main())
+
+
+def test_running_groups_never_exceed_their_limit_and_rejections_free_it() -> None:
+    async def main() -> None:
+        most = 0
+        agent = Failing(lambda n: EpisodeFailed("judge") if n % 5 == 0 else None)
+        site = Site(agent, bound=4, max_running=2)
+
+        def done() -> bool:
+            nonlocal most
+            most = max(most, site.buffer.ledger().running)
+            return site.buffer.ledger().ready == 10
+
+        await site.run_until(done)
+        assert most == 2
+
+    asyncio.run(main())
+
+
+def test_evaluation_reports_accuracy_and_the_versions_that_answered() -> None:
+    async def main() -> dict[str, Any]:
+        site = Site()
+        versions = iter([(3,), (3, 4)])
+        site.client = FakeClient(lambda _: completion(tokens=2, versions=next(versions)))
+        site.worker._client = site.client
+        return await evaluate(site.worker, LengthTask(), [Prompt("e0", [12, 0, 11], {}), Prompt("e1", [12, 1, 11], {})])
+
+    found = asyncio.run(main())
+    assert (found["version_min"], found["version_max"]) == (3, 4)
+    assert (found["questions"], found["accuracy"], found["reward/mean"], found["tokens/mean"]) == (2, 1.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("path", ["no_such_module:Agent", "asyncrl.agents.single_turn:Missing", "nothing", ""])
+def test_agent_that_cannot_be_loaded_names_field_value_and_remedy(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"Must be module:Class of an agent") as caught:
+        load_agent(path)
+    assert (caught.value.field, caught.value.value) == ("rollout.agent", path)
+
+
+def test_default_agent_loads() -> None:
+    assert isinstance(load_agent("asyncrl.agents.single_turn:SingleTurn"), SingleTurn)

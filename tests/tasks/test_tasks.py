@@ -1,0 +1,199 @@
+"""Questions and their scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from asyncrl import tasks
+from asyncrl.errors import ConfigError
+from asyncrl.tasks.files import FileTask, _last_number
+from tests.fakes import tiny_config
+
+ROWS = [{"prompt": f"{i} + 1 =", "answer": i + 1, "level": i % 2} for i in range(4)]
+
+
+def build(**changes: Any) -> tasks.Task:
+    return tasks.build(tiny_config(**{f"task.{name}": value for name, value in changes.items()}).task)
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return str(path)
+
+
+def from_file(path: str, **changes: Any) -> FileTask:
+    task = build(kind="file", params={}, train_file=path, **changes)
+    assert isinstance(task, FileTask)
+    return task
+
+
+# --- copy ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [("123", 2.0), ("124", 2 / 3), ("1", 1 / 3), ("", 0.0), ("1234", 1.0), (" 123", 0.0), ("321", 1 / 3)],
+)
+def test_copy_rewards_right_places_and_an_exact_answer(answer: str, reward: float) -> None:
+    task = build(params={"digits": 3})
+    assert task.score(answer, {"answer": "123"}) == pytest.approx(reward)
+    assert task.correct(reward) is (answer == "123")
+
+
+def test_copy_question_is_a_function_of_its_number() -> None:
+    task, again = build(params={"digits": 5}), build(params={"digits": 5})
+    questions = [task.question(index) for index in range(50)]
+    assert questions == [again.question(index) for index in range(50)]
+    assert len({question["answer"] for question in questions}) > 45
+    assert all(len(q["answer"]) == 5 and q["messages"][0]["content"] == q["answer"] for q in questions)
+
+
+@pytest.mark.parametrize("digits", [0, 17, "3", None, 2.5])
+def test_copy_refuses_any_other_number_of_digits(digits: Any) -> None:
+    with pytest.raises(ConfigError, match="Must be a number from 1 to 16") as caught:
+        build(params={"digits": digits})
+    assert (caught.value.field, caught.value.value) == ("task.params.digits", digits)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_and_parquet_of_the_same_rows_are_the_same_task(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    first = from_file(jsonl(tmp_path / "rows.jsonl", ROWS))
+    second = from_file(str(tmp_path / "rows.parquet"))
+    assert first.size == second.size == 4
+    for index in range(4):
+        assert (
+            first.question(index)
+            == second.question(index)
+            == {
+                "messages": [{"role": "user", "content": ROWS[index]["prompt"]}],
+                "row": ROWS[index],
+            }
+        )
+
+
+def test_system_message_comes_first_and_chats_are_taken_as_they_are(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    rows = [{"q": chat, "a": "x"}]
+    task = from_file(jsonl(tmp_path / "rows.jsonl", rows), prompt_key="q", answer_key="a", system="Be short.")
+    assert task.question(0)["messages"] == [{"role": "system", "content": "Be short."}, *chat]
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "reference", "score"),
+    [
+        ("exact", " 12\n", "12", 1.0),
+        ("exact", "12.", "12", 0.0),
+        ("contains", "It is Paris, of course", "Paris", 1.0),
+        ("contains", "It is Rome", "Paris", 0.0),
+        ("number", "first 3, then 1,234.50", "1234.5", 1.0),
+        ("number", "so -7", "-7", 1.0),
+        ("number", "so 7", "-7", 0.0),
+        ("number", "no idea", "7", 0.0),
+        ("number", "no idea", "neither", 0.0),
+        ("number", "8", 8, 1.0),
+    ],
+)
+def test_named_rewards(tmp_path: Path, reward: str, answer: str, reference: Any, score: float) -> None:
+    row = {"prompt": "?", "answer": reference}
+    task = from_file(jsonl(tmp_path / "rows.jsonl", [row]), reward=reward)
+    assert task.score(answer, task.question(0)) == score
+    assert task.correct(score) is (score == 1.0)
+
+
+def twice_the_level(answer: str, row: dict[str, Any]) -> float:
+    return 2.0 * row["level"] + len(answer)
+
+
+def test_reward_by_import_path_sees_the_answer_and_the_whole_row(tmp_path: Path) -> None:
+    task = from_file(jsonl(tmp_path / "rows.jsonl", ROWS), reward=f"{__name__}:twice_the_level")
+    assert task.score("ab", task.question(1)) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("3.", 3.0), ("1,000,000", 1e6), ("1, 2", 2.0), ("", None), ("a 4.5 b", 4.5), ("$12,", 12.0)]
+)
+def test_last_number(text: str, number: float | None) -> None:
+    assert _last_number(text) == number
+
+
+@pytest.mark.parametrize("reward", ["nearly", "no_such_module:f", f"{__name__}:missing", ""])
+def test_unknown_reward_names_field_value_and_remedy(tmp_path: Path, reward: str) -> None:
+    with pytest.raises(ConfigError, match=r"Must be one of \['contains', 'exact', 'number'\] or module:func") as caught:
+        from_file(jsonl(tmp_path / "rows.jsonl", ROWS), reward=reward)
+    assert (caught.value.field, caught.value.value) == ("task.reward", reward)
+
+
+def test_unreadable_files_name_field_value_and_remedy(tmp_path: Path) -> None:
+    good = jsonl(tmp_path / "good.jsonl", ROWS)
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt":\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "rows.csv").write_text("prompt,answer\n")
+    for name, remedy in {
+        "missing.jsonl": "No such file",
+        "broken.jsonl": "Not JSON",
+        "empty.jsonl": "The file has no rows",
+        "rows.csv": "Must end in .jsonl or .parquet",
+    }.items():
+        path = str(tmp_path / name)
+        for field, files in (
+            ("task.train_file", {"path": path}),
+            ("task.eval_file", {"path": good, "eval_file": path}),
+        ):
+            with pytest.raises(ConfigError, match=remedy) as caught:
+                from_file(**files)
+            assert caught.value.field == field
+            assert str(caught.value.value).startswith(path)
+    with pytest.raises(ConfigError, match="line 2"):
+        from_file(str(tmp_path / "broken.jsonl"))
+
+
+@pytest.mark.parametrize("key", ["prompt_key", "answer_key"])
+def test_row_without_the_configured_field_is_named(tmp_path: Path, key: str) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"got 'text'. Row 0 has only the fields \['answer', 'level', 'prompt'\]"):
+        from_file(path, **{key: "text"})
+
+
+# --- reasoning-gym ------------------------------------------------------------------------------------------
+
+
+def gym(**changes: Any) -> tasks.Task:
+    settings = {"kind": "reasoning_gym", "name": "chain_sum", "system": "Short.", "shots": 1}
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    return build(**({**settings, "params": params} | changes))
+
+
+def test_generator_question_follows_system_message_and_examples() -> None:
+    task = gym()
+    question = task.question(3)
+    assert [m["role"] for m in question["messages"]] == ["system", "user", "assistant", "user"]
+    assert question["messages"][-1]["content"] == question["entry"]["question"]
+    assert question == gym().question(3)
+    assert question["messages"][-1] != task.question(4)["messages"][-1]
+
+
+def test_generator_rewards_are_0_or_1_whatever_partial_credit_it_gives() -> None:
+    task = gym()
+    question = task.question(0)
+    right = str(question["entry"]["answer"])
+    assert task.score(f" {right}\n", question) == 1.0
+    for wrong in ("", "   ", f"{right}0", f"The answer is {right}", "nonsense"):
+        assert task.score(wrong, question) == 0.0
+    assert task.correct(1.0)
+    assert not task.correct(0.0)
+
+
+@pytest.mark.parametrize("changes", [{"name": "no_such_generator"}, {"params": {"no_such": 1}}])
+def test_what_reasoning_gym_refuses_names_the_setting(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="reasoning-gym refuses") as caught:
+        gym(**changes)
+    assert caught.value.field == "task.name / task.params"

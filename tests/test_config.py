@@ -1,0 +1,224 @@
+"""Every shipped configuration is valid, every wrong setting is named with its value and its remedy."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from asyncrl import config as module
+from asyncrl.config import load, read
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import check_devices, check_model
+from asyncrl.launch.main import CONF
+from asyncrl.launch.reference import docstrings
+from tests.fakes import compose_values, tiny_config, tiny_values
+
+EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+TASKS = sorted(file.stem for file in (CONF / "task").glob("*.yaml") if file.stem != "file")
+LLAMA = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def refusal(**changes: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        tiny_config(**changes)
+    return caught.value
+
+
+# --- what is shipped ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_composes_and_is_valid(name: str) -> None:
+    config = load(compose_values(f"experiment={name}"))
+    assert config.run.name == name
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_task_composes_and_is_valid(name: str) -> None:
+    load(compose_values(f"task={name}"))
+
+
+def test_every_option_of_every_group_is_in_some_composition() -> None:
+    options = {(f.parent.name, f.stem) for f in CONF.glob("*/*.yaml")} - {("experiment", name) for name in EXPERIMENTS}
+    for group, option in sorted(options):
+        extra = ["task.train_file=/rows.jsonl"] if (group, option) == ("task", "file") else []
+        load(compose_values(f"{group}={option}", *extra))
+
+
+def test_command_without_arguments_is_the_default_experiment() -> None:
+    assert compose_values("run.dir=r") == compose_values("run.dir=r", "experiment=default")
+
+
+def test_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    config = tiny_config(**{"rollout.lead": 1, "task.params": {"digits": 2}, "trainer.optimizer.lr": 1e-7})
+    (tmp_path / "config.json").write_text(config.model_dump_json(indent=2))
+    assert read(tmp_path) == config
+
+
+@pytest.mark.parametrize("field", ["algo.correction_cap", "trainer.bad_grad_norm", "algo.clip_high"])
+def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
+    try:
+        config = tiny_config(**{field: math.inf})
+    except ConfigError:
+        return  # as good
+    (tmp_path / "config.json").write_text(config.model_dump_json(indent=2))
+    assert read(tmp_path) == config
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("rollout.max_stalenes", 3, "No such field: check the spelling"),
+        ("trainer.optimizer.learning_rate", 1e-3, "No such field: check the spelling"),
+        ("rollout.batch_groups", "8", "valid integer"),
+        ("rollout.batch_groups", 0, "greater than or equal to 1"),
+        ("rollout.batch_groups", 2.5, "valid integer"),
+        ("rollout.max_staleness", -1, "greater than or equal to 0"),
+        ("rollout.temperature", 0.0, "greater than 0"),
+        ("algo.clip_low", 1.5, "less than or equal to 1"),
+        ("algo.loss", "ppo", "'decoupled_ppo' or 'tis'"),
+        ("trainer.dtype", "float16", "'bfloat16' or 'float32'"),
+        ("run.overwrite", "yes", "valid boolean"),
+        ("run.max_steps", True, "valid integer"),
+        ("engine.server_args", ["--x"], "valid dictionary"),
+        ("rollout.lead", 3, r"Must not exceed rollout.max_staleness \(2\)"),
+        ("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2"),
+        ("trainer.optimizer.min_lr", 1.0, r"Must not exceed trainer.optimizer.lr \(0.001\)"),
+        ("rollout.group_size", 1, "need 2 or more"),
+    ],
+)
+def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, remedy: str) -> None:
+    error = refusal(**{field: value})
+    assert (error.field, error.value) == (field, value)
+    assert str(error).startswith(f"{field}: got {value!r}. ")
+    with pytest.raises(ConfigError, match=remedy):
+        raise error
+
+
+def test_warm_up_beyond_the_decay_is_refused() -> None:
+    changes = {"trainer.optimizer.schedule": "cosine", "trainer.optimizer.warmup_steps": 600}
+    assert refusal(**changes).field == "trainer.optimizer.warmup_steps"
+    changes["trainer.optimizer.decay_steps"] = 601
+    tiny_config(**changes)
+
+
+def test_file_task_without_a_file_is_refused() -> None:
+    assert refusal(**{"task.kind": "file"}).field == "task.train_file"
+
+
+def test_missing_field_is_named() -> None:
+    values = tiny_values()
+    del values["rollout"]["agent"]
+    with pytest.raises(ConfigError, match=r"rollout.agent: got None. This field has no value"):
+        load(values)
+
+
+def test_several_wrong_settings_are_all_named() -> None:
+    error = refusal(**{"rollout.batch_groups": 0, "algo.loss": "x", "engine.cuont": 1})
+    for field, value in (("rollout.batch_groups", 0), ("algo.loss", "x"), ("engine.cuont", 1)):
+        assert f"{field}: got {value!r}. " in str(error)
+
+
+def test_first_of_several_problems_keeps_its_whole_text() -> None:
+    error = refusal(**{"run.name": ["v. 1"], "algo.loss": "x"})
+    assert str(error).splitlines()[0] == str(refusal(**{"run.name": ["v. 1"]}))
+
+
+# --- what the model and the machine rule out ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("trainer.tensor_parallel", 4, r"Must divide the model's 6 attention heads: one of \[1, 2\]"),
+        ("trainer.tensor_parallel", 3, r"Must divide the model's 2 key-value heads: one of \[1, 2\]"),
+        ("engine.tensor_parallel", 6, r"Must divide the model's 2 key-value heads: one of \[1, 2\]"),
+        ("trainer.pipeline_parallel", 3, "Must divide the model's 4 layers"),
+        ("rollout.max_new_tokens", 64, "Must leave room for a prompt within the model's 64 positions"),
+    ],
+)
+def test_layout_that_the_model_rules_out_names_field_value_and_remedy(field: str, value: int, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        check_model(tiny_config(**{field: value}), LLAMA)
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+def test_layouts_that_fit_the_model_pass() -> None:
+    check_model(tiny_config(**{"trainer.tensor_parallel": 2, "trainer.pipeline_parallel": 4}), LLAMA)
+    check_model(tiny_config(), {key: LLAMA[key] for key in LLAMA if key != "num_key_value_heads"})
+
+
+def test_more_gpu_ranks_than_gpus_is_refused_with_the_numbers() -> None:
+    config = tiny_config(**{"trainer.tensor_parallel": 2, "trainer.data_parallel": 2, "engine.count": 3})
+    with pytest.raises(ConfigError, match=r"got 7. The machine has 6 GPUs: lower trainer.tensor_parallel.*\(4 ranks\)"):
+        check_devices(config, gpus=6)
+    check_devices(config, gpus=7)
+    check_devices(config, gpus=0)  # on CPU any number of processes may share the cores
+
+
+def test_processes_kept_on_the_cpu_need_no_gpu() -> None:
+    config = tiny_config(**{"engine.count": 8, "engine.device": "cpu"})
+    check_devices(config, gpus=1)
+
+
+@pytest.mark.parametrize("name", ["trainer", "engine"])
+def test_cuda_without_a_gpu_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="This machine shows no GPU: use cpu or auto") as caught:
+        check_devices(tiny_config(**{f"{name}.device": "cuda"}), gpus=0)
+    assert caught.value.field == f"{name}.device"
+
+
+# --- the models themselves ----------------------------------------------------------------------------------
+
+
+def test_configuration_is_immutable() -> None:
+    config = tiny_config()
+    for section, field in ((config, "run"), (config.run, "seed"), (config.trainer.optimizer, "lr")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, field, getattr(section, field))
+
+
+def test_lead_unset_is_the_bound() -> None:
+    assert tiny_config(**{"rollout.max_staleness": 5}).rollout.effective_lead == 5
+    assert tiny_config(**{"rollout.max_staleness": 5, "rollout.lead": 0}).rollout.effective_lead == 0
+
+
+# Every field says what it means, but for these, which every user of AdamW knows by name.
+def test_every_field_says_what_it_means() -> None:
+    classes = [node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.ClassDef)]
+    silent = {
+        f"{section.name}.{name}"
+        for section in classes
+        for field in section.body
+        if isinstance(field, ast.AnnAssign)
+        if (name := ast.unparse(field.target)) not in docstrings(section)
+        if section.name != "Config" and ast.unparse(field.annotation) not in {one.name for one in classes}
+    }
+    assert silent == set()
+    assert all(section.body and ast.get_docstring(section) for section in classes)
+
+
+def test_values_live_in_conf_alone() -> None:
+    tree = ast.parse(Path(module.__file__).read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    fields = [field for one in classes for field in one.body if isinstance(field, ast.AnnAssign)]
+    assert [ast.unparse(field) for field in fields if field.value is not None] == []
+
+
+def test_composed_values_are_json() -> None:
+    values = compose_values()
+    assert json.loads(json.dumps(values)) == values

@@ -1,0 +1,205 @@
+"""Imports go one way, the launcher stays light, and files and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+
+PACKAGE = Path(asyncrl.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+OPEN = {"types", "errors", "parallel", "metrics"}  # to all
+
+# What each package may import of the others. `__main__` files wire across and stand outside.
+ALLOWED = {
+    "types": set(),
+    "errors": set(),
+    "parallel": set(),
+    "config": {"errors"},
+    "addresses": set(),
+    "install": set(),
+    "metrics": {"config"},
+    "models": set(),
+    "launch": {"config", "addresses", "engine", "models"},
+    "engine": {"config", "addresses"},
+    "agents": set(),
+    "envs": set(),
+    "rewards": set(),
+    "tasks": {"config"},
+    "records": set(),
+    "rollout": {"config", "addresses", "engine", "agents", "envs", "rewards", "records", "tasks"},
+    "algo": set(),
+    "weights": {"config", "engine", "trainer"},
+    "trainer": {"config", "addresses", "algo", "weights", "records"},
+    "planner": {"rollout"},
+}
+# Within a package, where only some modules are meant.
+ONLY = {
+    ("launch", "engine"): {"engine.server", "engine.router"},
+    ("launch", "models"): {"models.catalog", "models"},
+    ("rollout", "engine"): {"engine.client", "engine.router"},
+    ("weights", "engine"): {"engine.control"},
+    ("planner", "rollout"): {"rollout.buffer"},
+}
+HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
+
+
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), str(file))
+
+
+def running(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from running(node)
+
+
+def imported(tree: ast.AST, runtime_only: bool = True) -> set[str]:
+    """Full names of the modules that a file imports; of `from a import b` both a and a.b."""
+    found: set[str] = set()
+    for node in running(tree) if runtime_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@cache
+def own_imports() -> list[tuple[str, str, str]]:
+    """(importing package, imported package, imported module) for every import inside asyncrl."""
+    modules = {".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in FILES}
+    modules |= {name.removesuffix(".__init__") for name in modules}
+    found = []
+    for file in FILES:
+        here = file.relative_to(PACKAGE).with_suffix("").parts
+        if here[-1] == "__main__":
+            continue
+        for name in imported(parsed(file)):
+            parts = name.split(".")[1:]
+            if not name.startswith("asyncrl.") or not parts or parts[0] not in {m.split(".")[0] for m in modules}:
+                continue
+            module = ".".join(parts) if ".".join(parts) in modules else ".".join(parts[:-1]) or parts[0]
+            if parts[0] != here[0]:
+                found.append((here[0], parts[0], module))
+    return found
+
+
+def test_packages_import_only_what_the_design_allows() -> None:
+    wrong = [
+        (here, module)
+        for here, package, module in own_imports()
+        if here != "__init__" and package not in OPEN | ALLOWED[here]
+    ]
+    assert wrong == []
+
+
+def test_where_only_some_modules_are_meant_no_other_is_imported() -> None:
+    wrong = [(here, m) for here, package, m in own_imports() if m not in ONLY.get((here, package), {m})]
+    assert wrong == []
+
+
+def test_rules_name_every_package_and_the_graph_was_really_read() -> None:
+    packages = {file.relative_to(PACKAGE).with_suffix("").parts[0] for file in FILES} - {"__init__"}
+    assert packages <= ALLOWED.keys()
+    edges = {(here, package) for here, package, _ in own_imports()}
+    assert {("launch", "config"), ("rollout", "engine"), ("trainer", "algo"), ("trainer", "weights")} <= edges
+
+
+@pytest.mark.parametrize(("one", "other"), [("rollout", "trainer"), ("engine", "rollout"), ("engine", "trainer")])
+def test_these_never_import_each_other(one: str, other: str) -> None:
+    edges = {(here, package) for here, package, _ in own_imports()}
+    assert (one, other) not in edges
+    if one == "rollout":
+        assert (other, one) not in edges
+
+
+@pytest.mark.parametrize("package", HEAVY)
+def test_light_packages_import_nothing_heavy(package: str) -> None:
+    files = [file for file in FILES if file.relative_to(PACKAGE).with_suffix("").parts[0] == package]
+    assert files
+    for file in files:
+        assert not {name.split(".")[0] for name in imported(parsed(file))} & HEAVY[package], file
+
+
+@pytest.mark.parametrize("module", ["asyncrl.launch.main", "asyncrl.config", "asyncrl.metrics.console"])
+def test_launcher_does_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({{'torch', 'transformers', 'megatron', 'sglang'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+# --- sizes --------------------------------------------------------------------------------------------------
+
+
+def functions() -> list[tuple[int, str]]:
+    return [
+        ((node.end_lineno or 0) - node.lineno + 1, f"{file.relative_to(PACKAGE)}:{node.name}")
+        for file in FILES
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in FILES}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_no_function_is_longer_than_100_lines_and_few_than_60() -> None:
+    found = functions()
+    assert [name for length, name in found if length > 100] == []
+    long = [name for length, name in found if length > 60]
+    assert len(long) <= 0.02 * len(found), long
+
+
+def test_every_module_and_every_public_function_says_what_it_is_for() -> None:
+    silent = []
+    for file in FILES:
+        tree = parsed(file)
+        if tree.body and ast.get_docstring(tree) is None:
+            silent.append(str(file.relative_to(PACKAGE)))
+        silent += [
+            f"{file.relative_to(PACKAGE)}:{node.name}"
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and not node.name.startswith("_")
+            and ast.get_docstring(node) is None
+        ]
+    assert silent == []
+
+
+def test_blind_excepts_are_at_most_two() -> None:
+    found = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file in FILES
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
+    ]
+    assert len(found) <= 2, found
+
+
+@pytest.mark.parametrize("word", ["pkill", "killall", "os.system", "shell=True", "pickle.load"])
+def test_forbidden_call_is_nowhere(word: str) -> None:
+    assert [str(file) for file in FILES if word in file.read_text()] == []
+
+
+def test_composition_stays_in_the_launcher() -> None:
+    users = {
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        if {name.split(".")[0] for name in imported(parsed(file), runtime_only=False)} & {"hydra", "omegaconf"}
+    }
+    assert users == {"launch/main.py"}

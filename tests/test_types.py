@@ -1,0 +1,48 @@
+"""The records that cross process borders: whole, or refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from asyncrl.types import Batch, Completion, Trajectory, Turn, VersionSpan, decode_batch, encode
+from tests.fakes import completion, group
+
+
+def test_batch_survives_the_wire() -> None:
+    batch = Batch(3, [group(0, [0.5, 1.0], tokens=4, versions=(1, 2)), group(1)], {"groups/ready": 2.0})
+    assert decode_batch(encode(batch)) == batch
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"not a batch", encode(group(0))])
+def test_anything_else_on_the_wire_is_refused(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_batch(data)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "spans"),
+    [
+        ([1, 2], [-0.1], [(0, 0, 2)]),
+        ([1, 2], [-0.1, -0.2], [(0, 0, 1)]),
+        ([1, 2], [-0.1, -0.2], [(0, 0, 3)]),
+        ([1, 2], [-0.1, -0.2], [(0, 1, 2)]),
+        ([1, 2], [-0.1, -0.2], [(0, 0, 2), (1, 1, 2)]),
+        ([1, 2], [-0.1, -0.2], []),
+    ],
+)
+def test_completion_whose_parts_do_not_fit_is_refused_here_and_on_the_wire(tokens, logprobs, spans) -> None:
+    with pytest.raises(ValueError):
+        Completion(tokens, logprobs, [VersionSpan(*span) for span in spans], "stop")
+    whole = msgspec.to_builtins(Batch(0, [group(0)], {}))
+    whole[1][0][3][0][0][0][1] = [tokens, logprobs, spans, "stop"]
+    with pytest.raises(msgspec.ValidationError):
+        decode_batch(msgspec.msgpack.encode(whole))
+
+
+def test_trajectory_is_as_old_as_its_oldest_token_in_any_turn() -> None:
+    played = Trajectory([Turn([], completion(3, (5, 6))), Turn([1, 2], completion(2, (4,)))])
+    assert played.oldest_version == 4
+    assert played.num_tokens == 5  # observations are not the policy's
+    assert group(0, versions=(4, 5)).staleness(6) == [2, 2]
+    assert group(0, tokens=3).num_tokens == 6
