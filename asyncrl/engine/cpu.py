@@ -31,6 +31,7 @@ def install() -> None:
     sys.meta_path.append(_AbsentKernels())  # appended: a package that is really installed wins
     torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it whatever the device
     sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", _no_host_registration))
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.layers.attention.attention_registry", _register_attention))
 
 
 def _stub_triton(torch: Any) -> None:
@@ -145,6 +146,16 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _register_attention(registry: Any) -> None:
+    """Through SGLang's own registry; under its name for CPU, because other modules decide by that name."""
+
+    @registry.register_attention_backend("torch_native")
+    def create(runner: Any) -> Any:
+        from asyncrl.engine.cpu_attention import BatchedAttention  # only a scheduler needs it; by then sglang is whole
+
+        return BatchedAttention(runner)
 
 
 def _no_host_registration(module: types.ModuleType) -> None:

@@ -12,7 +12,7 @@ from asyncrl.config import Engine
 # What the pure-PyTorch path on CPU needs; SGLang's defaults name CUDA backends.
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
-    "attention_backend": "torch_native",
+    "attention_backend": "torch_native",  # with cpu_attention.py registered in its place
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
