@@ -1,0 +1,154 @@
+"""One real engine behind the real router, for the contract that the rest of the system stands on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from asyncrl.addresses import Addresses
+from asyncrl.config import load
+from asyncrl.engine.client import Client
+from asyncrl.engine.control import Fleet
+from asyncrl.engine.router import wait_until_ready
+from asyncrl.errors import EngineError
+from asyncrl.launch.machine import choose_ports
+from asyncrl.launch.main import CONF
+from asyncrl.launch.plan import plan
+from asyncrl.models import catalog
+from asyncrl.types import Completion
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
+    """The launcher's own engine and router, without the rest of a run."""
+    with initialize_config_dir(str(CONF), version_base=None):
+        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
+    config, folder = load(raw), tmp_path_factory.mktemp("fleet")
+    ports = choose_ports(config)
+    made = Addresses(
+        "fleet-test",
+        "the-run's-key",
+        catalog.resolve("builtin:tiny"),
+        tuple(f"http://127.0.0.1:{port}" for port in ports.engines),
+        f"http://127.0.0.1:{ports.router}",
+        f"http://127.0.0.1:{ports.rollout}",
+        0,
+        0.0,
+    )
+    children = []
+    for spec in plan(config, made, ports, folder, None):
+        if spec.name.startswith(("engine", "router")):
+            with (folder / f"{spec.name}.log").open("w") as log:
+                children.append(
+                    subprocess.Popen(
+                        spec.argv, env={**os.environ, **spec.env}, stdout=log, stderr=log, start_new_session=True
+                    )
+                )
+    try:
+        asyncio.run(wait_until_ready(made, 180.0))
+        yield made
+    finally:
+        for child in children:
+            os.killpg(child.pid, signal.SIGTERM)
+        for child in children:
+            child.wait(30)
+
+
+def _client(addresses: Addresses, key: str | None = None, run: str = "t") -> Client:
+    return Client(
+        addresses.router,
+        run=run,
+        api_key=key or addresses.api_key,
+        max_new_tokens=48,
+        temperature=1.0,
+        stop_token_ids=[10],
+        timeout=60.0,
+        coalesce=True,
+    )
+
+
+def _ask(addresses: Addresses, count: int, run: str) -> list[Completion]:
+    async def ask() -> list[Completion]:
+        client = _client(addresses, run=run)
+        generate = client.generate()
+        found = await asyncio.gather(*[generate([12, 1, 2, 3, 11]) for _ in range(count)])
+        await client.close()
+        return found
+
+    return asyncio.run(ask())
+
+
+def test_siblings_come_back_whole_and_each_with_its_own_tokens(addresses: Addresses) -> None:
+    found = _ask(addresses, 12, "siblings")
+    assert len({tuple(completion.token_ids) for completion in found}) > 1
+    for completion in found:
+        assert 1 <= len(completion.token_ids) <= 48
+        assert completion.versions[0].version == 0
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 10 else "length")
+
+
+def test_the_runs_key_guards_router_engine_and_control(addresses: Addresses) -> None:
+    wrong = {"Authorization": "Bearer wrong"}
+    engine = addresses.engines[0]
+    for url in (f"{addresses.router}/generate", f"{engine}/generate", f"{engine}/pause_generation"):
+        assert httpx.post(url, json={"input_ids": [12, 1, 11]}, headers=wrong).status_code in (401, 403), url
+
+    async def ask() -> None:
+        client = _client(addresses, key="wrong")
+        try:
+            await client.generate()([12, 1, 11])
+        finally:
+            await client.close()
+
+    with pytest.raises(EngineError, match="401"):
+        asyncio.run(ask())
+
+
+def test_control_names_the_engine_and_its_answer_when_it_refuses(addresses: Addresses) -> None:
+    fleet = Fleet(addresses.engines, addresses.api_key, 30.0)
+    with pytest.raises(EngineError, match=f"{addresses.engines[0]}/update_weights_from_tensor answered"):
+        fleet.call("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"], "flush_cache": False})
+
+
+def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(addresses: Addresses) -> None:
+    """Ends the module: the engine serves another version afterwards."""
+    fleet = Fleet(addresses.engines, addresses.api_key, 30.0)
+
+    async def publish_during(client: Client, version: int) -> list[Completion]:
+        running = asyncio.gather(*[client.generate()([12, 1, 2, 3, 11]) for _ in range(64)])
+        await asyncio.sleep(0.05)
+
+        def publish() -> None:
+            with fleet.new_weights(version):
+                pass
+
+        await asyncio.to_thread(publish)
+        return await running
+
+    async def attempts() -> list[Completion]:
+        """Until a publish falls into an answer: they take a few tens of milliseconds each."""
+        client = _client(addresses, run="flight")
+        mixed: list[Completion] = []
+        for version in range(1, 30):
+            found = await publish_during(client, version)
+            mixed += [completion for completion in found if len(completion.versions) > 1]
+            if mixed:
+                break
+        await client.close()
+        return mixed
+
+    mixed = asyncio.run(attempts())
+    assert mixed, "no answer was written by two versions"
+    for completion in mixed:
+        assert [span.version for span in completion.versions] == sorted(span.version for span in completion.versions)
