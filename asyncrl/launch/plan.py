@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ class ProcessSpec:
     argv: list[str]
     env: dict[str, str]
     ends_the_run: bool = False  # its clean exit is the run's success; any other end is a failure
+    stop_signal: int = signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def _engines(config: Config, addresses: Addresses, numbers: list[str]) -> list[P
             **server_env(config.engine, gpu=gpu),
             "CUDA_VISIBLE_DEVICES": visible,
         }
-        specs.append(ProcessSpec(f"engine-{number}", argv, env))
+        # on SIGTERM SGLang drains its requests in steps of 5 s; here nobody waits for them, and an engine owns no files
+        specs.append(ProcessSpec(f"engine-{number}", argv, env, stop_signal=signal.SIGKILL))
     return specs
 
 

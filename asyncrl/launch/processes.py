@@ -4,7 +4,7 @@ waits for     the first death, or a signal to stop
 on death      the first process to end otherwise than a finished trainer ends the run: who, how, its last lines
 always        every process is stopped, in reverse order of need, and what outlives its parent is swept up by the
               run's id in its environment; nothing is left behind, not even after SIGKILL of the launcher (each child
-              asks the kernel for a SIGTERM when its parent dies)
+              asks the kernel to be killed when its parent dies)
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ class Supervisor:
         raise Stopped(number)
 
     def _stop_all(self) -> None:
-        """SIGTERM to each process group, then SIGKILL after the grace; then the sweep."""
-        for child in reversed(self._children.values()):
-            _signal_group(child.pid, signal.SIGTERM)
+        """The stop signal to each process group, then SIGKILL after the grace; then the sweep."""
+        signals = {spec.name: spec.stop_signal for spec in self._specs}
+        for name, child in reversed(self._children.items()):
+            _signal_group(child.pid, signals[name])
         deadline = time.monotonic() + self._grace
         for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -126,7 +127,7 @@ class Supervisor:
 
 
 def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _signal_group(leader: int, number: int) -> None:

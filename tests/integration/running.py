@@ -7,18 +7,26 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 TIMEOUT = 300.0
 
 
-def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-    """asyncrl-train experiment=tiny with these overrides, its output captured in run_dir.out."""
+@contextmanager
+def start(run_dir: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """asyncrl-train experiment=tiny with these overrides, its output in run_dir.out; ended when the block is left."""
     command = [sys.executable, "-m", "asyncrl.launch.main", "experiment=tiny", f"run.dir={run_dir}", *overrides]
-    out = run_dir.with_suffix(".out").open("w")
-    with out:
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
+    with run_dir.with_suffix(".out").open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
 
 
 def finish(process: subprocess.Popen[str], run_dir: Path, timeout: float = TIMEOUT) -> tuple[int, str]:
@@ -26,8 +34,6 @@ def finish(process: subprocess.Popen[str], run_dir: Path, timeout: float = TIMEO
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        process.wait(60)
         raise AssertionError(f"the run did not end within {timeout} s:\n{output(run_dir)[-3000:]}") from None
     return code, output(run_dir)
 
@@ -39,7 +45,8 @@ def output(run_dir: Path) -> str:
 
 def run(run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     """A run that must succeed; its step records."""
-    code, text = finish(start(run_dir, *overrides), run_dir)
+    with start(run_dir, *overrides) as process:
+        code, text = finish(process, run_dir)
     assert code == 0, text
     return lines(run_dir / "metrics.jsonl")
 
@@ -69,10 +76,10 @@ def processes_of(run_dir: Path) -> dict[str, int]:
         )
         for module, name in (
             (b"asyncrl.engine.serve", "engine"),
-            (b"asyncrl.engine.router", "router"),
+            (b"sglang::router", "router"),
             (b"asyncrl.rollout", "rollout"),
         ):
-            if module in argv and b"-m" in argv:
+            if module in argv:
                 found[name] = pid
         if b"asyncrl.trainer" in argv:
             found[f"trainer-{environ[b'RANK'].decode()}"] = pid

@@ -18,11 +18,11 @@ DEADLINE = 60.0  # from the death to the launcher's exit
 
 def _kill_and_check(tmp_path: Path, victim: str, step: int, delay: float) -> None:
     run_dir = tmp_path / f"{victim}-{step}"
-    process = start(run_dir, "run.max_steps=100000", "eval.questions=0", "trainer.data_parallel=2")
-    wait_for_step(process, run_dir, step)
-    time.sleep(delay)
-    os.kill(processes_of(run_dir)[victim], signal.SIGKILL)
-    code, text = finish(process, run_dir, DEADLINE)
+    with start(run_dir, "run.max_steps=100000", "eval.questions=0", "trainer.data_parallel=2") as process:
+        wait_for_step(process, run_dir, step)
+        time.sleep(delay)
+        os.kill(processes_of(run_dir)[victim], signal.SIGKILL)
+        code, text = finish(process, run_dir, DEADLINE)
     assert code == 1, text
     name = victim if victim != "engine" else "engine-0"
     assert f"{name} died: killed by SIGKILL" in text, text
@@ -38,10 +38,10 @@ def test_a_death_ends_the_run_with_a_diagnosis(victim: str, tmp_path: Path) -> N
 @pytest.mark.integration
 def test_sigterm_stops_everything(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, "run.max_steps=100000", "eval.questions=0")
-    wait_for_step(process, run_dir, 2)
-    process.send_signal(signal.SIGTERM)
-    code, text = finish(process, run_dir, DEADLINE)
+    with start(run_dir, "run.max_steps=100000", "eval.questions=0") as process:
+        wait_for_step(process, run_dir, 2)
+        process.send_signal(signal.SIGTERM)
+        code, text = finish(process, run_dir, DEADLINE)
     assert code == 128 + signal.SIGTERM, text
     assert "stopped by SIGTERM" in text
     nothing_is_left(run_dir)
@@ -50,11 +50,10 @@ def test_sigterm_stops_everything(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_the_launchers_own_death_leaves_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, "run.max_steps=100000", "eval.questions=0")
-    wait_for_step(process, run_dir, 2)
-    process.kill()
-    process.wait(10)
-    time.sleep(5)
+    with start(run_dir, "run.max_steps=100000", "eval.questions=0") as process:
+        wait_for_step(process, run_dir, 2)
+        process.kill()
+        process.wait(10)
     nothing_is_left(run_dir)
 
 
