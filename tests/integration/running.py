@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 TIMEOUT = 300.0
 
@@ -65,25 +67,20 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, time
         time.sleep(0.1)
 
 
-def processes_of(run_dir: Path) -> dict[str, int]:
-    """Process ids of a run by name, found by its id in their environment: only those that the launcher started."""
-    run_id = json.loads((run_dir / "addresses.json").read_text())["run_id"]
-    found = {}
-    for pid in pids_carrying(run_id):
-        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        environ = dict(
-            entry.split(b"=", 1) for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in entry
-        )
-        for module, name in (
-            (b"asyncrl.engine.serve", "engine"),
-            (b"sglang::router", "router"),
-            (b"asyncrl.rollout", "rollout"),
-        ):
-            if module in argv:
-                found[name] = pid
-        if b"asyncrl.trainer" in argv:
-            found[f"trainer-{environ[b'RANK'].decode()}"] = pid
-    return found
+def processes_of(launcher: subprocess.Popen[str], run_dir: Path) -> dict[str, int]:
+    """Process ids by name: the launcher's own children, in the order in which it started them."""
+    names = [path.stem for path in sorted((run_dir / "logs").glob("*.log"), key=_order_of_start)]
+    children = sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.create_time())
+    return dict(zip(names, [child.pid for child in children], strict=True))
+
+
+def _order_of_start(log: Path) -> tuple[int, str]:
+    return ["engine", "router", "rollout", "trainer"].index(log.stem.partition("-")[0]), log.stem
+
+
+def descendants(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Every process of a run, whatever its name or session."""
+    return psutil.Process(launcher.pid).children(recursive=True)
 
 
 def pids_carrying(run_id: str) -> list[int]:
@@ -99,13 +96,20 @@ def pids_carrying(run_id: str) -> list[int]:
     return found
 
 
-def nothing_is_left(run_dir: Path) -> None:
-    """No process of the run lives, and no shared memory of dead processes stays."""
+def nothing_is_left(run_dir: Path, processes: list[psutil.Process] | None = None) -> None:
+    """None of these processes lives, nor any that carries the run's id (SGLang's overwrite theirs with their names)."""
     run_id = json.loads((run_dir / "addresses.json").read_text())["run_id"]
     deadline = time.monotonic() + 10
-    while (left := pids_carrying(run_id)) and time.monotonic() < deadline:
+    while (left := [*pids_carrying(run_id), *_alive(processes or [])]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    commands = [
-        Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left if Path(f"/proc/{pid}").exists()
-    ]
-    assert not left, f"left behind: {commands}"
+    assert not left, f"left behind: {left}"
+
+
+def _alive(processes: list[psutil.Process]) -> list[int]:
+    """A process that ended and waits to be collected by its parent is not alive."""
+    alive = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process.pid)
+    return alive

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.running import finish, nothing_is_left, processes_of, start, wait_for_step
+from tests.integration.running import descendants, finish, nothing_is_left, processes_of, start, wait_for_step
 
 VICTIMS = ["engine", "router", "rollout", "trainer-0", "trainer-1"]
+NAMES = {"engine": "engine-0"}
 DEADLINE = 60.0  # from the death to the launcher's exit
 
 
@@ -21,12 +22,12 @@ def _kill_and_check(tmp_path: Path, victim: str, step: int, delay: float) -> Non
     with start(run_dir, "run.max_steps=100000", "eval.questions=0", "trainer.data_parallel=2") as process:
         wait_for_step(process, run_dir, step)
         time.sleep(delay)
-        os.kill(processes_of(run_dir)[victim], signal.SIGKILL)
+        started = descendants(process)
+        os.kill(processes_of(process, run_dir)[NAMES.get(victim, victim)], signal.SIGKILL)
         code, text = finish(process, run_dir, DEADLINE)
     assert code == 1, text
-    name = victim if victim != "engine" else "engine-0"
-    assert f"{name} died: killed by SIGKILL" in text, text
-    nothing_is_left(run_dir)
+    assert f"{NAMES.get(victim, victim)} died: killed by SIGKILL" in text, text
+    nothing_is_left(run_dir, started)
 
 
 @pytest.mark.integration
@@ -40,11 +41,12 @@ def test_sigterm_stops_everything(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with start(run_dir, "run.max_steps=100000", "eval.questions=0") as process:
         wait_for_step(process, run_dir, 2)
+        started = descendants(process)
         process.send_signal(signal.SIGTERM)
         code, text = finish(process, run_dir, DEADLINE)
     assert code == 128 + signal.SIGTERM, text
     assert "stopped by SIGTERM" in text
-    nothing_is_left(run_dir)
+    nothing_is_left(run_dir, started)
 
 
 @pytest.mark.integration
@@ -52,9 +54,10 @@ def test_the_launchers_own_death_leaves_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with start(run_dir, "run.max_steps=100000", "eval.questions=0") as process:
         wait_for_step(process, run_dir, 2)
+        started = descendants(process)
         process.kill()
         process.wait(10)
-    nothing_is_left(run_dir)
+    nothing_is_left(run_dir, started)
 
 
 @pytest.mark.campaign
