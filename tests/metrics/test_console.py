@@ -67,11 +67,11 @@ def test_line_shows_progress_reward_times_rate_and_what_is_left(tmp_path: Path) 
     append(tmp_path / "metrics.jsonl", record(1) + record(2))
     screen.console.follow()
     first, second = screen.text().splitlines()
-    assert first.startswith("step    1/600  reward 0.500")
+    assert first.startswith("step    1/200  reward 0.500")
     assert "stale 0.5≤2" in first
     assert "2.0s (wait 0.5 train 0.5 publish 0.5)" in first
     assert "32 samples/s" in first
-    assert "left 19:58" in first  # 599 steps of 2 s
+    assert "left 6:38" in first  # 599 steps of 2 s
     assert "left 19:56" in second
     assert "bad step" not in first
 
@@ -95,7 +95,7 @@ def test_lines_are_shown_once_and_only_when_they_are_whole(tmp_path: Path) -> No
     assert screen.text().count("step ") == 1
     append(file, "\n")
     screen.console.follow()
-    assert screen.text().startswith("step    2/600")
+    assert screen.text().startswith("step    2/200")
     screen.console.follow()
     assert screen.text() == ""
 
