@@ -71,8 +71,8 @@ def test_line_shows_progress_reward_times_rate_and_what_is_left(tmp_path: Path) 
     assert "stale 0.5≤2" in first
     assert "2.0s (wait 0.5 train 0.5 publish 0.5)" in first
     assert "32 samples/s" in first
-    assert "left 6:38" in first  # 599 steps of 2 s
-    assert "left 19:56" in second
+    assert "left 6:38" in first  # 199 steps of 2 s
+    assert "left 6:36" in second
     assert "bad step" not in first
 
 
