@@ -60,23 +60,22 @@ class Fleet:
         return answers
 
     def _post(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._checked("POST", url + path, body)
+
+    def _checked(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            response = self._http.post(url + path, json=body)
+            response = self._http.request(method, url, json=body)
         except httpx.HTTPError as error:
-            raise EngineError(f"{url}{path}: {type(error).__name__} {error}") from None
+            raise EngineError(f"{url}: {type(error).__name__} {error}") from None
         answer = response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
         answer = answer if isinstance(answer, dict) else {}
         if response.status_code != 200 or answer.get("success") is False:
-            raise EngineError(f"{url}{path} answered {response.status_code}: {response.text[:500]}")
+            raise EngineError(f"{url} answered {response.status_code}: {response.text[:500]}")
         return answer
 
     def versions(self) -> list[str]:
         """The version that each engine serves."""
-        found = []
-        for url in self.urls:
-            response = self._http.get(f"{url}/model_info")
-            found.append(str(response.json().get("weight_version")))
-        return found
+        return [str(self._checked("GET", f"{url}/model_info").get("weight_version")) for url in self.urls]
 
     @contextmanager
     def new_weights(self, version: int) -> Iterator[Pause]:

@@ -11,10 +11,8 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.launch.plan import Ports
 
-FIRST_PORT, LAST_PORT = (
-    20000,
-    32000,
-)  # below Linux's ephemeral range: no outgoing connection can take one meanwhile
+# below Linux's ephemeral range: no outgoing connection can take one meanwhile
+FIRST_PORT, LAST_PORT = 20000, 32000
 
 
 def count_gpus(configured: int | None) -> int:

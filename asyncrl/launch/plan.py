@@ -6,7 +6,6 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config, on_gpu
@@ -111,7 +110,7 @@ def _trainers(
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": str(urlsplit(addresses.rollout).hostname),
+            "MASTER_ADDR": config.cluster.host,
             "MASTER_PORT": str(ports.trainer),
         }
         specs.append(

@@ -61,10 +61,8 @@ class Supervisor:
 
     def _start(self) -> None:
         for spec in self._specs:
-            log = (self._run_dir / "logs" / f"{spec.name}.log").open(
-                "ab"
-            )  # a file: children of children may hold it for long
-            with log:
+            # to a file, not a pipe: children of children may hold it for long
+            with (self._run_dir / "logs" / f"{spec.name}.log").open("ab") as log:
                 self._children[spec.name] = subprocess.Popen(
                     spec.argv,
                     env={**os.environ, **spec.env},

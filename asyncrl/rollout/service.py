@@ -41,13 +41,8 @@ class Service:
         *,
         eval_every: int | None,
     ) -> None:
-        self._buffer, self._client, self._evaluate, self._api_key, self._eval_every = (
-            buffer,
-            client,
-            evaluate,
-            api_key,
-            eval_every,
-        )
+        self._buffer, self._client, self._api_key = buffer, client, api_key
+        self._evaluate, self._eval_every = evaluate, eval_every
         self._evaluating: asyncio.Task[dict[str, Any]] | None = None
         self._changed = asyncio.Condition()
         self._rewards: list[float] = []
@@ -107,14 +102,10 @@ class Service:
         await self._wake()
         if self._evaluating and self._evaluating.done():
             self._evaluating.result()  # an evaluation's error ends the run here, not at its very end
-        if (
-            self._eval_every
-            and version % self._eval_every == 0
-            and (self._evaluating is None or self._evaluating.done())
-        ):
-            self._evaluating = asyncio.create_task(
-                self._evaluate()
-            )  # beside training; its line names the versions that answered
+        idle = self._evaluating is None or self._evaluating.done()
+        if self._eval_every and version % self._eval_every == 0 and idle:
+            # beside training: its line in eval.jsonl names the versions that answered
+            self._evaluating = asyncio.create_task(self._evaluate())
         return Response()
 
     async def evaluate(self, _: Request) -> Response:
@@ -137,10 +128,8 @@ class Service:
         """What the rollout side did since the last batch."""
         seen, ledger = self._client.take_figures(), self._buffer.ledger()
         rewards, self._rewards = self._rewards, []
-        generated, self._tokens_reported = (
-            ledger.tokens_generated - self._tokens_reported,
-            ledger.tokens_generated,
-        )
+        generated = ledger.tokens_generated - self._tokens_reported
+        self._tokens_reported = ledger.tokens_generated
         return {
             "tokens/generated": generated,
             "samples/generated": len(rewards),

@@ -50,23 +50,23 @@ class RolloutDoor:
 
     def hold(self) -> None:
         """Keep new requests back."""
-        self._post("/hold")
+        self._ask("POST", "/hold")
 
     def announce(self, version: int) -> None:
         """Every engine serves `version`."""
-        self._post("/version", {"version": version})
+        self._ask("POST", "/version", {"version": version})
 
     def evaluate(self, timeout: float) -> dict[str, Any]:
         """Answer the held-out questions now."""
-        return dict(self._post("/evaluate", timeout=timeout).json())
+        return dict(self._ask("POST", "/evaluate", timeout=timeout).json())
 
     def status(self) -> dict[str, Any]:
         """The ledger."""
-        return dict(self._http.get("/status").json())
+        return dict(self._ask("GET", "/status").json())
 
-    def _post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> httpx.Response:
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> httpx.Response:
         try:
-            response = self._http.post(path, json=body or {}, timeout=timeout)
+            response = self._http.request(method, path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
             raise EngineError(f"the rollout service did not answer {path}: {type(error).__name__} {error}") from None
         if response.status_code != 200:

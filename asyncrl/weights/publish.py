@@ -44,12 +44,8 @@ class Publisher:
         hold: Callable[[], None],
         announce: Callable[[int], None],
     ) -> None:
-        self._parallel, self._fleet, self._transport, self._bucket_bytes = (
-            parallel,
-            fleet,
-            transport,
-            bucket_bytes,
-        )
+        self._parallel, self._fleet, self._transport = parallel, fleet, transport
+        self._bucket_bytes = bucket_bytes
         self._stream, self._hold, self._announce = stream, hold, announce
         self._buckets: list[tuple[Tensor, list[Entry]]] | None = None
         self._connected = False

@@ -119,14 +119,8 @@ class DistributedTransport:
     """A process group of this rank and every engine rank, of its own beside the trainer's default group."""
 
     def __init__(self, fleet: Fleet, engine_tp: int, *, host: str, name: str, backend: str, timeout: float) -> None:
-        self._fleet, self._engine_tp, self._host, self._name, self._backend, self._timeout = (
-            fleet,
-            engine_tp,
-            host,
-            name,
-            backend,
-            timeout,
-        )
+        self._fleet, self._engine_tp, self._host = fleet, engine_tp, host
+        self._name, self._backend, self._timeout = name, backend, timeout
         self._group: dist.ProcessGroup | None = None
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
