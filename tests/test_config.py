@@ -22,6 +22,7 @@ from tests.fakes import compose_values, tiny_config, tiny_values
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 TASKS = sorted(file.stem for file in (CONF / "task").glob("*.yaml") if file.stem != "file")
 LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
@@ -155,6 +156,20 @@ def test_layout_that_the_model_rules_out_names_field_value_and_remedy(field: str
     with pytest.raises(ConfigError, match=remedy) as caught:
         check_model(tiny_config(**{field: value}), LLAMA)
     assert (caught.value.field, caught.value.value) == (field, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, r"got 'MambaForCausalLM'. Supported architectures: \['Llama"),
+        ({"attention_bias": True}, "biases are not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "Only plain rotary embeddings"),
+    ],
+)
+def test_model_that_the_trainer_cannot_build_is_refused(change: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        check_model(tiny_config(), {**LLAMA, **change})
+    assert caught.value.field == "model.path"
 
 
 def test_layouts_that_fit_the_model_pass() -> None:

@@ -27,7 +27,7 @@ ALLOWED = {
     "install": set(),
     "metrics": {"config"},
     "models": set(),
-    "launch": {"config", "addresses", "engine", "models"},
+    "launch": {"config", "addresses", "engine", "models", "tasks"},
     "engine": {"config", "addresses"},
     "agents": set(),
     "envs": set(),
@@ -36,16 +36,17 @@ ALLOWED = {
     "records": set(),
     "rollout": {"config", "addresses", "engine", "agents", "envs", "rewards", "records", "tasks"},
     "algo": set(),
-    "weights": {"config", "engine", "trainer"},
-    "trainer": {"config", "addresses", "algo", "weights", "records"},
+    "weights": {"config", "engine"},
+    "trainer": {"config", "addresses", "algo", "weights", "records", "models"},
     "planner": {"rollout"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router"},
-    ("launch", "models"): {"models.catalog", "models"},
+    ("launch", "models"): {"models.catalog", "models.architectures", "models"},
     ("rollout", "engine"): {"engine.client", "engine.router"},
     ("weights", "engine"): {"engine.control"},
+    ("trainer", "models"): {"models.architectures"},
     ("planner", "rollout"): {"rollout.buffer"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}

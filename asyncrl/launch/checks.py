@@ -1,15 +1,19 @@
-"""What the model and the machine rule out, refused before anything starts."""
+"""What the model, the machine and the task rule out, refused before anything starts."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from asyncrl import tasks
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError
+from asyncrl.models.architectures import check_architecture
 
 
 def check_model(config: Config, hf: dict[str, Any]) -> None:
-    """Refuse layouts that the model's own numbers rule out; `hf` is the model folder's config.json."""
+    """Refuse models and layouts that cannot be built; `hf` is the model folder's config.json."""
+    check_architecture(hf)
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
     for field, degree in (
         ("trainer", config.trainer.tensor_parallel),
@@ -56,3 +60,11 @@ def check_devices(config: Config, gpus: int) -> None:
             f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel or data_parallel "
             f"({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel.",
         )
+
+
+def check_files(config: Config) -> None:
+    """Refuse a task that cannot be built and a chat template that is not there."""
+    tasks.build(config.task)
+    template = config.model.chat_template
+    if template is not None and not Path(template).expanduser().is_file():
+        raise ConfigError("model.chat_template", template, "No such file: name a jinja file.")

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from asyncrl.addresses import Addresses
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import reference
-from asyncrl.launch.checks import check_devices, check_model
+from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import choose_ports, count_gpus
 from asyncrl.launch.plan import plan
 from asyncrl.launch.processes import Stopped, Supervisor
@@ -55,6 +56,8 @@ def main() -> None:
         _fail(1, str(error))
     except Stopped as stopped:
         _fail(128 + stopped.number, f"stopped by {stopped}")
+    except KeyboardInterrupt:  # before the supervisor's handlers stand
+        _fail(128 + signal.SIGINT, "stopped by SIGINT")
 
 
 def _first_line(error: Exception) -> str:
@@ -79,6 +82,7 @@ def launch(config: Config) -> None:
 
     gpus = count_gpus(config.cluster.gpus)
     check_devices(config, gpus)
+    check_files(config)
     run_dir = Path(config.run.dir).expanduser().absolute()
     model = catalog.resolve(config.model.path)
     check_model(config, json.loads((model / "config.json").read_text()))

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.errors import ConfigError, ProcessDied
+from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from asyncrl.models import smollm2, tiny
 
 PREFIX = "builtin:"
+WRITER_SECONDS = 600.0  # thirty times what converting takes on two cores
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,11 @@ def _make(name: str, folder: Path) -> None:
 
 def _run_writer(name: str, out: Path) -> None:
     command = [sys.executable, "-m", "asyncrl.models", name, "--out", str(out)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=WRITER_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"the writer of {PREFIX}{name}", WRITER_SECONDS, " ".join(command)) from None
     if done.returncode != 0:
         raise ProcessDied(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr[-2000:]}")

@@ -17,32 +17,15 @@ from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.config import Trainer
-from asyncrl.errors import ConfigError
+from asyncrl.models.architectures import ARCHITECTURES, check_architecture, rope
 from asyncrl.trainer.attention import PackedAttention, PositionRope
-
-ARCHITECTURES = {"LlamaForCausalLM": {"qk_layernorm": False}, "Qwen3ForCausalLM": {"qk_layernorm": True}}
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:
-    """The model folder's config.json; refuses what the mapping below does not cover."""
+    """The model folder's config.json; the launcher has refused what is not covered."""
     hf: dict[str, Any] = json.loads((model / "config.json").read_text())
-    name = (hf.get("architectures") or ["none named"])[0]
-    if name not in ARCHITECTURES:
-        raise ConfigError("model.path", name, f"Supported architectures: {sorted(ARCHITECTURES)}.")
-    for unsupported in ("attention_bias", "mlp_bias"):
-        if hf.get(unsupported):
-            raise ConfigError("model.path", f"{unsupported}=true", "Models with biases are not supported yet.")
-    if (rope := _rope(hf)).get("rope_type", "default") != "default":
-        raise ConfigError("model.path", rope, "Only plain rotary embeddings are supported yet.")
+    check_architecture(hf)
     return hf
-
-
-def _rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling."""
-    return hf.get("rope_parameters") or {
-        "rope_theta": hf.get("rope_theta", 10000.0),
-        **(hf.get("rope_scaling") or {}),
-    }
 
 
 def head_dim(hf: dict[str, Any]) -> int:
@@ -127,7 +110,7 @@ def build_model(hf: dict[str, Any], config: TransformerConfig) -> GPTModel:
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
-        rotary_base=int(_rope(hf)["rope_theta"]),
+        rotary_base=int(rope(hf)["rope_theta"]),
     )
     model.rotary_pos_emb.__class__ = PositionRope  # same buffers, another forward
     if model.post_process:

@@ -244,7 +244,7 @@ class Policy:
 
     def _build_schedule(self) -> OptimizerParamScheduler:
         settings = self.config.trainer.optimizer
-        return OptimizerParamScheduler(
+        schedule = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
             max_lr=settings.lr,
@@ -257,6 +257,8 @@ class Policy:
             wd_incr_steps=1,
             wd_incr_style="constant",
         )
+        schedule.step(increment=1)  # update k takes the rate of step k: none is spent at a warm-up's zero
+        return schedule
 
     def _lr(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])

@@ -139,6 +139,15 @@ def test_loss_gradient_and_new_weights_do_not_depend_on_the_layout(folder: Path,
         )
 
 
+def test_a_bad_step_leaves_the_weights_and_the_schedule_as_they_were(folder: Path) -> None:
+    figures, weights = _update(folder, "bad", {"bad_grad_norm": 1e-9, "on_bad_step": "skip"})
+    assert [step["step/bad"] for step in figures] == [1.0, 1.0]
+    assert figures[0]["grad_norm"] == figures[1]["grad_norm"] > 1e-9
+    start = load_file(folder / "model" / "model.safetensors")
+    for name, tensor in start.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=0)
+
+
 def test_the_loss_is_that_of_transformers_and_plain_autograd(folder: Path, single: Any) -> None:
     """An independent implementation: HF's model, one sequence at a time, the formula written out."""
     from transformers import AutoModelForCausalLM

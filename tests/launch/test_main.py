@@ -56,6 +56,8 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         ("rollout.lead=9", "rollout.lead: got 9. Must not exceed rollout.max_staleness (2)"),
         ("model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
         ("experiment=nothing", "nothing"),
+        ("model.chat_template=/no/such.jinja", "model.chat_template: got '/no/such.jinja'. No such file"),
+        ("task.name=no_such_dataset", "task.name / task.params: got ('no_such_dataset'"),
     ],
 )
 def test_wrong_setting_exits_with_2_one_message_and_no_folder(argument: str, message: str, tmp_path: Path) -> None:
