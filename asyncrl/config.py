@@ -94,8 +94,14 @@ class Trainer(Section):
     """Ranks that share each matrix."""
     pipeline_parallel: Count
     """Ranks that share the layers."""
+    virtual_pipeline: Count
+    """Chunks of layers that each pipeline stage holds, interleaved with those of the other stages; 1: one."""
     data_parallel: Count
     """Replicas that share each batch."""
+    expert_parallel: Count
+    """Ranks that share the routed experts of a mixture-of-experts layer."""
+    expert_tensor_parallel: Count | None
+    """Ranks that share each matrix of a routed expert; unset: tensor_parallel."""
     sequence_parallel: bool
     """Split activations along the sequence between the tensor-parallel ranks."""
     dtype: Literal["bfloat16", "float32"]
@@ -120,6 +126,25 @@ class Trainer(Section):
     def world_size(self) -> int:
         """Number of trainer ranks."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @model_validator(mode="after")
+    def _layout_is_possible(self) -> Trainer:
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise ConfigError(
+                "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."
+            )
+        stage, matrix = self.tensor_parallel * self.data_parallel, self.expert_tensor_parallel or self.tensor_parallel
+        if stage % (matrix * self.expert_parallel):
+            field = "expert_parallel" if stage % matrix == 0 else "expert_tensor_parallel"
+            raise ConfigError(
+                f"trainer.{field}",
+                getattr(self, field),
+                f"expert_tensor_parallel × expert_parallel ({matrix * self.expert_parallel}) must divide the {stage} "
+                "ranks of a pipeline stage (tensor_parallel × data_parallel): raise trainer.data_parallel or lower it.",
+            )
+        return self
 
 
 class Engine(Section):
@@ -237,10 +262,22 @@ class Eval(Section):
 class Weights(Section):
     """How new weights reach the engines."""
 
-    transport: Literal["auto", "tensor", "distributed"]
-    """tensor: shared memory or CUDA IPC on one host; distributed: gloo or NCCL broadcast; auto picks and says why."""
+    transport: Literal["auto", "tensor", "distributed", "disk", "delta"]
+    """tensor: shared memory or CUDA IPC on one host; distributed: gloo or NCCL broadcast; disk: files on a file system
+    that engines share; delta: such files with only what changed; auto picks one of the first two and says why."""
+    staging: Literal["full", "stream"]
+    """full: every bucket is filled before the pause, which is then the shortest, in memory for all weights of a stage;
+    stream: two buckets, filled and sent in turn during the pause. Disk and delta write before the pause, from two."""
     bucket_mb: Count
     """Size of a bucket in MiB; a larger tensor travels alone."""
+    pause_mode: Literal["in_place", "retract", "abort"]
+    """What an update does to requests in flight. in_place: freeze, and go on with the KV cache they have; retract:
+    prefill them anew under the new weights; abort: return them unfinished, to be continued as new requests."""
+    verify_every: Count | None
+    """Compare the engines' checksums with those of the weights sent every so many versions; always done at the first
+    publish and for engines that join; unset: only then."""
+    folder: str | None
+    """Where disk and delta write, on a file system that all engines see; unset: weights/ in the run folder."""
     timeout: Positive
     """Seconds that any one call of a publish may take."""
 
@@ -291,8 +328,6 @@ class Config(Section):
                 lead,
                 f"Must not exceed rollout.max_staleness ({bound}): lower it, or leave it unset.",
             )
-        if self.trainer.sequence_parallel and self.trainer.tensor_parallel == 1:
-            raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
         optimizer = self.trainer.optimizer
         if optimizer.min_lr > optimizer.lr:
             raise ConfigError(

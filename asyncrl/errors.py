@@ -5,6 +5,7 @@ AsyncRLError
 |-- DeadlineExceeded   a wait ended without its event: names what was waited for and who should have done it
 |-- ProcessDied        a process of the run ended: names it, its exit and its last lines
 |-- EngineError        an engine or the router refused a call, or answered something impossible
+|-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table: names it
 |-- EpisodeFailed      an environment's or a judge's fault: the episode is counted and replaced, never scored 0
 `-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
 
@@ -39,6 +40,10 @@ class ProcessDied(AsyncRLError):
 
 class EngineError(AsyncRLError):
     """An engine or the router refused a call, or answered what it must not."""
+
+
+class WeightsError(AsyncRLError):
+    """Weights that do not fit the model, its table of names, or their checksum; names the tensor."""
 
 
 class EpisodeFailed(AsyncRLError):

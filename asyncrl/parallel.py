@@ -19,10 +19,18 @@ class Parallel:
     tp_rank: int
     pp: int
     pp_rank: int
+    cp: int
+    cp_rank: int
     dp: int
     dp_rank: int
+    etp: int  # ranks that share each matrix of a routed expert
+    etp_rank: int
+    ep: int  # ranks that share the routed experts
+    ep_rank: int
+    edp_rank: int  # replica of the routed experts
     device: torch.device
-    tp_group: dist.ProcessGroup  # the ranks that share each matrix
+    tp_group: dist.ProcessGroup  # the ranks that share each dense matrix
+    expert_group: dist.ProcessGroup  # the ranks that together hold all routed experts of a stage
 
     @property
     def is_first(self) -> bool:
@@ -41,5 +49,5 @@ class Parallel:
 
     @property
     def exports(self) -> bool:
-        """The one rank of each pipeline stage that sends and saves weights."""
-        return self.dp_rank == 0 and self.tp_rank == 0
+        """The one rank of each pipeline stage that sends and saves weights (also the first of its expert group)."""
+        return self.dp_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0

@@ -27,6 +27,23 @@ LLAMA = {
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
     "max_position_embeddings": 64,
+    "intermediate_size": 12,
+}
+MOE = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+}
+DEEPSEEK = {
+    **MOE,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 6,
+    "n_shared_experts": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4),
 }
 
 
@@ -98,6 +115,9 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
         ("engine.server_args", ["--x"], "valid dictionary"),
         ("rollout.lead", 3, r"Must not exceed rollout.max_staleness \(2\)"),
         ("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2"),
+        ("trainer.virtual_pipeline", 2, "Needs pipeline_parallel of 2"),
+        ("trainer.expert_parallel", 2, r"\(2\) must divide the 1 ranks of a pipeline stage"),
+        ("trainer.expert_tensor_parallel", 3, r"\(3\) must divide the 1 ranks of a pipeline stage"),
         ("trainer.optimizer.min_lr", 1.0, r"Must not exceed trainer.optimizer.lr \(0.001\)"),
         ("rollout.group_size", 1, "need 2 or more"),
     ],
@@ -108,6 +128,17 @@ def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, reme
     assert str(error).startswith(f"{field}: got {value!r}. ")
     with pytest.raises(ConfigError, match=remedy):
         raise error
+
+
+def test_experts_take_no_more_ranks_than_a_pipeline_stage_has() -> None:
+    layout = {"trainer.tensor_parallel": 2, "trainer.data_parallel": 2}
+    assert tiny_config(**layout, **{"trainer.expert_parallel": 2}).trainer.world_size == 4  # matrices shared by 2, too
+    assert refusal(**layout, **{"trainer.expert_parallel": 4}).field == "trainer.expert_parallel"
+    tiny_config(**layout, **{"trainer.expert_parallel": 4, "trainer.expert_tensor_parallel": 1})
+    both = {"trainer.expert_parallel": 2, "trainer.expert_tensor_parallel": 4}
+    assert refusal(**layout, **both).field == "trainer.expert_parallel"
+    only_pipeline = {"trainer.pipeline_parallel": 2, "trainer.expert_parallel": 2}
+    assert refusal(**only_pipeline).field == "trainer.expert_parallel"
 
 
 def test_warm_up_beyond_the_decay_is_refused() -> None:
@@ -159,11 +190,37 @@ def test_layout_that_the_model_rules_out_names_field_value_and_remedy(field: str
 
 
 @pytest.mark.parametrize(
+    ("hf", "field", "value", "others", "remedy"),
+    [
+        (LLAMA, "virtual_pipeline", 4, {"pipeline_parallel": 2}, "Must divide the 2 layers of a pipeline stage"),
+        (LLAMA, "tensor_parallel", 2, {"intermediate_size": 9}, "the 9 features of an MLP evenly"),
+        (LLAMA, "expert_parallel", 2, {"data_parallel": 2}, "no routed experts: leave it at 1"),
+        (LLAMA, "expert_tensor_parallel", 1, {}, "no routed experts: leave it at None"),
+        (MOE, "expert_parallel", 4, {"data_parallel": 4}, "Must divide the model's 6 routed experts"),
+        (MOE, "expert_tensor_parallel", 3, {"data_parallel": 3}, "3 ranks cannot share the 4 features of a routed"),
+        (DEEPSEEK, "tensor_parallel", 2, {"moe_intermediate_size": 3}, "the 9 features of the shared experts"),
+        (MOE, "sequence_parallel", False, {"tensor_parallel": 2}, "set it to true"),
+    ],
+)
+def test_layout_of_layers_and_experts_that_the_model_rules_out_is_refused(
+    hf: dict[str, Any], field: str, value: Any, others: dict[str, int], remedy: str
+) -> None:
+    changes = {f"trainer.{name}": number for name, number in {field: value, **others}.items() if name not in hf}
+    hf = {**hf, **{name: number for name, number in others.items() if name in hf}}
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        check_model(tiny_config(**changes), hf)
+    assert (caught.value.field, caught.value.value) == (f"trainer.{field}", value)
+
+
+@pytest.mark.parametrize(
     ("change", "remedy"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, r"got 'MambaForCausalLM'. Supported architectures: \['Llama"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            r"got 'MambaForCausalLM'. Supported architectures: .*'LlamaForCausalLM'",
+        ),
         ({"attention_bias": True}, "biases are not supported"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "Only plain rotary embeddings"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "Supported rotary embeddings: default"),
     ],
 )
 def test_model_that_the_trainer_cannot_build_is_refused(change: dict[str, Any], remedy: str) -> None:
@@ -174,6 +231,10 @@ def test_model_that_the_trainer_cannot_build_is_refused(change: dict[str, Any], 
 
 def test_layouts_that_fit_the_model_pass() -> None:
     check_model(tiny_config(**{"trainer.tensor_parallel": 2, "trainer.pipeline_parallel": 4}), LLAMA)
+    experts = {"trainer.data_parallel": 6, "trainer.expert_parallel": 3, "trainer.expert_tensor_parallel": 2}
+    check_model(tiny_config(**experts), MOE)
+    check_model(tiny_config(**experts), DEEPSEEK)
+    check_model(tiny_config(**{"trainer.pipeline_parallel": 2, "trainer.virtual_pipeline": 2}), LLAMA)
     check_model(tiny_config(), {key: LLAMA[key] for key in LLAMA if key != "num_key_value_heads"})
 
 

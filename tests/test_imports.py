@@ -39,13 +39,14 @@ ALLOWED = {
     "weights": {"config", "engine"},
     "trainer": {"config", "addresses", "algo", "weights", "records", "models"},
     "planner": {"rollout"},
+    "convert": {"weights", "models"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
     ("rollout", "engine"): {"engine.client", "engine.router"},
-    ("weights", "engine"): {"engine.control"},
+    ("weights", "engine"): {"engine.control", "engine.update", "engine.server"},
     ("trainer", "models"): {"models.architectures"},
     ("planner", "rollout"): {"rollout.buffer"},
 }

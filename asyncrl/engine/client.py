@@ -12,6 +12,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import msgspec
@@ -28,6 +29,8 @@ class _Span(msgspec.Struct):
 
 class _FinishReason(msgspec.Struct):
     type: str
+    message: str | None = None
+    status_code: int | None = None  # set when the engine refused the request
 
 
 class _Meta(msgspec.Struct):
@@ -47,6 +50,9 @@ class _Piece(msgspec.Struct):
     error: dict | None = None
 
 
+MAX_RESUMES = 64
+"""How often one answer may be aborted and continued: each time is an update, or the loss of an engine."""
+
 _decode_piece = msgspec.json.Decoder(_Piece).decode
 
 
@@ -64,19 +70,47 @@ class _Answer:
         if piece.meta_info.finish_reason:
             self.last = piece.meta_info
 
-    def completion(self) -> Completion:
-        """Raises EngineError when the engine's answer is not whole."""
-        if self.last is None or self.last.finish_reason is None:
-            raise EngineError(f"the stream ended after {len(self.token_ids)} tokens, without a finish reason")
-        if self.last.finish_reason.type not in ("stop", "length"):
-            raise EngineError(f"the engine ended a request with {self.last.finish_reason.type!r}")
-        if self.last.weight_versions is None:
+    @property
+    def aborted(self) -> bool:
+        """Cut short by an update of the weights, or because its engine left the fleet; not refused."""
+        reason = self.last.finish_reason if self.last else None
+        return reason is not None and reason.type == "abort" and reason.status_code is None
+
+    def finish(self, reason: str) -> None:
+        """It was whole when it was aborted."""
+        assert self.last is not None
+        self.last.finish_reason = _FinishReason(reason)
+
+    def spans(self) -> list[VersionSpan]:
+        """Which versions wrote it. Raises EngineError when the engine does not say."""
+        told = self.last.weight_versions if self.last else None
+        if told is None and self.token_ids:
             raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
-        try:
-            spans = [VersionSpan(int(span.version), span.start, span.end) for span in self.last.weight_versions]
-            return Completion(self.token_ids, self.logprobs, spans, self.last.finish_reason.type)
-        except ValueError as error:
-            raise EngineError(f"the engine's answer does not fit together: {error}") from None
+        return [VersionSpan(int(span.version), span.start, span.end) for span in told or ()]
+
+
+def _joined(parts: list[_Answer]) -> Completion:
+    """One completion from an answer and its continuations. Raises EngineError when it is not whole."""
+    reason = parts[-1].last.finish_reason if parts[-1].last else None
+    if reason is None:
+        raise EngineError(f"the stream ended after {len(parts[-1].token_ids)} tokens, without a finish reason")
+    if reason.type not in ("stop", "length"):
+        raise EngineError(f"the engine ended a request with {reason.type!r} ({reason.message})")
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    spans: list[VersionSpan] = []
+    try:
+        for part in parts:
+            for span in part.spans():
+                start, end = span.start + len(token_ids), span.end + len(token_ids)
+                if spans and (spans[-1].version, spans[-1].end) == (span.version, start):
+                    start = spans.pop().start
+                spans.append(VersionSpan(span.version, start, end))
+            token_ids += part.token_ids
+            logprobs += part.logprobs
+        return Completion(token_ids, logprobs, spans, reason.type)
+    except ValueError as error:
+        raise EngineError(f"the engine's answer does not fit together: {error}") from None
 
 
 @dataclass
@@ -114,7 +148,7 @@ class Client:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
         )  # keep-alive below uvicorn's 5 s: a connection that the server is closing must not be reused
         self._run, self._coalesce, self._temperature = run, coalesce, temperature
-        self._sampling = {
+        self._sampling: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "stop_token_ids": stop_token_ids,
             "skip_special_tokens": False,
@@ -178,7 +212,7 @@ class Client:
         """Send one request and give each sibling its sample, or all of them the error."""
         try:
             answers = await self._stream(self._request(token_ids, temperature, len(futures)))
-            completions = [answer.completion() for answer in answers]
+            completions = await asyncio.gather(*[self._whole(answer, token_ids, temperature) for answer in answers])
         except (httpx.HTTPError, EngineError, msgspec.DecodeError) as error:
             failure: Exception = EngineError(f"generation failed: {type(error).__name__} {error}".strip())
         except Exception as bug:  # noqa: BLE001  raised again in every sibling: a task's own error would be lost
@@ -192,6 +226,25 @@ class Client:
         for future in futures:
             if not future.done():
                 future.set_exception(failure)
+
+    async def _whole(self, answer: _Answer, token_ids: list[int], temperature: float) -> Completion:
+        """An answer that was aborted under way goes on as a new request, from its last token."""
+        parts = [answer]
+        while parts[-1].aborted and len(parts) <= MAX_RESUMES:
+            begun = [token for part in parts for token in part.token_ids]
+            if ended := self._ended(begun):  # the engine sees an abort before it looks at the last token
+                parts[-1].finish(ended)
+                break
+            request = self._request([*token_ids, *begun], temperature, 1)
+            request["sampling_params"]["max_new_tokens"] -= len(begun)
+            parts += await self._stream(request)
+        return _joined(parts)
+
+    def _ended(self, token_ids: list[int]) -> str | None:
+        """Why an answer of these tokens needs no more."""
+        if token_ids and token_ids[-1] in self._sampling["stop_token_ids"]:
+            return "stop"
+        return "length" if len(token_ids) >= self._sampling["max_new_tokens"] else None
 
     async def _stream(self, request: dict) -> list[_Answer]:
         """Every sample of one request, once weights are not changing."""

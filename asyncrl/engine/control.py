@@ -1,97 +1,177 @@
 """The control plane of every engine, spoken directly (the router answers these paths with 404).
 
-Every call is sent to all engines at once, checked for `success`, and bounded by a deadline. Connections are never kept
-between publishes: uvicorn drops idle ones, and a dead connection half-way through a publish would be a broken fleet.
+Every call goes to all engines at once, is checked for `success`, and bounded by a deadline. An engine that fails a call
+is lost: it leaves the fleet and the router, and the others go on; when none is left the error ends the run. Connections
+are never kept between calls: uvicorn drops idle ones, and a dead connection half-way through a publish would be a lost
+engine.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, Protocol
 
 import httpx
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
+
+PROBE_SECONDS = 5.0
+"""How long an engine may take to say that it lives, or to let go of the requests of a fleet that it has left."""
+
+Answer = dict[str, Any]
+Calls = dict[str, "Future[Answer]"]
 
 
-@dataclass
-class Pause:
-    """How long the engines stood still for a publish."""
+class Refusal(EngineError):
+    """An engine answered, but not with success; `status` is HTTP's."""
 
-    began: float
-    seconds: float = 0.0
+    def __init__(self, message: str, status: int) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class Membership(Protocol):
+    """Who routes requests to engines (engine/router.py)."""
+
+    def add(self, url: str) -> None:
+        """Requests may go to this engine."""
+        ...
+
+    def remove(self, url: str) -> None:
+        """No request goes there any more."""
+        ...
 
 
 class Fleet:
-    """All engines of a run, as the publisher sees them."""
+    """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
 
-    def __init__(self, urls: Sequence[str], api_key: str, timeout: float) -> None:
-        self.urls = tuple(urls)
+    Only rank 0 has `router`, and with it the word over who serves; other ranks send weights and report whom they lost.
+    """
+
+    def __init__(self, urls: Sequence[str], api_key: str, timeout: float, *, router: Membership | None = None) -> None:
+        self.serving, self.joining = list(urls), list[str]()
+        self.lost: dict[str, str] = {}
+        self.timeout = timeout
+        self._router = router
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=timeout,
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
-        self._pool = ThreadPoolExecutor(max_workers=len(urls), thread_name_prefix="engine-control")
+        self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="engine-control")
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """POST to every engine and wait for all; raises EngineError with each engine that refused."""
-        return self.finish(self.start(path, [body or {}] * len(self.urls)))
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Every engine that gets weights."""
+        return (*self.serving, *self.joining)
 
-    def start(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Future[dict[str, Any]]]:
-        """The same without waiting, with a body for each engine: a broadcast needs its receivers under way."""
-        return [self._pool.submit(self._post, url, path, body) for url, body in zip(self.urls, bodies, strict=True)]
+    # -- calls ---------------------------------------------------------------------------------------------
 
-    def finish(self, calls: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Wait for calls that `start` began."""
-        answers, problems = [], []
-        for call in calls:
-            try:
-                answers.append(call.result())
-            except EngineError as error:
-                problems.append(str(error))
-        if problems:
-            raise EngineError("; ".join(problems))
+    def call(self, path: str, body: Answer | None = None) -> dict[str, Answer]:
+        """POST to every engine and wait for all. Returns the answers by engine; loses those that failed."""
+        return self.on_each(lambda url: self.post(url, path, body))
+
+    def on_each(self, step: Callable[[str], Answer]) -> dict[str, Answer]:
+        """Take a step with every engine at once; loses those with which it failed."""
+        return self.finish({url: self._pool.submit(step, url) for url in self.urls})
+
+    def start(self, path: str, bodies: Mapping[str, Answer]) -> Calls:
+        """POST without waiting, with a body for each engine: a broadcast needs its receivers under way."""
+        return {url: self._pool.submit(self.post, url, path, body) for url, body in bodies.items()}
+
+    def finish(self, calls: Calls) -> dict[str, Answer]:
+        """Wait for calls that `start` began; loses engines that failed theirs."""
+        answers, problems = self.settle(calls)
+        for url, problem in problems.items():
+            self.lose(url, str(problem))
         return answers
 
-    def _post(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._checked("POST", url + path, body)
+    def settle(self, calls: Calls) -> tuple[dict[str, Answer], dict[str, AsyncRLError]]:
+        """Wait for calls that `start` began; answers and problems by engine."""
+        answers: dict[str, Answer] = {}
+        problems: dict[str, AsyncRLError] = {}
+        for url, call in calls.items():
+            try:
+                answers[url] = call.result()
+            except (EngineError, DeadlineExceeded) as error:
+                problems[url] = error
+        return answers, problems
 
-    def _checked(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def post(self, url: str, path: str, body: Answer | None = None, timeout: float | None = None) -> Answer:
+        """One call to one engine. Raises EngineError, or Refusal when the engine answered."""
+        return self._checked("POST", url + path, body or {}, timeout)
+
+    def get(self, url: str, path: str, timeout: float | None = None) -> Answer:
+        """The same with GET."""
+        return self._checked("GET", url + path, None, timeout)
+
+    def _checked(self, method: str, url: str, body: Answer | None = None, timeout: float | None = None) -> Answer:
         try:
-            response = self._http.request(method, url, json=body)
+            response = self._http.request(method, url, json=body, timeout=timeout or self.timeout)
         except httpx.HTTPError as error:
             raise EngineError(f"{url}: {type(error).__name__} {error}") from None
         answer = response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
-        answer = answer if isinstance(answer, dict) else {}
+        answer = answer if isinstance(answer, dict) else {"": answer}
         if response.status_code != 200 or answer.get("success") is False:
-            raise EngineError(f"{url} answered {response.status_code}: {response.text[:500]}")
+            raise Refusal(f"{url} answered {response.status_code}: {response.text[:500]}", response.status_code)
         return answer
 
-    def versions(self) -> list[str]:
-        """The version that each engine serves."""
-        return [str(self._checked("GET", f"{url}/model_info").get("weight_version")) for url in self.urls]
+    def versions(self) -> dict[str, str]:
+        """The version that each engine serves; loses those that do not say."""
+        answers = self.on_each(lambda url: self.get(url, "/model_info"))
+        return {url: str(answer.get("weight_version")) for url, answer in answers.items()}
 
-    @contextmanager
-    def new_weights(self, version: int) -> Iterator[Pause]:
-        """Pause all, open an update; on success set the version once, after the last byte, and go on.
+    # -- membership ----------------------------------------------------------------------------------------
 
-        Requests in flight are kept (`in_place`). On failure the engines stay paused: they may hold mixed weights, which
-        nobody must sample from; the error ends the run.
+    def join(self, url: str) -> None:
+        """An engine that started: it gets the next publish, and serves once its checksum is confirmed."""
+        self.lost.pop(url, None)
+        if url not in self.urls:
+            self.joining.append(url)
+
+    def admit(self) -> None:
+        """Those that joined hold the weights: requests may go to them."""
+        for url in list(self.joining):
+            self.joining.remove(url)
+            self.serving.append(url)
+            if self._router:
+                self._router.add(url)
+
+    def lose(self, url: str, reason: str) -> None:
+        """Take an engine out, for good. Raises EngineError when it was the last one.
+
+        Its requests come back aborted, to be asked again elsewhere: what it holds is not known.
         """
-        self.call("/pause_generation", {"mode": "in_place"})  # returns once the decoding step under way has ended
-        pause = Pause(began=time.monotonic())
-        self.call("/begin_weight_update")
-        yield pause
-        self.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self.call("/end_weight_update")
-        served = dict(zip(self.urls, self.versions(), strict=True))
-        if set(served.values()) != {str(version)}:
-            raise EngineError(f"after publishing version {version} the engines report {served}")
-        self.call("/continue_generation")
-        pause.seconds = time.monotonic() - pause.began
+        if url not in self.urls:
+            return
+        for group in (self.serving, self.joining):
+            if url in group:
+                group.remove(url)
+        self.lost[url] = reason
+        if self._router:
+            print(f"asyncrl: engine {url} is out of the fleet: {reason}", file=sys.stderr, flush=True)
+            self._router.remove(url)
+            self._pool.submit(self._let_go, url)
+        if not self.serving:
+            raise EngineError("no engine is left: " + "; ".join(self.lost.values()))
+
+    def _let_go(self, url: str) -> None:
+        with suppress(EngineError):  # one that is dead or hangs: its connections end, or reach the client's deadline
+            self.post(url, "/pause_generation", {"mode": "abort"}, PROBE_SECONDS)
+
+    def lose_the_dead(self) -> None:
+        """Ask every engine whether it lives; loses those that do not say so in time."""
+        self.on_each(lambda url: self.get(url, "/model_info", PROBE_SECONDS))
+
+    def adopt(self, serving: Sequence[str], joining: Sequence[str]) -> None:
+        """Take over another rank's view."""
+        self.serving, self.joining = list(serving), list(joining)
+
+    def close(self) -> None:
+        """End the connections and threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._http.close()

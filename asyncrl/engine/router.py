@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 import time
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -41,6 +42,8 @@ def router_argv(engine: Engine, url: str, metrics_port: int) -> list[str]:
         "1",
         "--health-check-interval-secs",
         "5",
+        "--health-check-timeout-secs",
+        "30",  # a dead engine refuses at once; a busy machine may be slow
         "--request-timeout-secs",
         str(int(engine.request_timeout)),
         "--disable-retries",
@@ -55,6 +58,35 @@ async def register(http: httpx.AsyncClient, engine_url: str, api_key: str) -> No
     response = await http.post("/workers", json={"url": engine_url, "api_key": api_key})
     if response.status_code not in (200, 201, 202):
         raise EngineError(f"the router refused the engine {engine_url}: {response.status_code} {response.text[:300]}")
+
+
+class Workers:
+    """The router's engines, as the trainer changes them while a run goes on."""
+
+    def __init__(self, router: str, api_key: str, timeout: float) -> None:
+        self._api_key = api_key
+        self._http = httpx.Client(
+            base_url=router, headers={"Authorization": f"Bearer {api_key}"}, timeout=timeout, trust_env=False
+        )
+
+    def add(self, url: str) -> None:
+        """Route to this engine, once the router finds it healthy."""
+        self._request("POST", "/workers", json={"url": url, "api_key": self._api_key})
+
+    def remove(self, url: str) -> None:
+        """Route no more requests to this engine; an engine that the router does not know is fine."""
+        for worker in self._request("GET", "/workers").json().get("workers", []):
+            if worker.get("url") == url:
+                self._request("DELETE", f"/workers/{worker['id']}")
+
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, **content)
+        except httpx.HTTPError as error:
+            raise EngineError(f"the router does not answer {path}: {type(error).__name__} {error}") from None
+        if response.status_code not in (200, 201, 202):
+            raise EngineError(f"the router refused {method} {path}: {response.status_code} {response.text[:300]}")
+        return response
 
 
 async def wait_until_ready(addresses: Addresses, timeout: float) -> None:

@@ -20,7 +20,13 @@ CPU_ARGS: dict[str, Any] = {
 }
 
 
-def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int) -> list[str]:
+DELTA_LOADER = "asyncrl.engine.delta.load"
+"""What loads changes in an engine; SGLang takes only loaders that it was started with."""
+
+
+def server_argv(
+    engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, custom_weight_loader: str | None = None
+) -> list[str]:
     """Arguments of one engine; `engine.server_args` wins over everything set here."""
     address = urlsplit(url)
     arguments: dict[str, Any] = {
@@ -38,6 +44,7 @@ def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int) 
         "stream_interval": engine.stream_interval,
         "random_seed": seed,
         "log_level": "warning",
+        "custom_weight_loader": custom_weight_loader,
         **({} if gpu else CPU_ARGS),
         **engine.server_args,
     }

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import tasks
-from asyncrl.config import Config, on_gpu
+from asyncrl.config import Config, Trainer, on_gpu
 from asyncrl.errors import ConfigError
-from asyncrl.models.architectures import check_architecture
+from asyncrl.models.architectures import check_architecture, megatron_arguments
 
 
 def check_model(config: Config, hf: dict[str, Any]) -> None:
@@ -27,19 +27,63 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
                     degree,
                     f"Must divide the model's {number} {what}: one of {divisors}.",
                 )
-    layers = hf["num_hidden_layers"]
-    if layers % config.trainer.pipeline_parallel:
-        raise ConfigError(
-            "trainer.pipeline_parallel",
-            config.trainer.pipeline_parallel,
-            f"Must divide the model's {layers} layers.",
-        )
+    _check_layers(config.trainer, hf["num_hidden_layers"])
+    family = megatron_arguments(hf)
+    _check_features(config.trainer, {**hf, **family})
+    _check_experts(config.trainer, family.get("num_moe_experts", 0))
     longest = hf.get("max_position_embeddings", 0)
     if config.rollout.max_new_tokens >= longest:
         raise ConfigError(
             "rollout.max_new_tokens",
             config.rollout.max_new_tokens,
             f"Must leave room for a prompt within the model's {longest} positions.",
+        )
+
+
+def _check_layers(trainer: Trainer, layers: int) -> None:
+    """Every pipeline stage, and every chunk of it, holds as many layers as the others."""
+    stages, chunks = trainer.pipeline_parallel, trainer.virtual_pipeline
+    if layers % stages:
+        raise ConfigError("trainer.pipeline_parallel", stages, f"Must divide the model's {layers} layers.")
+    if layers // stages % chunks:
+        raise ConfigError(
+            "trainer.virtual_pipeline", chunks, f"Must divide the {layers // stages} layers of a pipeline stage."
+        )
+
+
+def _check_features(trainer: Trainer, model: dict[str, Any]) -> None:
+    """Tensor-parallel ranks take even shares of every MLP. (Heads are checked, the vocabulary is padded.)"""
+    tensor, expert_tensor = trainer.tensor_parallel, trainer.expert_tensor_parallel or trainer.tensor_parallel
+    for field, degree, of, features in (
+        ("tensor_parallel", tensor, "an MLP", "intermediate_size"),
+        ("tensor_parallel", tensor, "the shared experts", "moe_shared_expert_intermediate_size"),
+        ("expert_tensor_parallel", expert_tensor, "a routed expert", "moe_ffn_hidden_size"),
+    ):
+        if (model.get(features) or 0) % degree:
+            raise ConfigError(
+                f"trainer.{field}",
+                getattr(trainer, field),
+                f"{degree} ranks cannot share the {model[features]} features of {of} evenly: set it to a divisor.",
+            )
+
+
+def _check_experts(trainer: Trainer, experts: int) -> None:
+    """Experts are shared evenly; a model without routed experts has nothing to share."""
+    for field, value, off in (
+        ("expert_parallel", trainer.expert_parallel, 1),
+        ("expert_tensor_parallel", trainer.expert_tensor_parallel, None),
+    ):
+        if not experts and value != off:
+            raise ConfigError(f"trainer.{field}", value, f"The model has no routed experts: leave it at {off}.")
+    if experts % trainer.expert_parallel:
+        raise ConfigError(
+            "trainer.expert_parallel", trainer.expert_parallel, f"Must divide the model's {experts} routed experts."
+        )
+    if experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        raise ConfigError(
+            "trainer.sequence_parallel",
+            False,
+            "Megatron trains routed experts under trainer.tensor_parallel > 1 only with it: set it to true.",
         )
 
 

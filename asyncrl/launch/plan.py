@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config, on_gpu
 from asyncrl.engine.router import router_argv
-from asyncrl.engine.server import server_argv, server_env
+from asyncrl.engine.server import DELTA_LOADER, server_argv, server_env
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,14 @@ def _engines(config: Config, addresses: Addresses, numbers: list[str]) -> list[P
     first_gpu = config.trainer.world_size if on_gpu(config.trainer, addresses.gpus) else 0
     specs = []
     for number, url in enumerate(addresses.engines):
-        argv = server_argv(config.engine, addresses.model, url, gpu=gpu, seed=config.run.seed + number)
+        argv = server_argv(
+            config.engine,
+            addresses.model,
+            url,
+            gpu=gpu,
+            seed=config.run.seed + number,
+            custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
+        )
         first = first_gpu + number * config.engine.tensor_parallel
         visible = ",".join(numbers[first : first + config.engine.tensor_parallel]) if gpu else ""
         env = {

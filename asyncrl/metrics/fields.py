@@ -41,6 +41,8 @@ STEP = {
     "time/train": "advantages, packing, forward, backward, optimizer",
     "time/publish": "filling buckets, pause, announcement",
     "time/pause": "engines paused",
+    "time/verify": "comparing the engines' checksums with those of the weights sent; 0 where it was not due",
+    "engines/serving": "engines that serve the version",
     "time/engine_busy": "at least one request in flight since the step before",
     "time/since_start": "since the command was given",
     "bytes/published": "bytes of weights sent by this rank",

@@ -74,6 +74,8 @@ class StepLog:
             **figures,
             **self._spans,
             "time/pause": sent["pause"],
+            "time/verify": sent["verify"],
+            "engines/serving": sent["engines"],
             "bytes/published": sent["bytes"],
             "time/step": now - self._last_end,
             "time/since_start": now + self._offset,

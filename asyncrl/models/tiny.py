@@ -1,4 +1,4 @@
-"""Small models from random weights: the 0.13M-parameter Llama of tests and CI, and any small Llama or Qwen3.
+"""Small models from random weights: the 0.13M-parameter Llama of tests and CI, and any family in small.
 
 The tiny model reads and writes single characters: digit d is token d. It learns to copy three
 digits in about 200 steps of 256 answers (lr 1e-3).
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from asyncrl.models.tokenizer_files import write_tokenizer
 
@@ -18,6 +18,32 @@ TOKENS = (*"0123456789", "<eos>", "=", "<bos>", "<pad>", "<unk>", " ")
 """The vocabulary; a token's place is its id."""
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 MAX_POSITIONS = 64
+
+_DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**_DEEPSEEK_EXPERTS, "attention_bias": True, "use_qk_norm": True},
+    "deepseek_v3": {
+        **_DEEPSEEK_EXPERTS,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "head_dim": 8,  # transformers means the rotated part
+    },
+}
+"""HF config fields that only one model type has, in small; every part that a family may have is there."""
 
 # "<bos>question=" asks and "<bos>question=answer<eos>" is answered: a prompt is a prefix of its dialogue.
 CHAT_TEMPLATE = (
@@ -61,7 +87,7 @@ def _tokenizer_json() -> str:
 
 def write_random_model(
     folder: Path,
-    arch: Literal["llama", "qwen3"],
+    arch: str,
     *,
     vocab: int,
     hidden: int,
@@ -74,44 +100,47 @@ def write_random_model(
     dtype: Literal["float32", "bfloat16"],
     max_positions: int = 512,
     bos_eos_pad: tuple[int | None, int | None, int | None] = (None, None, None),
+    spread: float = 0.02,
+    fields: dict[str, Any] | None = None,
 ) -> None:
-    """Write a model without a tokenizer into `folder`; its weights depend on sizes and seed, on nothing else.
+    """Write a model without a tokenizer into `folder`; its weights depend on its config and seed, on nothing else.
+
+    `arch` is transformers' model type: llama, qwen2, qwen3, or one of SMALL; `fields` are further fields of its config.
+    `spread` is the standard deviation of the weights.
 
     Example: write_random_model(path, "qwen3", vocab=257, hidden=64, layers=2, heads=4, kv_heads=2,
                                 intermediate=128, tied=True, seed=0, dtype="bfloat16")
     """
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    make_config, make_model = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[arch]
     tokens = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), bos_eos_pad, strict=True))
-    config = make_config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,  # Qwen3's default is 128 whatever the sizes
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tied,
-        **tokens,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,  # Qwen3's default is 128 whatever the sizes
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+    }
+    config = AutoConfig.for_model(arch, **{**sizes, **SMALL.get(arch, {}), **(fields or {}), **tokens})
     # The constructor draws weights, which are replaced below: leave the caller's generator as it was.
     with torch.random.fork_rng(devices=[]):
-        model = make_model(config)
-    _fill(model, seed)
-    model.to(getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _fill(model, seed, spread)
+    for weight in model.parameters():
+        weight.data = weight.data.to(getattr(torch, dtype))  # buffers stay float32, as publishers leave them
+    model.config.dtype = dtype
     model.generation_config = GenerationConfig(**tokens)
     model.save_pretrained(folder)
     # safetensors writes 0600; the folder must be as readable as umask says, like its other files.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
-def _fill(model: object, seed: int) -> None:
+def _fill(model: object, seed: int, spread: float) -> None:
     """Draw every weight from one generator in the order of names: a constructor's order may change.
 
     Norms get the same noise around 1, so that a mapping that swaps two of them does not pass unseen.
@@ -120,6 +149,7 @@ def _fill(model: object, seed: int) -> None:
 
     assert isinstance(model, torch.nn.Module)
     generator = torch.Generator().manual_seed(seed)
+    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("_bias")]  # of routers
     with torch.no_grad():
-        for _, weight in sorted(model.named_parameters(), key=lambda item: item[0]):
-            weight.normal_(1.0 if weight.ndim == 1 else 0.0, 0.02, generator=generator)
+        for name, weight in sorted([*model.named_parameters(), *biases], key=lambda item: item[0]):
+            weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread, generator=generator)

@@ -10,16 +10,19 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Literal
 
 from asyncrl.trainer import cpu
 
 cpu.enable()  # before anything imports megatron.core
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from asyncrl.addresses import Addresses  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
+from asyncrl.engine.router import Workers  # noqa: E402
 from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.metrics.sinks import JsonLines, TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
@@ -28,9 +31,10 @@ from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
+from asyncrl.weights.build import build_transport  # noqa: E402
+from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
-from asyncrl.weights.transport import build as build_transport  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # the peers' collectives give up this long after rank 0 must have spoken
 
@@ -42,23 +46,24 @@ def main(run_dir: Path) -> None:
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
     policy = Policy(config, addresses.model, parallel)
-    fleet = Fleet(addresses.engines, addresses.api_key, config.weights.timeout)
+    fleet = _fleet(config, addresses, parallel)
     door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
     transport, why = build_transport(
-        config.weights.transport,
-        fleet,
-        engine_tp=config.engine.tensor_parallel,
-        host=config.cluster.host,
-        stage=parallel.pp_rank,
-        gpu=gpu,
-        timeout=config.weights.timeout,
+        config, fleet, stage=parallel.pp_rank, gpu=gpu, folder=_shared_folder(config, run_dir)
     )
+    engine_device: Literal["cpu", "cuda"] = "cuda" if on_gpu(config.engine, addresses.gpus) else "cpu"
     publisher = Publisher(
         parallel,
         fleet,
         transport,
-        config.weights.bucket_mb << 20,
-        policy.hf_tensors,
+        policy.weights,
+        config.weights,
+        expected=lambda: ExpectedChecksums(
+            policy.hf,
+            config.engine.tensor_parallel,
+            dtype=getattr(torch, config.engine.dtype),
+            device=engine_device,
+        ),
         hold=door.hold,
         announce=door.announce,
     )
@@ -66,7 +71,7 @@ def main(run_dir: Path) -> None:
     log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at)
 
     def export(folder: Path) -> None:
-        save_hf(folder, addresses.model, policy.hf_tensors(), parallel, config.trainer.dtype)
+        save_hf(folder, addresses.model, policy.weights.hf_tensors(), parallel, config.trainer.dtype)
 
     def save(version: int) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
@@ -79,6 +84,17 @@ def main(run_dir: Path) -> None:
         _summarize(config, run_dir, door, log, {"reason": reason, "transport": why})
     dist.barrier()  # the peers stay until the summary is written: the first process to leave ends the run
     dist.destroy_process_group()
+
+
+def _fleet(config: Config, addresses: Addresses, parallel: Parallel) -> Fleet:
+    """Rank 0 decides who serves, so it alone speaks to the router."""
+    timeout = config.weights.timeout
+    router = Workers(addresses.router, addresses.api_key, timeout) if parallel.is_first else None
+    return Fleet(addresses.engines, addresses.api_key, timeout, router=router)
+
+
+def _shared_folder(config: Config, run_dir: Path) -> Path:
+    return Path(config.weights.folder).expanduser() if config.weights.folder else run_dir / "weights"
 
 
 def _sinks(config: Config, run_dir: Path, parallel: Parallel) -> list:

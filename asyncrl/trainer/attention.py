@@ -8,10 +8,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
+from asyncrl.models.architectures import rope
+
+# megatron-core 0.16.1 without TransformerEngine holds a mock in its place here, and calls isinstance with it
+multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 class PackedAttention(MegatronModule):
@@ -30,12 +40,13 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **_: Any,  # latent attention's head widths, which the tensors show
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Pack, **_: Any) -> Tensor:
-        """query [N, 1, heads, d], key and value [N, 1, kv_heads, d] -> [N, 1, heads * d]."""
+        """query [N, 1, heads, d], key [N, 1, kv_heads, d], value [N, 1, kv_heads, v] -> [N, 1, heads * v]."""
         repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
@@ -49,7 +60,7 @@ class PackedAttention(MegatronModule):
         return torch.cat(parts).flatten(1)[:, None]
 
     def _units(self, query: Tensor, key: Tensor, value: Tensor, pack: Pack) -> Tensor:
-        """All tokens after the root: [N - root, h, d]."""
+        """All tokens after the root: [N - root, h, v]."""
         count, longest = pack.units.shape
         flat = pack.units.flatten()
 
@@ -81,3 +92,37 @@ class PositionRope(RotaryEmbedding):
             return super().forward(max_seq_len, *args, **kwargs)
         angles = torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
         return torch.cat([angles, angles], -1)[:, None, None, :]
+
+
+def frequencies(hf: dict[str, Any], plain: Tensor) -> Tensor:
+    """Angle per position of each rotated pair, as transformers computes it; `plain` is what no scaling would give."""
+    kind = rope(hf)["rope_type"]
+    if kind == "default":
+        return plain
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**hf), plain.device)
+    assert factor == 1.0, "check_architecture lets no other through"
+    assert scaled.shape == plain.shape
+    return scaled
+
+
+def sum_rotary_gradients(attention: MLASelfAttention) -> None:
+    """Mend latent attention under tensor parallelism without TransformerEngine (megatron-core 0.16.1).
+
+    The rotated part of the key is one for all heads, so its gradient is the sum over all ranks' heads. Megatron cuts
+    each rank's own gradient instead, and the rows of linear_kv_down_proj that make it learn from some of the heads.
+    Only sequence parallelism is mended: without it Megatron refuses to train a mixture of experts.
+    """
+    if not attention.config.sequence_parallel:
+        return
+
+    def gathered(_: Any, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """[N, 1, (latent + rotated) / tp] -> [N / tp, 1, latent + rotated].
+
+        Megatron meets whole features and gathers the rows of the rotated part, which sums its gradient.
+        """
+        return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), output[1]
+
+    attention.linear_kv_down_proj.register_forward_hook(gathered)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
@@ -128,10 +129,38 @@ def _after_moe_utils(module: types.ModuleType) -> None:
     module.__dict__.setdefault(
         "te_general_gemm", None
     )  # 0.16.1 leaves it undefined without TransformerEngine, then reads it
+    move = module.maybe_move_tensor_to_cpu  # type: ignore[attr-defined]
+
+    def as_sequence(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """Split sizes become numpy on their way off a GPU only; all_to_all_single takes no tensor."""
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor)
+
+    module.maybe_move_tensor_to_cpu = as_sequence  # type: ignore[attr-defined]
+
+
+def _after_mappings(module: types.ModuleType) -> None:
+    """Routed experts split over ranks gather and reduce unequal numbers of tokens, which NCCL can and gloo cannot."""
+
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+        missing = max(map(len, parts)) - len(mine)
+        sent = torch.cat([mine, mine.new_zeros(missing, *mine.shape[1:])])
+        received = [torch.empty_like(sent) for _ in parts]
+        dist.all_gather(received, sent, group=group)
+        for part, padded in zip(parts, received, strict=True):
+            part.copy_(padded[: len(part)])
+
+    def reduce_scatter(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        total = torch.cat(parts)
+        dist.all_reduce(total, group=group)
+        mine.copy_(total.split([len(part) for part in parts])[group.rank()])
+
+    unequal = _View(dist, all_gather=all_gather, reduce_scatter=reduce_scatter)
+    module.torch = _View(module.torch, distributed=unequal)  # type: ignore[attr-defined, arg-type]
 
 
 _AFTER: dict[str, Callable[[types.ModuleType], None]] = {  # what a module needs besides its view of torch
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
+    "megatron.core.tensor_parallel.mappings": _after_mappings,
     "megatron.core.tensor_parallel.random": _after_random,
     "megatron.core.transformer.moe.moe_utils": _after_moe_utils,
     "megatron.core.optimizer.clip_grads": lambda module: _with_type_names(module, "clip_grad_by_total_norm_fp32"),

@@ -1,4 +1,4 @@
-"""From an HF config to a Megatron GPT that reads packs: Llama and Qwen3 architecture, dense."""
+"""From an HF config to a Megatron GPT that reads packs: every family of models/architectures.py."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.config import Trainer
-from asyncrl.models.architectures import ARCHITECTURES, check_architecture, rope
-from asyncrl.trainer.attention import PackedAttention, PositionRope
+from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
+from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:
@@ -36,7 +40,9 @@ def head_dim(hf: dict[str, Any]) -> int:
 def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfig:
     """Megatron's configuration. What is off here are CUDA-only fusions, or does not exist without TransformerEngine."""
     dtype = getattr(torch, trainer.dtype)
-    return TransformerConfig(
+    family = megatron_arguments(hf)
+    of_family = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
+    return of_family(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
@@ -48,16 +54,17 @@ def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfi
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        **ARCHITECTURES[hf["architectures"][0]],
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None,
+        expert_model_parallel_size=trainer.expert_parallel,
+        expert_tensor_parallel_size=trainer.expert_tensor_parallel,  # None: as tensor_parallel
         sequence_parallel=trainer.sequence_parallel,
         variable_seq_lengths=True,
         calculate_per_token_loss=True,  # gradients are summed over ranks; the loss carries the step's one denominator
@@ -72,6 +79,7 @@ def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfi
         apply_rope_fusion=False,
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
+        **family,
     )
 
 
@@ -90,34 +98,65 @@ class HeadNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
-def build_model(hf: dict[str, Any], config: TransformerConfig) -> GPTModel:
-    """This rank's pipeline stage, with random weights."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+class ExactBiasRouter(TopKRouter):
+    """Keeps the bias that chooses experts in float32 when the model is cast: the checkpoint's bits must come back."""
+
+    expert_bias: Tensor | None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ExactBiasRouter:
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is not None:
+            self.expert_bias = before.to(self.weight.device)
+        return self
+
+
+def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | None = None) -> GPTModel:
+    """This rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     spec.layer_norm = RMSNorm
     for layer in spec.layer_specs:
-        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = HeadNorm
+        _use_own_modules(layer, config)
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config,
         spec,
         vocab_size=padded_vocab(hf["vocab_size"], config.tensor_model_parallel_size),
         max_sequence_length=hf["max_position_embeddings"],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
-        rotary_base=int(rope(hf)["rope_theta"]),
+        rotary_base=rope(hf)["rope_theta"],
+        rotary_percent=rope(hf)["partial_rotary_factor"],
+        vp_stage=vp_stage,
     )
-    model.rotary_pos_emb.__class__ = PositionRope  # same buffers, another forward
+    model.ropes = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.__class__ = PositionRope  # same buffers, another forward
+            module.inv_freq = frequencies(hf, module.inv_freq)
+        elif isinstance(module, TopKRouter):
+            module.__class__ = ExactBiasRouter
+        elif isinstance(module, MLASelfAttention):
+            sum_rotary_gradients(module)
     if model.post_process:
         model.output_layer.register_forward_pre_hook(_select_rows, with_kwargs=True)
         model.output_layer.sequence_parallel = False  # _select_rows has gathered the sequence
         model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
     return model
+
+
+def _use_own_modules(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Attention over packs, and norms that work with sequence parallelism."""
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm  # of the whole latent vector, not of a rank's heads
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = HeadNorm
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
@@ -135,7 +174,8 @@ def _select_rows(output_layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, d
 
 def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack) -> Tensor:
     """Logits [1, U, V / tp] on the last stage, hidden states [N, 1, H] before. `wrapped` is `model` in its DDP."""
-    model.rotary_pos_emb.positions = pack.positions
+    for rotary in model.ropes:
+        rotary.positions = pack.positions
     if model.post_process:
         model.output_layer.logit_rows = pack.logit_rows
     out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack)  # the pack travels as the attention mask

@@ -28,16 +28,36 @@ def initialize(trainer: Trainer, *, gpu: bool, seed: int, timeout: float) -> Par
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout))
     if dist.get_world_size() != trainer.world_size:
         raise ValueError(f"{dist.get_world_size()} ranks were started for a layout of {trainer.world_size}")
-    parallel_state.initialize_model_parallel(trainer.tensor_parallel, trainer.pipeline_parallel)
+    return split(trainer, device, seed)
+
+
+def split(trainer: Trainer, device: torch.device, seed: int, *, context_parallel: int = 1) -> Parallel:
+    """Split the run's process group into Megatron's groups. Returns this rank's place in them."""
+    parallel_state.initialize_model_parallel(
+        trainer.tensor_parallel,
+        trainer.pipeline_parallel,
+        trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None,
+        context_parallel_size=context_parallel,
+        expert_model_parallel_size=trainer.expert_parallel,
+        expert_tensor_parallel_size=trainer.expert_tensor_parallel,
+    )
     model_parallel_cuda_manual_seed(seed)
     return Parallel(
-        dist.get_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-        parallel_state.get_data_parallel_rank(),
-        device,
-        parallel_state.get_tensor_model_parallel_group(),
+        rank=dist.get_rank(),
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        etp=parallel_state.get_expert_tensor_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        edp_rank=parallel_state.get_expert_data_parallel_rank(),
+        device=device,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
     )

@@ -31,7 +31,8 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.logprobs import token_entropy, token_logprobs
 from asyncrl.types import Group
-from asyncrl.weights.reshard import dims_of, hf_tensors, load_hf
+from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.reshard import Resharder
 
 
 @dataclass
@@ -61,32 +62,36 @@ class _Sums:
 
 
 class Policy:
-    """Megatron's GPT under data parallelism, with fp32 master weights. One per rank."""
+    """Megatron's GPT under data parallelism, with fp32 master weights. One per rank.
+
+    Under virtual pipelining a rank holds several chunks of layers, each a model of its own.
+    """
 
     def __init__(self, config: Config, folder: Path, parallel: Parallel) -> None:
         self.config, self.parallel = config, parallel
         self.hf = megatron.read_hf_config(folder)
-        self._architecture, self._dims = self.hf["architectures"][0], dims_of(self.hf)
         self._megatron_config = megatron.transformer_config(self.hf, config.trainer)
-        self.model = megatron.build_model(self.hf, self._megatron_config).to(parallel.device)
-        load_hf(self.model, folder, self._architecture, self._dims, tp=parallel.tp, tp_rank=parallel.tp_rank)
+        stages = range(config.trainer.virtual_pipeline) if config.trainer.virtual_pipeline > 1 else [None]
+        chunks = [megatron.build_model(self.hf, self._megatron_config, stage).to(parallel.device) for stage in stages]
         half = config.trainer.dtype == "bfloat16"
-        inner = Float16Module(self._megatron_config, self.model) if half else self.model
+        inner = [Float16Module(self._megatron_config, chunk) for chunk in chunks] if half else chunks
+        self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
+        self.weights.load(folder)  # in their final precision: casting a model rounds the router's float32 buffers
         sharded = parallel.dp > 1  # with one replica the distributed optimizer only adds copies of the whole buffer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
-        self._wrapped = DistributedDataParallel(self._megatron_config, ddp, inner)
+        for chunk in chunks:
+            _mark_experts(chunk)
+        self._wrapped = [DistributedDataParallel(self._megatron_config, ddp, module) for module in inner]
+        self._inner = dict(zip(self._wrapped, chunks, strict=True))
         self._optimizer = self._build_optimizer(half, sharded)
         self._schedule = self._build_schedule()
+        # Two stages are each other's next and previous: without overlap one batch would mix both directions' shapes.
+        self._megatron_config.overlap_p2p_comm = len(chunks) > 1
         self._megatron_config.finalize_model_grads_func = finalize_model_grads
         self._megatron_config.grad_scale_func = self._optimizer.scale_loss
-        self._wrapped.train()
+        for chunk in self._wrapped:
+            chunk.train()
         self._bad_steps = 0
-
-    # -- weights -------------------------------------------------------------------------------------------
-
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's weights under their HF names; every tensor-parallel rank must walk it to the end."""
-        return hf_tensors(self.model, self._architecture, self._dims, self.parallel.tp_group)
 
     # -- one update ----------------------------------------------------------------------------------------
 
@@ -117,22 +122,30 @@ class Policy:
         }
 
     def _packs(self, samples: list[list[Sample]]) -> list[Pack]:
-        """This data-parallel rank's micro-batches; a rank without work runs one token of zero weight."""
-        trainer = self.config.trainer
-        mine = spread(samples, self.parallel.dp, trainer.share_prompts)[self.parallel.dp_rank]
-        multiple = self.parallel.tp if trainer.sequence_parallel else 1
-        if not mine:
-            idle = Sample([0], [0], [True], [0.0], 0.0, 0.0)
-            mine = [[idle]]
-        batches = micro_batches(mine, trainer.micro_batch_tokens, trainer.share_prompts)
-        return [
-            pack(batch, share=trainer.share_prompts, multiple=multiple).to(self.parallel.device) for batch in batches
+        """This data-parallel rank's micro-batches, of which every rank has at least one.
+
+        One token of zero weight fills places without work: ranks that share experts meet in every micro-batch, and
+        interleaved stages run whole rounds.
+        """
+        trainer, p = self.config.trainer, self.parallel
+        shares = [
+            micro_batches(share, trainer.micro_batch_tokens, trainer.share_prompts)
+            for share in spread(samples, p.dp, trainer.share_prompts)
         ]
+        experts_cross_replicas = p.tp % (p.etp * p.ep) != 0
+        count = max(len(share) for share in shares) if experts_cross_replicas else max(1, len(shares[p.dp_rank]))
+        if trainer.virtual_pipeline > 1:
+            count += -count % p.pp
+        idle = [[Sample([0], [0], [True], [0.0], 0.0, 0.0)]]
+        batches = shares[p.dp_rank] + [idle] * (count - len(shares[p.dp_rank]))
+        multiple = p.tp if trainer.sequence_parallel else 1
+        return [pack(batch, share=trainer.share_prompts, multiple=multiple).to(p.device) for batch in batches]
 
     def _forward_backward(self, packs: list[Pack]) -> _Sums:
         """Accumulate the gradient of all micro-batches."""
         sums = _Sums(packed=float(sum(p.num_tokens for p in packs)))
-        self._wrapped.zero_grad_buffer()
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
         def forward_step(batches: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -143,12 +156,13 @@ class Policy:
                 # zero tokens: Megatron must not divide again, the weights hold the step's one denominator
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
-            return megatron.forward(model, self.model, batch), loss_function
+            return megatron.forward(model, self._inner[model], batch), loss_function
 
+        interleaved = len(self._wrapped) > 1
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(packs),
-            model=self._wrapped,
+            data_iterator=[iter(packs) for _ in self._wrapped] if interleaved else iter(packs),
+            model=self._wrapped if interleaved else self._wrapped[0],
             num_microbatches=len(packs),
             seq_length=max(p.num_tokens for p in packs),
             micro_batch_size=1,
@@ -165,16 +179,15 @@ class Policy:
             "parallel": self.parallel,
         }
         logprobs, log_z = token_logprobs(logits, batch, **where)
-        proximal = logprobs.detach()
+        proximal, trained = logprobs.detach(), batch.weights > 0
         params = LossParams(algo.clip_low, algo.clip_high, algo.correction_cap)
         losses = LOSSES[algo.loss](logprobs, proximal, batch.behaviour, batch.advantages, params)
         if algo.entropy_bonus:
             entropy = token_entropy(logits, log_z, batch, **where)
             losses = losses - algo.entropy_bonus * entropy
-            sums.entropy += float(entropy.detach().sum())
+            sums.entropy += float((entropy.detach() * trained).sum())
         loss = (batch.weights * losses).sum()
         gap = proximal - batch.behaviour
-        trained = batch.weights > 0
         sums.loss += float(loss.detach())
         sums.tokens += int(trained.sum())
         sums.gap += float((gap.abs() * trained).sum())
@@ -197,9 +210,8 @@ class Policy:
         self._bad_steps = 0
         if trainer.optimizer.clip_grad > 0:
             for optimizer in self._parts():
-                clip_grad_by_total_norm_fp32(
-                    optimizer.get_parameters(), max_norm=trainer.optimizer.clip_grad, total_norm=norm
-                )
+                if parameters := optimizer.get_parameters():  # a stage may hold no expert
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=trainer.optimizer.clip_grad, total_norm=norm)
         self._optimizer.step_with_ready_grads()
         self._schedule.step(increment=1)
         return norm, True
@@ -230,7 +242,7 @@ class Policy:
                 params_dtype=getattr(torch, self.config.trainer.dtype),
                 use_distributed_optimizer=sharded,
             ),
-            [self._wrapped],
+            self._wrapped,
         )
         self._optimizer = optimizer
         if self.parallel.device.type == "cpu":
@@ -262,6 +274,14 @@ class Policy:
 
     def _lr(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
+
+
+def _mark_experts(chunk: torch.nn.Module) -> None:
+    """Sum the gradients of routed experts over their own replicas. Megatron 0.16 marks them under expert parallelism
+    only, and would sum shards that differ, or miss tokens, where expert_tensor_parallel is not tensor_parallel."""
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def _figures(sums: _Sums) -> dict[str, float]:

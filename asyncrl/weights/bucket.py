@@ -1,11 +1,12 @@
-"""Greedy byte-bounded buckets over a list of tensors. Pure: the plan is made from names, dtypes and shapes alone."""
+"""Greedy byte-bounded buckets over a list of tensors. Pure: planned from names, dtypes and shapes alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -19,18 +20,51 @@ class Entry:
     end: int
 
 
-def plan_buckets(tensors: Iterable[tuple[str, torch.dtype, torch.Size]], limit: int) -> list[list[Entry]]:
-    """Tensors in order, in buckets of at most `limit` bytes; a larger tensor travels alone, never split.
+Bucket = list[Entry]
 
-    A bucket holds one dtype: receivers view the flat bytes in place, so offsets must be multiples of the item size.
+
+def plan_buckets(tensors: Iterable[tuple[str, torch.dtype, torch.Size]], limit: int) -> list[Bucket]:
+    """Tensors in their order, in buckets of at most `limit` bytes; a larger tensor travels alone, never split.
+
+    Receivers view the flat bytes in place and find each tensor at the sum of the sizes before it, so a bucket has no
+    gaps, and its wider dtypes come first: then every offset is a multiple of its tensor's item size.
     """
-    buckets: list[list[Entry]] = []
+    buckets: list[Bucket] = []
+    members: list[tuple[str, torch.dtype, torch.Size]] = []
     size = 0
     for name, dtype, shape in tensors:
         nbytes = shape.numel() * dtype.itemsize
-        if not buckets or size + nbytes > limit or buckets[-1][-1].dtype != dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(Entry(name, dtype, shape, size, size + nbytes))
+        if members and size + nbytes > limit:
+            buckets.append(_laid_out(members))
+            members, size = [], 0
+        members.append((name, dtype, shape))
         size += nbytes
-    return buckets
+    return [*buckets, _laid_out(members)] if members else buckets
+
+
+def _laid_out(members: list[tuple[str, torch.dtype, torch.Size]]) -> Bucket:
+    bucket: Bucket = []
+    for name, dtype, shape in sorted(members, key=lambda member: -member[1].itemsize):  # stable
+        start = bucket[-1].end if bucket else 0
+        bucket.append(Entry(name, dtype, shape, start, start + shape.numel() * dtype.itemsize))
+    return bucket
+
+
+def nbytes(bucket: Bucket) -> int:
+    """Size of a bucket in bytes."""
+    return bucket[-1].end if bucket else 0
+
+
+def views(flat: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+    """The tensors of a bucket by name, as views of its bytes (uint8)."""
+    return {entry.name: flat[entry.start : entry.end].view(entry.dtype).view(entry.shape) for entry in bucket}
+
+
+def fill(flat: Tensor, bucket: Bucket, stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copy the stream's next tensors to their places in `flat`. Returns the views."""
+    places = views(flat, bucket)
+    for _ in bucket:
+        name, tensor = next(stream)
+        assert name in places, f"the stream gave {name}, which is not planned for this bucket"
+        places[name].copy_(tensor)
+    return places

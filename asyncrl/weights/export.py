@@ -27,7 +27,7 @@ def save_hf(target: Path, source: Path, stream: Iterable[tuple[str, Tensor]], pa
         shutil.rmtree(building, ignore_errors=True)
         shutil.copytree(source, building, ignore=shutil.ignore_patterns(*WEIGHTS))
     dist.barrier()
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in stream} if parallel.dp_rank == 0 else {}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in stream}
     file = f"model-{parallel.pp_rank + 1:05d}-of-{parallel.pp:05d}.safetensors"
     if parallel.exports:
         save_file(tensors, building / file, metadata={"format": "pt"})
@@ -42,7 +42,7 @@ def save_hf(target: Path, source: Path, stream: Iterable[tuple[str, Tensor]], pa
 
 
 def _finish(folder: Path, written: list[tuple[str, list[str], int]], dtype: str) -> None:
-    """The index, and the precision in config.json."""
+    """The index, and in config.json the precision and what was left out."""
     index = {
         "metadata": {"total_size": sum(nbytes for _, _, nbytes in written)},
         "weight_map": {name: file for file, names, _ in written for name in names},
@@ -50,4 +50,6 @@ def _finish(folder: Path, written: list[tuple[str, list[str], int]], dtype: str)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)
+    if "num_nextn_predict_layers" in config:
+        config["num_nextn_predict_layers"] = 0  # multi-token prediction was left out at loading
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))

@@ -1,136 +1,161 @@
-"""Which Megatron parameter is which HF tensor, as data, in both directions.
+"""Which Megatron parameter is which HF tensors: one table per model family, read in both directions.
 
-A rule names a parameter on both sides and how it is laid out; a layout says how full HF tensors become one rank's shard
-(`shard`) and how the shards of all ranks become full HF tensors (`join`).
+A new family is a table here, an entry in models/architectures.py, and a line in its test. Megatron's names are those of
+megatron-core's local layer spec; HF's are those of the safetensors files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Dims:
-    """The numbers of a model that layouts need."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-
-
-@dataclass(frozen=True)
-class Layout:
-    """shard(full tensors, degree, rank, dims) -> one rank's tensor; join(every rank's tensor, dims) -> full tensors."""
-
-    shard: Callable[[list[Tensor], int, int, Dims], Tensor]
-    join: Callable[[list[Tensor], Dims], list[Tensor]]
-    split: bool = True  # whether tensor-parallel ranks hold different parts
-
-
-def _padded(tensor: Tensor, degree: int) -> Tensor:
-    missing = -tensor.shape[0] % degree
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
-
-
-def _shard_qkv(full: list[Tensor], degree: int, rank: int, dims: Dims) -> Tensor:
-    """Megatron interleaves by key-value head: the queries of its group, its key, its value."""
-    q, k, v = (tensor.unflatten(0, (dims.kv_heads, -1)) for tensor in full)
-    return torch.cat([q, k, v], 1).chunk(degree)[rank].flatten(0, 1)
-
-
-def _join_qkv(parts: list[Tensor], dims: Dims) -> list[Tensor]:
-    grouped = torch.cat(parts).unflatten(0, (dims.kv_heads, -1))  # [kv heads, (queries + 2) * head_dim, ...]
-    d = dims.head_dim
-    return [part.flatten(0, 1) for part in (grouped[:, : -2 * d], grouped[:, -2 * d : -d], grouped[:, -d:])]
-
-
-def _join_gate_up(parts: list[Tensor], _: Dims) -> list[Tensor]:
-    halves = [part.chunk(2) for part in parts]
-    return [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
-
-
-REPLICATED = Layout(lambda full, degree, rank, dims: full[0], lambda parts, dims: [parts[0]], split=False)
-ROW = Layout(lambda full, degree, rank, dims: full[0].chunk(degree, 1)[rank], lambda parts, dims: [torch.cat(parts, 1)])
-VOCAB = Layout(
-    lambda full, degree, rank, dims: _padded(full[0], degree).chunk(degree)[rank],
-    lambda parts, dims: [torch.cat(parts)[: dims.vocab]],
-)
-QKV = Layout(_shard_qkv, _join_qkv)
-GATE_UP = Layout(
-    lambda full, degree, rank, dims: torch.cat([tensor.chunk(degree)[rank] for tensor in full]), _join_gate_up
-)
+from asyncrl.errors import WeightsError
+from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, Layout
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`{}` is the layer's number in the whole model."""
+    """`{layer}` and `{expert}` are numbers in the whole model, whatever rank holds them."""
 
     megatron: str
-    hf: tuple[str, ...]
     layout: Layout
+    hf: tuple[str, ...]
+
+    @property
+    def expert(self) -> bool:
+        """A routed expert's weight: sharded over the expert-parallel ranks, not over the dense layout."""
+        return "{expert}" in self.megatron
 
 
-LLAMA = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCAB),
-    Rule("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",), REPLICATED),
-    Rule(
-        "decoder.layers.{}.self_attention.linear_qkv.weight",
-        tuple(f"model.layers.{{}}.self_attn.{x}_proj.weight" for x in "qkv"),
-        QKV,
-    ),
-    Rule(
-        "decoder.layers.{}.self_attention.linear_proj.weight",
-        ("model.layers.{}.self_attn.o_proj.weight",),
-        ROW,
-    ),
-    Rule(
-        "decoder.layers.{}.pre_mlp_layernorm.weight",
-        ("model.layers.{}.post_attention_layernorm.weight",),
-        REPLICATED,
-    ),
-    Rule(
-        "decoder.layers.{}.mlp.linear_fc1.weight",
-        ("model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
-        GATE_UP,
-    ),
-    Rule("decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.down_proj.weight",), ROW),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED),
-    Rule("output_layer.weight", ("lm_head.weight",), VOCAB),
+Table = tuple[Rule, ...]
+
+
+def _model(megatron: str, layout: Layout, *hf: str) -> Rule:
+    return Rule(megatron, layout, hf)
+
+
+def _layer(megatron: str, layout: Layout, *hf: str) -> Rule:
+    return Rule(f"decoder.layers.{{layer}}.{megatron}", layout, tuple(f"model.layers.{{layer}}.{name}" for name in hf))
+
+
+def _gated(megatron: str, *gate_up_down: str) -> Table:
+    """A gated MLP, given HF's names of its three matrices."""
+    gate, up, down = gate_up_down
+    return (
+        _layer(f"{megatron}.linear_fc1.weight", GATE_UP, f"{gate}.weight", f"{up}.weight"),
+        _layer(f"{megatron}.linear_fc2.weight", ROW, f"{down}.weight"),
+    )
+
+
+# --- parts --------------------------------------------------------------------------------------------------
+
+BODY: Table = (
+    _model("embedding.word_embeddings.weight", VOCAB, "model.embed_tokens.weight"),
+    _layer("input_layernorm.weight", WHOLE, "input_layernorm.weight"),
+    _layer("pre_mlp_layernorm.weight", WHOLE, "post_attention_layernorm.weight"),
+    _model("decoder.final_layernorm.weight", WHOLE, "model.norm.weight"),
+    _model("output_layer.weight", VOCAB, "lm_head.weight"),
 )
-QWEN3 = (
-    *LLAMA,
-    Rule(
-        "decoder.layers.{}.self_attention.q_layernorm.weight",
-        ("model.layers.{}.self_attn.q_norm.weight",),
-        REPLICATED,
-    ),
-    Rule(
-        "decoder.layers.{}.self_attention.k_layernorm.weight",
-        ("model.layers.{}.self_attn.k_norm.weight",),
-        REPLICATED,
+OUT_PROJECTION: Table = (_layer("self_attention.linear_proj.weight", ROW, "self_attn.o_proj.weight"),)
+ATTENTION: Table = (
+    _layer("self_attention.linear_qkv.weight", QKV, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    *OUT_PROJECTION,
+)
+QKV_BIAS: Table = (_layer("self_attention.linear_qkv.bias", QKV, *(f"self_attn.{x}_proj.bias" for x in "qkv")),)
+QK_NORM: Table = (
+    _layer("self_attention.q_layernorm.weight", WHOLE, "self_attn.q_norm.weight"),
+    _layer("self_attention.k_layernorm.weight", WHOLE, "self_attn.k_norm.weight"),
+)
+LATENT_ATTENTION: Table = (  # DeepSeek's; queries come through a low rank, or not
+    _layer("self_attention.linear_q_proj.weight", COLUMN, "self_attn.q_proj.weight"),
+    _layer("self_attention.linear_q_down_proj.weight", COLUMN, "self_attn.q_a_proj.weight"),
+    _layer("self_attention.q_layernorm.weight", WHOLE, "self_attn.q_a_layernorm.weight"),
+    _layer("self_attention.linear_q_up_proj.weight", COLUMN, "self_attn.q_b_proj.weight"),
+    _layer("self_attention.linear_kv_down_proj.weight", COLUMN, "self_attn.kv_a_proj_with_mqa.weight"),
+    _layer("self_attention.kv_layernorm.weight", WHOLE, "self_attn.kv_a_layernorm.weight"),
+    _layer("self_attention.linear_kv_up_proj.weight", COLUMN, "self_attn.kv_b_proj.weight"),
+    *OUT_PROJECTION,
+)
+MLP: Table = _gated("mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+ROUTER: Table = (_layer("mlp.router.weight", WHOLE, "mlp.gate.weight"),)
+ROUTER_BIAS: Table = (_layer("mlp.router.expert_bias", WHOLE, "mlp.gate.e_score_correction_bias"),)
+EXPERTS: Table = _gated(
+    "mlp.experts.local_experts.{expert}",
+    *(f"mlp.experts.{{expert}}.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+)
+SHARED_EXPERTS: Table = _gated(
+    "mlp.shared_experts", *(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+)
+MIXTRAL_EXPERTS: Table = (
+    _layer("mlp.router.weight", WHOLE, "block_sparse_moe.gate.weight"),
+    *_gated(
+        "mlp.experts.local_experts.{expert}",
+        *(f"block_sparse_moe.experts.{{expert}}.{name}" for name in ("w1", "w3", "w2")),
     ),
 )
-FAMILIES = {"LlamaForCausalLM": LLAMA, "Qwen3ForCausalLM": QWEN3}
+
+# --- families -----------------------------------------------------------------------------------------------
+
+LLAMA: Table = (*BODY, *ATTENTION, *MLP)
+QWEN2: Table = (*LLAMA, *QKV_BIAS)
+QWEN3: Table = (*LLAMA, *QK_NORM)
+QWEN3_MOE: Table = (*QWEN3, *ROUTER, *EXPERTS)
+MIXTRAL: Table = (*BODY, *ATTENTION, *MIXTRAL_EXPERTS)
+GLM4_MOE: Table = (*QWEN3_MOE, *QKV_BIAS, *ROUTER_BIAS, *SHARED_EXPERTS)
+DEEPSEEK_V3: Table = (*BODY, *LATENT_ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS)
+
+FAMILIES: dict[str, Table] = {
+    "LlamaForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "MixtralForCausalLM": MIXTRAL,
+    "Glm4MoeForCausalLM": GLM4_MOE,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One Megatron parameter's rule, and the numbers in its name."""
+
+    rule: Rule
+    layer: str | None
+    expert: int | None
+
+    def hf_names(self, *, expert_offset: int = 0) -> tuple[str, ...]:
+        """HF names of this parameter, or of the same parameter of an expert further on."""
+        expert = None if self.expert is None else self.expert + expert_offset
+        return tuple(name.format(layer=self.layer, expert=expert) for name in self.rule.hf)
 
 
 class Mapping:
-    """The rules of one architecture, looked up by Megatron name."""
+    """The table of one architecture, looked up by Megatron name or by HF name."""
 
     def __init__(self, architecture: str) -> None:
+        if architecture not in FAMILIES:
+            raise WeightsError(f"{architecture}: no table of names for this architecture; known: {sorted(FAMILIES)}")
+        self.architecture = architecture
         self._rules = {rule.megatron: rule for rule in FAMILIES[architecture]}
+        self._hf = {name: rule for rule in FAMILIES[architecture] for name in rule.hf}
 
-    def find(self, megatron_name: str) -> tuple[tuple[str, ...], Layout]:
-        """HF names and layout of a parameter, whose layer number is the global one. Raises KeyError naming it."""
-        number = re.search(r"\.layers\.(\d+)\.", megatron_name)
-        general = megatron_name if number is None else megatron_name.replace(number[0], ".layers.{}.", 1)
+    def find(self, megatron_name: str) -> Found:
+        """The rule of a parameter, whose layer and expert numbers are global."""
+        general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
         if general not in self._rules:
-            raise KeyError(f"no rule for the Megatron parameter {megatron_name}")
-        rule = self._rules[general]
-        return tuple(name.format(number[1]) if number else name for name in rule.hf), rule.layout
+            raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")
+        return Found(self._rules[general], layer, None if expert is None else int(expert))
+
+    def knows(self, hf_name: str) -> bool:
+        """Whether some Megatron parameter holds this HF tensor."""
+        return _general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0] in self._hf
+
+
+def _general(name: str, expert_pattern: str) -> tuple[str, str | None, str | None]:
+    """A name with placeholders for its numbers, and the numbers."""
+    layer = re.search(r"(?<=\.layers\.)(\d+)(?=\.)", name)
+    expert = re.search(expert_pattern, name)
+    for found, place in ((expert, "{expert}"), (layer, "{layer}")):  # from the right: positions stay true
+        if found:
+            name = name[: found.start()] + place + name[found.end() :]
+    return name, layer and layer[0], expert and expert[0]

@@ -1,111 +1,226 @@
 """Make a version the one that every engine serves.
 
-    fill      every exporting rank copies its HF tensors into its buckets, while the engines still generate
-    hold      the rollout side keeps new requests back
-    session   pause in place -> begin -> buckets -> version -> end -> confirm -> continue   (engine/control.py)
-    announce  the rollout side opens admission for the next cohort
+    meet       every rank learns which engines there are
+    fill       the stage's first rank copies its HF tensors into buckets while the engines still generate
+               (staging=full: into all of them; disk and delta write them out)
+    hold       the rollout side keeps new requests back
+    update     pause -> begin -> send -> end -> verify, when due -> version -> continue   (engine/update.py)
+    announce   the rollout side opens admission for the next cohort
 
-The pause holds only the sending. With pipeline stages, each stage's first rank sends its own buckets, one stage after
-the other, inside the session that rank 0 opened.
+With staging=full the pause holds only the sending; with staging=stream it also holds the gathering, of which all but
+the first bucket overlaps the sending, and two buckets are all the memory it takes. Pipeline stages send one after the
+other, each from its first rank, inside the session that rank 0 opened.
 
     waits for     the engines (weights.timeout a call), the other stages (the process group's timeout)
-    on failure    the engines stay paused and the error ends the run: nobody samples from half-new weights
+    on failure    an engine that fails is lost and the others go on (engine/control.py); any other error leaves the
+                  engines paused and ends the run: nobody samples from half-new weights
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.engine.control import Fleet, Pause
+from asyncrl.config import Weights
+from asyncrl.engine.control import Fleet
+from asyncrl.engine.update import Pause, Update
+from asyncrl.errors import EngineError
 from asyncrl.parallel import Parallel
-from asyncrl.weights.bucket import Entry, plan_buckets
+from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
+from asyncrl.weights.checksum import ExpectedChecksums, differing, merge, parse
+from asyncrl.weights.reshard import Resharder
 from asyncrl.weights.transport import Transport
 
-Stream = Iterable[tuple[str, Tensor]]
+T = TypeVar("T")
+NAMED = 8
+"""Differing tensors that a message names."""
 
 
 class Publisher:
-    """One per trainer rank; only the exporting ranks hold buckets, only rank 0 speaks for the version."""
+    """One per trainer rank; only the exporting ranks hold buckets, only rank 0 speaks to the engines of versions."""
 
     def __init__(
         self,
         parallel: Parallel,
         fleet: Fleet,
         transport: Transport,
-        bucket_bytes: int,
-        stream: Callable[[], Stream],
+        weights: Resharder,
+        settings: Weights,
         *,
+        expected: Callable[[], ExpectedChecksums],
         hold: Callable[[], None],
         announce: Callable[[int], None],
     ) -> None:
         self._parallel, self._fleet, self._transport = parallel, fleet, transport
-        self._bucket_bytes = bucket_bytes
-        self._stream, self._hold, self._announce = stream, hold, announce
-        self._buckets: list[tuple[Tensor, list[Entry]]] | None = None
-        self._connected = False
+        self._weights, self._settings = weights, settings
+        self._expected, self._hold, self._announce = expected, hold, announce
+        self._update = Update(fleet, mode=settings.pause_mode)
+        self._full = settings.staging == "full" and not transport.ahead
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="send-weights")
+        self._plan: list[Bucket] | None = None
+        self._memory: list[Tensor] = []
+        self._verified_once = False
 
     def prepare(self) -> None:
         """Plan and allocate the buckets. Runs on every rank while the engines still load; needs none of them."""
-        self._buckets = []
-        if self._parallel.dp_rank == 0:
-            described = [(name, tensor.dtype, tensor.shape) for name, tensor in self._stream()]
-            planned = plan_buckets(described, self._bucket_bytes) if self._parallel.exports else []
-            self._buckets = [(self._transport.allocate(e[-1].end, self._parallel.device), e) for e in planned]
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Runs on every rank. Returns seconds of filling and of the pause, and bytes sent by this rank."""
-        started = time.monotonic()
-        self._fill()
-        filled = time.monotonic()
-        first = self._parallel.is_first
-        if first:
-            self._hold()
-        with self._fleet.new_weights(version) if first else nullcontext(Pause(filled)) as pause:
-            self._send_in_turn()
-        if first:
-            self._announce(version)
-        nbytes = sum(flat.numel() for flat, _ in self._buckets or [])
-        return {"fill": filled - started, "pause": pause.seconds, "bytes": float(nbytes)}
-
-    def _fill(self) -> None:
-        """Copy the current weights into the buckets."""
-        if self._parallel.dp_rank != 0:
-            return  # replicas hold the same weights
-        if self._buckets is None:
-            self.prepare()
-        if not self._connected and self._parallel.exports:
-            self._transport.connect()
-            self._connected = True
-        stream = iter(self._stream())  # every tensor-parallel rank walks it: it gathers
-        for flat, entries in self._buckets or []:
-            for entry in entries:
-                name, tensor = next(stream)
-                assert name == entry.name, f"the stream gave {name} in the place of {entry.name}"
-                flat[entry.start : entry.end].view(entry.dtype).view(entry.shape).copy_(tensor)
-        if not self._buckets:
-            for _ in stream:
-                pass
-        assert next(stream, None) is None, "the stream gave more tensors than were planned"
-
-    def _send_in_turn(self) -> None:
-        """Stage after stage; a barrier tells the next that the engines are free, and rank 0 that all is sent."""
-        if self._parallel.pp == 1:
-            self._send()
-            return
-        dist.barrier()  # rank 0 has opened the session
-        for stage in range(self._parallel.pp):
-            if self._parallel.pp_rank == stage:
-                self._send()
-            dist.barrier()
+        self._plan = plan_buckets(self._weights.described(), self._settings.bucket_mb << 20)
+        sizes = [nbytes(bucket) for bucket in self._plan]
+        if not self._full:
+            sizes = [max(sizes)] * min(2, len(sizes)) if sizes else []
+        self._memory = [self._transport.allocate(size, self._parallel.device) for size in sizes]
 
     @torch.no_grad()
-    def _send(self) -> None:
-        if self._parallel.exports:
-            for flat, entries in self._buckets or []:
-                self._transport.send(flat, entries)
+    def publish(self, version: int) -> dict[str, float]:
+        """Runs on every rank. Returns seconds of filling, verifying and of the pause, bytes sent by this rank, and how
+        many engines serve."""
+        started = time.monotonic()
+        first = self._parallel.is_first
+        if self._plan is None:
+            self.prepare()
+        self._meet(version)
+        expected = self._expected() if self._verification_is_due(version) else None
+        if self._transport.ahead:
+            self._send_in_turn(expected)
+        elif self._full:
+            for _ in self._fill(expected):
+                pass
+        filled = time.monotonic()
+        if first:
+            self._hold()
+        verified = 0.0
+        with self._update.paused() if first else nullcontext(Pause(filled)) as pause:
+            with self._session():
+                if not self._transport.ahead:
+                    self._send_in_turn(expected)
+                self._deliver(version)
+            if expected is not None:
+                verified = self._verify(expected)
+            if first:
+                self._update.label(version)
+        if first:
+            self._announce(version)
+        return {
+            "fill": filled - started,
+            "pause": pause.seconds,
+            "verify": verified,
+            "bytes": float(sum(nbytes(bucket) for bucket in self._plan or [])),
+            "engines": float(len(self._fleet.serving)),
+        }
+
+    # -- who takes part ------------------------------------------------------------------------------------
+
+    def _meet(self, version: int) -> None:
+        """Rank 0 says which engines there are, after it has made room for the version."""
+        if self._parallel.is_first:
+            self._transport.start(version)
+        if _world() > 1:
+            engines = [self._fleet.serving, self._fleet.joining]
+            dist.broadcast_object_list(engines, src=0)
+            if not self._parallel.is_first:
+                self._fleet.adopt(*engines)
+                self._transport.start(version)
+
+    def _agree(self) -> None:
+        """Wait for every rank; engines that one of them lost are lost to all."""
+        for lost in _from_all(self._fleet.lost):
+            for url, reason in lost.items():
+                self._fleet.lose(url, reason)
+
+    def _session(self) -> AbstractContextManager[None]:
+        return self._update.session() if self._parallel.is_first and self._transport.session else nullcontext()
+
+    # -- the bytes -----------------------------------------------------------------------------------------
+
+    def _send_in_turn(self, expected: ExpectedChecksums | None) -> None:
+        """Stage after stage, all inside what rank 0 has opened."""
+        if self._parallel.pp == 1:
+            self._send(expected)
+            return
+        self._agree()
+        for stage in range(self._parallel.pp):
+            if self._parallel.pp_rank == stage:
+                self._send(expected)
+            self._agree()
+
+    def _send(self, expected: ExpectedChecksums | None) -> None:
+        """Send each bucket while the next is being filled (or, when all are full, one after the other)."""
+        ready = zip(self._memory, self._plan or [], strict=True) if self._full else self._fill(expected)
+        sending: Future[None] | None = None
+        for flat, bucket in ready:
+            if sending:
+                sending.result()
+            sending = self._sender.submit(self._transport.send, flat, bucket)
+        if sending:
+            sending.result()
+
+    def _fill(self, expected: ExpectedChecksums | None) -> Iterator[tuple[Tensor, Bucket]]:
+        """Every bucket in turn, filled. With two memories, one may still be read while the other is written."""
+        stream = self._weights.hf_tensors()
+        for number, bucket in enumerate(self._plan or []):
+            flat = self._memory[number if self._full else number % 2][: nbytes(bucket)]
+            for name, tensor in fill(flat, bucket, stream).items():
+                if expected is not None:
+                    expected.add(name, tensor)
+            if self._parallel.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # another thread sends it
+            yield flat, bucket
+        rest = [name for name, _ in stream]  # on ranks that export nothing: their part in every gather
+        assert not rest, f"the stream gave more than was planned: {rest}"
+
+    def _deliver(self, version: int) -> None:
+        """Until the engines have taken the version; they may ask for all of it."""
+        while not _from_first(self._transport.deliver(version) if self._parallel.is_first else True):
+            self._transport.start(version, full=True)
+            self._send_in_turn(None)
+        self._transport.accepted(version)
+
+    # -- the proof -----------------------------------------------------------------------------------------
+
+    def _verification_is_due(self, version: int) -> bool:
+        every = self._settings.verify_every
+        return bool(not self._verified_once or self._fleet.joining or (every and version % every == 0))
+
+    def _verify(self, expected: ExpectedChecksums) -> float:
+        """Compare every engine's own checksums with those of what was sent; loses engines that differ."""
+        started = time.monotonic()
+        whole = merge([stage for stage in _from_all(expected.result()) if stage])
+        self._verified_once = True
+        if self._parallel.is_first:
+            for url, answer in self._fleet.call("/weights_checker", {"action": "checksum"}).items():
+                try:
+                    wrong = differing(whole, parse(answer))
+                except EngineError as error:
+                    wrong = [str(error)]
+                if wrong:
+                    more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+                    self._fleet.lose(url, f"{url} holds other weights than were sent: {', '.join(wrong[:NAMED])}{more}")
+        return time.monotonic() - started
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _from_all(mine: T) -> list[T]:
+    """Every rank's value; waits for all of them."""
+    if _world() == 1:
+        return [mine]
+    found: list[Any] = [None] * _world()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _from_first(mine: bool) -> bool:
+    """Rank 0's word."""
+    if _world() == 1:
+        return mine
+    word = [mine]
+    dist.broadcast_object_list(word, src=0)
+    return word[0]

@@ -1,102 +1,151 @@
-"""Megatron shards <-> HF tensors, as a stream: peak extra memory is one gathered tensor."""
+"""Megatron shards <-> HF tensors, as a stream: at any time it holds the shards of one parameter (of routed experts: of
+one expert per expert-parallel rank) and the HF tensors that they join to.
+
+Out: each parameter of a pipeline stage is gathered on the stage's first rank, which alone sees HF tensors. Dense
+parameters come from the first replica's tensor-parallel group. Routed experts come from the group of all expert-tensor
+and expert-parallel ranks of the first expert replica: one gather brings the i-th expert of each of them. Sequence
+parallelism, context parallelism and further replicas hold no weights of their own and take no part.
+
+In: each rank reads what its parameters need; nothing is communicated.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
-from asyncrl.errors import ConfigError
-from asyncrl.weights.names import Dims, Mapping
+from asyncrl.parallel import Parallel
+from asyncrl.weights.folder import HFFolder
+from asyncrl.weights.layouts import Dims
+from asyncrl.weights.names import Found, Mapping
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 
-def dims_of(hf: dict[str, Any]) -> Dims:
-    """The numbers that layouts need, from an HF config."""
-    heads = hf["num_attention_heads"]
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    return Dims(
-        heads,
-        hf.get("num_key_value_heads", heads),
-        head_dim,
-        hf["vocab_size"],
-        bool(hf.get("tie_word_embeddings", False)),
-    )
+class Resharder:
+    """The weights of one rank's model chunks (several under virtual pipelining) between Megatron's layout and HF's."""
 
+    def __init__(self, chunks: Sequence[GPTModel], architecture: str, dims: Dims, parallel: Parallel) -> None:
+        self._chunks, self._dims, self._parallel = chunks, dims, parallel
+        self._mapping = Mapping(architecture)
+        self._num_layers = chunks[0].config.num_layers
+        self._num_experts = chunks[0].config.num_moe_experts or 0
+        self._experts_here = self._num_experts // parallel.ep
+        self._first_expert = parallel.ep_rank * self._experts_here
+        self._layers_here = {number for chunk in chunks for number in _layers(chunk)}
 
-def global_names(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """This stage's parameters, their layers numbered in the whole model."""
-    numbers = {str(local): str(layer.layer_number - 1) for local, layer in enumerate(model.decoder.layers)}
-    for name, parameter in model.named_parameters():
-        yield re.sub(r"(?<=\.layers\.)\d+", lambda found: numbers[found[0]], name, count=1), parameter
+    def _tensors(self) -> Iterator[tuple[Found, Tensor]]:
+        """Every parameter and persistent buffer, its layer and expert numbered in the whole model.
 
+        Looked up anew for each walk: mixed precision and data parallelism move a model's memory after it is built.
+        """
+        for chunk in self._chunks:
+            layers = _layers(chunk)
+            for name, tensor in chunk.state_dict().items():
+                if isinstance(tensor, Tensor):  # and not a layer's extra state
+                    yield self._mapping.find(_global_name(name, layers, self._first_expert)), tensor
 
-@torch.no_grad()
-def hf_tensors(
-    model: GPTModel, architecture: str, dims: Dims, tp_group: dist.ProcessGroup
-) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, full tensor) of this pipeline stage, in a fixed order, on every tensor-parallel rank.
+    def _degree(self, found: Found) -> int:
+        """Ranks that share this parameter."""
+        if found.rule.expert:
+            return self._parallel.etp
+        return self._parallel.tp if found.rule.layout.split else 1
 
-    Every rank of the tensor-parallel group must walk the stream to its end: it joins a gather per split parameter.
-    """
-    mapping = Mapping(architecture)
-    for name, parameter in global_names(model):
-        if dims.tied and name == "output_layer.weight":
-            continue  # the last stage's copy of the embedding
-        names, layout = mapping.find(name)
-        parts = _gather(parameter.data, tp_group) if layout.split else [parameter.data]
-        yield from zip(names, layout.join(parts, dims), strict=True)
+    def _is_tied_copy(self, found: Found) -> bool:
+        """The last stage's copy of the embedding."""
+        return self._dims.tied and found.rule.megatron == "output_layer.weight"
 
+    # -- out -----------------------------------------------------------------------------------------------
 
-def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [shard]
-    parts = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(parts, shard.contiguous(), group=group)
-    return parts
+    @torch.no_grad()
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) of this stage in a fixed order on the exporting rank; on all others nothing.
 
+        Every rank must walk it to its end: it takes part in a gather per split parameter. A tensor may be a view of the
+        parameter itself: read it before the next optimizer step.
+        """
+        for found, tensor in self._exported():
+            yield from self._joined(found, self._gathered(found, tensor))
 
-@torch.no_grad()
-def load_hf(model: GPTModel, folder: Path, architecture: str, dims: Dims, *, tp: int, tp_rank: int) -> None:
-    """Fill this rank's parameters from an HF safetensors folder, reading only what it holds."""
-    mapping, source = Mapping(architecture), _Folder(folder)
-    for name, parameter in global_names(model):
-        names, layout = mapping.find(
-            "embedding.word_embeddings.weight" if dims.tied and name == "output_layer.weight" else name
-        )
-        shard = layout.shard([source.read(hf_name) for hf_name in names], tp, tp_rank, dims)
-        if shard.shape != parameter.shape:
-            raise ConfigError(
-                "model.path",
-                str(folder),
-                f"{names} give a shard of {tuple(shard.shape)}, {name} needs {tuple(parameter.shape)}.",
+    def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+        """Name, dtype and shape of what `hf_tensors` yields, without touching a weight or another rank."""
+        if not self._parallel.exports:
+            return
+        for found, tensor in self._exported():
+            shards = self._degree(found) * (self._parallel.ep if found.rule.expert else 1)
+            for name, whole in self._joined(found, [torch.empty_like(tensor, device="meta")] * shards):
+                yield name, whole.dtype, whole.shape
+
+    def _exported(self) -> Iterator[tuple[Found, Tensor]]:
+        """The parameters in whose gathers this rank takes part."""
+        p = self._parallel
+        for found, tensor in self._tensors():
+            first_replica = p.edp_rank == 0 if found.rule.expert else p.dp_rank == 0 and p.cp_rank == 0
+            if first_replica and not self._is_tied_copy(found):
+                yield found, tensor
+
+    def _gathered(self, found: Found, shard: Tensor) -> list[Tensor]:
+        """Every rank's shard on the exporting rank; elsewhere nothing."""
+        group = self._parallel.expert_group if found.rule.expert else self._parallel.tp_group
+        if group.size() == 1 or not (found.rule.expert or found.rule.layout.split):
+            return [shard] if self._parallel.exports else []
+        parts = [torch.empty_like(shard) for _ in range(group.size())] if self._parallel.exports else None
+        dist.gather(shard.contiguous(), parts, group=group, group_dst=0)
+        return parts or []
+
+    def _joined(self, found: Found, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors from all shards; of routed experts, one for each expert-parallel rank in turn."""
+        degree = self._degree(found)
+        for owner, first in enumerate(range(0, len(parts), degree)):
+            names = found.hf_names(expert_offset=owner * self._experts_here)
+            yield from zip(names, found.rule.layout.join(parts[first : first + degree], self._dims), strict=True)
+
+    # -- in ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Fill this rank's weights from an HF folder. Raises WeightsError with the tensor that is missing, left over or
+        of another shape."""
+        with HFFolder(folder) as source:
+            for found, tensor in self._tensors():
+                names = ("model.embed_tokens.weight",) if self._is_tied_copy(found) else found.hf_names()
+                degree = self._degree(found)
+                whole = found.rule.layout.join([torch.empty_like(tensor, device="meta")] * degree, self._dims)
+                full = [source.read(name, meta.shape) for name, meta in zip(names, whole, strict=True)]
+                rank = self._parallel.etp_rank if found.rule.expert else self._parallel.tp_rank
+                tensor.copy_(found.rule.layout.shard(full, degree, rank % degree, self._dims))
+            source.check_nothing_left(self._mapping, self._is_for_this_rank)
+            dropped = source.mtp_names()
+        if dropped and self._parallel.is_first:
+            warnings.warn(
+                f"{folder}: left out {len(dropped)} tensors of multi-token prediction: {dropped}", stacklevel=2
             )
-        parameter.copy_(shard)
+
+    def _is_for_this_rank(self, hf_name: str) -> bool:
+        """Whether an HF tensor belongs to a layer and an expert that this rank holds, or that no rank holds."""
+        layer, expert = (re.search(rf"\.{kind}\.(\d+)\.", hf_name) for kind in ("layers", "experts"))
+        if layer is None:
+            return False
+        experts = range(self._first_expert, self._first_expert + self._experts_here)
+        return (int(layer[1]) in self._layers_here or int(layer[1]) >= self._num_layers) and (
+            expert is None or int(expert[1]) in experts or int(expert[1]) >= self._num_experts
+        )
 
 
-class _Folder:
-    """Tensors of an HF folder by name, from one file or an index of several."""
+def _layers(chunk: GPTModel) -> list[int]:
+    """A chunk's layers by their numbers in the whole model, from 0."""
+    return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file_of: dict[str, Any] = {}
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigError("model.path", str(folder), "The folder holds no .safetensors file.")
-        for file in files:
-            opened = safe_open(file, framework="pt")
-            self._file_of.update(dict.fromkeys(opened.keys(), opened))
 
-    def read(self, name: str) -> Tensor:
-        """One tensor."""
-        if name not in self._file_of:
-            raise ConfigError("model.path", str(self._folder), f"The tensor {name} is missing.")
-        return self._file_of[name].get_tensor(name)
+def _global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
+    """A chunk's own name, with the numbers of the whole model: `layers` by local number, experts from the first on."""
+    name = re.sub(r"(?<=\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name, count=1)
+    return re.sub(r"(?<=\.local_experts\.)\d+", lambda found: str(first_expert + int(found[0])), name)

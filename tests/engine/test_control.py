@@ -1,19 +1,27 @@
-"""The control plane against small real servers: all engines or none, and the order of a publish."""
+"""The control plane against small real servers: who fails is lost and told, and the order of an update."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 
 from asyncrl.engine.control import Fleet
+from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
 
-PUBLISH = ["/pause_generation", "/begin_weight_update", "SENT", "/update_weight_version", "/end_weight_update"]
+UPDATE = [
+    "/pause_generation",
+    "/begin_weight_update",
+    "SENT",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/continue_generation",
+]
 
 
 class Engine:
@@ -23,6 +31,7 @@ class Engine:
         self.calls: list[str] = []
         self.bodies: dict[str, dict[str, Any]] = {}
         self.faults: dict[str, tuple[int, dict[str, Any]]] = {}
+        self.once: dict[str, tuple[int, dict[str, Any]]] = {}
         self.version = "0"
         engine = self
 
@@ -39,7 +48,8 @@ class Engine:
                 engine.bodies[self.path] = body
                 if self.path == "/update_weight_version" and self.path not in engine.faults:
                     engine.version = body["new_version"]
-                self._answer(*engine.faults.get(self.path, (200, {"success": True, "message": ""})))
+                usual = engine.faults.get(self.path, (200, {"success": True, "message": ""}))
+                self._answer(*engine.once.pop(self.path, usual))
 
             def _answer(self, status: int, values: dict[str, Any]) -> None:
                 content = json.dumps(values).encode()
@@ -63,6 +73,19 @@ class Engine:
         self.thread.join()
 
 
+class Router:
+    """Notes who is added and removed."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[str, str]] = []
+
+    def add(self, url: str) -> None:
+        self.words.append(("add", url))
+
+    def remove(self, url: str) -> None:
+        self.words.append(("remove", url))
+
+
 @pytest.fixture
 def engines() -> Iterator[list[Engine]]:
     started = [Engine(), Engine()]
@@ -72,65 +95,135 @@ def engines() -> Iterator[list[Engine]]:
 
 
 @pytest.fixture
-def fleet(engines: list[Engine]) -> Iterator[Fleet]:
-    made = Fleet([engine.url for engine in engines], "key0", timeout=5.0)
+def router() -> Router:
+    return Router()
+
+
+@pytest.fixture
+def fleet(engines: list[Engine], router: Router) -> Iterator[Fleet]:
+    made = Fleet([engine.url for engine in engines], "key0", timeout=5.0, router=router)
     yield made
-    made._pool.shutdown()
-    made._http.close()
+    made.close()
 
 
-def sending(engines: list[Engine]) -> Callable[[], None]:
-    return lambda: [engine.calls.append("SENT") for engine in engines] and None
+def update(engines: list[Engine], fleet: Fleet, version: int = 4, mode: str = "in_place") -> None:
+    """A whole update, with a mark in the place of the bytes."""
+    protocol = Update(fleet, mode=mode)
+    with protocol.paused():
+        with protocol.session():
+            for engine in engines:
+                if engine.url in fleet.urls:
+                    engine.calls.append("SENT")
+        protocol.label(version)
 
 
-def test_publish_pauses_sends_names_the_version_after_the_last_byte_and_goes_on(engines, fleet) -> None:
-    with fleet.new_weights(4):
-        assert fleet.versions() == ["0", "0"]
-        sending(engines)()
+def test_update_pauses_sends_names_the_version_after_the_last_byte_and_goes_on(engines, fleet) -> None:
+    update(engines, fleet)
     for engine in engines:
-        assert engine.calls == [*PUBLISH, "/continue_generation"]
+        assert engine.calls == UPDATE
         assert engine.bodies["/pause_generation"] == {"mode": "in_place"}
         assert engine.bodies["/update_weight_version"] == {"new_version": "4", "abort_all_requests": False}
-    assert fleet.versions() == ["4", "4"]
+    assert set(fleet.versions().values()) == {"4"}
 
 
 def test_failure_while_sending_leaves_all_paused_and_the_old_version(engines, fleet) -> None:
-    with pytest.raises(EngineError, match="half-way"), fleet.new_weights(4):
-        raise EngineError("half-way")
-    assert all(engine.calls == PUBLISH[:2] for engine in engines)
-    assert fleet.versions() == ["0", "0"]
+    protocol = Update(fleet, mode="in_place")
+    with pytest.raises(RuntimeError, match="half-way"), protocol.paused(), protocol.session():
+        raise RuntimeError("half-way")
+    assert all(engine.calls == UPDATE[:2] for engine in engines)
+    assert set(fleet.versions().values()) == {"0"}
 
 
-@pytest.mark.parametrize("path", [path for path in PUBLISH if path != "SENT"])
+@pytest.mark.parametrize("path", [path for path in UPDATE if path not in ("SENT", "/begin_weight_update")])
 @pytest.mark.parametrize("fault", [(400, {"detail": "no"}), (200, {"success": False, "message": "no"})])
-def test_engine_that_refuses_is_named_and_nobody_goes_on(path: str, fault: tuple, engines, fleet) -> None:
+def test_engine_that_refuses_is_lost_and_told_and_the_others_go_on(path, fault, engines, fleet, router, capsys) -> None:
     engines[1].faults[path] = fault
-    with pytest.raises(EngineError) as caught, fleet.new_weights(4):
-        sending(engines)()
-    assert f"{engines[1].url}{path} answered {fault[0]}" in str(caught.value)
-    assert engines[0].url not in str(caught.value)
-    assert not any("/continue_generation" in engine.calls for engine in engines)
+    update(engines, fleet)
+    assert fleet.serving == [engines[0].url]
+    assert f"{engines[1].url}{path} answered {fault[0]}" in fleet.lost[engines[1].url]
+    assert ("remove", engines[1].url) in router.words
+    assert engines[1].url in capsys.readouterr().err
+    assert engines[0].calls == UPDATE
+    assert engines[0].version == "4"
+    if path != "/continue_generation":
+        assert "/continue_generation" not in engines[1].calls
 
 
-def test_engine_that_still_reports_the_old_version_keeps_the_fleet_paused(engines, fleet) -> None:
+def test_engine_that_still_reports_the_old_version_is_lost(engines, fleet) -> None:
     engines[0].faults["/update_weight_version"] = (200, {"success": True})
-    with pytest.raises(EngineError, match=r"after publishing version 4 the engines report"), fleet.new_weights(4):
-        sending(engines)()
-    assert not any("/continue_generation" in engine.calls for engine in engines)
+    update(engines, fleet)
+    assert fleet.serving == [engines[1].url]
+    assert "reports version 0 after version 4" in fleet.lost[engines[0].url]
+    assert "/continue_generation" not in engines[0].calls
 
 
-def test_all_engines_are_asked_and_every_refusal_is_told(engines, fleet) -> None:
+def test_engine_that_is_gone_is_lost(engines, fleet) -> None:
+    gone = Fleet([engines[0].url, "http://127.0.0.1:9"], "key0", timeout=5.0)
+    assert list(gone.call("/pause_generation")) == [engines[0].url]
+    assert "http://127.0.0.1:9/pause_generation: ConnectError" in gone.lost["http://127.0.0.1:9"]
+    gone.close()
+
+
+def test_losing_the_last_engine_is_an_error_that_tells_every_loss(engines, fleet) -> None:
     for engine in engines:
         engine.faults["/flush_cache"] = (400, {})
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(EngineError, match="no engine is left") as caught:
         fleet.call("/flush_cache")
     assert all(engine.url in str(caught.value) for engine in engines)
 
 
-def test_engine_that_is_gone_is_named(engines, fleet) -> None:
-    gone = Fleet([engines[0].url, "http://127.0.0.1:9"], "key0", timeout=5.0)
-    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9/pause_generation: ConnectError"):
-        gone.call("/pause_generation")
-    assert engines[0].calls == ["/pause_generation"]
-    gone._pool.shutdown()
-    gone._http.close()
+def test_requests_of_a_lost_engine_are_aborted_so_that_they_can_be_asked_elsewhere(engines, fleet) -> None:
+    fleet.lose(engines[0].url, "for a test")
+    fleet._pool.shutdown(wait=True)
+    assert engines[0].bodies["/pause_generation"] == {"mode": "abort"}
+    assert engines[1].calls == []
+
+
+def test_server_without_sessions_is_updated_without_them_and_asked_once(engines, fleet) -> None:
+    for engine in engines:
+        engine.faults["/begin_weight_update"] = (404, {"detail": "Not Found"})
+    protocol = Update(fleet, mode="in_place")
+    for _ in range(2):
+        with protocol.session():
+            pass
+    assert all(engine.calls == ["/begin_weight_update"] for engine in engines)
+    assert len(fleet.serving) == 2
+
+
+def test_session_that_a_dead_trainer_left_open_is_closed_first(engines, fleet) -> None:
+    engines[0].once["/begin_weight_update"] = (400, {"success": False, "message": "a session is already open"})
+    update(engines, fleet)
+    again = ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+    assert engines[0].calls == [UPDATE[0], *again, *UPDATE[2:]]
+    assert engines[1].calls == UPDATE
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_caches_are_flushed_until_it_succeeds_unless_requests_keep_them(mode, engines, fleet) -> None:
+    engines[0].once["/flush_cache"] = (400, {})
+    update(engines, fleet, mode=mode)
+    assert engines[0].calls[:3] == ["/pause_generation", "/flush_cache", "/flush_cache"]
+    assert engines[1].calls[:2] == ["/pause_generation", "/flush_cache"]
+    assert fleet.lost == {}
+
+
+def test_engine_that_joins_gets_the_update_and_then_serves(engines, router) -> None:
+    fleet = Fleet([engines[0].url], "key0", timeout=5.0, router=router)
+    fleet.join(engines[1].url)
+    assert fleet.serving == [engines[0].url]
+    update(engines, fleet)
+    assert engines[1].calls == UPDATE
+    assert fleet.serving == [engine.url for engine in engines]
+    assert fleet.joining == []
+    assert router.words == [("add", engines[1].url)]
+    fleet.close()
+
+
+def test_engine_that_fails_while_it_joins_is_never_routed_to(engines, router) -> None:
+    fleet = Fleet([engines[0].url], "key0", timeout=5.0, router=router)
+    fleet.join(engines[1].url)
+    engines[1].faults["/end_weight_update"] = (400, {})
+    update(engines, fleet)
+    assert fleet.serving == [engines[0].url]
+    assert ("add", engines[1].url) not in router.words
+    fleet.close()

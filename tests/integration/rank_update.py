@@ -1,7 +1,7 @@
-"""One trainer rank of a layout test: python rank_update.py FOLDER, under torchrun.
+"""One trainer rank of a layout test: python rank_update.py NAME FOLDER..., under torchrun.
 
-Loads FOLDER/model, trains FOLDER/groups.msgpack for two updates with the settings in FOLDER/config.json, and writes
-figures and weights for the test to compare.
+In each FOLDER it loads model/, trains groups.msgpack for two updates with the settings of config.json, and writes
+figures and weights under NAME for the test to compare. One launch serves several models of one layout.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from asyncrl.types import Group  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 
 
-def main(folder: Path) -> None:
-    config = read(folder)
-    parallel = initialize(config.trainer, gpu=False, seed=0, timeout=120.0)
-    policy = Policy(config, folder / "model", parallel)
-    groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
-    figures = [policy.update(groups) for _ in range(2)]
-    save_hf(folder / f"out-{sys.argv[2]}", folder / "model", policy.hf_tensors(), parallel, config.trainer.dtype)
-    if parallel.is_first:
-        (folder / f"figures-{sys.argv[2]}.json").write_text(json.dumps(figures))
+def main(name: str, folders: list[Path]) -> None:
+    parallel = initialize(read(folders[0]).trainer, gpu=False, seed=0, timeout=120.0)
+    for folder in folders:
+        config = read(folder)
+        policy = Policy(config, folder / "model", parallel)
+        groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+        figures = [policy.update(groups) for _ in range(2)]
+        stream = policy.weights.hf_tensors()
+        save_hf(folder / f"out-{name}", folder / "model", stream, parallel, config.trainer.dtype)
+        if parallel.is_first:
+            (folder / f"figures-{name}.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], [Path(folder) for folder in sys.argv[2:]])

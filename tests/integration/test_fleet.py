@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from asyncrl.addresses import Addresses
-from asyncrl.config import load
 from asyncrl.engine.client import Client
 from asyncrl.engine.control import Fleet
-from asyncrl.engine.router import wait_until_ready
+from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
-from asyncrl.launch.machine import choose_ports
-from asyncrl.launch.main import CONF
-from asyncrl.launch.plan import plan
-from asyncrl.models import catalog
 from asyncrl.types import Completion
+from tests.integration.fleet import engines
 
 pytestmark = pytest.mark.integration
 
@@ -32,37 +22,8 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     """The launcher's own engine and router, without the rest of a run."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
-    config, folder = load(raw), tmp_path_factory.mktemp("fleet")
-    ports = choose_ports(config)
-    made = Addresses(
-        "fleet-test",
-        "the-run's-key",
-        catalog.resolve("builtin:tiny"),
-        tuple(f"http://127.0.0.1:{port}" for port in ports.engines),
-        f"http://127.0.0.1:{ports.router}",
-        f"http://127.0.0.1:{ports.rollout}",
-        0,
-        0.0,
-    )
-    children = []
-    for spec in plan(config, made, ports, folder, None):
-        if spec.name.startswith(("engine", "router")):
-            with (folder / f"{spec.name}.log").open("w") as log:
-                children.append(
-                    subprocess.Popen(
-                        spec.argv, env={**os.environ, **spec.env}, stdout=log, stderr=log, start_new_session=True
-                    )
-                )
-    try:
-        asyncio.run(wait_until_ready(made, 180.0))
-        yield made
-    finally:
-        for child in children:
-            os.killpg(child.pid, signal.SIGTERM)
-        for child in children:
-            child.wait(30)
+    with engines(tmp_path_factory.mktemp("fleet")) as started:
+        yield started.addresses
 
 
 def _client(addresses: Addresses, key: str | None = None, run: str = "t") -> Client:
@@ -115,23 +76,27 @@ def test_the_runs_key_guards_router_engine_and_control(addresses: Addresses) -> 
         asyncio.run(ask())
 
 
-def test_control_names_the_engine_and_its_answer_when_it_refuses(addresses: Addresses) -> None:
+def test_engine_that_refuses_is_lost_with_its_own_words(addresses: Addresses) -> None:
     fleet = Fleet(addresses.engines, addresses.api_key, 30.0)
     with pytest.raises(EngineError, match=f"{addresses.engines[0]}/update_weights_from_tensor answered"):
         fleet.call("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"], "flush_cache": False})
+    fleet.close()
 
 
 def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(addresses: Addresses) -> None:
     """Ends the module: the engine serves another version afterwards."""
     fleet = Fleet(addresses.engines, addresses.api_key, 30.0)
+    protocol = Update(fleet, mode="in_place")
 
     async def publish_during(client: Client, version: int) -> list[Completion]:
         running = asyncio.gather(*[client.generate()([12, 1, 2, 3, 11]) for _ in range(64)])
         await asyncio.sleep(0.05)
 
         def publish() -> None:
-            with fleet.new_weights(version):
-                pass
+            with protocol.paused():
+                with protocol.session():
+                    pass
+                protocol.label(version)
 
         await asyncio.to_thread(publish)
         return await running

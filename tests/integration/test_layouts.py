@@ -25,7 +25,13 @@ LAYOUTS = {
         "trainer.sequence_parallel=true",
         "weights.transport=distributed",
     ],
-    "pp2-over-broadcast": ["trainer.pipeline_parallel=2", "weights.transport=distributed", "engine.count=2"],
+    "pp2-over-broadcast": [
+        "trainer.pipeline_parallel=2",
+        "weights.transport=distributed",
+        "weights.staging=stream",
+        "engine.count=2",
+    ],
+    "pp2-over-delta": ["trainer.pipeline_parallel=2", "weights.transport=delta", "weights.verify_every=1"],
 }
 SYNCHRONOUS = [
     "rollout.max_staleness=0",
@@ -42,6 +48,7 @@ def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layo
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5]
     assert max(step["staleness/max"] for step in steps) == 0
     assert max(step["logprob_gap/max"] for step in steps) < 1e-4
+    assert steps[0]["time/verify"] > 0  # every run's first publish is verified
     assert min(step["grad_norm"] for step in steps) > 0  # the weights did change between publishes
     nothing_is_left(tmp_path / "run")
 

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from asyncrl.config import load
+from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
@@ -31,10 +33,82 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2},
     "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
     "pp2": {"pipeline_parallel": 2, "micro_batch_tokens": 60},
+    "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_tokens": 60},
     "dp2": {"data_parallel": 2},
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "ep2": {"data_parallel": 2, "expert_parallel": 2, "micro_batch_tokens": 60},
+    "tp2-sp-etp1": {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
+    "tp2-sp-ep2": {
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel": 1,
+        "expert_parallel": 2,
+    },
+    "etp2-ep2": {
+        "data_parallel": 4,
+        "expert_tensor_parallel": 2,
+        "expert_parallel": 2,
+        "micro_batch_tokens": 60,
+    },
+    "pp2-vpp2-ep2": {
+        "pipeline_parallel": 2,
+        "virtual_pipeline": 2,
+        "data_parallel": 2,
+        "expert_parallel": 2,
+        "micro_batch_tokens": 60,
+    },
 }
-MODELS = {"llama-tied": ("llama", True), "qwen3-untied": ("qwen3", False)}
+SHARED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-tied": {"arch": "llama", "layers": 4, "tied": True},
+    "qwen3-untied": {"arch": "qwen3", "layers": 4},
+    "qwen3-moe": {
+        "arch": "qwen3_moe",
+        "layers": 4,
+        "fields": {
+            "num_experts": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0, 2],  # under pp2-vpp2 the first stage then holds no expert at all
+        },
+    },
+    "glm4-moe": {
+        "arch": "glm4_moe",
+        "layers": 4,
+        "fields": {**SHARED, "attention_bias": True, "use_qk_norm": True},
+    },
+    "deepseek": {
+        "arch": "deepseek_v3",
+        "layers": 4,
+        "kv_heads": 4,
+        "fields": {
+            **SHARED,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "head_dim": 4,
+        },
+    },
+}
+DENSE = ["llama-tied", "qwen3-untied"]
+WITHOUT_EXPERTS = [name for name, settings in LAYOUTS.items() if not any("expert" in field for field in settings)]
+CASES = [
+    *((layout, model) for model in DENSE for layout in WITHOUT_EXPERTS if layout != "single"),
+    *((layout, "qwen3-moe") for layout in LAYOUTS if layout not in ("single", "unshared", "tp2", "tp2-pp2")),
+    *((layout, model) for model in ("glm4-moe", "deepseek") for layout in ("tp2-sp-ep2", "pp2-vpp2-ep2")),
+]  # Megatron trains experts under tensor parallelism with sequence parallelism only
 
 
 def _groups(seed: int) -> list[Group]:
@@ -60,32 +134,29 @@ def _groups(seed: int) -> list[Group]:
     return groups
 
 
-@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model and a batch."""
-    arch, tied = request.param
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small random models, each with a batch."""
     made = tmp_path_factory.mktemp("layouts")
-    write_random_model(
-        made / "model",
-        arch,
-        vocab=VOCAB,
-        hidden=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=48,
-        tied=tied,
-        seed=1,
-        dtype="float32",
-    )
-    (made / "groups.msgpack").write_bytes(msgspec.msgpack.encode(_groups(seed=3)))
+    sizes = {"vocab": VOCAB, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    for name, model in MODELS.items():
+        write_random_model(made / name / "model", **{**sizes, "tied": False, "seed": 1, "dtype": "float32", **model})
+        (made / name / "groups.msgpack").write_bytes(msgspec.msgpack.encode(_groups(seed=3)))
     return made
 
 
-def _update(
-    folder: Path, name: str, settings: dict[str, Any]
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Figures of two updates, and the weights after them."""
+Outcome = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
+"""Figures of two updates, and the weights after them."""
+
+
+@cache
+def _updated(folder: Path, layout: str) -> dict[str, Outcome]:
+    """What comes of every model that has a case in this layout, in one launch."""
+    models = list(MODELS) if layout == "single" else [model for name, model in CASES if name == layout]
+    return _launch(folder, layout, models, LAYOUTS[layout])
+
+
+def _launch(folder: Path, name: str, models: list[str], settings: dict[str, Any]) -> dict[str, Outcome]:
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(
             compose("train", ["experiment=tiny", "algo.loss=decoupled_ppo"]), resolve=True
@@ -96,32 +167,29 @@ def _update(
         1e-3  # a smooth update: with a tiny eps, Adam's first steps are signs of rounding
     )
     config = load(raw)
-    (folder / "config.json").write_text(config.model_dump_json())
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={config.trainer.world_size}",
-    ]
-    script = Path(__file__).with_name("rank_update.py")
-    done = subprocess.run([*command, str(script), str(folder), name], capture_output=True, text=True, timeout=240)
+    for model in models:
+        check_model(config, json.loads((folder / model / "model" / "config.json").read_text()))
+        (folder / model / "config.json").write_text(config.model_dump_json())
+    ranks = f"--nproc-per-node={config.trainer.world_size}"
+    script = str(Path(__file__).with_name("rank_update.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, script, name]
+    folders = [str(folder / model) for model in models]
+    done = subprocess.run([*command, *folders], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
+    return {model: _outcome(folder / model, name) for model in models}
+
+
+def _outcome(folder: Path, name: str) -> Outcome:
     files = sorted((folder / f"out-{name}").glob("*.safetensors"))
     weights = {key: tensor for file in files for key, tensor in load_file(file).items()}
     return json.loads((folder / f"figures-{name}.json").read_text()), weights
 
 
-@pytest.fixture(scope="module")
-def single(folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """The reference: one rank, shared prompts, one micro-batch."""
-    return _update(folder, "single", {})
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
-def test_loss_gradient_and_new_weights_do_not_depend_on_the_layout(folder: Path, single: Any, layout: str) -> None:
-    figures, weights = _update(folder, layout, LAYOUTS[layout])
-    for mine, reference in zip(figures, single[0], strict=True):
+@pytest.mark.parametrize(("layout", "model"), CASES)
+def test_loss_gradient_and_new_weights_do_not_depend_on_the_layout(folder: Path, layout: str, model: str) -> None:
+    figures, weights = _updated(folder, layout)[model]
+    reference, reference_weights = _updated(folder, "single")[model]
+    for mine, theirs in zip(figures, reference, strict=True):
         for name in (
             "loss",
             "grad_norm",
@@ -131,30 +199,50 @@ def test_loss_gradient_and_new_weights_do_not_depend_on_the_layout(folder: Path,
             "tokens/trained",
             "correction/capped",
         ):
-            assert mine[name] == pytest.approx(reference[name], rel=2e-5, abs=2e-6), name
-    assert weights.keys() == single[1].keys()
+            assert mine[name] == pytest.approx(theirs[name], rel=2e-5, abs=2e-6), name
+    assert weights.keys() == reference_weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(
-            tensor, single[1][name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            tensor, reference_weights[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
-def test_a_bad_step_leaves_the_weights_and_the_schedule_as_they_were(folder: Path) -> None:
-    figures, weights = _update(folder, "bad", {"bad_grad_norm": 1e-9, "on_bad_step": "skip"})
+def test_every_weight_is_trained(folder: Path) -> None:
+    """Or agreement between layouts would say little."""
+    for model, (_, weights) in _updated(folder, "single").items():
+        start = load_file(folder / model / "model" / "model.safetensors")
+        same = [name for name, tensor in weights.items() if tensor.equal(start[name])]
+        assert all(name.endswith("e_score_correction_bias") for name in same), same
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [("llama-tied", {}), ("glm4-moe", {**LAYOUTS["pp2-vpp2-ep2"], "dtype": "bfloat16"})],
+    ids=["one-rank", "bfloat16-experts"],
+)
+def test_a_bad_step_leaves_the_weights_and_the_schedule_as_they_were(
+    folder: Path, model: str, settings: dict[str, Any]
+) -> None:
+    """In bfloat16 the router's bias stays float32, to the bit."""
+    bad = {"bad_grad_norm": 1e-9, "on_bad_step": "skip"}
+    figures, weights = _launch(folder, "bad", [model], {**settings, **bad})[model]
     assert [step["step/bad"] for step in figures] == [1.0, 1.0]
     assert figures[0]["grad_norm"] == figures[1]["grad_norm"] > 1e-9
-    start = load_file(folder / "model" / "model.safetensors")
+    start = load_file(folder / model / "model" / "model.safetensors")
+    assert weights.keys() == start.keys()
     for name, tensor in start.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=0)
+        kept = "dtype" not in settings or name.endswith("e_score_correction_bias")
+        torch.testing.assert_close(weights[name], tensor if kept else tensor.bfloat16(), rtol=0, atol=0)
 
 
-def test_the_loss_is_that_of_transformers_and_plain_autograd(folder: Path, single: Any) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_that_of_transformers_and_plain_autograd(folder: Path, name: str) -> None:
     """An independent implementation: HF's model, one sequence at a time, the formula written out."""
     from transformers import AutoModelForCausalLM
 
     from asyncrl.algo.samples import build_samples
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / name / "model", dtype=torch.float32)
     samples = [s for g in build_samples(_groups(3), advantage="grpo", aggregation="token", longest=3) for s in g]
     loss = torch.zeros(())
     for sample in samples:
@@ -169,7 +257,10 @@ def test_the_loss_is_that_of_transformers_and_plain_autograd(folder: Path, singl
         loss = loss + sample.token_weight * ((-weight * ratio * sample.advantage - 0.01 * entropy) * mask).sum()
     loss.backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
-    assert single[0][0]["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-    assert single[0][0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    transformers_loads_the_export = AutoModelForCausalLM.from_pretrained(folder / "out-single", dtype=torch.float32)
+    first = _updated(folder, "single")[name][0][0]
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    transformers_loads_the_export = AutoModelForCausalLM.from_pretrained(
+        folder / name / "out-single", dtype=torch.float32
+    )
     assert transformers_loads_the_export.config.architectures == model.config.architectures

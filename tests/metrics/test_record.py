@@ -22,7 +22,7 @@ from asyncrl.types import Batch, Group, Trajectory, Turn
 from tests.fakes import FakeClient, completion, group
 
 TRAINER = Path(inspect.getfile(StepLog)).parent.parent / "trainer"
-SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0}
+SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0, "verify": 0.0, "engines": 1.0}
 
 
 def rollout_figures() -> dict[str, float]:

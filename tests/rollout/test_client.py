@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -176,6 +177,70 @@ def broken(change: Callable[[list[dict[str, Any]]], Any]) -> FakeEngine:
     return FakeEngine(answer)
 
 
+# --- answers that an update of the weights aborts ------------------------------------------------------------
+
+ALPHABET = list(range(100, 108))  # what the policy writes: the token follows from the place
+
+
+def cut_at(places: list[int], stop: int | None, limit: int) -> FakeEngine:
+    """An engine that writes 100, 101, ... and aborts its n-th request after places[n] more tokens, each in a version of
+    its own; as SGLang does, an abort hides that the last token was a stop token or the limit's."""
+
+    def answer(request: dict[str, Any]) -> bytes:
+        number = len(engine.requests) - 1
+        begun = len(request["input_ids"]) - len(PROMPT)
+        room = request["sampling_params"]["max_new_tokens"]
+        ids = ALPHABET[begun : begun + room]
+        if stop is not None and stop in ids:
+            ids = ids[: ids.index(stop) + 1]
+        finish = "stop" if ids and ids[-1] == stop else "length"
+        if number < len(places) and places[number] <= len(ids):
+            ids, finish = ids[: places[number]], "abort"
+        spans = [VersionSpan(number // 2, 0, len(ids))] if ids else []
+        return stream(pieces(Completion(ids, [-0.5 * i for i in ids], spans, finish)))
+
+    engine = FakeEngine(answer)
+    return engine
+
+
+@given(st.lists(st.integers(0, 5), max_size=5), st.sampled_from([None, *ALPHABET]), st.integers(1, len(ALPHABET)))
+def test_aborted_answer_goes_on_from_its_last_token_as_if_nothing_had_happened(places, stop, limit) -> None:
+    engine = cut_at(places, stop, limit)
+    settings = {"max_new_tokens": limit, "stop_token_ids": [] if stop is None else [stop]}
+    (found,) = asked(engine, siblings, **settings)
+    (whole,) = asked(cut_at([], stop, limit), siblings, **settings)
+    assert (found.token_ids, found.logprobs, found.finish_reason) == (
+        whole.token_ids,
+        whole.logprobs,
+        whole.finish_reason,
+    )
+    versions = [span.version for span in found.versions]
+    assert versions == sorted(set(versions))
+    for request, later in pairwise(engine.requests):
+        assert later["input_ids"][: len(request["input_ids"])] == request["input_ids"]
+        assert later["rid"] != request["rid"]
+
+
+def test_each_sibling_goes_on_by_itself() -> None:
+    def answer(request: dict[str, Any]) -> bytes:
+        if len(engine.requests) == 1:
+            cut = Completion([100], [-1.0], [VersionSpan(0, 0, 1)], "abort")
+            return stream([*pieces(cut, 0), *pieces(completion(tokens=2), 1)])
+        return stream(pieces(Completion([101], [-2.0], [VersionSpan(1, 0, 1)], "stop")))
+
+    engine = FakeEngine(answer)
+    first, second = asked(engine, lambda client: siblings(client, 2))
+    assert (first.token_ids, first.versions) == ([100, 101], [VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)])
+    assert second == completion(tokens=2)
+    assert [len(request["input_ids"]) for request in engine.requests] == [len(PROMPT), len(PROMPT) + 1]
+
+
+def test_answer_that_is_aborted_without_end_is_an_error() -> None:
+    engine = FakeEngine(lambda _: stream(pieces(Completion([], [], [], "abort"))))
+    with pytest.raises(EngineError, match="ended a request with 'abort'"):
+        asked(engine, siblings)
+
+
 def spans(*bounds: tuple[int, int]) -> Callable[[list[dict[str, Any]]], None]:
     return lambda events: events[-1]["meta_info"].update(
         weight_versions=[{"version": "0", "start": start, "end": end} for start, end in bounds]
@@ -186,7 +251,10 @@ FAULTS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
     "cut": (lambda events: stream(events[:-1]), "ended after 2 tokens, without a finish reason"),
     "cut inside an event": (lambda events: stream(events)[:-40], "without a finish reason"),
     "refused": (lambda _: httpx.Response(503, text="no workers"), "the router answered 503: no workers"),
-    "aborted": (lambda e: e[-1]["meta_info"].update(finish_reason={"type": "abort"}), "ended a request with 'abort'"),
+    "refused by the engine": (
+        lambda e: e[-1]["meta_info"].update(finish_reason={"type": "abort", "message": "too long", "status_code": 400}),
+        r"ended a request with 'abort' \(too long\)",
+    ),
     "old SGLang": (lambda events: events[-1]["meta_info"].pop("weight_versions") and None, "no weight_versions"),
     "spans end early": (spans((0, 3)), "do not cover 4 tokens"),
     "spans end late": (spans((0, 5)), "do not cover 4 tokens"),

@@ -1,14 +1,15 @@
-"""Buckets: every tensor once, in order, within the limit, one dtype, without gaps."""
+"""Buckets: every tensor once, in order, within the limit, aligned, without gaps."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.weights.bucket import plan_buckets
+from asyncrl.weights.bucket import fill, nbytes, plan_buckets
 
 tensors = st.lists(
     st.tuples(
@@ -20,38 +21,61 @@ tensors = st.lists(
 
 
 @given(tensors, st.integers(1, 200))
-def test_every_tensor_is_planned_once_in_order_and_whole(described, limit) -> None:
-    entries = [entry for bucket in plan_buckets(iter(described), limit) for entry in bucket]
-    assert [(entry.name, entry.dtype, entry.shape) for entry in entries] == described
-    assert all(entry.end - entry.start == entry.shape.numel() * entry.dtype.itemsize for entry in entries)
+def test_every_tensor_is_planned_once_and_whole_and_buckets_follow_the_order(described, limit) -> None:
+    buckets = plan_buckets(iter(described), limit)
+    rest = list(described)
+    for bucket in buckets:
+        here, rest = rest[: len(bucket)], rest[len(bucket) :]
+        assert sorted((e.name, str(e.dtype), e.shape) for e in bucket) == sorted((n, str(d), s) for n, d, s in here)
+        assert all(entry.end - entry.start == entry.shape.numel() * entry.dtype.itemsize for entry in bucket)
+    assert not rest
 
 
 @given(tensors, st.integers(1, 200))
-def test_bucket_is_contiguous_of_one_dtype_and_aligned_to_it(described, limit) -> None:
+def test_bucket_has_no_gaps_and_every_tensor_is_aligned_to_its_dtype(described, limit) -> None:
     for bucket in plan_buckets(described, limit):
         assert bucket[0].start == 0
         assert all(first.end == second.start for first, second in pairwise(bucket))
-        assert len({entry.dtype for entry in bucket}) == 1
         assert all(entry.start % entry.dtype.itemsize == 0 for entry in bucket)
 
 
 @given(tensors, st.integers(1, 200))
 def test_bucket_is_within_the_limit_unless_one_tensor_alone_is_larger_and_none_is_cut_short(described, limit) -> None:
     buckets = plan_buckets(described, limit)
+    first_of = {name: shape.numel() * dtype.itemsize for name, dtype, shape in described}
+    order = {name: place for place, (name, _, _) in enumerate(described)}
     for bucket in buckets:
-        assert bucket[-1].end <= limit or len(bucket) == 1
+        assert nbytes(bucket) <= limit or len(bucket) == 1
     for first, second in pairwise(buckets):
-        full = first[-1].end + second[0].end > limit
-        assert full or first[-1].dtype != second[0].dtype
+        following = min((entry.name for entry in second), key=order.__getitem__)
+        assert nbytes(first) + first_of[following] > limit
 
 
 def test_by_hand() -> None:
     described = [
         (name, torch.float32, torch.Size([n])) for name, n in (("a", 2), ("b", 2), ("c", 1), ("d", 9), ("e", 1))
     ]
-    described.append(("f", torch.bfloat16, torch.Size([1])))
+    described.insert(2, ("h", torch.bfloat16, torch.Size([1])))
     planned = [[(e.name, e.start, e.end) for e in bucket] for bucket in plan_buckets(described, 16)]
-    assert planned == [[("a", 0, 8), ("b", 8, 16)], [("c", 0, 4)], [("d", 0, 36)], [("e", 0, 4)], [("f", 0, 2)]]
+    assert planned == [[("a", 0, 8), ("b", 8, 16)], [("c", 0, 4), ("h", 4, 6)], [("d", 0, 36)], [("e", 0, 4)]]
+
+
+@given(tensors, st.integers(1, 200))
+def test_filled_buckets_hold_every_tensor_bit_for_bit(described, limit) -> None:
+    given_ = {n: torch.randint(0, 256, (s.numel() * d.itemsize,), dtype=torch.uint8) for n, d, s in described}
+    stream = ((name, given_[name].view(dtype).view(shape)) for name, dtype, shape in described)
+    for bucket in plan_buckets(described, limit):
+        flat = torch.zeros(nbytes(bucket), dtype=torch.uint8)
+        fill(flat, bucket, stream)
+        for entry in bucket:
+            assert flat[entry.start : entry.end].equal(given_[entry.name])
+    assert next(stream, None) is None
+
+
+def test_a_stream_in_another_order_is_refused() -> None:
+    plan = plan_buckets([("a", torch.float32, torch.Size([1])), ("b", torch.float32, torch.Size([1]))], 4)
+    with pytest.raises(AssertionError, match="gave b"):
+        fill(torch.zeros(4, dtype=torch.uint8), plan[0], iter([("b", torch.zeros(1))]))
 
 
 def test_nothing_to_send_is_no_bucket() -> None:

@@ -1,122 +1,134 @@
-"""Megatron shards join to the very HF tensors that they came from."""
+"""Megatron shards join to the very HF tensors that they came from, and every HF tensor of a family has its place."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from torch import Tensor
 
-from asyncrl.weights.names import FAMILIES, Dims, Mapping, Rule
-from asyncrl.weights.reshard import dims_of
+from asyncrl.errors import WeightsError
+from asyncrl.models.architectures import ARCHITECTURES
+from asyncrl.models.tiny import write_random_model
+from asyncrl.weights import layouts
+from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, Dims, Layout, dims_of
+from asyncrl.weights.names import FAMILIES, Mapping
 
-ARCHITECTURES = sorted(FAMILIES)
-HIDDEN, LAYERS = 24, 2
+HIDDEN = 8
+ONE = Dims(heads=1, kv_heads=1, head_dim=1, vocab=5, tied=False)
+
+# --- layouts ------------------------------------------------------------------------------------------------
 
 
 @st.composite
-def dims(draw: st.DrawFn, kv_heads: tuple[int, ...] = (4, 8)) -> Dims:
+def dims(draw: st.DrawFn) -> Dims:
     """Any grouping of heads that 4 ranks can share, any vocabulary."""
-    shared = draw(st.sampled_from(kv_heads))
+    shared = draw(st.sampled_from([4, 8]))
     heads = shared * draw(st.sampled_from([1, 2, 3]))
-    return Dims(heads, shared, draw(st.sampled_from([4, 6])), draw(st.integers(5, 40)), draw(st.booleans()))
+    return Dims(heads, shared, draw(st.sampled_from([2, 3])), draw(st.integers(5, 40)), draw(st.booleans()))
 
 
-def shapes(d: Dims) -> dict[str, tuple[int, ...]]:
-    """HF's shapes, by the last words of their names."""
-    queries, keys, inner = d.heads * d.head_dim, d.kv_heads * d.head_dim, 32
-    return {
-        "embed_tokens": (d.vocab, HIDDEN),
-        "lm_head": (d.vocab, HIDDEN),
-        "q_proj": (queries, HIDDEN),
-        "k_proj": (keys, HIDDEN),
-        "v_proj": (keys, HIDDEN),
-        "o_proj": (HIDDEN, queries),
-        "gate_proj": (inner, HIDDEN),
-        "up_proj": (inner, HIDDEN),
-        "down_proj": (HIDDEN, inner),
-        "q_norm": (d.head_dim,),
-        "k_norm": (d.head_dim,),
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
-        "norm": (HIDDEN,),
+def shapes(layout: Layout, d: Dims) -> list[tuple[int, ...]]:
+    """HF's shapes of what one parameter holds."""
+    keys = (d.kv_heads * d.head_dim, HIDDEN)
+    found: dict[Layout, list[tuple[int, ...]]] = {
+        WHOLE: [(HIDDEN,)],
+        COLUMN: [(12, HIDDEN)],
+        ROW: [(HIDDEN, 12)],
+        VOCAB: [(d.vocab, HIDDEN)],
+        QKV: [(d.heads * d.head_dim, HIDDEN), keys, keys],
+        GATE_UP: [(12, HIDDEN), (12, HIDDEN)],
     }
+    return found[layout]
 
 
-def full_tensors(rule: Rule, d: Dims, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    sizes = shapes(d)
-    return [torch.randn(sizes[name.split(".")[-2]], generator=generator).to(dtype) for name in rule.hf]
+def test_every_layout_is_tested_here() -> None:
+    assert {value for value in vars(layouts).values() if isinstance(value, Layout)} == {
+        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP,
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP])
 @given(dims(), st.sampled_from([1, 2, 4]), st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=60)
-def test_join_of_all_shards_is_byte_equal_to_the_original(architecture, d, tp, seed, dtype) -> None:
-    for rule in FAMILIES[architecture]:
-        original = full_tensors(rule, d, seed, dtype)
-        parts = [rule.layout.shard(original, tp, rank, d) for rank in range(tp)]
-        assert len({part.shape for part in parts}) == 1  # a gather needs equal shapes
-        joined = rule.layout.join(parts if rule.layout.split else parts[:1], d)
-        assert len(joined) == len(original)
-        for one, two in zip(original, joined, strict=True):
-            assert one.shape == two.shape
-            assert one.contiguous().view(torch.uint8).equal(two.contiguous().view(torch.uint8)), rule.megatron
+def test_join_of_all_shards_is_byte_equal_to_the_original_and_no_rank_holds_more(layout, d, tp, seed, dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    original = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes(layout, d)]
+    parts = [layout.shard(original, tp, rank, d) for rank in range(tp)]
+    assert len({part.shape for part in parts}) == 1  # a gather needs equal shapes
+    joined = layout.join(parts if layout.split else parts[:1], d)
+    for one, two in zip(original, joined, strict=True):
+        assert one.shape == two.shape
+        assert one.contiguous().view(torch.uint8).equal(two.contiguous().view(torch.uint8))
+    if layout.split:
+        padding = -d.vocab % tp * HIDDEN if layout is VOCAB else 0
+        assert sum(part.numel() for part in parts) == sum(tensor.numel() for tensor in original) + padding
+    else:
+        assert all(part.equal(original[0]) for part in parts)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@given(dims(kv_heads=(1, 2, 4)), st.integers(0, 10**6))
+@given(dims(), st.sampled_from([1, 2, 4]))
 @settings(max_examples=20)
-def test_layouts_marked_whole_are_the_same_on_every_rank_and_the_others_hold_a_share(architecture, d, seed) -> None:
-    for rule in FAMILIES[architecture]:
-        original = full_tensors(rule, d, seed)
-        degree = d.kv_heads
-        parts = [rule.layout.shard(original, degree, rank, d) for rank in range(degree)]
-        if rule.layout.split:
-            rows = "embed_tokens" in rule.hf[0] or "lm_head" in rule.hf[0]
-            padding = -d.vocab % degree * HIDDEN if rows else 0
-            assert sum(part.numel() for part in parts) == sum(tensor.numel() for tensor in original) + padding
-        else:
-            assert all(part.equal(original[0]) for part in parts)
+def test_biases_of_queries_keys_and_values_are_laid_out_as_their_matrices(d, tp) -> None:
+    whole = [torch.arange(shape[0]) + 100 * i for i, shape in enumerate(shapes(QKV, d))]
+    for rank in range(tp):
+        as_matrix = QKV.shard([bias[:, None] for bias in whole], tp, rank, d)
+        assert QKV.shard(whole, tp, rank, d).equal(as_matrix[:, 0])
+    joined = QKV.join([QKV.shard(whole, tp, rank, d) for rank in range(tp)], d)
+    assert all(one.equal(two) for one, two in zip(whole, joined, strict=True))
+
+
+def column(*numbers: int) -> Tensor:
+    return torch.tensor(numbers)[:, None]
 
 
 def test_queries_keys_and_values_interleave_by_key_value_head() -> None:
     d = Dims(heads=4, kv_heads=2, head_dim=1, vocab=5, tied=False)
-    q, k, v = (torch.arange(n)[:, None] + base for n, base in ((4, 0), (2, 10), (2, 20)))
-    names, layout = Mapping("LlamaForCausalLM").find("decoder.layers.0.self_attention.linear_qkv.weight")
-    assert [name.split(".")[-2] for name in names] == ["q_proj", "k_proj", "v_proj"]
-    assert layout.shard([q, k, v], 1, 0, d).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
-    assert layout.shard([q, k, v], 2, 1, d).flatten().tolist() == [2, 3, 11, 21]
+    qkv = [column(0, 1, 2, 3), column(10, 11), column(20, 21)]
+    assert QKV.shard(qkv, 1, 0, d).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert QKV.shard(qkv, 2, 1, d).flatten().tolist() == [2, 3, 11, 21]
 
 
 def test_each_rank_holds_its_own_gate_above_its_own_up() -> None:
-    names, layout = Mapping("LlamaForCausalLM").find("decoder.layers.3.mlp.linear_fc1.weight")
-    assert [name.split(".")[-2] for name in names] == ["gate_proj", "up_proj"]
-    d = Dims(1, 1, 1, 1, tied=False)
-    gate, up = torch.arange(4)[:, None], torch.arange(10, 14)[:, None]
-    assert layout.shard([gate, up], 2, 1, d).flatten().tolist() == [2, 3, 12, 13]
+    assert GATE_UP.shard([column(0, 1, 2, 3), column(10, 11, 12, 13)], 2, 1, ONE).flatten().tolist() == [2, 3, 12, 13]
 
 
 def test_vocabulary_is_padded_with_zeros_at_its_end() -> None:
-    _, layout = Mapping("LlamaForCausalLM").find("embedding.word_embeddings.weight")
-    d = Dims(1, 1, 1, 5, tied=False)
-    table = torch.arange(1, 6)[:, None]
-    assert [layout.shard([table], 4, rank, d).flatten().tolist() for rank in range(4)] == [
-        [1, 2],
-        [3, 4],
-        [5, 0],
-        [0, 0],
-    ]
+    shards = [VOCAB.shard([column(1, 2, 3, 4, 5)], 4, rank, ONE).flatten().tolist() for rank in range(4)]
+    assert shards == [[1, 2], [3, 4], [5, 0], [0, 0]]
 
 
-def test_find_puts_the_layer_into_every_hf_name() -> None:
-    names, _ = Mapping("Qwen3ForCausalLM").find("decoder.layers.17.self_attention.linear_qkv.weight")
-    assert names == tuple(f"model.layers.17.self_attn.{x}_proj.weight" for x in "qkv")
-    assert Mapping("Qwen3ForCausalLM").find("decoder.layers.0.self_attention.k_layernorm.weight")[0] == (
-        "model.layers.0.self_attn.k_norm.weight",
+def test_a_single_shard_is_handed_out_without_a_copy() -> None:
+    for layout in (WHOLE, COLUMN, ROW, VOCAB):
+        shard = torch.zeros(5, 8)
+        assert layout.join([shard], ONE)[0].data_ptr() == shard.data_ptr()
+
+
+def test_dims_come_from_the_hf_config_with_its_defaults() -> None:
+    hf = {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 7}
+    assert dims_of(hf) == Dims(4, 4, 8, 7, tied=False)
+    given_ = {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
+    assert dims_of({**hf, **given_}) == Dims(4, 2, 16, 7, tied=True)
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_layer_and_expert_stand_in_every_hf_name() -> None:
+    attention = Mapping("Qwen3MoeForCausalLM").find("decoder.layers.17.self_attention.linear_qkv.weight")
+    assert attention.hf_names() == tuple(f"model.layers.17.self_attn.{x}_proj.weight" for x in "qkv")
+    assert not attention.rule.expert
+    expert = Mapping("Qwen3MoeForCausalLM").find("decoder.layers.3.mlp.experts.local_experts.12.linear_fc1.weight")
+    assert expert.hf_names(expert_offset=4) == tuple(
+        f"model.layers.3.mlp.experts.16.{x}_proj.weight" for x in ("gate", "up")
     )
-    assert Mapping("LlamaForCausalLM").find("decoder.final_layernorm.weight")[0] == ("model.norm.weight",)
+    assert expert.rule.expert
+    assert Mapping("LlamaForCausalLM").find("decoder.final_layernorm.weight").hf_names() == ("model.norm.weight",)
 
 
 @pytest.mark.parametrize(
@@ -129,48 +141,46 @@ def test_find_puts_the_layer_into_every_hf_name() -> None:
     ],
 )
 def test_unknown_parameter_is_named(name: str) -> None:
-    with pytest.raises(KeyError, match=name.replace(".", r"\.")):
+    with pytest.raises(WeightsError, match=rf"{name}.*LlamaForCausalLM".replace(".weight", r"\.weight")):
         Mapping("LlamaForCausalLM").find(name)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_hf_tensor_is_named_twice_and_all_of_the_hf_model_are_named(architecture: str) -> None:
-    named = [name.format(layer) for rule in FAMILIES[architecture] for layer in range(LAYERS) for name in rule.hf]
-    named = sorted(set(named))
-    assert len({name for rule in FAMILIES[architecture] for name in rule.hf}) == sum(
-        len(rule.hf) for rule in FAMILIES[architecture]
-    )
-    assert named == sorted(_hf_names(architecture))
+def test_unknown_architecture_is_named_with_the_known_ones() -> None:
+    with pytest.raises(WeightsError, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
+        Mapping("GPT2LMHeadModel")
 
 
-def _hf_names(architecture: str) -> list[str]:
-    import transformers
-
-    config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
-    config = config_class(
-        hidden_size=8,
-        intermediate_size=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_hidden_layers=LAYERS,
-        vocab_size=8,
-        head_dim=4,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.device("meta"):
-        return [name for name, _ in getattr(transformers, architecture)(config).named_parameters()]
+def test_every_family_that_can_be_built_has_a_table_and_no_other() -> None:
+    assert FAMILIES.keys() == ARCHITECTURES.keys()
 
 
-def test_dims_come_from_the_hf_config_with_its_defaults() -> None:
-    assert dims_of({"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 7}) == Dims(4, 4, 8, 7, tied=False)
-    hf = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 32,
-        "head_dim": 16,
-        "vocab_size": 7,
-        "tie_word_embeddings": True,
+# Together, a family's variants hold every tensor that it may have.
+VARIANTS: dict[str, tuple[str, list[dict]]] = {
+    "LlamaForCausalLM": ("llama", [{}]),
+    "Qwen2ForCausalLM": ("qwen2", [{}]),
+    "Qwen3ForCausalLM": ("qwen3", [{}]),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", [{"mlp_only_layers": [0]}]),
+    "MixtralForCausalLM": ("mixtral", [{}]),
+    "Glm4MoeForCausalLM": ("glm4_moe", [{}]),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", [{}, {"q_lora_rank": None}]),
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(architecture: str, tmp_path: Path) -> None:
+    kind, variants = VARIANTS[architecture]
+    written: set[str] = set()
+    for number, fields in enumerate(variants):
+        sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
+        folder = tmp_path / str(number)
+        write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=fields)
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            written |= set(file.keys())
+    generic = {
+        re.sub(r"experts\.\d+", "experts.{expert}", re.sub(r"layers\.\d+", "layers.{layer}", n)) for n in written
     }
-    assert dims_of(hf) == Dims(4, 2, 16, 7, tied=True)
+    named = [name for rule in FAMILIES[architecture] for name in rule.hf]
+    assert sorted(named) == sorted(generic)
+    mapping = Mapping(architecture)
+    assert all(mapping.knows(name) for name in written)
+    assert not mapping.knows("model.layers.1.enorm.weight")

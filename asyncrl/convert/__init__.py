@@ -1,0 +1,1 @@
+"""`asyncrl-convert`: Hugging Face folders <-> Megatron checkpoint folders, tensor by tensor."""

@@ -1,0 +1,74 @@
+"""`asyncrl-convert`: between Hugging Face folders and Megatron checkpoints.
+
+Example: asyncrl-convert to-megatron Qwen3-0.6B checkpoints/start --dtype bfloat16
+         asyncrl-convert to-hf checkpoints/iter_0000100 exported --model Qwen3-0.6B
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.errors import AsyncRLError, ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one conversion. Returns 0, or 2 for wrong arguments and 1 for all else, after one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    import torch  # after the parser, so that --help and mistakes answer at once
+    from safetensors import SafetensorError
+
+    from asyncrl.convert import bridge
+    from asyncrl.convert.folders import check_output
+
+    try:
+        if not arguments.source.is_dir():
+            raise ConfigError("source", str(arguments.source), "It is not a folder.")
+        check_output(arguments.source, arguments.out, overwrite=arguments.overwrite)
+        settings = {
+            "dtype": arguments.dtype and getattr(torch, arguments.dtype),
+            "limit": int(arguments.shard_gb * 1e9),
+        }
+        if arguments.command == "to-megatron":
+            bridge.to_megatron(arguments.source, arguments.out, **settings)
+        else:
+            bridge.to_hf(arguments.source, arguments.out, model=arguments.model, **settings)
+    except (AsyncRLError, OSError, SafetensorError) as error:
+        print(f"asyncrl-convert: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl-convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="to-megatron | to-hf")
+    into = commands.add_parser("to-megatron", help="write a checkpoint that Megatron loads under any layout")
+    into.add_argument("source", type=Path, metavar="HF_FOLDER", help="config, tokenizer and safetensors files")
+    out = commands.add_parser("to-hf", help="write a folder that transformers and SGLang load")
+    out.add_argument("source", type=Path, metavar="MEGATRON_FOLDER", help="one iteration's torch_dist checkpoint")
+    out.add_argument(
+        "--model", type=Path, metavar="HF_FOLDER", help="config and tokenizer (default: MEGATRON_FOLDER/hf)"
+    )
+    for command in (into, out):
+        command.add_argument("out", type=Path, metavar="OUT", help="a new folder; it appears when it is whole")
+        command.add_argument(
+            "--dtype", choices=["bfloat16", "float16", "float32"], help="cast to it (default: leave as it is)"
+        )
+        command.add_argument("--shard-gb", type=_positive, default=5.0, metavar="N", help="size of a file (default: 5)")
+        command.add_argument("--overwrite", action="store_true", help="replace OUT when it exists")
+    return parser
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

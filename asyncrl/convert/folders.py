@@ -1,0 +1,93 @@
+"""Output folders that appear under their name only when they are whole, and the files beside the weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.weights.export import WEIGHTS
+
+MARKS = ("config.json", "metadata.json")  # one of them is in every converted folder
+NOT_COPIED = (*WEIGHTS, "*.pth", "*.h5", "*.msgpack", "*.onnx", ".git", ".cache")
+
+
+def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
+    """Raises ConfigError for an output folder that exists, or that holds or lies in the source."""
+    here, there = source.resolve(), out.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise ConfigError("OUT", str(out), f"It must be a folder apart from {source}.")
+    if not out.exists():
+        return
+    if not overwrite:
+        raise ConfigError("OUT", str(out), "It exists already: give a new folder, or --overwrite.")
+    if not out.is_dir() or (any(out.iterdir()) and not any((out / name).is_file() for name in MARKS)):
+        raise ConfigError("OUT", str(out), "It is no converted folder: --overwrite does not delete it.")
+
+
+@contextmanager
+def building(out: Path) -> Iterator[Path]:
+    """A folder to write into, which takes `out`'s name when the block ends, and goes when it fails."""
+    partial, replaced = (out.with_name(out.name + ending) for ending in (".partial", ".replaced"))
+    for leftover in (partial, replaced):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if out.exists():
+            out.rename(replaced)
+        partial.rename(out)
+    finally:
+        if replaced.exists() and not out.exists():
+            replaced.rename(out)
+        if partial.exists():
+            shutil.rmtree(partial)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    descriptor = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raises WeightsError when the disk below `folder` cannot take `nbytes`."""
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise WeightsError(f"{folder} needs {nbytes / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB left")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of an HF folder. Raises WeightsError when it is not there, or no JSON."""
+    try:
+        hf: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    return hf
+
+
+def copy_companions(source: Path, target: Path, changes: dict[str, Any]) -> None:
+    """Config (with `changes`), tokenizer and all else but weights. Without changes config.json keeps its bytes.
+
+    Modes are not copied: a source may be read-only.
+    """
+    target.mkdir(exist_ok=True)
+    for item in source.iterdir():
+        if any(item.match(pattern) for pattern in NOT_COPIED):
+            continue
+        if item.is_dir():
+            copy_companions(item, target / item.name, {})
+        else:
+            shutil.copyfile(item, target / item.name)
+    if changes:
+        hf = read_config(target)
+        if "dtype" in changes:
+            hf.pop("torch_dtype", None)  # its name before transformers 5
+        (target / "config.json").write_text(json.dumps({**hf, **changes}, indent=2) + "\n")

@@ -1,0 +1,127 @@
+"""Which parameters a model has, told from its HF config, and where each lies in a Megatron checkpoint.
+
+A checkpoint's keys are those that `GPTModel.sharded_state_dict()` of megatron-core's local layer spec asks for: layers
+are stacked under one key; where a list says which of them have experts, every layer has keys of its own; routed experts
+are stacked either way. A tensor in a checkpoint is whole: what tensor parallelism of degree 1 would hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.models.architectures import megatron_arguments
+from asyncrl.weights.names import FAMILIES, Found, Rule, Table
+
+Arguments = dict[str, Any]
+
+# The parameters that not every layer or model of a family has; the first pattern that a Megatron name matches decides.
+OPTIONAL: tuple[tuple[str, Callable[[Arguments, bool], object]], ...] = (
+    (r"linear_qkv\.bias$", lambda arguments, moe: arguments.get("add_qkv_bias")),
+    (r"linear_q_(down|up)_proj\.", lambda arguments, moe: arguments["q_lora_rank"]),
+    (r"linear_q_proj\.", lambda arguments, moe: not arguments["q_lora_rank"]),
+    (r"\.q_layernorm\.", lambda arguments, moe: arguments.get("q_lora_rank") or arguments.get("qk_layernorm")),
+    (r"\.k_layernorm\.", lambda arguments, moe: arguments.get("qk_layernorm")),
+    (r"\.expert_bias$", lambda arguments, moe: moe and arguments.get("moe_router_enable_expert_bias")),
+    (r"\.shared_experts\.", lambda arguments, moe: moe and arguments.get("moe_shared_expert_intermediate_size")),
+    (r"\.mlp\.(experts|router)\.", lambda arguments, moe: moe),
+    (r"\.mlp\.linear_fc", lambda arguments, moe: not moe),
+)
+FUSED_NORMS = {  # stored under the names that TransformerEngine's fused linears give them
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@dataclass(frozen=True)
+class Address:
+    """A parameter's place: `tensor[index]` of the stacked tensor `key`, whose leading sizes are `counts`."""
+
+    key: str
+    index: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One Megatron parameter of the whole model, and its places in order of preference: a writer takes the first."""
+
+    name: str
+    found: Found
+    addresses: tuple[Address, ...]
+
+
+class Structure:
+    """The parameters of the model that an HF config describes.
+
+    Raises WeightsError for an architecture without a table or a config without a field that it needs.
+    """
+
+    def __init__(self, hf: dict[str, Any]) -> None:
+        architecture = (hf.get("architectures") or ["none named"])[0]
+        if architecture not in FAMILIES:
+            known = ", ".join(sorted(FAMILIES))
+            raise WeightsError(f"architecture {architecture} cannot be converted; known: {known}")
+        self._table: Table = FAMILIES[architecture]
+        try:
+            self._arguments = megatron_arguments(hf)
+            self._layers: int = hf["num_hidden_layers"]
+        except ConfigError as error:
+            raise WeightsError(f"config.json has {error.value}") from None
+        except KeyError as error:
+            raise WeightsError(f"config.json has no {error.args[0]}") from None
+        self._tied = bool(hf.get("tie_word_embeddings", False))
+
+    def __iter__(self) -> Iterator[Parameter]:
+        """Embedding, layers from the first to the last, and what follows them."""
+        by_layer = [rule for rule in self._table if "{layer}" in rule.megatron]
+        others = [rule for rule in self._table if rule not in by_layer]
+        for rule in others:
+            if rule.megatron.startswith("embedding."):
+                yield self._parameter(rule, None, None)
+        experts: int = self._arguments.get("num_moe_experts", 0)
+        for layer in range(self._layers):
+            for rule in by_layer:
+                if self._has(rule, layer):
+                    for expert in range(experts) if rule.expert else (None,):
+                        yield self._parameter(rule, layer, expert)
+        for rule in others:
+            if not rule.megatron.startswith("embedding.") and not (
+                self._tied and rule.megatron == "output_layer.weight"
+            ):
+                yield self._parameter(rule, None, None)
+
+    def _has(self, rule: Rule, layer: int) -> bool:
+        moe = bool(self._arguments["moe_layer_freq"][layer]) if "moe_layer_freq" in self._arguments else False
+        for pattern, condition in OPTIONAL:
+            if re.search(pattern, rule.megatron):
+                return bool(condition(self._arguments, moe))
+        return True
+
+    def _parameter(self, rule: Rule, layer: int | None, expert: int | None) -> Parameter:
+        name = rule.megatron.format(layer=layer, expert=expert)
+        found = Found(rule, None if layer is None else str(layer), expert)
+        return Parameter(name, found, tuple(self._addresses(rule.megatron, layer, expert)))
+
+    def _addresses(self, name: str, layer: int | None, expert: int | None) -> Iterator[Address]:
+        """The trainer's own place first, then those of checkpoints of other specs."""
+        if layer is None:
+            yield Address(name, (), ())
+            return
+        index, counts = ((), ()) if expert is None else ((expert,), (self._arguments["num_moe_experts"],))
+        for stacked in (True, False) if "moe_layer_freq" not in self._arguments else (False, True):
+            general = name.replace("layers.{layer}", "layers" if stacked else f"layers.{layer}")
+            general = general.replace("local_experts.{expert}", "experts")
+            place = ((layer, *index), (self._layers, *counts)) if stacked else (index, counts)
+            for key in self._spellings(general):
+                yield Address(key, *place)
+
+    def _spellings(self, key: str) -> Iterator[str]:
+        fused = key
+        for plain, other in FUSED_NORMS.items():
+            if key.endswith(f".{plain}"):
+                fused = key.removesuffix(plain) + other
+        yield from dict.fromkeys((key, fused) if self._arguments.get("multi_latent_attention") else (fused, key))

@@ -1,0 +1,31 @@
+"""The transport that a configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.engine.control import Fleet
+from asyncrl.weights.delta import DeltaTransport
+from asyncrl.weights.disk import DiskTransport
+from asyncrl.weights.distributed import DistributedTransport
+from asyncrl.weights.tensor import TensorTransport
+from asyncrl.weights.transport import Transport, choose
+
+
+def build_transport(config: Config, fleet: Fleet, *, stage: int, gpu: bool, folder: Path) -> tuple[Transport, str]:
+    """The transport of one pipeline stage's exporting rank, and the reason for the choice in words.
+
+    `gpu` says where the trainer runs, `folder` where disk and delta write.
+    """
+    engine_tp, host = config.engine.tensor_parallel, config.cluster.host
+    name, reason = choose(config.weights.transport, list(fleet.urls), host, gpu=gpu)
+    if name == "tensor":
+        return TensorTransport(fleet, engine_tp), f"tensor ({reason})"
+    if name == "disk":
+        return DiskTransport(fleet, folder, stage), f"disk in {folder} ({reason})"
+    if name == "delta":
+        return DeltaTransport(fleet, folder, stage, engine_tp), f"delta in {folder} ({reason})"
+    backend = "nccl" if gpu else "gloo"
+    transport = DistributedTransport(fleet, engine_tp, host=host, stage=stage, backend=backend)
+    return transport, f"distributed over {backend} ({reason})"

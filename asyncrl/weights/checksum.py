@@ -1,0 +1,238 @@
+"""What an SGLang engine must answer to POST /weights_checker {"action": "checksum"}, computed from the HF tensors sent.
+
+The engine hashes its own fused, padded parameters on every tensor-parallel rank; engine_layout.py says how they come
+from HF tensors. Nothing is assembled here: each part enters its ranks' running hashes when its turn comes, and only
+those that come before their turn are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import EngineError, WeightsError
+from asyncrl.weights.engine_layout import EngineLayout, Place
+
+Checksums = list[dict[str, str]]
+"""For each tensor-parallel rank, a hash by engine parameter name."""
+
+
+class Hash(Protocol):
+    """A hash over the bytes of tensors laid one after the other."""
+
+    def update(self, tensor: Tensor) -> None:
+        """Add a tensor's bytes; it is not kept."""
+
+    def hexdigest(self) -> str:
+        """16 hexadecimal digits."""
+
+
+class CpuHash:
+    """SGLang's `tensor_hash` of a CPU tensor (sglang/srt/managers/mm_utils.py): the first 8 bytes of SHA-256."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+
+    def update(self, tensor: Tensor) -> None:
+        """No copy where the tensor is contiguous and on the CPU."""
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        self._sha.update(flat.view(torch.uint8).numpy().data)
+
+    def hexdigest(self) -> str:
+        """Big-endian, as the engine prints it."""
+        return self._sha.hexdigest()[:16]
+
+
+class CudaHash:
+    """SGLang's `gpu_tensor_hash` (sglang/kernels/ops/memory/gpu_tensor_hash.py) in torch, on the tensors' own device.
+
+    A murmur-like mix of every 32-bit word with its position, summed over tiles of 8192 words; each tile's two sums are
+    mixed with the total length, and the tiles' results are summed. Memory beside the tensor stays below 256 MiB.
+    """
+
+    def __init__(self) -> None:
+        self._tail = torch.empty(0, dtype=torch.uint8)
+        self._sums: list[Tensor] = []
+        self._words = 0
+
+    def update(self, tensor: Tensor) -> None:
+        """Whole tiles are mixed at once; the bytes after them wait for the next call."""
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        for chunk in flat.split(TILES_AT_ONCE * TILE_BYTES):
+            aligned = torch.cat([self._tail.to(chunk.device), chunk])
+            whole = aligned.numel() // TILE_BYTES * TILE_BYTES
+            self._tail = aligned[whole:].clone()
+            self._mix(aligned[:whole].view(torch.int32).view(-1, TILE_WORDS))
+
+    def _mix(self, words: Tensor) -> None:
+        """words: int32 [tiles, words of a tile] -> two sums for each tile."""
+        value = words.to(torch.int64) & MASK
+        place = torch.arange(self._words, self._words + words.numel(), device=words.device).view_as(value) & MASK
+        self._words += words.numel()
+        first = _fmix32(value ^ ((place * POSITION[0] + SEEDS[0]) & MASK) ^ _rotl32(place, 15))
+        second = _fmix32(value ^ ((place * POSITION[1] + SEEDS[1]) & MASK) ^ _rotl32(place, 13))
+        self._sums.append(torch.stack([first.sum(1), second.sum(1)], 1) & MASK)
+
+    def hexdigest(self) -> str:
+        """Ends the hash: the last words are padded with zero bytes to 32 bits."""
+        if self._tail.numel():
+            padding = self._tail.new_zeros(-self._tail.numel() % 4)
+            self._mix(torch.cat([self._tail, padding]).view(torch.int32).view(1, -1))
+        if not self._words:
+            return f"{0:016x}"
+        mixed = _fmix32(torch.cat(self._sums) ^ (self._words * 4 & MASK))
+        return f"{_splitmix64(int(((mixed[:, 0] << 32) | mixed[:, 1]).sum().item())):016x}"
+
+
+MASK, MASK64 = (1 << 32) - 1, (1 << 64) - 1
+TILE_WORDS = 8192
+TILE_BYTES = 4 * TILE_WORDS
+TILES_AT_ONCE = 256
+POSITION = (0x27D4EB2D, 0x165667B1)
+SEED = 0x243F6A88
+SEEDS = (SEED, (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & MASK)
+
+
+def _rotl32(x: Tensor, by: int) -> Tensor:
+    return (x << by | x >> (32 - by)) & MASK
+
+
+def _fmix32(x: Tensor) -> Tensor:
+    """Unsigned 32-bit arithmetic in int64, whose products wrap above the bits that are kept."""
+    x = (x ^ x >> 16) * 0x85EBCA6B & MASK
+    x = (x ^ x >> 13) * 0xC2B2AE35 & MASK
+    return x ^ x >> 16
+
+
+def _splitmix64(x: int) -> int:
+    x &= MASK64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
+    return x ^ x >> 31
+
+
+HASHES: dict[str, Callable[[], Hash]] = {"cpu": CpuHash, "cuda": CudaHash}
+
+
+class _Parameter:
+    """An engine parameter under way."""
+
+    def __init__(self, hashes: list[Hash]) -> None:
+        self.hashes = hashes
+        self.turn = 0
+        self.early: dict[int, tuple[str, Tensor]] = {}
+        """HF name and tensor by place, of those that came before their turn."""
+
+
+class ExpectedChecksums:
+    """Takes the HF tensors of one publish, or of one pipeline stage, in any order.
+
+    `hf` is the model's config.json, `dtype` what the engine was started with (a weight sent in another one is
+    converted, as the engine does), `device` where the engine runs: hash and padding depend on it.
+    """
+
+    def __init__(
+        self, hf: dict[str, Any], engine_tp: int, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
+    ) -> None:
+        self._layout = EngineLayout(hf, engine_tp, cpu=device == "cpu")
+        self._tp, self._dtype, self._new_hash = engine_tp, dtype, HASHES[device]
+        self._open: dict[str, _Parameter] = {}
+        self._done: Checksums = [{} for _ in range(engine_tp)]
+
+    @torch.no_grad()
+    def add(self, name: str, tensor: Tensor) -> None:
+        """One full HF tensor. It may be overwritten afterwards: what must wait for its turn is copied.
+
+        Raises WeightsError naming a tensor that the engine has no place for, that came before, or that does not divide.
+        """
+        if name == "lm_head.weight" and self._layout.tied:
+            return  # the engine skips it and has no such parameter
+        place = self._layout.find(name)
+        under_way = self._open.get(place.parameter)
+        if place.parameter in self._done[0] or (
+            under_way and (place.index < under_way.turn or place.index in under_way.early)
+        ):
+            raise WeightsError(f"{name} was added twice; use a new ExpectedChecksums for each version")
+        if under_way is None:
+            count = 1 if place.rule.same_everywhere else self._tp
+            under_way = self._open[place.parameter] = _Parameter([self._new_hash() for _ in range(count)])
+        self._take(name, place, under_way, tensor)
+
+    def _take(self, name: str, place: Place, under_way: _Parameter, tensor: Tensor) -> None:
+        under_way.early[place.index] = name, tensor
+        while under_way.turn in under_way.early:
+            came, part = under_way.early.pop(under_way.turn)
+            _, cut = place.rule.parts[under_way.turn % len(place.rule.parts)]
+            part = part.to(place.rule.dtype or self._dtype)
+            for rank, running in enumerate(under_way.hashes):
+                try:
+                    running.update(cut(part, self._layout.split, rank))
+                except ValueError as error:
+                    raise WeightsError(f"{place.parameter}, from {came} {tuple(part.shape)}: {error}") from None
+            under_way.turn += 1
+        if place.index in under_way.early:
+            under_way.early[place.index] = name, tensor.clone()
+        if under_way.turn == place.count:
+            del self._open[place.parameter]
+            for rank, hashes in enumerate(self._done):
+                hashes[place.parameter] = under_way.hashes[rank % len(under_way.hashes)].hexdigest()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of tensors that wait for their turn."""
+        return sum(part.nbytes for parameter in self._open.values() for _, part in parameter.early.values())
+
+    def result(self) -> Checksums:
+        """Raises WeightsError naming the fused parameters of which a tensor never came."""
+        if self._open:
+            raise WeightsError(f"never whole, as HF tensors are missing: {', '.join(sorted(self._open))}")
+        return self._done
+
+
+def merge(stages: Sequence[Checksums]) -> Checksums:
+    """The results of all pipeline stages as one. Raises WeightsError when two stages hold the same parameter."""
+    merged: Checksums = [{} for _ in stages[0]]
+    for stage in stages:
+        for whole, part in zip(merged, stage, strict=True):
+            if twice := whole.keys() & part.keys():
+                raise WeightsError(f"two pipeline stages hold {', '.join(sorted(twice))}")
+            whole.update(part)
+    return merged
+
+
+def parse(answer: dict[str, Any]) -> Checksums:
+    """The engine's answer, in order of tensor-parallel rank.
+
+    Raises EngineError unless it holds every rank of one tensor-parallel group once.
+    """
+    by_rank: dict[int, dict[str, str]] = {}
+    for rank in answer.get("ranks") or []:
+        by_rank[rank["parallelism_info"][0]["tp_rank"]] = rank["checksums"]
+    if not by_rank or sorted(by_rank) != list(range(len(answer["ranks"]))):
+        raise EngineError(
+            f"/weights_checker answered with checksums of the ranks {sorted(by_rank)}: {str(answer)[:200]}"
+        )
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def differing(expected: Checksums, answered: Checksums) -> list[str]:
+    """Names of the engine parameters whose hashes differ on some rank, or that only one side has.
+
+    Nothing is left out: SGLang itself skips the rotary caches, which are its only tensors that are not weights.
+    """
+    if len(expected) != len(answered):
+        raise WeightsError(
+            f"checksums are expected of {len(expected)} tensor-parallel ranks and the engine has {len(answered)}"
+        )
+    return sorted(
+        {
+            name
+            for mine, its in zip(expected, answered, strict=True)
+            for name in mine.keys() | its.keys()
+            if mine.get(name) != its.get(name)
+        }
+    )

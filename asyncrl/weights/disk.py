@@ -1,0 +1,72 @@
+"""Transport through a shared file system: safetensors files, written while the engines still generate."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncrl.engine.control import Fleet
+from asyncrl.weights.bucket import Bucket
+from asyncrl.weights.files import write_bucket
+from asyncrl.weights.transport import Transport
+
+KEPT = 2
+"""Versions that stay on disk: the engines hold the path of the last one."""
+
+
+class DiskTransport(Transport):
+    """SGLang's update_weights_from_disk. A version's folder appears under its name only when it is whole.
+
+    The files are written before the pause from two buckets of memory, whatever `weights.staging` says.
+    """
+
+    ahead = True
+    session = False
+
+    def __init__(self, fleet: Fleet, root: Path, stage: int) -> None:
+        self._fleet, self._root, self._stage = fleet, root, stage
+        self._version, self._written = 0, 0
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Files are written from CPU memory."""
+        return super().allocate(nbytes, torch.device("cpu"))
+
+    def start(self, version: int, *, full: bool = False) -> None:
+        """A folder for this version. Every rank may call it, rank 0 before the others."""
+        self._version, self._written = version, 0
+        if self._stage == 0:
+            shutil.rmtree(self._partial(version), ignore_errors=True)
+        self._partial(version).mkdir(parents=True, exist_ok=True)
+
+    def send(self, flat: Tensor, bucket: Bucket) -> None:
+        """One file. Raises WeightsError when the disk does not take it."""
+        write_bucket(self._next_file(), flat, bucket)
+
+    def deliver(self, version: int) -> bool:
+        """Publish the folder and let the engines load it."""
+        folder = self._commit(version)
+        self._fleet.call("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": False})
+        self._forget_old(version)
+        return True
+
+    def _next_file(self) -> Path:
+        self._written += 1
+        return self._partial(self._version) / f"model-stage{self._stage}-{self._written:05d}.safetensors"
+
+    def _commit(self, version: int) -> Path:
+        folder = self._root / f"v{version:06d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(self._partial(version), folder)
+        return folder
+
+    def _partial(self, version: int) -> Path:
+        return self._root / f"v{version:06d}.partial"
+
+    def _forget_old(self, version: int) -> None:
+        for folder in sorted(self._root.glob("v*"))[:-KEPT]:
+            if folder.name < f"v{version:06d}":
+                shutil.rmtree(folder, ignore_errors=True)

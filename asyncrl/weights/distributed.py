@@ -1,0 +1,150 @@
+"""Transport to any host: a process group of one trainer rank and every engine rank, and one broadcast per bucket."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.engine.control import Fleet
+from asyncrl.errors import EngineError
+from asyncrl.weights.bucket import Bucket
+from asyncrl.weights.transport import Transport
+
+ATTEMPTS = 3
+
+
+class DistributedTransport(Transport):
+    """SGLang's update_weights_from_distributed with load_format flattened_bucket.
+
+    The group is made anew whenever the fleet has changed. A broadcast that breaks leaves every receiver without the
+    bucket: those that died are lost, and the others get this bucket again in a new group.
+    """
+
+    def __init__(self, fleet: Fleet, engine_tp: int, *, host: str, stage: int, backend: str) -> None:
+        self._fleet, self._engine_tp, self._host = fleet, engine_tp, host
+        self._stage, self._backend = stage, backend
+        self._group: dist.ProcessGroup | None = None
+        self._name = ""
+        self._members: tuple[str, ...] = ()
+
+    def send(self, flat: Tensor, bucket: Bucket) -> None:
+        """Raises EngineError when engines that live cannot be reached by a broadcast."""
+        body = {
+            "names": [entry.name for entry in bucket],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket],
+            "shapes": [list(entry.shape) for entry in bucket],
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            try:
+                self._connect()
+            except EngineError as error:
+                problem = str(error)
+            else:
+                named = {**body, "group_name": self._name}
+                receiving = self._fleet.start("/update_weights_from_distributed", dict.fromkeys(self._members, named))
+                broken = self._broadcast(flat)
+                if attempt == ATTEMPTS - 1 and not broken:
+                    self._fleet.finish(receiving)  # whoever still fails has a fault of its own
+                    return
+                _, problems = self._fleet.settle(receiving)
+                if not problems and not broken:
+                    return
+                problem = broken or "; ".join(str(found) for found in problems.values())
+            self._disconnect()
+            self._fleet.lose_the_dead()
+        raise EngineError(f"{ATTEMPTS} broadcasts of a bucket failed though the engines live: {problem}")
+
+    def _broadcast(self, flat: Tensor) -> str:
+        """Why it broke, or nothing. A broken group is left at once: it would keep the other receivers waiting."""
+        try:
+            dist.broadcast(flat, src=0, group=self._group)
+        except RuntimeError as error:
+            self._leave()
+            return f"broadcast over {self._backend}: {error}"
+        return ""
+
+    def _connect(self) -> None:
+        """Rank 0 is this process; engine i holds ranks 1 + i * tp onwards. All join at once."""
+        members = self._fleet.urls
+        if self._members == members:
+            return
+        self._disconnect()
+        world = 1 + len(members) * self._engine_tp
+        port = _free_port(self._host)
+        self._name = f"asyncrl-stage{self._stage}-{secrets.token_hex(4)}"
+        joining = self._fleet.start(
+            "/init_weights_update_group",
+            {
+                url: {
+                    "master_address": self._host,
+                    "master_port": port,
+                    "rank_offset": 1 + i * self._engine_tp,
+                    "world_size": world,
+                    "group_name": self._name,
+                    "backend": self._backend,
+                }
+                for i, url in enumerate(members)
+            },
+        )
+        self._group = _group_beside_the_default(
+            self._backend, f"tcp://{self._host}:{port}", world, self._name, self._fleet.timeout
+        )
+        self._fleet.finish(joining)
+        self._members = members
+
+    def _disconnect(self) -> None:
+        """Leave the group here, and let the engines that live forget it."""
+        self._leave()
+        if self._members:
+            forgetting = {url: {"group_name": self._name} for url in self._members if url in self._fleet.urls}
+            self._fleet.settle(self._fleet.start("/destroy_weights_update_group", forgetting))
+            self._members = ()
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            with suppress(RuntimeError):  # already broken
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _group_beside_the_default(backend: str, url: str, world: int, name: str, timeout: float) -> dist.ProcessGroup:
+    """A process group that other programs may join (as SGLang's init_custom_process_group does, from the same parts).
+
+    torch's new_group only splits the default group; this one has a store and a world of its own. Raises EngineError
+    when the others do not come within `timeout` seconds.
+    """
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.rendezvous import rendezvous
+
+    wait = timedelta(seconds=timeout)
+    try:
+        store, rank, world = next(rendezvous(url, 0, world, timeout=wait))
+        store.set_timeout(wait)
+        group, _ = c10d._new_process_group_helper(
+            world,
+            rank,
+            [],
+            c10d.Backend(backend),
+            c10d.PrefixStore(name, store),
+            group_name=c10d.GroupName(name),
+            backend_options=None,
+            timeout=wait,
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise EngineError(f"the engines did not join the group {name} within {timeout} s: {error}") from None
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
+    return group

@@ -1,0 +1,306 @@
+"""Which HF tensors make which parameter of an SGLang engine, and how its tensor-parallel ranks cut them.
+
+One table per model family, read from SGLang 0.5.21: `load_weights` of sglang/srt/models/*.py, and the weight loaders of
+layers/linear.py, layers/vocab_parallel_embedding.py and layers/moe/fused_moe_triton/layer.py. A fused parameter is its
+HF tensors cut for the rank and laid one after the other, so that its bytes are known part by part.
+
+An engine on CPU pads what does not divide (configs/update_config.py); one on a GPU repeats key-value heads and refuses
+the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.layouts import dims_of
+
+VOCAB_MULTIPLE = 64
+CPU_INNER_MULTIPLE = 32  # times the tensor-parallel degree
+
+
+@dataclass(frozen=True)
+class Split:
+    """One engine's tensor-parallel ranks, and the head counts of its model before padding."""
+
+    tp: int
+    heads: int
+    kv_heads: int
+    cpu: bool
+
+    def share(self, length: int, multiple: int = 1) -> int:
+        """What a rank gets of a dimension, after padding on CPU to `multiple` per rank. Raises ValueError."""
+        if self.cpu:
+            return _up(length, multiple * self.tp) // self.tp
+        if length % self.tp:
+            raise ValueError(f"{length} does not divide by the engine's tensor parallelism of {self.tp}")
+        return length // self.tp
+
+    @property
+    def kv_replicas(self) -> int:
+        """How many ranks hold the same key-value head."""
+        return 1 if self.cpu else max(1, self.tp // self.kv_heads)
+
+    @property
+    def kv_heads_here(self) -> int:
+        """Key-value heads of a rank."""
+        return 1 if self.kv_replicas > 1 else self.share(self.kv_heads)
+
+    @property
+    def heads_here(self) -> int:
+        """Query heads of a rank: padding keeps the number of queries to a key."""
+        return self.kv_heads_here * (self.heads // self.kv_heads) if self.cpu else self.share(self.heads)
+
+
+Cut = Callable[[Tensor, Split, int], Tensor]
+"""(full HF tensor, split, rank) -> that rank's part; a view where nothing is padded."""
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _slice(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
+    """The index-th piece of `size`; zeros from where the tensor ends."""
+    start = min(index * size, tensor.shape[dim])
+    piece = tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
+    missing = list(piece.shape)
+    missing[dim] = size - piece.shape[dim]
+    return torch.cat([piece, piece.new_zeros(missing)], dim) if missing[dim] else piece
+
+
+def _heads(tensor: Tensor, dim: int, total: int, index: int, count: int) -> Tensor:
+    """The index-th group of `count` heads of `total`."""
+    if tensor.shape[dim] % total:
+        raise ValueError(f"its dimension {dim} of {tensor.shape[dim]} does not hold {total} heads")
+    return _slice(tensor, dim, index, count * (tensor.shape[dim] // total))
+
+
+def _vocab(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    padded = _up(tensor.shape[0], VOCAB_MULTIPLE)
+    if padded % split.tp:
+        padded = _up(tensor.shape[0], VOCAB_MULTIPLE * split.tp)
+    return _slice(tensor, 0, rank, padded // split.tp)
+
+
+def _whole(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    return tensor
+
+
+def _query(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    return _heads(tensor, 0, split.heads, rank, split.heads_here)
+
+
+def _key(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    return _heads(tensor, 0, split.kv_heads, rank // split.kv_replicas, split.kv_heads_here)
+
+
+def _out(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    return _heads(tensor, 1, split.heads, rank, split.heads_here)
+
+
+def _inner_rows(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    return _slice(tensor, 0, rank, split.share(tensor.shape[0], CPU_INNER_MULTIPLE))
+
+
+def _inner_columns(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    return _slice(tensor, 1, rank, split.share(tensor.shape[1], CPU_INNER_MULTIPLE))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One engine parameter: its HF tensors in the order of their bytes. `{layer}` and `{expert}` stand for numbers; the
+    parts of a rule with `{expert}` repeat for each expert in turn."""
+
+    engine: str
+    parts: tuple[tuple[str, Cut], ...]
+    dtype: torch.dtype | None = None
+    """The engine's own choice, where it is not the dtype that the engine was started with."""
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether the parameter stacks the tensors of all routed experts."""
+        return "{expert}" in self.parts[0][0]
+
+    @property
+    def same_everywhere(self) -> bool:
+        """Whether all ranks hold the same bytes."""
+        return all(cut is _whole for _, cut in self.parts)
+
+
+Table = tuple[Rule, ...]
+
+
+def _layer(engine: str, *parts: tuple[str, Cut], dtype: torch.dtype | None = None) -> Rule:
+    hf = tuple((f"model.layers.{{layer}}.{name}", cut) for name, cut in parts)
+    return Rule(f"model.layers.{{layer}}.{engine}", hf, dtype)
+
+
+def _same(name: str, cut: Cut = _whole) -> Rule:
+    return _layer(name, (name, cut))
+
+
+def _gated(mlp: str) -> Table:
+    return (
+        _layer(
+            f"{mlp}.gate_up_proj.weight",
+            (f"{mlp}.gate_proj.weight", _inner_rows),
+            (f"{mlp}.up_proj.weight", _inner_rows),
+        ),
+        _same(f"{mlp}.down_proj.weight", _inner_columns),
+    )
+
+
+def _experts(mlp: str, *, gate: str, up: str, down: str) -> Table:
+    return (
+        _layer(
+            f"{mlp}.experts.w13_weight",
+            (f"{mlp}.experts.{{expert}}.{gate}.weight", _inner_rows),
+            (f"{mlp}.experts.{{expert}}.{up}.weight", _inner_rows),
+        ),
+        _layer(f"{mlp}.experts.w2_weight", (f"{mlp}.experts.{{expert}}.{down}.weight", _inner_columns)),
+    )
+
+
+def _qkv(kind: str) -> Rule:
+    return _layer(
+        f"self_attn.qkv_proj.{kind}",
+        (f"self_attn.q_proj.{kind}", _query),
+        (f"self_attn.k_proj.{kind}", _key),
+        (f"self_attn.v_proj.{kind}", _key),
+    )
+
+
+# --- parts --------------------------------------------------------------------------------------------------
+
+BODY: Table = (
+    Rule("model.embed_tokens.weight", (("model.embed_tokens.weight", _vocab),)),
+    Rule("model.norm.weight", (("model.norm.weight", _whole),)),
+    Rule("lm_head.weight", (("lm_head.weight", _vocab),)),
+    _same("input_layernorm.weight"),
+    _same("post_attention_layernorm.weight"),
+)
+ATTENTION: Table = (_qkv("weight"), _same("self_attn.o_proj.weight", _out))
+QKV_BIAS: Table = (_qkv("bias"),)
+QK_NORM: Table = (_same("self_attn.q_norm.weight"), _same("self_attn.k_norm.weight"))
+LATENT_ATTENTION: Table = (  # DeepSeek's; queries come through a low rank, or not
+    _same("self_attn.q_proj.weight", _query),
+    _same("self_attn.q_b_proj.weight", _query),
+    _same("self_attn.q_a_layernorm.weight"),
+    _same("self_attn.kv_a_layernorm.weight"),
+    _same("self_attn.kv_b_proj.weight", _query),
+    _same("self_attn.o_proj.weight", _out),
+)
+LATENT_DOWN: Table = (_same("self_attn.kv_a_proj_with_mqa.weight"),)
+LATENT_DOWN_FUSED: Table = (
+    _layer(
+        "self_attn.fused_qkv_a_proj_with_mqa.weight",
+        ("self_attn.q_a_proj.weight", _whole),
+        ("self_attn.kv_a_proj_with_mqa.weight", _whole),
+    ),
+)
+MLP: Table = _gated("mlp")
+SHARED_EXPERTS: Table = _gated("mlp.shared_experts")
+EXPERTS: Table = _experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+ROUTER: Table = (_same("mlp.gate.weight"),)
+ROUTER_FP32: Table = (_layer("mlp.gate.weight", ("mlp.gate.weight", _whole), dtype=torch.float32),)
+ROUTER_BIAS: Table = (
+    _layer("mlp.gate.e_score_correction_bias", ("mlp.gate.e_score_correction_bias", _whole), dtype=torch.float32),
+)
+
+# --- families -----------------------------------------------------------------------------------------------
+
+LLAMA: Table = (*BODY, *ATTENTION, *MLP)
+QWEN2: Table = (*LLAMA, *QKV_BIAS)
+QWEN3: Table = (*LLAMA, *QK_NORM)
+QWEN3_MOE: Table = (*BODY, *ATTENTION, *QK_NORM, *ROUTER, *EXPERTS)  # SGLang takes every layer for a sparse one
+MIXTRAL: Table = (
+    *BODY,
+    *ATTENTION,
+    _same("block_sparse_moe.gate.weight"),
+    *_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+)
+GLM4_MOE: Table = (*QWEN3, *QKV_BIAS, *ROUTER_FP32, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS)
+DEEPSEEK_V3: Table = (*BODY, *LATENT_ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS)
+
+FAMILIES: dict[str, Table] = {
+    "LlamaForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "MixtralForCausalLM": MIXTRAL,
+    "Glm4MoeForCausalLM": GLM4_MOE,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+}
+
+
+def _table(hf: dict[str, Any]) -> Table:
+    architecture = (hf.get("architectures") or ["none named"])[0]
+    if architecture not in FAMILIES:
+        raise WeightsError(
+            f"{architecture}: no table of an engine's parameters for this architecture; known: {sorted(FAMILIES)}"
+        )
+    if architecture == "DeepseekV3ForCausalLM":
+        return (*DEEPSEEK_V3, *(LATENT_DOWN if hf.get("q_lora_rank") is None else LATENT_DOWN_FUSED))
+    return FAMILIES[architecture]
+
+
+def _fuses_shared_expert(hf: dict[str, Any]) -> bool:
+    """Whether an engine on a GPU, unless told otherwise, keeps the shared expert as the last of the routed ones
+    (`shared_experts_fusion_disable_reason` of both models)."""
+    if hf.get("n_shared_experts") != 1:
+        return False
+    architecture, experts = hf["architectures"][0], hf.get("n_routed_experts")
+    return architecture == "Glm4MoeForCausalLM" or (architecture == "DeepseekV3ForCausalLM" and experts == 256)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an HF tensor goes: the engine parameter's full name, its rule, and which of its `count` parts this is."""
+
+    parameter: str
+    rule: Rule
+    index: int
+    count: int
+
+
+class EngineLayout:
+    """The table of one model, looked up by HF name. Raises WeightsError for a family without a table."""
+
+    def __init__(self, hf: dict[str, Any], tp: int, *, cpu: bool) -> None:
+        dims, table = dims_of(hf), _table(hf)
+        self.split = Split(tp, dims.heads, dims.kv_heads, cpu)
+        self.tied = dims.tied
+        self._architecture = hf["architectures"][0]
+        self._routed = int(hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts") or 0)
+        self._shared_is_routed = not cpu and _fuses_shared_expert(hf)
+        self._rules = {name: (rule, index) for rule in table for index, (name, _) in enumerate(rule.parts)}
+
+    def find(self, name: str) -> Place:
+        """The place of an HF tensor. Raises WeightsError when the engine has none."""
+        renamed = name.replace(".shared_experts.", f".experts.{self._routed}.") if self._shared_is_routed else name
+        general, layer, expert = _general(renamed)
+        experts = self._routed + self._shared_is_routed
+        if general not in self._rules or (expert or 0) >= max(experts, 1):
+            raise WeightsError(f"{name}: an SGLang engine of {self._architecture} has no place for this tensor")
+        rule, index = self._rules[general]
+        count = len(rule.parts) * (experts if rule.per_expert else 1)
+        return Place(rule.engine.format(layer=layer), rule, index + len(rule.parts) * (expert or 0), count)
+
+
+def _general(name: str) -> tuple[str, int | None, int | None]:
+    """A name with placeholders for its numbers, and the numbers of layer and expert."""
+    numbers: dict[str, int] = {}
+
+    def replaced(found: re.Match[str]) -> str:
+        numbers[found[1]] = int(found[2])
+        return f".{found[1]}s.{{{found[1]}}}."
+
+    general = re.sub(r"\.(layer|expert)s\.(\d+)\.", replaced, name)
+    return general, numbers.get("layer"), numbers.get("expert")

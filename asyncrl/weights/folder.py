@@ -1,0 +1,88 @@
+"""The tensors of an HF folder by name, read one at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.names import Mapping
+
+IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers that old checkpoints carry; computed from the config
+MTP_LAYER = re.compile(r"(.*\.layers\.\d+\.)eh_proj\.weight")  # only layers of multi-token prediction hold this tensor
+
+
+class HFFolder:
+    """One or many .safetensors files, open while the `with` block lasts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file_of: dict[str, Any] = {}
+        self._read: set[str] = set()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        for file in self._files():
+            try:
+                opened = self._open.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                self._open.close()
+                raise WeightsError(f"{file} cannot be read: {error}. Copy or convert it anew.") from None
+            self._file_of.update(dict.fromkeys(opened.keys(), opened))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _files(self) -> list[Path]:
+        """Those of the index, where there is one: some folders hold the same weights again in another form."""
+        index = self._folder / "model.safetensors.index.json"
+        if index.is_file():
+            return [self._folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        files = sorted(self._folder.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"{self._folder} holds no .safetensors file")
+        return files
+
+    def names(self) -> list[str]:
+        """All tensors."""
+        return list(self._file_of)
+
+    def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """One tensor. Raises WeightsError when it is not there, or not of this shape."""
+        if name not in self._file_of:
+            raise WeightsError(f"{name} is missing in {self._folder}")
+        file = self._file_of[name]
+        found = file.get_slice(name).get_shape()
+        if shape is not None and found != list(shape):
+            raise WeightsError(f"{name} in {self._folder} is {found}, but config.json asks for {list(shape)}")
+        self._read.add(name)
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def mtp_names(self) -> list[str]:
+        """Tensors of layers that draft further tokens (multi-token prediction); they are neither trained nor served."""
+        layers = tuple(found[1] for name in self._file_of if (found := MTP_LAYER.fullmatch(name)))
+        return [name for name in self._file_of if name.startswith(layers)]
+
+    def check_nothing_left(self, mapping: Mapping, mine: Callable[[str], bool] = lambda name: False) -> None:
+        """Raises WeightsError with tensors that would be lost in silence: those that no Megatron parameter holds, and
+        those that were for this reader (`mine`) and that it did not read."""
+        given = self._file_of.keys() - set(self.mtp_names())
+        left = sorted(
+            name
+            for name in given
+            if not IGNORED.search(name) and (not mapping.knows(name) or (mine(name) and name not in self._read))
+        )
+        if left:
+            raise WeightsError(
+                f"{self._folder} holds tensors that this {mapping.architecture} has no place for: {', '.join(left[:5])}"
+                + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            )

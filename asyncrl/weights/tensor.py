@@ -1,0 +1,104 @@
+"""Transport on one host: the engines read the bucket where it lies, in shared memory or through CUDA IPC."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import sys
+import types
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from asyncrl.engine.control import Fleet
+from asyncrl.weights.bucket import Bucket
+from asyncrl.weights.transport import Transport
+
+METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
+DEVICE = 6  # place of the device in what torch's reduce_tensor returns for a CUDA tensor
+
+
+class TensorTransport(Transport):
+    """SGLang's update_weights_from_tensor with load_format flattened_bucket.
+
+    An engine answers when its copy is made: on CPU at once; on CUDA torch waits for the copying stream before it gives
+    an IPC handle back, which happens before the answer. So the memory may be filled anew.
+    """
+
+    def __init__(self, fleet: Fleet, engine_tp: int) -> None:
+        self._fleet, self._engine_tp = fleet, engine_tp
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Shared memory on CPU. The default sharing by file descriptor needs both ends to share a parent's secret."""
+        if device.type != "cpu":
+            return super().allocate(nbytes, device)
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        return torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+
+    def send(self, flat: Tensor, bucket: Bucket) -> None:
+        """A handle of its own for every engine and tensor-parallel rank: each takes its part of every tensor.
+
+        Shared memory is counted: a handle adds one, opening it takes one away, so no handle may be opened twice.
+        """
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+        metadata = [_metadata_class()(e.name, e.shape, e.dtype, e.start, e.end, e.end - e.start) for e in bucket]
+        bodies = {
+            url: {
+                "serialized_named_tensors": [_handle(flat, metadata) for _ in range(self._engine_tp)],
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
+            for url in self._fleet.urls
+        }
+        self._fleet.finish(self._fleet.start("/update_weights_from_tensor", bodies))
+
+
+def _handle(flat: Tensor, metadata: list[Any]) -> str:
+    """What SGLang's MultiprocessingSerializer would make: the bytes stay where they are."""
+    buffer = io.BytesIO()
+    shared = _ByUUID(flat) if flat.is_cuda else flat
+    ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+class _ByUUID:
+    """A CUDA tensor that pickles with its GPU's UUID: engines number the GPUs that they see in another way.
+
+    The other half is sglang/srt/utils/patch_torch.py, which looks the UUID up.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments = reductions.reduce_tensor(self._tensor)
+        uuid = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
+        return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
+
+
+def _metadata_class() -> Any:
+    """The one class that SGLang's unpickler looks up by name. Importing sglang for it would cost 0.7 GB and seconds."""
+    if METADATA_MODULE not in sys.modules:
+        module = types.ModuleType(METADATA_MODULE)
+        fields = [
+            ("name", str),
+            ("shape", torch.Size),
+            ("dtype", torch.dtype),
+            ("start_idx", int),
+            ("end_idx", int),
+            ("numel", int),
+        ]
+        made = dataclasses.make_dataclass("FlattenedTensorMetadata", fields)
+        made.__module__ = METADATA_MODULE
+        module.FlattenedTensorMetadata = made  # type: ignore[attr-defined]
+        parent = METADATA_MODULE
+        while parent := parent.rpartition(".")[0]:
+            sys.modules.setdefault(parent, types.ModuleType(parent))
+        sys.modules[METADATA_MODULE] = module
+    return sys.modules[METADATA_MODULE].FlattenedTensorMetadata

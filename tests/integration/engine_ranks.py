@@ -1,0 +1,95 @@
+"""Loads models as an engine does, by SGLang's own model runner, but without a server.
+
+    python -m tests.integration.engine_ranks JOBS.json
+
+A job is {"args": of the server, "env": for it, "tp": its ranks, "out": a file for the checksums of each rank}. Imports
+once and forks a process for each rank, which takes a second or two where a server takes a minute. A job that fails says
+so on stderr and writes nothing; the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from asyncrl.engine.cpu import install
+
+install()
+
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.distributed import bootstrap  # noqa: E402
+from sglang.srt.entrypoints.engine import _set_envs_and_config  # noqa: E402
+from sglang.srt.layers.moe import initialize_moe_config  # noqa: E402
+from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
+from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # noqa: E402
+from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
+
+
+def forked(work: Callable[[], Any]) -> int:
+    """The pid of a child that does the work and ends."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:  # noqa: BLE001 (a child must never run on into its parent's code)
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def wait_for(pids: list[int]) -> None:
+    """When one fails the others, which would wait for it, are ended."""
+    failed = False
+    while pids:
+        pid, status = os.wait()
+        pids.remove(pid)
+        for other in pids if status and not failed else []:
+            with suppress(ProcessLookupError):
+                os.kill(other, signal.SIGKILL)
+        failed |= status != 0
+    if failed:
+        raise RuntimeError("a rank failed")
+
+
+def load_rank(args: Any, ports: Any, rank: int, out: Path) -> None:
+    """One rank's checksums, as JSON."""
+    publish(
+        args,
+        role="scheduler",
+        ranks=SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=rank, pp_rank=0), gpu_id=rank),
+    )
+    initialize_moe_config()
+    model = ModelConfig.from_server_args(args)
+    bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=ports.nccl_port)
+    bootstrap.init_layer_runtime(model_config=model)
+    runner = ModelRunner(
+        model_config=model, mem_fraction_static=0.5, gpu_id=rank, nccl_port=ports.nccl_port, server_args=args
+    )
+    out.write_text(json.dumps(runner.check_weights(action="checksum", role="target")["checksums"]))
+
+
+def load(job: dict[str, Any]) -> None:
+    """All ranks of one model."""
+    os.environ.update(job["env"])
+    args = prepare_server_args(job["args"])
+    _set_envs_and_config(args)
+    ports, ranks = PortArgs.init_new(args), range(job["tp"])
+    outs = [Path(f"{job['out']}.{rank}") for rank in ranks]
+    wait_for([forked(lambda rank=rank: load_rank(args, ports, rank, outs[rank])) for rank in ranks])
+    Path(job["out"]).write_text(json.dumps([json.loads(out.read_text()) for out in outs]))
+
+
+if __name__ == "__main__":
+    for one in json.loads(Path(sys.argv[1]).read_text()):
+        with suppress(RuntimeError):
+            wait_for([forked(lambda job=one: load(job))])

@@ -1,0 +1,99 @@
+"""Real engines behind the real router, as the launcher starts them, without the rest of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from asyncrl.addresses import Addresses
+from asyncrl.config import Config, load
+from asyncrl.engine.router import wait_until_ready
+from asyncrl.launch.machine import choose_ports
+from asyncrl.launch.main import CONF
+from asyncrl.launch.plan import ProcessSpec, plan
+from asyncrl.models import catalog
+
+START = 180.0
+
+
+class Engines:
+    """Started processes by name, which tests may kill and start again."""
+
+    def __init__(self, config: Config, addresses: Addresses, specs: list[ProcessSpec], folder: Path) -> None:
+        self.config, self.addresses = config, addresses
+        self._specs, self._folder = {spec.name: spec for spec in specs}, folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> None:
+        spec = self._specs[name]
+        with (self._folder / f"{name}.log").open("a") as log:
+            self._running[name] = subprocess.Popen(
+                spec.argv, env={**os.environ, **spec.env}, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def kill(self, name: str) -> None:
+        """The whole process group, without a word."""
+        self.signal(name, signal.SIGKILL)
+        self._running.pop(name).wait(30)
+
+    def signal(self, name: str, number: int) -> None:
+        os.killpg(self._running[name].pid, number)
+
+    def close(self) -> None:
+        for name in list(self._running):
+            self.kill(name)
+
+    def wait_for(self, url: str, timeout: float = START) -> None:
+        """Until an engine that was started again answers."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                if httpx.get(f"{url}/health", headers=self.addresses.headers, trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet
+            assert time.monotonic() < deadline, f"{url} did not come up in {timeout} s; see {self._folder}"
+            time.sleep(0.2)
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+
+@contextmanager
+def engines(folder: Path, *overrides: str) -> Iterator[Engines]:
+    """The engines and the router of experiment=tiny with these overrides, ready."""
+    with initialize_config_dir(str(CONF), version_base=None):
+        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", *overrides]), resolve=True)
+    config = load(raw)
+    ports = choose_ports(config)
+    addresses = Addresses(
+        "fleet-test",
+        "the-run's-key",
+        catalog.resolve(config.model.path),
+        tuple(f"http://127.0.0.1:{port}" for port in ports.engines),
+        f"http://127.0.0.1:{ports.router}",
+        f"http://127.0.0.1:{ports.rollout}",
+        0,
+        0.0,
+    )
+    specs = plan(config, addresses, ports, folder, None)
+    made = Engines(config, addresses, [s for s in specs if s.name.startswith(("engine", "router"))], folder)
+    try:
+        for spec in specs:
+            if spec.name.startswith(("engine", "router")):
+                made.start(spec.name)
+        asyncio.run(wait_until_ready(addresses, START))
+        yield made
+    finally:
+        made.close()

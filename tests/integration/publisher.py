@@ -1,0 +1,123 @@
+"""A trainer's sending half without Megatron: weights that are a function of the version, published to real engines.
+
+As a program, a trainer that can be killed at any instant: python -m tests.integration.publisher JSON, where JSON names
+model, engines, router, key, first version, folder and weights settings. Prints each published version.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.addresses import Addresses
+from asyncrl.config import Config
+from asyncrl.engine.control import Fleet
+from asyncrl.engine.router import Workers
+from asyncrl.parallel import Parallel
+from asyncrl.weights.build import build_transport
+from asyncrl.weights.checksum import ExpectedChecksums
+from asyncrl.weights.publish import Publisher
+
+DEGREES = ("tp", "pp", "cp", "dp", "etp", "ep")
+ALONE: dict[str, Any] = {
+    **dict.fromkeys(DEGREES, 1),
+    **{f"{degree}_rank": 0 for degree in (*DEGREES, "edp")},
+    "rank": 0,
+    "device": torch.device("cpu"),
+    "tp_group": None,
+    "expert_group": None,
+}
+
+
+class SeededWeights:
+    """In the place of a Resharder: the model's weights, changed by noise that only the version decides."""
+
+    def __init__(self, model: Path, share: float = 1.0) -> None:
+        files = sorted(model.glob("*.safetensors"))
+        self._base = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        self._share = share
+        self.version = 0
+
+    def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+        for name, tensor in self._base.items():
+            yield name, tensor.dtype, tensor.shape
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        draw = torch.Generator().manual_seed(self.version)
+        for name, tensor in self._base.items():
+            if self.version == 0:
+                yield name, tensor
+                continue
+            noise = 0.05 * torch.randn(tensor.shape, generator=draw)
+            noise *= torch.rand(tensor.shape, generator=draw) < self._share
+            yield name, (tensor.float() + noise).to(tensor.dtype)
+
+    def at(self, version: int) -> dict[str, Tensor]:
+        """All of one version."""
+        held, self.version = self.version, version
+        tensors = dict(self.hf_tensors())
+        self.version = held
+        return tensors
+
+
+def make(
+    config: Config,
+    addresses: Addresses,
+    weights: SeededWeights,
+    folder: Path,
+    *,
+    urls: tuple[str, ...] | None = None,
+    hold: Callable[[], None] = lambda: None,
+    announce: Callable[[int], None] = lambda version: None,
+) -> Publisher:
+    """A publisher of one rank, as trainer/__main__.py makes it."""
+    timeout = config.weights.timeout
+    fleet = Fleet(
+        urls or addresses.engines,
+        addresses.api_key,
+        timeout,
+        router=Workers(addresses.router, addresses.api_key, timeout),
+    )
+    transport, _ = build_transport(config, fleet, stage=0, gpu=False, folder=folder)
+    parallel = Parallel(**ALONE)
+    hf = json.loads((addresses.model / "config.json").read_text())
+    dtype = getattr(torch, config.engine.dtype)
+    return Publisher(
+        parallel,
+        fleet,
+        transport,
+        weights,  # type: ignore[arg-type]
+        config.weights,
+        expected=lambda: ExpectedChecksums(hf, config.engine.tensor_parallel, dtype=dtype),
+        hold=hold,
+        announce=announce,
+    )
+
+
+def publish(publisher: Publisher, version: int) -> dict[str, float]:
+    """Set the weights to a version and publish it."""
+    publisher._weights.version = version  # type: ignore[attr-defined]
+    return publisher.publish(version)
+
+
+def main(order: dict[str, Any]) -> None:
+    config = Config.model_validate(order["config"])
+    addresses = Addresses.read(Path(order["run_dir"]))
+    weights = SeededWeights(addresses.model)
+    publisher = make(config, addresses, weights, Path(order["folder"]), urls=tuple(order["urls"]))
+    for version in range(order["first"], order["last"] + 1):
+        publish(publisher, version)
+        print(f"published {version} to {len(publisher._fleet.serving)}", flush=True)
+        time.sleep(order["pause"])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

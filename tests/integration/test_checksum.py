@@ -1,0 +1,202 @@
+"""SGLang holds the very checksums that are computed from its HF folder: every parameter of every family, none ignored.
+
+Every family at every degree by SGLang's model runner (engine_ranks.py), one behind its server, the rest in a campaign.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from asyncrl.config import Config, load
+from asyncrl.engine.server import server_argv, server_env
+from asyncrl.launch.machine import choose_ports
+from asyncrl.launch.main import CONF
+from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, parse
+from asyncrl.weights.folder import HFFolder
+
+pytestmark = pytest.mark.integration
+
+START_TIMEOUT = 300.0
+SIZES = {
+    "vocab_size": 197,  # divides by nothing
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GROUPED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_parameters": {  # the only kind that SGLang has for this family on CPU
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "llama, padded": ("llama", {"num_key_value_heads": 1, "intermediate_size": 72}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", ROUTED),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": ("glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v3": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32}),
+    "deepseek_v3, whole queries": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
+}
+CASES = [(name, tp) for name in MODELS for tp in (1, 2)]
+
+
+def write_model(folder: Path, model_type: str, changes: dict[str, Any]) -> None:
+    """An HF folder with random weights, of which no two layers and no two experts are alike."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)  # norms and biases would otherwise all be equal
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = torch.randn(module.e_score_correction_bias.shape)  # float32, as released
+    model.save_pretrained(folder)
+
+
+def engine_of(tp: int) -> Config:
+    """The settings that matter here, beside the defaults."""
+    with initialize_config_dir(str(CONF), version_base=None):
+        raw: Any = OmegaConf.to_container(
+            compose("train", ["experiment=tiny", f"engine.tensor_parallel={tp}", "engine.dtype=bfloat16"]), resolve=True
+        )
+    return load(raw)
+
+
+@contextmanager
+def serving(model: Path, tp: int) -> Iterator[str]:
+    """The address of one engine, started as the launcher starts it and stopped when the block is left."""
+    config = engine_of(tp)
+    url, log = f"http://127.0.0.1:{choose_ports(config).engines[0]}", model.with_suffix(".log")
+    argv, env = server_argv(config.engine, model, url, gpu=False, seed=0), server_env(config.engine, gpu=False)
+    with log.open("w") as out:
+        server = subprocess.Popen(argv, env={**os.environ, **env}, stdout=out, stderr=out, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT
+        while not _healthy(url):
+            assert server.poll() is None, f"the engine ended:\n{log.read_text()[-5000:]}"
+            assert time.monotonic() < deadline, f"no engine within {START_TIMEOUT} s:\n{log.read_text()[-5000:]}"
+            time.sleep(0.5)
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def expected_of(folder: Path, tp: int) -> Checksums:
+    hf = json.loads((folder / "config.json").read_text())
+    expected = ExpectedChecksums(hf, tp, dtype=torch.bfloat16)
+    with HFFolder(folder) as source:
+        for name in source.names():
+            expected.add(name, source.read(name))
+    return expected.result()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    found = {name: base / name.replace(", ", "-").replace(" ", "-") for name in MODELS}
+    for name, folder in found.items():
+        write_model(folder, *MODELS[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded(folders: dict[str, Path]) -> dict[tuple[str, int], Path]:
+    """Files with the checksums of every model at every degree, loaded by SGLang without a server."""
+    jobs, outs = [], {}
+    for tp in (1, 2):
+        engine = engine_of(tp).engine
+        for name, folder in folders.items():
+            outs[name, tp] = folder.with_suffix(f".tp{tp}.json")
+            args = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:]
+            env = server_env(engine, gpu=False)
+            jobs.append({"args": args, "env": env, "tp": tp, "out": str(outs[name, tp])})
+    plan = next(iter(folders.values())).parent / "jobs.json"
+    plan.write_text(json.dumps(jobs))
+    with plan.with_suffix(".log").open("w") as log:
+        command = [sys.executable, "-m", "tests.integration.engine_ranks", str(plan)]
+        subprocess.run(command, stdout=log, stderr=log, check=True, timeout=600)
+    return outs
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_sglang_loads_what_is_expected_of_every_parameter(
+    name: str, tp: int, folders: dict[str, Path], loaded: dict[tuple[str, int], Path]
+) -> None:
+    out = loaded[name, tp]
+    assert out.exists(), (out.parent / "jobs.log").read_text()[-5000:]
+    answered = json.loads(out.read_text())
+    assert differing(expected_of(folders[name], tp), answered) == []
+    assert len(answered) == tp
+    assert all(len(rank) > 10 for rank in answered)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [pytest.param(*case, marks=[] if case == ("qwen3", 2) else pytest.mark.campaign) for case in CASES]
+)
+def test_an_engine_answers_with_the_expected_checksum_of_every_parameter(
+    name: str, tp: int, folders: dict[str, Path]
+) -> None:
+    with serving(folders[name], tp) as url:
+        answered = parse(httpx.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=60).json())
+    assert differing(expected_of(folders[name], tp), answered) == []
+    assert len(answered) == tp

@@ -1,0 +1,144 @@
+"""An HF config in Megatron's terms: every family's, in the old and the new spelling, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.models.architectures import ARCHITECTURES, check_architecture, megatron_arguments, rope
+from asyncrl.models.tiny import write_random_model
+
+# As their publishers wrote them, before transformers 5.
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rope_theta": 1000000.0,
+    "rope_scaling": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
+
+
+def test_deepseek_v3_as_published() -> None:
+    check_architecture(DEEPSEEK_V3)
+    found = megatron_arguments(DEEPSEEK_V3)
+    assert found["moe_layer_freq"] == [0, 0, 0] + [1] * 58
+    assert (found["moe_router_num_groups"], found["moe_router_group_topk"]) == (8, 4)
+    assert found["moe_shared_expert_intermediate_size"] == 2048
+    assert (found["rotary_scaling_factor"], found["mscale_all_dim"]) == (40, 1.0)
+    assert rope(DEEPSEEK_V3)["rope_type"] == "yarn"
+    assert found["moe_router_bias_update_rate"] == 0.0
+
+
+def test_one_group_of_experts_is_no_group() -> None:
+    found = megatron_arguments({**DEEPSEEK_V3, "n_group": 1, "topk_group": 1})
+    assert found["moe_router_num_groups"] is found["moe_router_group_topk"] is None
+
+
+def test_qwen3_moe_as_published() -> None:
+    check_architecture(QWEN3_MOE)
+    found = megatron_arguments(QWEN3_MOE)
+    assert (found["num_moe_experts"], found["moe_layer_freq"]) == (128, [1, 1, 1, 1])
+    assert not found["moe_router_pre_softmax"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, [0, 1, 0, 1]),
+        ({"mlp_only_layers": [0, 3]}, [0, 1, 1, 0]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 0, 0, 1]),
+    ],
+)
+def test_qwen_says_which_layers_have_experts(fields: dict[str, Any], layers: list[int]) -> None:
+    assert megatron_arguments({**QWEN3_MOE, **fields})["moe_layer_freq"] == layers
+
+
+def test_new_and_old_spelling_of_rotary_embeddings_say_the_same() -> None:
+    old = {**LLAMA, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0}
+    found = rope(old)
+    assert {key: found[key] for key in new} == rope({**LLAMA, "rope_parameters": new})
+    assert rope(LLAMA) == {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": "default"}
+    assert rope({**LLAMA, "model_type": "glm4_moe"})["partial_rotary_factor"] == 0.5
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"])
+def test_what_transformers_writes_for_a_family_is_accepted(kind: str, tmp_path: Path) -> None:
+    sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
+    write_random_model(tmp_path / "model", kind, **sizes, tied=False, seed=0, dtype="bfloat16")
+    hf = json.loads((tmp_path / "model" / "config.json").read_text())
+    check_architecture(hf)
+    assert hf["architectures"][0] in ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("hf", "said"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, r"MambaForCausalLM.*Supported architectures: .*LlamaForCausalLM"),
+        ({}, "none named"),
+        ({**LLAMA, "attention_bias": True}, "attention_bias=true.*biases are not supported"),
+        ({**LLAMA, "mlp_bias": True}, "mlp_bias=true.*biases are not supported"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic.*default, linear, llama3"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn.*attention_factor"),
+        ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization_config.*bfloat16"),
+        ({**QWEN3_MOE, "use_sliding_window": True}, "sliding_window=4096"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 1}, "num_experts_per_tok=1.*normalized"),
+        ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave=false"),
+        ({**DEEPSEEK_V3, "norm_topk_prob": False}, "norm_topk_prob=false"),
+        ({**DEEPSEEK_V3, "topk_group": 2}, "num_experts_per_tok=8, topk_group=2.*two best"),
+        ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func=softmax"),
+        ({key: value for key, value in DEEPSEEK_V3.items() if key != "kv_lora_rank"}, "no kv_lora_rank"),
+    ],
+)
+def test_what_would_give_other_logits_is_refused(hf: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_architecture(hf)
+    assert caught.value.field == "model.path"
+
+
+def test_yarn_without_a_factor_on_sines_and_cosines_is_accepted() -> None:
+    check_architecture({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}})

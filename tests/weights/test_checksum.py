@@ -1,0 +1,463 @@
+"""The hashes that an SGLang engine must answer with, from hand-made tensors cut by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from asyncrl.errors import EngineError, WeightsError
+from asyncrl.weights import names
+from asyncrl.weights.checksum import CudaHash, ExpectedChecksums, differing, merge, parse
+from asyncrl.weights.engine_layout import FAMILIES
+
+HEADS, HEAD_DIM, HIDDEN, VOCAB, EXPERTS = 4, 2, 8, 70, 3
+ARCHITECTURES = sorted(FAMILIES)
+DENSE = tuple(f"model.layers.{{layer}}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+
+
+def config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "head_dim": HEAD_DIM,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "n_routed_experts": EXPERTS,
+        "q_lora_rank": 4,
+        **changes,
+    }
+
+
+def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
+    """Of an HF tensor, by the end of its name."""
+    queries, keys = HEADS * HEAD_DIM, kv_heads * HEAD_DIM
+    sizes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (VOCAB, HIDDEN),
+        "lm_head": (VOCAB, HIDDEN),
+        "q_proj": (queries, HIDDEN),
+        "k_proj": (keys, HIDDEN),
+        "v_proj": (keys, HIDDEN),
+        "o_proj": (HIDDEN, queries),
+        "q_a_proj": (4, HIDDEN),
+        "q_b_proj": (queries, 4),
+        "kv_a_proj_with_mqa": (5, HIDDEN),
+        "kv_b_proj": (2 * queries, 4),
+        "gate": (EXPERTS, HIDDEN),
+        **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (inner, HIDDEN)),
+        **dict.fromkeys(("down_proj", "w2"), (HIDDEN, inner)),
+    }
+    kind = leaf.split(".")[-1]
+    found = sizes.get(leaf.split(".")[-2], (HIDDEN,))
+    return (EXPERTS,) if kind == "e_score_correction_bias" else found[:1] if kind == "bias" else found
+
+
+def model(architecture: str, seed: int = 0, kv_heads: int = 2) -> dict[str, Tensor]:
+    """All HF tensors that a trainer sends of a model of one layer, in its order."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for rule in names.FAMILIES[architecture]:
+        if architecture == "DeepseekV3ForCausalLM" and "q_proj" in rule.hf[0]:
+            continue  # queries come through a low rank
+        if architecture == "Qwen3MoeForCausalLM" and rule.hf[0].startswith(DENSE):
+            continue  # this family's engine has no dense layers
+        for expert in range(EXPERTS if rule.expert else 1):
+            for pattern in rule.hf:
+                name = pattern.format(layer=0, expert=expert)
+                found[name] = torch.randn(shape(name, kv_heads), generator=generator).bfloat16()
+    return found
+
+
+def results(tensors: dict[str, Tensor], hf: dict[str, Any], tp: int, device: Any = "cpu") -> list[dict[str, str]]:
+    expected = ExpectedChecksums(hf, tp, dtype=torch.bfloat16, device=device)
+    for name, tensor in tensors.items():
+        expected.add(name, tensor)
+    return expected.result()
+
+
+def digest(tensor: Tensor, device: str = "cpu") -> str:
+    if device == "cpu":
+        return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    whole = CudaHash()
+    whole.update(tensor)
+    return whole.hexdigest()
+
+
+def distinct(*size: int) -> Tensor:
+    """No two elements are equal."""
+    return torch.arange(1, 1 + torch.Size(size).numel(), dtype=torch.float32).view(size) / 64
+
+
+# --- cuts, written out --------------------------------------------------------------------------------------
+
+HEADS_OF_RANKS = {  # device, tp, kv heads -> for each rank: its query heads, its key-value heads; "." is padding
+    ("cuda", 1, 1): ["0123 0"],
+    ("cuda", 1, 2): ["0123 01"],
+    ("cuda", 2, 1): ["01 0", "23 0"],
+    ("cuda", 2, 2): ["01 0", "23 1"],
+    ("cuda", 4, 1): ["0 0", "1 0", "2 0", "3 0"],
+    ("cuda", 4, 2): ["0 0", "1 0", "2 1", "3 1"],
+    ("cpu", 1, 1): ["0123 0"],
+    ("cpu", 1, 2): ["0123 01"],
+    ("cpu", 2, 1): ["0123 0", ".... ."],
+    ("cpu", 2, 2): ["01 0", "23 1"],
+    ("cpu", 4, 1): ["0123 0", ".... .", ".... .", ".... ."],
+    ("cpu", 4, 2): ["01 0", "23 1", ".. .", ".. ."],
+}
+
+
+def chosen(tensor: Tensor, heads: str, total: int, dim: int = 0) -> Tensor:
+    blocks = tensor.chunk(total, dim)
+    return torch.cat([torch.zeros_like(blocks[0]) if head == "." else blocks[int(head)] for head in heads], dim)
+
+
+@pytest.mark.parametrize(("device", "tp", "kv_heads"), HEADS_OF_RANKS)
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_a_rank_holds_its_queries_above_its_keys_and_values(device: Any, tp: int, kv_heads: int, kind: str) -> None:
+    width = (HIDDEN,) if kind == "weight" else ()
+    q, k, v = (distinct(heads * HEAD_DIM, *width) * sign for heads, sign in ((HEADS, 1), (kv_heads, -1), (kv_heads, 3)))
+    hf = config("Qwen2ForCausalLM", num_key_value_heads=kv_heads)
+    expected = ExpectedChecksums(hf, tp, dtype=torch.float32, device=device)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        expected.add(f"model.layers.5.self_attn.{name}_proj.{kind}", tensor)
+    cut = []
+    for heads in HEADS_OF_RANKS[device, tp, kv_heads]:
+        queries, keys = heads.split()
+        parts = [chosen(q, queries, HEADS), chosen(k, keys, kv_heads), chosen(v, keys, kv_heads)]
+        cut.append({f"model.layers.5.self_attn.qkv_proj.{kind}": digest(torch.cat(parts), device)})
+    assert expected.result() == cut
+
+
+@pytest.mark.parametrize(("device", "tp", "kv_heads"), HEADS_OF_RANKS)
+def test_a_rank_holds_the_columns_of_its_queries_in_the_output_projection(device: Any, tp: int, kv_heads: int) -> None:
+    full, name = distinct(HIDDEN, HEADS * HEAD_DIM), "model.layers.0.self_attn.o_proj.weight"
+    expected = ExpectedChecksums(config(num_key_value_heads=kv_heads), tp, dtype=torch.float32, device=device)
+    expected.add(name, full)
+    ranks = HEADS_OF_RANKS[device, tp, kv_heads]
+    assert expected.result() == [{name: digest(chosen(full, heads.split()[0], HEADS, 1), device)} for heads in ranks]
+
+
+@pytest.mark.parametrize(
+    ("inner", "tp", "padded"), [(128, 1, 128), (128, 2, 128), (128, 4, 128), (40, 1, 64), (72, 2, 128)]
+)
+def test_gated_mlps_and_experts_are_cut_by_inner_features_and_stacked(inner: int, tp: int, padded: int) -> None:
+    def random_experts(*size: int) -> Tensor:
+        return distinct(EXPERTS, *size)
+
+    gate, up, down = random_experts(inner, HIDDEN), -random_experts(inner, HIDDEN), random_experts(HIDDEN, inner) / 7
+    prefix = "model.layers.1.mlp"
+    tensors = {
+        f"{prefix}.{place}{name}_proj.weight": full[expert]
+        for expert in range(EXPERTS)
+        for place in [f"experts.{expert}.", *["shared_experts."] * (expert == 0)]
+        for name, full in (("gate", gate), ("up", up), ("down", down))
+    }
+    expected = ExpectedChecksums(config("Glm4MoeForCausalLM"), tp, dtype=torch.float32)
+    for name, tensor in tensors.items():
+        expected.add(name, tensor)
+    gate, up = (pad(tensor, (0, 0, 0, padded - inner)) for tensor in (gate, up))
+    down = pad(down, (0, padded - inner))
+    for rank, found in enumerate(expected.result()):
+        mine = slice(rank * padded // tp, (rank + 1) * padded // tp)
+        w13 = torch.stack([torch.cat([gate[expert, mine], up[expert, mine]]) for expert in range(EXPERTS)])
+        w2 = torch.stack([down[expert][:, mine] for expert in range(EXPERTS)])
+        assert found == {
+            f"{prefix}.experts.w13_weight": digest(w13),
+            f"{prefix}.experts.w2_weight": digest(w2),
+            f"{prefix}.shared_experts.gate_up_proj.weight": digest(w13[0]),
+            f"{prefix}.shared_experts.down_proj.weight": digest(w2[0]),
+        }
+
+
+@pytest.mark.parametrize(("vocab", "tp", "rows"), [(64, 1, 64), (70, 1, 128), (70, 2, 64), (50, 4, 16), (50, 3, 64)])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_the_vocabulary_is_padded_with_zeros_to_a_multiple_of_64(vocab: int, tp: int, rows: int, name: str) -> None:
+    full = distinct(vocab, HIDDEN)
+    expected = ExpectedChecksums(config(), tp, dtype=torch.float32)
+    expected.add(name, full)
+    padded = pad(full, (0, 0, 0, rows * tp - vocab))
+    assert expected.result() == [{name: digest(padded[rank * rows : (rank + 1) * rows])} for rank in range(tp)]
+
+
+def test_latent_attention_is_cut_by_heads_and_its_down_projections_are_one_and_whole() -> None:
+    tensors, hf = model("DeepseekV3ForCausalLM"), config("DeepseekV3ForCausalLM", num_key_value_heads=HEADS)
+    attention = "model.layers.0.self_attn"
+    for rank, found in enumerate(results(tensors, hf, 2)):
+        down = [tensors[f"{attention}.{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+        assert found[f"{attention}.fused_qkv_a_proj_with_mqa.weight"] == digest(torch.cat(down))
+        for name in ("q_b_proj", "kv_b_proj"):
+            assert found[f"{attention}.{name}.weight"] == digest(tensors[f"{attention}.{name}.weight"].chunk(2)[rank])
+
+
+def test_latent_attention_without_a_low_rank_of_queries_keeps_its_two_projections() -> None:
+    hf = config("DeepseekV3ForCausalLM", num_key_value_heads=HEADS, q_lora_rank=None)
+    tensors = {f"model.layers.0.self_attn.{name}.weight": distinct(8, 8) for name in ("q_proj", "kv_a_proj_with_mqa")}
+    assert [found.keys() for found in results(tensors, hf, 1)] == [tensors.keys()]
+
+
+def test_an_engine_keeps_its_routers_own_precision_and_converts_the_rest() -> None:
+    gate, bias, norm = (
+        f"model.layers.0.{name}"
+        for name in ("mlp.gate.weight", "mlp.gate.e_score_correction_bias", "input_layernorm.weight")
+    )
+    sent = {name: distinct(*shape(name)) / 3 for name in (gate, bias, norm)}
+    for architecture, router in (("Glm4MoeForCausalLM", torch.float32), ("DeepseekV3ForCausalLM", torch.bfloat16)):
+        (found,) = results(sent, config(architecture), 1)
+        assert found == {
+            gate: digest(sent[gate].to(router)),
+            bias: digest(sent[bias]),
+            norm: digest(sent[norm].bfloat16()),
+        }
+
+
+@pytest.mark.parametrize(("architecture", "experts"), [("Glm4MoeForCausalLM", EXPERTS), ("DeepseekV3ForCausalLM", 256)])
+def test_on_a_gpu_a_single_shared_expert_is_the_last_of_the_routed(architecture: str, experts: int) -> None:
+    hf = config(architecture, n_shared_experts=1, n_routed_experts=experts)
+    inner = "model.layers.0.mlp"
+    routed = [distinct(HIDDEN, 4) + expert for expert in range(experts + 1)]
+    tensors = {f"{inner}.experts.{expert}.down_proj.weight": routed[expert] for expert in range(experts)}
+    tensors[f"{inner}.shared_experts.down_proj.weight"] = routed[-1]
+    whole = torch.stack(routed).bfloat16()
+    assert results(tensors, hf, 1, "cuda") == [{f"{inner}.experts.w2_weight": digest(whole, "cuda")}]
+    assert f"{inner}.shared_experts.down_proj.weight" in results(tensors, hf, 1, "cpu")[0]
+
+
+# --- whole models -------------------------------------------------------------------------------------------
+
+FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
+}
+EXPERT = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2", "w1": "w13", "w3": "w13", "w2": "w2"}
+EVERYWHERE = ("norm.", "gate.", "q_a_proj.", "kv_a_proj_with_mqa.")  # on all ranks, as far as no shared key head is
+
+
+def engine_name(name: str) -> str:
+    words = name.split(".")
+    if "experts" in words:
+        return ".".join([*words[: words.index("experts") + 1], f"{EXPERT[words[-2]]}_weight"])
+    return ".".join([*words[:-2], FUSED.get(words[-2], words[-2]), words[-1]])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("device", "kv_heads"), [("cpu", 2), ("cuda", 1)])
+def test_one_flipped_bit_shows_in_its_engine_parameter_on_the_ranks_that_hold_it(
+    architecture: str, device: Any, kv_heads: int
+) -> None:
+    hf, tensors = config(architecture, num_key_value_heads=kv_heads), model(architecture, kv_heads=kv_heads)
+    before = results(tensors, hf, 2, device)
+    assert {name for found in before for name in found} == {engine_name(name) for name in tensors}
+    for name, tensor in tensors.items():
+        for element, rank in ((0, 0), (-1, 1)):  # the first lies on rank 0, the last on rank 1
+            flipped = tensor.clone()
+            flipped.view(torch.int16).view(-1)[element] ^= 1
+            after = results({**tensors, name: flipped}, hf, 2, device)
+            changed = {(r, key) for r in (0, 1) for key in before[r] if before[r][key] != after[r][key]}
+            shared_key = kv_heads == 1 and name.split(".")[-2] in ("k_proj", "v_proj")
+            everywhere = shared_key or any(word in name for word in EVERYWHERE)
+            assert changed == {(r, engine_name(name)) for r in ((0, 1) if everywhere else (rank,))}, name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_order_of_tensors_does_not_matter(architecture: str) -> None:
+    hf, tensors = config(architecture), model(architecture)
+    expected = results(tensors, hf, 2)
+    for seed in range(3):
+        shuffled = list(tensors.items())
+        random.Random(seed).shuffle(shuffled)
+        assert results(dict(shuffled), hf, 2) == expected
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_tensor_that_the_trainer_sends_has_a_place_and_every_rule_is_reached(architecture: str) -> None:
+    found = set(results(model(architecture), config(architecture), 1)[0])
+    rules = {rule.engine.format(layer=0) for rule in FAMILIES[architecture]}
+    unsent = {"model.layers.0.self_attn.q_proj.weight"} if architecture == "DeepseekV3ForCausalLM" else set()
+    assert rules - found == unsent
+
+
+def test_what_is_held_is_only_what_came_before_its_turn_and_may_be_overwritten() -> None:
+    hf, attention = config(), "model.layers.0.self_attn"
+    q, k, v = (distinct(heads * HEAD_DIM, HIDDEN).bfloat16() for heads in (HEADS, 2, 2))
+    expected = ExpectedChecksums(hf, 1, dtype=torch.bfloat16)
+    held = []
+    value = v.clone()
+    for name, tensor in (("v", value), ("q", q), ("k", k)):
+        expected.add(f"{attention}.{name}_proj.weight", tensor)
+        held.append(expected.held_bytes)
+        value.zero_()
+    assert held == [v.nbytes, v.nbytes, 0]
+    assert expected.result() == [{f"{attention}.qkv_proj.weight": digest(torch.cat([q, k, v]))}]
+
+
+def test_in_the_trainers_order_nothing_is_held() -> None:
+    expected = ExpectedChecksums(config("Qwen3MoeForCausalLM"), 2, dtype=torch.bfloat16)
+    tensors = model("Qwen3MoeForCausalLM")
+    ordered = sorted(tensors, key=lambda name: ("down_proj" in name, list(tensors).index(name)))
+    ordered = [name for name in ordered if "experts" not in name] + sorted(
+        (name for name in ordered if "experts" in name), key=lambda name: int(name.split(".")[5])
+    )
+    for name in ordered:
+        expected.add(name, tensors[name])
+        assert expected.held_bytes == 0
+
+
+def test_a_tied_engine_has_no_output_layer_of_its_own() -> None:
+    tensors = {name: distinct(VOCAB, HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    for tied in (True, False):
+        (found,) = results(tensors, config(tie_word_embeddings=tied), 1)
+        assert ("lm_head.weight" in found) is not tied
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+def test_a_fused_parameter_that_never_became_whole_is_named() -> None:
+    expected = ExpectedChecksums(config(), 1, dtype=torch.bfloat16)
+    expected.add("model.layers.3.mlp.gate_proj.weight", distinct(32, HIDDEN))
+    with pytest.raises(WeightsError, match=r"model\.layers\.3\.mlp\.gate_up_proj\.weight"):
+        expected.result()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.gate.weight",
+        "model.rotary.weight",
+        "visual.blocks.0.weight",
+        "model.layers.0.input_layernorm.bias",
+    ],
+)
+def test_a_tensor_without_a_place_is_named(name: str) -> None:
+    with pytest.raises(WeightsError, match=f"{name}: an SGLang engine of LlamaForCausalLM has no place"):
+        ExpectedChecksums(config(), 1, dtype=torch.bfloat16).add(name, distinct(8))
+
+
+def test_a_dense_layer_is_refused_where_the_engine_would_drop_it_in_silence() -> None:
+    expected = ExpectedChecksums(config("Qwen3MoeForCausalLM"), 1, dtype=torch.bfloat16)
+    with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.gate_proj\.weight"):
+        expected.add("model.layers.1.mlp.gate_proj.weight", distinct(32, HIDDEN))
+
+
+def test_an_expert_beyond_the_last_is_named() -> None:
+    expected = ExpectedChecksums(config("MixtralForCausalLM"), 1, dtype=torch.bfloat16)
+    with pytest.raises(WeightsError, match=r"experts\.3\.w1\.weight"):
+        expected.add("model.layers.0.block_sparse_moe.experts.3.w1.weight", distinct(32, HIDDEN))
+
+
+@pytest.mark.parametrize("again", ["q", "k", "v"])
+def test_a_tensor_that_comes_twice_is_named_wherever_its_parameter_stands(again: str) -> None:
+    expected = ExpectedChecksums(config(), 1, dtype=torch.bfloat16)
+    for name in {"q": "q", "k": "k", "v": "qkv"}[again]:  # taken, waiting, whole
+        expected.add(f"model.layers.0.self_attn.{name}_proj.weight", distinct(8, HIDDEN))
+    with pytest.raises(WeightsError, match=f"{again}_proj.weight was added twice"):
+        expected.add(f"model.layers.0.self_attn.{again}_proj.weight", distinct(8, HIDDEN))
+
+
+def test_what_does_not_divide_on_a_gpu_is_named_with_its_shape() -> None:
+    expected = ExpectedChecksums(config(), 3, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(WeightsError, match=r"down_proj\.weight \(8, 40\): 40 does not divide"):
+        expected.add("model.layers.0.mlp.down_proj.weight", distinct(8, 40))
+
+
+def test_a_wrong_tensor_that_waited_for_its_turn_is_named_and_not_the_one_that_ended_the_wait() -> None:
+    expected = ExpectedChecksums(config(), 1, dtype=torch.bfloat16)
+    expected.add("model.layers.2.self_attn.k_proj.weight", distinct(7, HIDDEN))
+    with pytest.raises(WeightsError, match=r"2\.self_attn\.k_proj\.weight \(7, 8\)"):
+        expected.add("model.layers.2.self_attn.q_proj.weight", distinct(8, HIDDEN))
+
+
+def test_heads_that_a_tensor_does_not_hold_are_named() -> None:
+    expected = ExpectedChecksums(config(), 1, dtype=torch.bfloat16)
+    with pytest.raises(WeightsError, match=r"o_proj\.weight \(8, 7\): its dimension 1 of 7 does not hold 4 heads"):
+        expected.add("model.layers.0.self_attn.o_proj.weight", distinct(8, 7))
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(WeightsError, match="GPT2LMHeadModel"):
+        ExpectedChecksums(config("GPT2LMHeadModel"), 1, dtype=torch.bfloat16)
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+def answer(*ranks: int) -> dict[str, Any]:
+    return {
+        "success": True,
+        "ranks": [
+            {"checksums": {"w": f"{rank:016x}"}, "parallelism_info": [{"role": "target", "tp_rank": rank}]}
+            for rank in ranks
+        ],
+    }
+
+
+def test_an_answer_is_read_in_the_order_of_ranks() -> None:
+    assert parse(answer(1, 0)) == [{"w": "0" * 16}, {"w": "0" * 15 + "1"}]
+
+
+@pytest.mark.parametrize("wrong", [answer(), {"success": False}, answer(1, 2), answer(0, 0), answer(1)])
+def test_an_answer_without_every_rank_once_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="weights_checker"):
+        parse(wrong)
+
+
+def test_a_difference_on_any_rank_and_what_one_side_lacks_are_named_once() -> None:
+    same = {"a": "1", "b": "2"}
+    assert differing([same, same], [same, dict(same)]) == []
+    assert differing([same, same], [same, {"a": "1", "b": "3"}]) == ["b"]
+    assert differing([same, {"a": "1"}], [{"b": "2"}, same]) == ["a", "b"]
+    with pytest.raises(WeightsError, match="1 tensor-parallel ranks and the engine has 2"):
+        differing([same], [same, same])
+
+
+def test_stages_are_put_together_and_never_hold_the_same_parameter() -> None:
+    assert merge([[{"a": "1"}, {"a": "2"}], [{"b": "3"}, {"b": "4"}]]) == [{"a": "1", "b": "3"}, {"a": "2", "b": "4"}]
+    with pytest.raises(WeightsError, match="a"):
+        merge([[{"a": "1"}], [{"a": "1"}]])
+
+
+# --- the GPU's hash -----------------------------------------------------------------------------------------
+
+GOLDEN = {  # of SGLang 0.5.21's kernel, run by triton 3.9.0's interpreter
+    "empty": (torch.empty(0), "0000000000000000"),
+    "a part of a word": (torch.tensor([7], dtype=torch.uint8), "4a7b297fcc99a704"),
+    "an odd count of bf16": (torch.arange(5, dtype=torch.bfloat16), "734f38267db36804"),
+    "one tile": (torch.arange(8192, dtype=torch.int32), "0bed31c740a59498"),
+    "one word more": (torch.arange(8193, dtype=torch.int32), "e6835e01e8adc30a"),
+    "high bits": (-torch.arange(20001, dtype=torch.int16) * 3, "41f3bfae120816d0"),
+    "several tiles": ((torch.arange(50000, dtype=torch.float32) * 0.5).view(100, 500), "8a10cc9ccf2a0a7c"),
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_the_gpus_hash_is_the_kernels(case: str) -> None:
+    tensor, expected = GOLDEN[case]
+    assert digest(tensor, "cuda") == expected
+
+
+@pytest.mark.parametrize("count", [1, 16383, 16385, 5_000_001])
+def test_the_gpus_hash_does_not_depend_on_how_the_bytes_come(count: int) -> None:
+    whole = (torch.arange(count) % 251).to(torch.uint8)
+    pieces = CudaHash()
+    for piece in whole.split(1_000_003):
+        for half in piece.tensor_split([7, 40_001]):
+            pieces.update(half)
+    assert pieces.hexdigest() == digest(whole, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("count", [1, 5, 8192, 8193, 16_777_217, 100_000_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_gpus_hash_is_what_sglang_computes_on_this_gpu(count: int, dtype: torch.dtype) -> None:
+    from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
+
+    tensor = torch.randn(count, device="cuda").to(dtype)
+    assert digest(tensor, "cuda") == f"{gpu_tensor_hash(tensor):016x}"

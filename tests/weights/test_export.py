@@ -1,0 +1,62 @@
+"""An exported folder: whole or not there, and its config says what its weights are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from asyncrl.parallel import Parallel
+from asyncrl.weights.export import save_hf
+
+
+@pytest.fixture
+def alone() -> Iterator[Parallel]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    numbers = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "etp": 1, "ep": 1}
+    ranks = {f"{name}_rank": 0 for name in (*numbers, "edp")}
+    yield Parallel(
+        rank=0, **numbers, **ranks, device=torch.device("cpu"), tp_group=group, expert_group=group
+    )  # fmt: skip
+    dist.destroy_process_group()
+
+
+def test_exported_folder_holds_the_new_weights_and_a_config_without_multi_token_prediction(
+    alone: Parallel, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    given = {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1, "torch_dtype": "float16"}
+    (source / "config.json").write_text(json.dumps(given))
+    (source / "tokenizer.json").write_text("{}")
+    save_file({"old": torch.zeros(2)}, source / "model-00001-of-00009.safetensors")
+    new = {"model.norm.weight": torch.arange(3.0)}
+
+    save_hf(target, source, iter(new.items()), alone, "bfloat16")
+
+    assert sorted(file.name for file in target.iterdir()) == [
+        "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json",
+    ]  # fmt: skip
+    assert load_file(target / "model-00001-of-00001.safetensors")["model.norm.weight"].tolist() == [0.0, 1.0, 2.0]
+    config = json.loads((target / "config.json").read_text())
+    assert config == {"architectures": given["architectures"], "num_nextn_predict_layers": 0, "dtype": "bfloat16"}
+    assert json.loads((target / "model.safetensors.index.json").read_text()) == {
+        "metadata": {"total_size": 12},
+        "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"},
+    }
+
+
+def test_config_says_nothing_of_multi_token_prediction_where_it_said_nothing(alone: Parallel, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    save_hf(tmp_path / "target", source, iter({"a": torch.zeros(1)}.items()), alone, "float32")
+    assert json.loads((tmp_path / "target" / "config.json").read_text()) == {"dtype": "float32"}

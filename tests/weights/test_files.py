@@ -1,0 +1,47 @@
+"""A bucket's file is a safetensors file of its tensors; a disk that does not take it is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.bucket import fill, nbytes, plan_buckets
+from asyncrl.weights.files import DTYPES, write_bucket
+
+
+def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
+    tensors = {
+        str(dtype): torch.randint(0, 256, (3, 4, dtype.itemsize), dtype=torch.uint8).view(dtype)[..., 0]
+        for dtype in DTYPES
+    }
+    tensors["empty"] = torch.zeros(0, 4)
+    (bucket,) = plan_buckets([(n, t.dtype, t.shape) for n, t in tensors.items()], 10**6)
+    flat = torch.empty(nbytes(bucket), dtype=torch.uint8)
+    fill(flat, bucket, iter(tensors.items()))
+    write_bucket(tmp_path / "a.safetensors", flat, bucket, {"kind": "full"})
+    read = load_file(tmp_path / "a.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert read[name].shape == tensor.shape
+        assert read[name].contiguous().view(torch.uint8).equal(tensor.contiguous().view(torch.uint8))
+
+
+def test_full_disk_is_told_and_leaves_no_half_file() -> None:
+    (bucket,) = plan_buckets([("t", torch.float32, torch.Size([8]))], 100)
+    with pytest.raises(WeightsError, match=r"/dev/full cannot be written: .*No space left"):
+        write_bucket(Full(), torch.zeros(32, dtype=torch.uint8), bucket)  # type: ignore[arg-type]
+
+
+class Full(type(Path())):
+    """A file on a full disk."""
+
+    def __new__(cls) -> Full:
+        return super().__new__(cls, "/dev/full")
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Stays."""
