@@ -7,11 +7,13 @@ format) and `common.pt` (what is not sharded). Read from megatron-core 0.16.1, c
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import pickle
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -200,8 +202,9 @@ class CheckpointWriter:
         start = self._file.tell()
         try:
             torch.save(saved, self._file)
-        except RuntimeError as error:  # what torch makes of a full disk
-            raise OSError(f"{self._file.name} cannot be written: {str(error).splitlines()[0]}") from error
+        except RuntimeError as error:  # what torch makes of a full disk, in words that do not say so
+            free = shutil.disk_usage(self._folder).free / 1e9
+            raise WeightsError(f"{self._file.name} cannot be written; {free:.2f} GB of its disk are free") from error
         return _StorageInfo(Path(self._file.name).name, start, self._file.tell() - start)
 
     def _close(self) -> None:
@@ -216,9 +219,16 @@ class CheckpointWriter:
         """Write what Megatron looks for first; `.metadata` last, as Megatron does."""
         self._close()
         (self._folder / "metadata.json").write_text(json.dumps(FORMAT))
-        torch.save({"checkpoint_version": 3.0, "iteration": 0}, self._folder / "common.pt")
+        (self._folder / "common.pt").write_bytes(_pickled({"checkpoint_version": 3.0, "iteration": 0}))
         metadata = Metadata(self._entries, {}, self._places, StorageMeta(), CURRENT_DCP_VERSION)
         (self._folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _pickled(saved: object) -> bytes:
+    """In memory: torch.save meets a full disk with words of its own."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    return buffer.getvalue()
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

@@ -34,6 +34,8 @@ def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
 def building(out: Path) -> Iterator[Path]:
     """A folder to write into, which takes `out`'s name when the block ends, and goes when it fails."""
     partial, replaced = (out.with_name(out.name + ending) for ending in (".partial", ".replaced"))
+    if replaced.exists() and not out.exists():
+        replaced.rename(out)  # a conversion was killed between its two renames
     for leftover in (partial, replaced):
         if leftover.exists():
             shutil.rmtree(leftover)

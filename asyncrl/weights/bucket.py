@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -23,8 +24,15 @@ class Entry:
 Bucket = list[Entry]
 
 
-def plan_buckets(tensors: Iterable[tuple[str, torch.dtype, torch.Size]], limit: int) -> list[Bucket]:
+def plan_buckets(
+    tensors: Iterable[tuple[str, torch.dtype, torch.Size]],
+    limit: int,
+    *,
+    together: Callable[[str], str] = lambda name: name,
+) -> list[Bucket]:
     """Tensors in their order, in buckets of at most `limit` bytes; a larger tensor travels alone, never split.
+
+    Neighbours for whose names `together` gives the same word count as one tensor.
 
     Receivers view the flat bytes in place and find each tensor at the sum of the sizes before it, so a bucket has no
     gaps, and its wider dtypes come first: then every offset is a multiple of its tensor's item size.
@@ -32,13 +40,14 @@ def plan_buckets(tensors: Iterable[tuple[str, torch.dtype, torch.Size]], limit: 
     buckets: list[Bucket] = []
     members: list[tuple[str, torch.dtype, torch.Size]] = []
     size = 0
-    for name, dtype, shape in tensors:
-        nbytes = shape.numel() * dtype.itemsize
-        if members and size + nbytes > limit:
+    for _, unit in groupby(tensors, key=lambda tensor: together(tensor[0])):
+        inseparable = list(unit)
+        added = sum(shape.numel() * dtype.itemsize for _, dtype, shape in inseparable)
+        if members and size + added > limit:
             buckets.append(_laid_out(members))
             members, size = [], 0
-        members.append((name, dtype, shape))
-        size += nbytes
+        members += inseparable
+        size += added
     return [*buckets, _laid_out(members)] if members else buckets
 
 

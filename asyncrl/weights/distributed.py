@@ -78,7 +78,7 @@ class DistributedTransport(Transport):
             return
         self._disconnect()
         world = 1 + len(members) * self._engine_tp
-        port = _free_port(self._host)
+        port = free_port(self._host)
         self._name = f"asyncrl-stage{self._stage}-{secrets.token_hex(4)}"
         joining = self._fleet.start(
             "/init_weights_update_group",
@@ -94,7 +94,7 @@ class DistributedTransport(Transport):
                 for i, url in enumerate(members)
             },
         )
-        self._group = _group_beside_the_default(
+        self._group = group_beside_the_default(
             self._backend, f"tcp://{self._host}:{port}", world, self._name, self._fleet.timeout
         )
         self._fleet.finish(joining)
@@ -115,13 +115,16 @@ class DistributedTransport(Transport):
             self._group = None
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def _group_beside_the_default(backend: str, url: str, world: int, name: str, timeout: float) -> dist.ProcessGroup:
+def group_beside_the_default(
+    backend: str, url: str, world: int, name: str, timeout: float, *, rank: int = 0
+) -> dist.ProcessGroup:
     """A process group that other programs may join (as SGLang's init_custom_process_group does, from the same parts).
 
     torch's new_group only splits the default group; this one has a store and a world of its own. Raises EngineError
@@ -132,7 +135,7 @@ def _group_beside_the_default(backend: str, url: str, world: int, name: str, tim
 
     wait = timedelta(seconds=timeout)
     try:
-        store, rank, world = next(rendezvous(url, 0, world, timeout=wait))
+        store, rank, world = next(rendezvous(url, rank, world, timeout=wait))
         store.set_timeout(wait)
         group, _ = c10d._new_process_group_helper(
             world,

@@ -5,7 +5,8 @@ layers/linear.py, layers/vocab_parallel_embedding.py and layers/moe/fused_moe_tr
 HF tensors cut for the rank and laid one after the other, so that its bytes are known part by part.
 
 An engine on CPU pads what does not divide (configs/update_config.py); one on a GPU repeats key-value heads and refuses
-the rest.
+the rest. Meant are engines with tensor parallelism alone: no expert or data parallelism inside an engine, no quantized
+weights, no weights packed for AMX. On CPU several shared experts must have an inner size that needs no padding.
 """
 
 from __future__ import annotations

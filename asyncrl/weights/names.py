@@ -115,6 +115,19 @@ FAMILIES: dict[str, Table] = {
 }
 
 
+INSEPARABLE = {"self_attn.kv_a_proj_with_mqa.weight": "self_attn.q_a_proj.weight"}
+"""HF tensors that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only when it sees both, and
+keeps the old weights in silence otherwise."""
+
+
+def unit_of(hf_name: str) -> str:
+    """A word that tensors share which must arrive together."""
+    for name, leader in INSEPARABLE.items():
+        if hf_name.endswith(name):
+            return hf_name.removesuffix(name) + leader
+    return hf_name
+
+
 @dataclass(frozen=True)
 class Found:
     """One Megatron parameter's rule, and the numbers in its name."""

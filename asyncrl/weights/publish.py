@@ -35,6 +35,7 @@ from asyncrl.errors import EngineError
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
 from asyncrl.weights.checksum import ExpectedChecksums, differing, merge, parse
+from asyncrl.weights.names import unit_of
 from asyncrl.weights.reshard import Resharder
 from asyncrl.weights.transport import Transport
 
@@ -70,7 +71,7 @@ class Publisher:
 
     def prepare(self) -> None:
         """Plan and allocate the buckets. Runs on every rank while the engines still load; needs none of them."""
-        self._plan = plan_buckets(self._weights.described(), self._settings.bucket_mb << 20)
+        self._plan = plan_buckets(self._weights.described(), self._settings.bucket_mb << 20, together=unit_of)
         sizes = [nbytes(bucket) for bucket in self._plan]
         if not self._full:
             sizes = [max(sizes)] * min(2, len(sizes)) if sizes else []

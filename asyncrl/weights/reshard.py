@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncrl.parallel import Parallel
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import Dims
-from asyncrl.weights.names import Found, Mapping
+from asyncrl.weights.names import Found, Mapping, unit_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -84,13 +84,19 @@ class Resharder:
             for name, whole in self._joined(found, [torch.empty_like(tensor, device="meta")] * shards):
                 yield name, whole.dtype, whole.shape
 
-    def _exported(self) -> Iterator[tuple[Found, Tensor]]:
-        """The parameters in whose gathers this rank takes part."""
+    def _exported(self) -> list[tuple[Found, Tensor]]:
+        """The parameters in whose gathers this rank takes part; those that must arrive together are neighbours."""
         p = self._parallel
+        exported = []
         for found, tensor in self._tensors():
             first_replica = p.edp_rank == 0 if found.rule.expert else p.dp_rank == 0 and p.cp_rank == 0
             if first_replica and not self._is_tied_copy(found):
-                yield found, tensor
+                exported.append((found, tensor))
+        places: dict[str, int] = {}
+        units = [unit_of(found.hf_names()[0]) for found, _ in exported]
+        for place, unit in enumerate(units):
+            places.setdefault(unit, place)
+        return [exported[i] for i in sorted(range(len(exported)), key=lambda i: places[units[i]])]
 
     def _gathered(self, found: Found, shard: Tensor) -> list[Tensor]:
         """Every rank's shard on the exporting rank; elsewhere nothing."""

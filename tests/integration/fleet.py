@@ -32,12 +32,12 @@ class Engines:
 
     def __init__(self, config: Config, addresses: Addresses, specs: list[ProcessSpec], folder: Path) -> None:
         self.config, self.addresses = config, addresses
-        self._specs, self._folder = {spec.name: spec for spec in specs}, folder
+        self._specs, self.folder = {spec.name: spec for spec in specs}, folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
         spec = self._specs[name]
-        with (self._folder / f"{name}.log").open("a") as log:
+        with (self.folder / f"{name}.log").open("a") as log:
             self._running[name] = subprocess.Popen(
                 spec.argv, env={**os.environ, **spec.env}, stdout=log, stderr=log, start_new_session=True
             )
@@ -63,18 +63,18 @@ class Engines:
                     return
             except httpx.TransportError:
                 pass  # not listening yet
-            assert time.monotonic() < deadline, f"{url} did not come up in {timeout} s; see {self._folder}"
+            assert time.monotonic() < deadline, f"{url} did not come up in {timeout} s; see {self.folder}"
             time.sleep(0.2)
 
     def log(self, name: str) -> str:
-        return (self._folder / f"{name}.log").read_text()
+        return (self.folder / f"{name}.log").read_text()
 
 
 @contextmanager
-def engines(folder: Path, *overrides: str) -> Iterator[Engines]:
-    """The engines and the router of experiment=tiny with these overrides, ready."""
+def engines(folder: Path, *overrides: str, experiment: str = "tiny") -> Iterator[Engines]:
+    """The engines and the router of an experiment with these overrides, ready."""
     with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", *overrides]), resolve=True)
+        raw: Any = OmegaConf.to_container(compose("train", [f"experiment={experiment}", *overrides]), resolve=True)
     config = load(raw)
     ports = choose_ports(config)
     addresses = Addresses(

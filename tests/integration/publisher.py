@@ -111,9 +111,13 @@ def publish(publisher: Publisher, version: int) -> dict[str, float]:
 def main(order: dict[str, Any]) -> None:
     config = Config.model_validate(order["config"])
     addresses = Addresses.read(Path(order["run_dir"]))
-    weights = SeededWeights(addresses.model)
-    publisher = make(config, addresses, weights, Path(order["folder"]), urls=tuple(order["urls"]))
+    publisher = make(
+        config, addresses, SeededWeights(addresses.model), Path(order["folder"]), urls=tuple(order["serving"])
+    )
+    for url in order["joining"]:
+        publisher._fleet.join(url)
     for version in range(order["first"], order["last"] + 1):
+        print(f"publishing {version}", flush=True)
         publish(publisher, version)
         print(f"published {version} to {len(publisher._fleet.serving)}", flush=True)
         time.sleep(order["pause"])

@@ -10,6 +10,7 @@ import json
 import sys
 import weakref
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from asyncrl.weights.reshard import Resharder  # noqa: E402
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a rank that stays away from a gather
     base = read(folder).trainer
     mine: dict[str, dict[str, Any]] = {}
     for layout, (settings, models) in json.loads((folder / "cases.json").read_text())[

@@ -190,9 +190,14 @@ def test_sglang_loads_what_is_expected_of_every_parameter(
     assert all(len(rank) > 10 for rank in answered)
 
 
-@pytest.mark.parametrize(
-    ("name", "tp"), [pytest.param(*case, marks=[] if case == ("qwen3", 2) else pytest.mark.campaign) for case in CASES]
-)
+SERVED = [  # latent attention loads, but an engine with this project's attention for CPU cannot run it
+    pytest.param(*case, marks=[] if case == ("qwen3", 2) else pytest.mark.campaign)
+    for case in CASES
+    if not case[0].startswith("deepseek")
+]
+
+
+@pytest.mark.parametrize(("name", "tp"), SERVED)
 def test_an_engine_answers_with_the_expected_checksum_of_every_parameter(
     name: str, tp: int, folders: dict[str, Path]
 ) -> None:

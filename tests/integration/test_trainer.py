@@ -26,6 +26,7 @@ from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
 pytestmark = pytest.mark.integration
 
 VOCAB = 257  # odd: every tensor-parallel layout pads it
+UNEVEN = 40  # tokens of a micro-batch: odd numbers of them, and unequal ones on two replicas
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "unshared": {"share_prompts": False},
@@ -33,10 +34,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2},
     "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
     "pp2": {"pipeline_parallel": 2, "micro_batch_tokens": 60},
-    "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_tokens": 60},
+    "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_tokens": UNEVEN},
     "dp2": {"data_parallel": 2},
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
-    "ep2": {"data_parallel": 2, "expert_parallel": 2, "micro_batch_tokens": 60},
+    "ep2": {"data_parallel": 2, "expert_parallel": 2, "micro_batch_tokens": UNEVEN},
     "tp2-sp-etp1": {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
     "tp2-sp-ep2": {
         "tensor_parallel": 2,
@@ -48,14 +49,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "data_parallel": 4,
         "expert_tensor_parallel": 2,
         "expert_parallel": 2,
-        "micro_batch_tokens": 60,
+        "micro_batch_tokens": UNEVEN,
     },
     "pp2-vpp2-ep2": {
         "pipeline_parallel": 2,
         "virtual_pipeline": 2,
         "data_parallel": 2,
         "expert_parallel": 2,
-        "micro_batch_tokens": 60,
+        "micro_batch_tokens": UNEVEN,
     },
 }
 SHARED = {
@@ -79,13 +80,13 @@ MODELS: dict[str, dict[str, Any]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 16,
             "norm_topk_prob": True,
-            "mlp_only_layers": [0, 2],  # under pp2-vpp2 the first stage then holds no expert at all
         },
     },
     "glm4-moe": {
         "arch": "glm4_moe",
         "layers": 4,
-        "fields": {**SHARED, "attention_bias": True, "use_qk_norm": True},
+        # under pp2-vpp2 the first stage, with layers 0 and 2, then holds no expert at all
+        "fields": {**SHARED, "first_k_dense_replace": 3, "attention_bias": True, "use_qk_norm": True},
     },
     "deepseek": {
         "arch": "deepseek_v3",

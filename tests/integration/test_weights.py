@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
 from asyncrl.engine.client import Client
 from asyncrl.types import Completion
+from asyncrl.weights.bucket import Bucket
+from asyncrl.weights.tensor import TensorTransport
 from tests.integration.fleet import Engines, engines
 from tests.integration.publisher import SeededWeights, make, publish
 
@@ -41,7 +48,7 @@ def settings(config: Config, **weights: object) -> Config:
     return config.model_copy(update={"weights": config.weights.model_copy(update={"timeout": 30.0, **weights})})
 
 
-def client(fleet: Engines, publisher_hold: bool = False, **changes: object) -> Client:
+def client(fleet: Engines, **changes: object) -> Client:
     values = {
         "run": "w",
         "api_key": fleet.addresses.api_key,
@@ -168,6 +175,94 @@ def test_request_in_flight_keeps_its_tokens_in_the_other_modes(mode: str, fleet:
         expected = logprobs(weights.at(first.version), fleet, PROMPT, found)[: first.end]
         torch.testing.assert_close(torch.tensor(found.logprobs[: first.end]), expected, rtol=0, atol=1e-4)
     publisher._fleet.close()
+
+
+class OneWrongBit(TensorTransport):
+    """Sends everything rightly, and then one tensor with a flipped bit to one engine."""
+
+    def __init__(self, *arguments: Any, victim: str) -> None:
+        super().__init__(*arguments)
+        self._victim = victim
+
+    def send(self, flat: torch.Tensor, bucket: Bucket) -> None:
+        super().send(flat, bucket)
+        wrong = self.allocate(flat.numel(), flat.device).copy_(flat)
+        wrong[bucket[0].start] ^= 1
+        others = [url for url in self._fleet.serving if url != self._victim]
+        held, self._fleet.serving = self._fleet.serving, [self._victim]
+        super().send(wrong, bucket[:1])
+        self._fleet.serving = held
+        assert others
+
+
+def test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_may_join_again(
+    fleet: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(fleet.config, transport="tensor", verify_every=1)
+    weights = SeededWeights(fleet.addresses.model)
+    publisher = make(config, fleet.addresses, weights, tmp_path)
+    victim = fleet.addresses.engines[1]
+    publisher._transport = OneWrongBit(publisher._fleet, 2, victim=victim)
+    assert publish(publisher, 30)["engines"] == 1
+    first = next(iter(weights.at(0)))
+    reason = publisher._fleet.lost[victim]
+    assert "holds other weights than were sent" in reason
+    assert first.replace("q_proj", "qkv_proj") in reason
+    assert victim in capsys.readouterr().err
+    assert routed(fleet, fleet.addresses.engines[:1])
+    for found in ask(fleet, 6, 30, run="w-without-victim"):
+        torch.testing.assert_close(
+            torch.tensor(found.logprobs), logprobs(weights.at(30), fleet, PROMPT, found), rtol=0, atol=1e-4
+        )
+    publisher._transport = TensorTransport(publisher._fleet, 2)
+    publisher._fleet.join(victim)
+    assert publish(publisher, 31)["engines"] == 2
+    assert routed(fleet, fleet.addresses.engines)
+    publisher._fleet.close()
+
+
+def routed(fleet: Engines, expected: tuple[str, ...]) -> bool:
+    """Whether the router comes to know just these engines (it adds and removes in its own time)."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        workers = httpx.get(f"{fleet.addresses.router}/workers", headers=fleet.addresses.headers).json()["workers"]
+        if {worker["url"] for worker in workers if worker["is_healthy"]} == set(expected):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def test_engines_at_both_parallelisms_write_what_an_engine_started_from_the_exported_folder_writes(
+    fleet: Engines, tmp_path: Path
+) -> None:
+    """Greedily, token by token."""
+    weights = SeededWeights(fleet.addresses.model)
+    exported = tmp_path / "exported"
+    shutil.copytree(fleet.addresses.model, exported)
+    save_file(weights.at(40), exported / "model.safetensors", metadata={"format": "pt"})
+    with engines(tmp_path, f"model.path={exported}") as fresh:
+        publishers = []
+        for running in (fleet, fresh):  # the fresh one starts from version 0 of the exported folder
+            source = SeededWeights(fleet.addresses.model)
+            config = settings(running.config, transport="tensor")
+            publishers.append(make(config, running.addresses, source, tmp_path))
+        from_export = greedy(fresh, fresh.addresses.engines[0])
+        for publisher in publishers:
+            publish(publisher, 40)
+            publisher._fleet.close()
+        published = [greedy(fleet, url) for url in fleet.addresses.engines]  # tensor-parallel 2
+        alone = greedy(fresh, fresh.addresses.engines[0])  # tensor-parallel 1
+    assert from_export == alone == published[0] == published[1]
+
+
+def greedy(fleet: Engines, url: str) -> list[list[int]]:
+    """One engine's greedy answers to some prompts, asked directly."""
+    body = {
+        "input_ids": [[12, a, b, 3, 11] for a in range(4) for b in range(4)],
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 32},
+    }
+    answers = httpx.post(f"{url}/generate", json=body, headers=fleet.addresses.headers, timeout=60.0).json()
+    return [answer["output_ids"] for answer in answers]
 
 
 class Small:

@@ -60,6 +60,20 @@ def test_by_hand() -> None:
     assert planned == [[("a", 0, 8), ("b", 8, 16)], [("c", 0, 4), ("h", 4, 6)], [("d", 0, 36)], [("e", 0, 4)]]
 
 
+@given(tensors, st.integers(1, 200), st.integers(1, 4))
+def test_inseparable_neighbours_share_a_bucket(described, limit, size) -> None:
+    def word(name: str) -> str:
+        return str(int(name[1:]) // size)
+
+    buckets = plan_buckets(described, limit, together=word)
+    homes: dict[str, set[int]] = {}
+    for number, bucket in enumerate(buckets):
+        for entry in bucket:
+            homes.setdefault(word(entry.name), set()).add(number)
+    assert all(len(home) == 1 for home in homes.values())
+    assert sum(len(bucket) for bucket in buckets) == len(described)
+
+
 @given(tensors, st.integers(1, 200))
 def test_filled_buckets_hold_every_tensor_bit_for_bit(described, limit) -> None:
     given_ = {n: torch.randint(0, 256, (s.numel() * d.itemsize,), dtype=torch.uint8) for n, d, s in described}

@@ -17,7 +17,7 @@ from asyncrl.models.architectures import ARCHITECTURES
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import layouts
 from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, Dims, Layout, dims_of
-from asyncrl.weights.names import FAMILIES, Mapping
+from asyncrl.weights.names import FAMILIES, Mapping, unit_of
 
 HIDDEN = 8
 ONE = Dims(heads=1, kv_heads=1, head_dim=1, vocab=5, tied=False)
@@ -45,6 +45,12 @@ def shapes(layout: Layout, d: Dims) -> list[tuple[int, ...]]:
         GATE_UP: [(12, HIDDEN), (12, HIDDEN)],
     }
     return found[layout]
+
+
+def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
+    a, b = (f"model.layers.3.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+    assert unit_of(a) == unit_of(b) != unit_of(a.replace("3", "4"))
+    assert unit_of("model.layers.3.self_attn.q_proj.weight") == "model.layers.3.self_attn.q_proj.weight"
 
 
 def test_every_layout_is_tested_here() -> None:

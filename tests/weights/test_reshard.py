@@ -301,3 +301,15 @@ def test_folder_without_weights_and_broken_file_are_refused(tmp_path: Path) -> N
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     write(tmp_path, {**hf_shapes(), "model.layers.0.self_attn.rotary_emb.inv_freq": (2,)})
     whole().load(tmp_path)
+
+
+def test_what_an_engine_fuses_from_one_call_comes_one_after_the_other() -> None:
+    parts = [
+        f"decoder.layers.0.self_attention.linear_{name}.weight" for name in ("q_down_proj", "q_up_proj", "kv_down_proj")
+    ]
+    mapping = Mapping("DeepseekV3ForCausalLM")
+    resharder = object.__new__(Resharder)
+    resharder._parallel, resharder._dims = place(), DIMS
+    resharder._tensors = lambda: iter([(mapping.find(name), torch.zeros(1)) for name in parts])  # type: ignore[method-assign]
+    order = [found.hf_names()[0].split(".")[-2] for found, _ in resharder._exported()]
+    assert order == ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"]

@@ -1,0 +1,332 @@
+"""How fast weights reach an engine, by transport, staging and bucket size, against memcpy and a raw broadcast.
+
+    python scripts/bench_weights.py [--quick] [--repeats N]
+
+One real SGLang engine serves SmolLM2-135M (--quick: the tiny model). The weights come from Megatron at TP=1 through
+the resharder; every transport then publishes them. Ratios are taken within this run: memcpy copies the same bytes
+between memories touched before (best of five); the raw broadcast sends the same buckets over gloo to a process that
+drops them. Figures of a transport are medians. The last line is JSON:
+
+    export_over_memcpy          memcpy's seconds / those of gathering, converting and flattening into buckets
+    tensor_over_memcpy          memcpy's seconds / those of a publish over shared memory, from pause to continue, with
+                                the filling
+    distributed_over_broadcast  raw broadcast's seconds / those of sending all buckets by `distributed`
+    bucketed_over_per_tensor    seconds of sending each tensor alone / those in buckets (tensor transport)
+    peak_extra_buckets          peak extra memory of staging=stream in a publish, in buckets
+    pause_ms                    engines paused, staging=full over shared memory
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from asyncrl.trainer import cpu  # noqa: E402
+
+cpu.enable()  # before anything imports megatron.core
+
+import httpx  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from asyncrl.trainer import model as megatron  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.weights.bucket import fill, nbytes, plan_buckets  # noqa: E402
+from asyncrl.weights.distributed import free_port, group_beside_the_default  # noqa: E402
+from asyncrl.weights.layouts import dims_of  # noqa: E402
+from asyncrl.weights.publish import Publisher  # noqa: E402
+from asyncrl.weights.reshard import Resharder  # noqa: E402
+from tests.integration.fleet import Engines, engines  # noqa: E402
+from tests.integration.publisher import make  # noqa: E402
+
+MiB = 1 << 20
+SINK = """
+import sys, torch, torch.distributed as dist
+port, sizes, repeats = int(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")], int(sys.argv[3])
+from asyncrl.weights.distributed import group_beside_the_default
+group = group_beside_the_default("gloo", f"tcp://127.0.0.1:{port}", 2, "sink", 60.0, rank=1)
+memory = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+for _ in range(repeats):
+    for flat in memory:
+        dist.broadcast(flat, group=group, group_src=0)
+"""
+
+
+def main() -> None:
+    """Measure, print tables, then one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny model, two repeats")
+    parser.add_argument("--repeats", type=int, default=5, help="publishes of each kind (default 5)")
+    arguments = parser.parse_args()
+    experiment, repeats = ("tiny", 2) if arguments.quick else ("count_bits", arguments.repeats)
+    figures: dict[str, float] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        engines(Path(folder), "weights.transport=delta", experiment=experiment) as fleet,
+    ):
+        bench = Bench(fleet, Path(folder), repeats)
+        figures |= bench.export()
+        figures |= bench.transports()
+        figures |= bench.sweep()
+    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+
+
+class Bench:
+    """One engine, Megatron's weights at TP=1, and the measurements on them."""
+
+    def __init__(self, fleet: Engines, folder: Path, repeats: int) -> None:
+        self.fleet, self.folder, self.repeats = fleet, folder, repeats
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+            os.environ[name] = value
+        os.environ["MASTER_PORT"] = str(free_port("127.0.0.1"))
+        trainer = fleet.config.trainer
+        parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
+        hf = megatron.read_hf_config(fleet.addresses.model)
+        config = megatron.transformer_config(hf, trainer)
+        model = megatron.build_model(hf, config).to(getattr(torch, trainer.dtype))
+        self.weights = Resharder([model], hf["architectures"][0], dims_of(hf), parallel)
+        self.weights.load(fleet.addresses.model)
+        self.described = list(self.weights.described())
+        self.bytes = sum(shape.numel() * dtype.itemsize for _, dtype, shape in self.described)
+        self.memcpy = self._memcpy()
+        self.console = Console()
+        self.version = 0
+
+    def _memcpy(self) -> float:
+        """Best of five copies of as many bytes as the weights have, between memories touched before."""
+        source, target = (torch.ones(self.bytes, dtype=torch.uint8) for _ in range(2))
+        return min(timed(lambda: target.copy_(source)) for _ in range(5))
+
+    # -- what the trainer does alone -----------------------------------------------------------------------
+
+    def export(self) -> dict[str, float]:
+        """Walking the stream, and copying it into buckets."""
+        plan = plan_buckets(self.described, self.fleet.config.weights.bucket_mb * MiB)
+        memory = [torch.ones(nbytes(bucket), dtype=torch.uint8) for bucket in plan]
+
+        def walk() -> None:
+            for _ in self.weights.hf_tensors():
+                pass
+
+        def flatten() -> None:
+            stream = self.weights.hf_tensors()
+            for flat, bucket in zip(memory, plan, strict=True):
+                fill(flat, bucket, stream)
+
+        converting, whole = (min(timed(step) for _ in range(5)) for step in (walk, flatten))
+        table = Table("", "ms", "GB/s", title=f"{self.bytes / 1e6:.0f} MB, {len(self.described)} tensors, TP=1")
+        for name, seconds in (
+            ("memcpy", self.memcpy),
+            ("gather + convert", converting),
+            ("gather + convert + flatten", whole),
+        ):
+            table.add_row(name, f"{seconds * 1e3:.1f}", f"{self.bytes / seconds / 1e9:.2f}")
+        self.console.print(table)
+        return {"export_over_memcpy": self.memcpy / whole}
+
+    # -- publishing ----------------------------------------------------------------------------------------
+
+    def transports(self) -> dict[str, float]:
+        """Every transport and staging, with a request in flight."""
+        columns = ("", "fill", "pause", "seen", "verify", "publish", "GB/s", "extra MB")
+        table = Table(*columns, title=f"publish, milliseconds (median of {self.repeats}); bucket {self.bucket_mb} MiB")
+        found: dict[str, dict[str, float]] = {}
+        for transport, staging in (
+            ("tensor", "full"),
+            ("tensor", "stream"),
+            ("distributed", "full"),
+            ("distributed", "stream"),
+            ("disk", "stream"),
+            ("delta", "stream"),
+        ):
+            name = f"{transport} {staging}"
+            found[name] = f = self.publishes(transport=transport, staging=staging)
+            cells = [f"{f[key] * 1e3:.0f}" for key in ("fill", "pause", "seen", "verify", "publish")]
+            table.add_row(name, *cells, f"{self.bytes / f['publish'] / 1e9:.2f}", f"{f['extra'] / 1e6:.0f}")
+        self.console.print(table)
+        raw = self.raw_broadcast()
+        sent = found["distributed full"]["send"]
+        self.console.print(
+            f"memcpy {self.memcpy * 1e3:.0f} ms, raw gloo broadcast {raw * 1e3:.0f} ms, "
+            f"sending by distributed {sent * 1e3:.0f} ms"
+        )
+        return {
+            "tensor_over_memcpy": self.memcpy / found["tensor full"]["publish"],
+            "distributed_over_broadcast": raw / sent,
+            "peak_extra_buckets": found["tensor stream"]["extra"] / (self.bucket_mb * MiB),
+            "pause_ms": found["tensor full"]["pause"] * 1e3,
+        }
+
+    @property
+    def bucket_mb(self) -> int:
+        """The configured size."""
+        return self.fleet.config.weights.bucket_mb
+
+    def publishes(self, *, in_flight: bool = True, **settings: Any) -> dict[str, float]:
+        """Medians over some publishes after a first one that connects and verifies; extra memory is the peak."""
+        weights = self.fleet.config.weights.model_copy(update={"timeout": 120.0, **settings})
+        config = self.fleet.config.model_copy(update={"weights": weights})
+        before = resident()
+        reset_peak()
+        publisher = make(config, self.fleet.addresses, self.weights, self.folder / "weights")  # type: ignore[arg-type]
+        sends: list[float] = []
+        count_sends(publisher, sends)
+        self.version += 1
+        verified = publisher.publish(self.version)["verify"]
+        results = []
+        for _ in range(self.repeats):
+            self.version += 1
+            sends.clear()
+            started = time.monotonic()
+            if in_flight:
+                with Stream(self.fleet) as stream:
+                    figures = self._published(publisher)
+                figures["seen"] = stream.longest_gap
+            else:
+                figures = self._published(publisher)
+                figures["seen"] = 0.0
+            results.append({**figures, "send": sum(sends), "wall": time.monotonic() - started})
+        extra = peak() - before
+        publisher._fleet.close()
+        medians = {key: statistics.median(result[key] for result in results) for key in results[0]}
+        return {**medians, "extra": float(extra), "verify": verified}
+
+    def _published(self, publisher: Publisher) -> dict[str, float]:
+        started = time.monotonic()
+        figures = publisher.publish(self.version)
+        return {**figures, "publish": time.monotonic() - started}
+
+    def raw_broadcast(self) -> float:
+        """Seconds to broadcast the same buckets to one process that keeps nothing."""
+        sizes = [nbytes(bucket) for bucket in plan_buckets(self.described, self.bucket_mb * MiB)]
+        port, repeats = free_port("127.0.0.1"), self.repeats + 1
+        sink = subprocess.Popen(
+            [sys.executable, "-c", SINK, str(port), ",".join(map(str, sizes)), str(repeats)], cwd=ROOT
+        )
+        group = group_beside_the_default("gloo", f"tcp://127.0.0.1:{port}", 2, "sink", 60.0)
+        memory = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+
+        def send() -> None:
+            for flat in memory:
+                dist.broadcast(flat, src=0, group=group)
+
+        times = [timed(send) for _ in range(repeats)]
+        dist.destroy_process_group(group)
+        sink.wait(30)
+        return statistics.median(times[1:])
+
+    def sweep(self) -> dict[str, float]:
+        """Bucket sizes, and each tensor alone."""
+        table = Table("bucket", "send ms", "pause ms", title="bucket size (tensor, full, nothing in flight)")
+        sends: dict[int, float] = {}
+        for size in (0, 1, 4, 16, 64, 256, 1024):
+            found = self.publishes(in_flight=False, transport="tensor", staging="full", bucket_mb=size)
+            sends[size] = found["send"]
+            table.add_row(
+                f"{size} MiB" if size else "1 tensor", f"{found['send'] * 1e3:.0f}", f"{found['pause'] * 1e3:.0f}"
+            )
+        self.console.print(table)
+        return {"bucketed_over_per_tensor": sends[0] / sends[64]}
+
+
+class Stream:
+    """A request in flight, and the longest time between two of its pieces while the block lasts."""
+
+    def __init__(self, fleet: Engines) -> None:
+        self._url, self._headers = fleet.addresses.engines[0], fleet.addresses.headers
+        self._stop = threading.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self.longest_gap = 0.0
+
+    def __enter__(self) -> Stream:
+        self._thread.start()
+        assert self._started.wait(60), "the request in flight got no token within 60 s"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            for arrived, previous in self._pieces():
+                self._started.set()
+                self.longest_gap = max(self.longest_gap, arrived - previous)
+                if self._stop.is_set():
+                    return
+
+    def _pieces(self) -> Iterator[tuple[float, float]]:
+        body = {
+            "input_ids": [1, 2, 3],
+            "sampling_params": {"max_new_tokens": 50, "ignore_eos": True},
+            "stream": True,
+        }
+        previous = 0.0
+        with httpx.stream("POST", f"{self._url}/generate", json=body, headers=self._headers, timeout=60.0) as response:
+            for _ in response.iter_raw():
+                now = time.monotonic()
+                yield now, previous or now
+                previous = now
+
+
+def count_sends(publisher: Publisher, sends: list[float]) -> None:
+    """Note the seconds of every bucket's sending."""
+    transport = publisher._transport
+    send = transport.send
+
+    def counted(*arguments: Any) -> None:
+        sends.append(timed(lambda: send(*arguments)))
+
+    transport.send = counted  # type: ignore[method-assign]
+
+
+def timed(step: Callable[[], Any]) -> float:
+    """Seconds that it takes."""
+    started = time.monotonic()
+    step()
+    return time.monotonic() - started
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    """The most that it held since `reset_peak`."""
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    """Linux: writing 5 sets the high-water mark back."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Small models of every family, and what conversions make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.convert.cli import main
+from asyncrl.models.tiny import write_random_model
+
+MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "llama-tied": ("llama", True, {}),
+    "llama": ("llama", False, {}),
+    "qwen2": ("qwen2", True, {}),
+    "qwen3": ("qwen3", False, {}),
+    "qwen3-moe": ("qwen3_moe", False, {}),
+    "qwen3-moe-dense-layer": ("qwen3_moe", False, {"mlp_only_layers": [1]}),
+    "mixtral": ("mixtral", False, {"sliding_window": None}),
+    "glm4-moe": ("glm4_moe", False, {}),
+    "glm4-moe-plain-heads": ("glm4_moe", False, {"use_qk_norm": False, "attention_bias": False}),
+    "deepseek-v3": ("deepseek_v3", False, {}),
+    "deepseek-v3-one-query-matrix": ("deepseek_v3", False, {"q_lora_rank": None}),
+}
+
+
+def written(folder: Path, name: str) -> Path:
+    """A small model in bfloat16 with an odd vocabulary, and stand-ins for a tokenizer's files."""
+    arch, tied, fields = MODELS[name]
+    sizes: dict[str, Any] = {"hidden": 32, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    write_random_model(folder, arch, vocab=97, tied=tied, seed=1, dtype="bfloat16", fields=fields, **sizes)
+    (folder / "tokenizer.json").write_text('{"of": "any kind"}')
+    (folder / "templates").mkdir()
+    (folder / "templates" / "tool.jinja").write_text("{{ tool }}")
+    return folder
+
+
+def converted(source: Path, *options: str) -> tuple[Path, Path]:
+    """The checkpoint of an HF folder, and the HF folder of that."""
+    between, back = source.with_name("megatron"), source.with_name("back")
+    assert main(["to-megatron", str(source), str(between), "--overwrite", *options]) == 0
+    assert main(["to-hf", str(between), str(back), "--overwrite", *options]) == 0
+    return between, back
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors; each stands in one file."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        held = load_file(file)
+        assert not found.keys() & held.keys()
+        found.update(held)
+    return found
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def described(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    return {name: (tensor.dtype, tensor.shape, raw(tensor)) for name, tensor in tensors(folder).items()}
+
+
+def rewritten(folder: Path, **fields: Any) -> None:
+    hf = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**hf, **fields}))

@@ -1,0 +1,237 @@
+"""Whatever dies while weights are on their way, no token is labelled with a version that did not write it.
+
+A trainer's sending half (publisher.py, a process of its own) publishes version after version to two real engines while
+requests stream through the router. At a random instant something fails. Then: the rest goes on or can be taken up,
+every engine that serves has the whole of its version, and every token that anybody received has, under the weights of
+the version that it is labelled with, the log-probability that came with it (computed by transformers; the updates
+retract, so that no cache of older weights takes part).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.engine.client import Client
+from asyncrl.errors import EngineError
+from asyncrl.types import Completion
+from tests.integration.fleet import Engines, engines
+from tests.integration.publisher import SeededWeights
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [12, 1, 2, 3, 11]
+TRANSPORTS = ["tensor", "distributed", "disk", "delta"]
+FAULTS = ["engine killed", "engine hangs", "trainer killed"]
+DEADLINE = 60.0
+CHECKED = 400
+CALL_SECONDS = 6.0
+"""weights.timeout: how long an engine may hang before it is lost."""
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder = tmp_path_factory.mktemp("faults")
+    with engines(folder, "engine.count=2", "weights.transport=delta") as started:
+        started.addresses.write(folder)
+        yield started
+
+
+class Trainer:
+    """The publishing process."""
+
+    def __init__(
+        self, fleet: Engines, folder: Path, transport: str, first: int, serving: list[str], joining: list[str]
+    ):
+        weights = {
+            "transport": transport,
+            "staging": random.Random(first).choice(["full", "stream"]),
+            "pause_mode": "retract",
+            "verify_every": 1,
+            "timeout": CALL_SECONDS,
+        }
+        values = fleet.config.model_dump(mode="json")
+        order = {
+            "config": {**values, "weights": {**values["weights"], **weights}},
+            "run_dir": str(fleet.folder),
+            "folder": str(folder),
+            "serving": serving,
+            "joining": joining,
+            "first": first,
+            "last": first + 100_000,
+            "pause": 0.02,
+        }
+        self._out = folder / f"trainer-{first}.log"
+        with self._out.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.publisher", json.dumps(order)],
+                stdout=out,
+                stderr=out,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def said(self) -> str:
+        return self._out.read_text()
+
+    def published(self) -> list[tuple[int, int]]:
+        """(version, engines that serve it)."""
+        words = [line.split() for line in self.said().splitlines() if line.startswith("published ")]
+        return [(int(word[1]), int(word[3])) for word in words]
+
+    def wait_for(self, count: int, serving: int) -> None:
+        """Until so many versions were published to so many engines."""
+        deadline = time.monotonic() + DEADLINE
+        while sum(engines_ == serving for _, engines_ in self.published()) < count:
+            assert self.process.poll() is None, self.said()[-3000:]
+            assert time.monotonic() < deadline, f"not {count} versions on {serving} engines:\n{self.said()[-3000:]}"
+            time.sleep(0.02)
+
+    def last_attempt(self) -> int:
+        return max(int(line.split()[1]) for line in self.said().splitlines() if line.startswith("publishing "))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+class Traffic:
+    """Requests through the router, one after the other in four lanes, until the block ends."""
+
+    def __init__(self, fleet: Engines) -> None:
+        self._fleet = fleet
+        self.answers: list[Completion] = []
+        self.failures: list[str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(90)
+        assert not self._thread.is_alive(), "a request never came back"
+
+    async def _run(self) -> None:
+        client = Client(
+            self._fleet.addresses.router,
+            run=f"traffic-{time.monotonic()}",
+            api_key=self._fleet.addresses.api_key,
+            max_new_tokens=24,
+            temperature=1.0,
+            stop_token_ids=[10],
+            timeout=30.0,
+            coalesce=False,
+        )
+        await asyncio.gather(*[self._lane(client) for _ in range(4)])
+        await client.close()
+
+    async def _lane(self, client: Client) -> None:
+        generate = client.generate()
+        while not self._stop.is_set():
+            try:
+                self.answers.append(await generate(PROMPT))
+            except EngineError as error:
+                self.failures.append(str(error))
+                await asyncio.sleep(0.2)
+
+
+def check_labels(fleet: Engines, answers: list[Completion]) -> int:
+    """Every token has the log-probability of its version. Returns the number of versions seen.
+
+    Of answers that one version wrote, a sample: thousands come in between two faults.
+    """
+    mixed = [answer for answer in answers if len(answer.versions) > 1]
+    plain = [answer for answer in answers if len(answer.versions) == 1]
+    answers = [*mixed, *random.Random(0).sample(plain, min(len(plain), CHECKED))]
+    weights = SeededWeights(fleet.addresses.model)
+    model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=torch.float32)
+    versions = sorted({span.version for answer in answers for span in answer.versions})
+    for version in versions:
+        model.load_state_dict(weights.at(version), strict=False)
+        for answer in answers:
+            spans = [span for span in answer.versions if span.version == version]
+            if not spans:
+                continue
+            with torch.no_grad():
+                logits = model(torch.tensor([PROMPT + answer.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+            every = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+            for span in spans:
+                served = torch.tensor(answer.logprobs[span.start : span.end])
+                torch.testing.assert_close(served, every[span.start : span.end], rtol=0, atol=1e-4)
+    return len(versions)
+
+
+_next_version = 1
+
+
+def trial(fleet: Engines, folder: Path, seed: int) -> None:
+    """One fault at one instant, and what follows."""
+    global _next_version
+    choose = random.Random(seed)
+    transport, fault = choose.choice(TRANSPORTS), choose.choice(FAULTS)
+    victim = choose.randrange(2)
+    urls = list(fleet.addresses.engines)
+    trainer = Trainer(fleet, folder, transport, _next_version, urls, [])
+    successor: Trainer | None = None
+    try:
+        with Traffic(fleet) as traffic:
+            trainer.wait_for(choose.randint(1, 4), serving=2)
+            time.sleep(choose.random() * 0.3)
+            if fault == "trainer killed":
+                trainer.kill()
+                serving, joining = urls, []
+            else:
+                number = signal.SIGKILL if fault == "engine killed" else signal.SIGSTOP
+                fleet.signal(f"engine-{victim}", number)
+                trainer.wait_for(3, serving=1)  # the other goes on
+                trainer.kill()
+                fleet.kill(f"engine-{victim}")
+                fleet.start(f"engine-{victim}")
+                fleet.wait_for(urls[victim])
+                serving, joining = [urls[1 - victim]], [urls[victim]]
+            first = trainer.last_attempt() + 1
+            successor = Trainer(fleet, folder, transport, first, serving, joining)
+            successor.wait_for(3, serving=2)
+            enough = len(traffic.answers) + 8
+            deadline = time.monotonic() + DEADLINE
+            while len(traffic.answers) < enough:
+                assert time.monotonic() < deadline, f"no answers after the fault: {traffic.failures[-3:]}"
+                time.sleep(0.05)
+        _next_version = successor.last_attempt() + 1
+    finally:
+        for process in (trainer, successor):
+            if process:
+                process.kill()
+    seen = check_labels(fleet, traffic.answers)
+    print(
+        f"trial {seed}: {transport}, {fault} ({victim}): {len(traffic.answers)} answers of {seen} versions, "
+        f"{len(traffic.failures)} failed requests, {len(trainer.published())} + {len(successor.published())} publishes"
+    )
+    assert seen >= 2
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_token_is_labelled_with_a_version_that_did_not_write_it(seed: int, fleet: Engines, tmp_path: Path) -> None:
+    trial(fleet, tmp_path, seed)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(100, 100 + int(os.environ.get("ASYNCRL_TRIALS", "20"))))
+def test_no_token_is_labelled_wrongly_in_many_trials(seed: int, fleet: Engines, tmp_path: Path) -> None:
+    trial(fleet, tmp_path, seed)
