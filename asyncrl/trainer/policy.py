@@ -76,7 +76,7 @@ class Policy:
         half = config.trainer.dtype == "bfloat16"
         inner = [Float16Module(self._megatron_config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
-        self.weights.load(folder)  # in their final precision: casting a model rounds the router's float32 buffers
+        self.weights.load(folder)  # after the cast, which could round what stays float32
         sharded = parallel.dp > 1  # with one replica the distributed optimizer only adds copies of the whole buffer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         for chunk in chunks:

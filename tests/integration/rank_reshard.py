@@ -39,9 +39,8 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a rank that stays away from a gather
     base = read(folder).trainer
     mine: dict[str, dict[str, Any]] = {}
-    for layout, (settings, models) in json.loads((folder / "cases.json").read_text())[
-        str(dist.get_world_size())
-    ].items():
+    cases = json.loads((folder / "cases.json").read_text())[str(dist.get_world_size())]
+    for layout, (settings, models) in cases.items():
         context_parallel = settings.pop("context_parallel", 1)
         trainer = base.model_copy(update=settings)
         parallel = split(trainer, torch.device("cpu"), seed=0, context_parallel=context_parallel)

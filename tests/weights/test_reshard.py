@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from asyncrl.errors import WeightsError
 from asyncrl.parallel import Parallel
 from asyncrl.weights.layouts import Dims
+from asyncrl.weights.names import Mapping
 from asyncrl.weights.reshard import Resharder
 
 H, FF, VOCAB, LAYERS = 4, 6, 5, 2
