@@ -18,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+KEPT_MAPPINGS = 16
+"""Enough for every bucket of a small model; those of a trainer that died are let go after as many new ones."""
+
 
 def install() -> None:
     """Make `import sglang` work; does nothing where CUDA is there."""
@@ -30,6 +33,7 @@ def install() -> None:
     _stub_image_processors()
     sys.meta_path.append(_AbsentKernels())  # appended: a package that is really installed wins
     torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it whatever the device
+    _keep_mappings()
     sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", _no_host_registration))
     sys.meta_path.insert(0, _AfterImport("sglang.srt.layers.attention.attention_registry", _register_attention))
 
@@ -156,6 +160,25 @@ def _register_attention(registry: Any) -> None:
         from asyncrl.engine.cpu_attention import BatchedAttention  # only a scheduler needs it; by then sglang is whole
 
         return BatchedAttention(runner)
+
+
+def _keep_mappings() -> None:
+    """Buckets of weights come in the same shared memory at every publish, and mapping it anew costs more than reading
+    it: the last ones stay mapped. (torch uses a mapping that is still alive of its own accord.)"""
+    from torch.multiprocessing import reductions
+
+    rebuild = reductions.rebuild_storage_filename
+    mapped: dict[Any, Any] = {}
+
+    def keep(cls: Any, manager: Any, handle: Any, *rest: Any) -> Any:
+        storage = rebuild(cls, manager, handle, *rest)
+        mapped.pop(handle, None)
+        mapped[handle] = storage
+        while len(mapped) > KEPT_MAPPINGS:
+            del mapped[next(iter(mapped))]
+        return storage
+
+    reductions.rebuild_storage_filename = keep
 
 
 def _no_host_registration(module: types.ModuleType) -> None:
