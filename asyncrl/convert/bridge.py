@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -16,9 +15,9 @@ from torch import Tensor
 from asyncrl.convert.checkpoint import CheckpointReader, CheckpointWriter
 from asyncrl.convert.folders import building, check_space, copy_companions, read_config
 from asyncrl.convert.parameters import Address, Parameter, Structure
-from asyncrl.convert.safetensors_file import write
 from asyncrl.errors import WeightsError
-from asyncrl.weights.bucket import plan_buckets
+from asyncrl.weights.bucket import Bucket, plan_buckets
+from asyncrl.weights.files import write_index, write_stream
 from asyncrl.weights.folder import IGNORED, HFFolder
 from asyncrl.weights.layouts import VOCAB, Dims, dims_of
 
@@ -64,14 +63,14 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
     with building(out) as folder:
         check_space(folder, sum(shard[-1].end for shard in shards))
         copy_companions(companions, folder, _dtype_change(dtype))
-        report, values, weight_map = progress(), stream(checkpoint.read), {}
+        report, values = progress(), stream(checkpoint.read)
+        files: dict[str, Bucket] = {}
         for number, shard in enumerate(shards, 1):
             file = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write(file, shard, values)
+            write_stream(file, shard, values)
             report(file, shard[-1].end)
-            weight_map.update({entry.name: file.name for entry in shard})
-        index = {"metadata": {"total_size": sum(shard[-1].end for shard in shards)}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            files[file.name] = shard
+        write_index(folder, files)
 
 
 # --- checks -------------------------------------------------------------------------------------------------

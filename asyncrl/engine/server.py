@@ -24,10 +24,8 @@ DELTA_LOADER = "asyncrl.engine.delta.load"
 """What loads changes in an engine; SGLang takes only loaders that it was started with."""
 
 
-def server_argv(
-    engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, custom_weight_loader: str | None = None
-) -> list[str]:
-    """Arguments of one engine; `engine.server_args` wins over everything set here."""
+def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, **more: str | int | None) -> list[str]:
+    """Arguments of one engine; `more` are further ones of SGLang's, `engine.server_args` wins over everything."""
     address = urlsplit(url)
     arguments: dict[str, Any] = {
         "model_path": str(model),
@@ -44,7 +42,7 @@ def server_argv(
         "stream_interval": engine.stream_interval,
         "random_seed": seed,
         "log_level": "warning",
-        "custom_weight_loader": custom_weight_loader,
+        **more,
         **({} if gpu else CPU_ARGS),
         **engine.server_args,
     }

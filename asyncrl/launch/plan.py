@@ -81,7 +81,9 @@ def _engines(config: Config, addresses: Addresses, numbers: list[str]) -> list[P
     gpu = on_gpu(config.engine, addresses.gpus)
     first_gpu = config.trainer.world_size if on_gpu(config.trainer, addresses.gpus) else 0
     specs = []
+    by_ipc = config.weights.transport == "tensor"  # a handle opens only where the trainer's GPU is seen
     for number, url in enumerate(addresses.engines):
+        first = first_gpu + number * config.engine.tensor_parallel
         argv = server_argv(
             config.engine,
             addresses.model,
@@ -89,9 +91,10 @@ def _engines(config: Config, addresses: Addresses, numbers: list[str]) -> list[P
             gpu=gpu,
             seed=config.run.seed + number,
             custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
+            base_gpu_id=first if gpu and by_ipc else None,
         )
-        first = first_gpu + number * config.engine.tensor_parallel
-        visible = ",".join(numbers[first : first + config.engine.tensor_parallel]) if gpu else ""
+        own = numbers if by_ipc else numbers[first : first + config.engine.tensor_parallel]
+        visible = ",".join(own) if gpu else ""
         env = {
             **_shared_env(addresses),
             **({} if gpu else KEEP_MEMORY),

@@ -71,7 +71,7 @@ def main(run_dir: Path) -> None:
     log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at)
 
     def export(folder: Path) -> None:
-        save_hf(folder, addresses.model, policy.weights.hf_tensors(), parallel, config.trainer.dtype)
+        save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
 
     def save(version: int) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:

@@ -5,49 +5,61 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import Tensor
 
 from asyncrl.parallel import Parallel
+from asyncrl.weights.bucket import Bucket, plan_buckets
+from asyncrl.weights.files import write_index, write_stream
+from asyncrl.weights.reshard import Resharder
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt")
+SHARD_BYTES = 4 << 30
 
 
-def save_hf(target: Path, source: Path, stream: Iterable[tuple[str, Tensor]], parallel: Parallel, dtype: str) -> None:
-    """Runs on every rank. Each pipeline stage writes its own file; config and tokenizer come from the source folder.
+def save_hf(
+    target: Path,
+    source: Path,
+    weights: Resharder,
+    parallel: Parallel,
+    dtype: str,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Runs on every rank. Each pipeline stage writes its own files, one tensor in memory at a time; config and
+    tokenizer come from the source folder. The folder appears under its name only when it is whole.
 
-    The folder appears under its name only when it is whole.
+    Raises WeightsError when the disk does not take it.
     """
     building = target.with_name(target.name + ".partial")
     if parallel.is_first:
         shutil.rmtree(building, ignore_errors=True)
         shutil.copytree(source, building, ignore=shutil.ignore_patterns(*WEIGHTS))
+    plans: list[list[Bucket]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(plans, plan_buckets(weights.described(), shard_bytes))  # rank 0 has made the folder
+    names = iter(_file_names(sum(len(plan) for plan in plans)))
+    files = [[(next(names), bucket) for bucket in plan] for plan in plans]
+    stream = weights.hf_tensors()
+    for name, bucket in files[dist.get_rank()]:
+        write_stream(building / name, bucket, stream)
+    rest = [name for name, _ in stream]  # on ranks that export nothing: their part in every gather
+    assert not rest, f"the stream gave more than was planned: {rest}"
     dist.barrier()
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in stream}
-    file = f"model-{parallel.pp_rank + 1:05d}-of-{parallel.pp:05d}.safetensors"
-    if parallel.exports:
-        save_file(tensors, building / file, metadata={"format": "pt"})
-    written: list[tuple[str, list[str], int] | None] = [None] * dist.get_world_size()
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    dist.all_gather_object(written, (file, list(tensors), nbytes) if parallel.exports else None)
     if parallel.is_first:
-        _finish(building, [entry for entry in written if entry], dtype)
+        write_index(building, {name: bucket for of_rank in files for name, bucket in of_rank})
+        _describe(building, dtype)
         shutil.rmtree(target, ignore_errors=True)
         os.rename(building, target)
     dist.barrier()
 
 
-def _finish(folder: Path, written: list[tuple[str, list[str], int]], dtype: str) -> None:
-    """The index, and in config.json the precision and what was left out."""
-    index = {
-        "metadata": {"total_size": sum(nbytes for _, _, nbytes in written)},
-        "weight_map": {name: file for file, names, _ in written for name in names},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+def _file_names(count: int) -> list[str]:
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _describe(folder: Path, dtype: str) -> None:
+    """In config.json: the precision, and what was left out."""
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)
     if "num_nextn_predict_layers" in config:

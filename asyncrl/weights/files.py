@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -11,7 +15,6 @@ from torch import Tensor
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import Bucket
 
-# https://github.com/huggingface/safetensors#format
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -28,6 +31,37 @@ ALIGNMENT = 8  # readers map the bytes: they want to begin on a multiple of the 
 
 def write_bucket(file: Path, flat: Tensor, bucket: Bucket, metadata: dict[str, str] | None = None) -> None:
     """Write one bucket (`flat`: uint8, on CPU). Raises WeightsError with the file when the disk does not take it."""
+    with _created(file, bucket, metadata) as (out, _):
+        _write(out, flat)
+
+
+def write_stream(file: Path, bucket: Bucket, stream: Iterator[tuple[str, Tensor]]) -> None:
+    """Write the stream's next tensors to their places in the bucket, one in memory at a time. Raises as above."""
+    with _created(file, bucket, None) as (out, begin):
+        places = {entry.name: begin + entry.start for entry in bucket}
+        for _ in bucket:
+            name, tensor = next(stream)
+            out.seek(places[name])
+            _write(out, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+        os.fsync(out.fileno())  # meant to outlive the run
+
+
+def write_index(folder: Path, files: dict[str, Bucket]) -> None:
+    """model.safetensors.index.json: which file holds which tensor."""
+    index = {
+        "metadata": {"total_size": sum(entry.end - entry.start for bucket in files.values() for entry in bucket)},
+        "weight_map": {entry.name: file for file, bucket in sorted(files.items()) for entry in bucket},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+@contextmanager
+def _created(file: Path, bucket: Bucket, metadata: dict[str, str] | None) -> Iterator[tuple[FileIO, int]]:
+    """A new file with its header, and where its bytes begin; no half file stays.
+
+    Format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors.
+    https://github.com/huggingface/safetensors#format
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     for entry in bucket:
         header[entry.name] = {
@@ -40,16 +74,13 @@ def write_bucket(file: Path, flat: Tensor, bucket: Bucket, metadata: dict[str, s
     try:
         with file.open("wb", buffering=0) as out:
             out.write(len(text).to_bytes(8, "little") + text)
-            rest = flat.numpy().data
-            while rest:  # one call writes at most 2 GiB
-                rest = rest[out.write(rest) or 0 :]
+            yield out, 8 + len(text)
     except OSError as error:
         file.unlink(missing_ok=True)
         raise WeightsError(f"{file} cannot be written: {error}. Free space, or choose another folder.") from None
 
 
-def write_index(folder: Path, files: dict[str, list[str]], total_bytes: int) -> None:
-    """model.safetensors.index.json: which file holds which tensor."""
-    weight_map = {name: file for file, names in sorted(files.items()) for name in names}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+def _write(out: FileIO, flat: Tensor) -> None:
+    rest = flat.numpy().data
+    while rest:  # one call writes at most 2 GiB
+        rest = rest[out.write(rest) or 0 :]

@@ -59,9 +59,11 @@ def _shard_qkv(full: list[Tensor], degree: int, rank: int, dims: Dims) -> Tensor
 
 
 def _join_qkv(parts: list[Tensor], dims: Dims) -> list[Tensor]:
-    grouped = _together(parts).unflatten(0, (dims.kv_heads, -1))  # [kv heads, (queries + 2) * head_dim, ...]
+    """[kv heads of the rank, (queries + 2) * head_dim, ...] of every rank -> queries, keys, values."""
+    grouped = [part.unflatten(0, (dims.kv_heads // len(parts), -1)) for part in parts]
     d = dims.head_dim
-    return [part.flatten(0, 1) for part in (grouped[:, : -2 * d], grouped[:, -2 * d : -d], grouped[:, -d:])]
+    ranges = (slice(0, -2 * d), slice(-2 * d, -d), slice(-d, None))
+    return [_together([part[:, range_].flatten(0, 1) for part in grouped]) for range_ in ranges]
 
 
 def _join_gate_up(parts: list[Tensor], _: Dims) -> list[Tensor]:

@@ -71,7 +71,7 @@ class Engines:
 
 
 @contextmanager
-def engines(folder: Path, *overrides: str, experiment: str = "tiny") -> Iterator[Engines]:
+def engines(folder: Path, *overrides: str, experiment: str = "tiny", gpus: int = 0) -> Iterator[Engines]:
     """The engines and the router of an experiment with these overrides, ready."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", [f"experiment={experiment}", *overrides]), resolve=True)
@@ -84,7 +84,7 @@ def engines(folder: Path, *overrides: str, experiment: str = "tiny") -> Iterator
         tuple(f"http://127.0.0.1:{port}" for port in ports.engines),
         f"http://127.0.0.1:{ports.router}",
         f"http://127.0.0.1:{ports.rollout}",
-        0,
+        gpus,
         0.0,
     )
     specs = plan(config, addresses, ports, folder, None)

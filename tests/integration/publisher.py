@@ -40,10 +40,10 @@ ALONE: dict[str, Any] = {
 class SeededWeights:
     """In the place of a Resharder: the model's weights, changed by noise that only the version decides."""
 
-    def __init__(self, model: Path, share: float = 1.0) -> None:
+    def __init__(self, model: Path, share: float = 1.0, device: str = "cpu") -> None:
         files = sorted(model.glob("*.safetensors"))
         self._base = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        self._share = share
+        self._share, self._device = share, device
         self.version = 0
 
     def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
@@ -54,11 +54,11 @@ class SeededWeights:
         draw = torch.Generator().manual_seed(self.version)
         for name, tensor in self._base.items():
             if self.version == 0:
-                yield name, tensor
+                yield name, tensor.to(self._device)
                 continue
             noise = 0.05 * torch.randn(tensor.shape, generator=draw)
             noise *= torch.rand(tensor.shape, generator=draw) < self._share
-            yield name, (tensor.float() + noise).to(tensor.dtype)
+            yield name, (tensor.float() + noise).to(tensor.dtype).to(self._device)
 
     def at(self, version: int) -> dict[str, Tensor]:
         """All of one version."""
@@ -77,8 +77,9 @@ def make(
     urls: tuple[str, ...] | None = None,
     hold: Callable[[], None] = lambda: None,
     announce: Callable[[int], None] = lambda version: None,
+    device: str = "cpu",
 ) -> Publisher:
-    """A publisher of one rank, as trainer/__main__.py makes it."""
+    """A publisher of one rank, as trainer/__main__.py makes it; `device` is the trainer's."""
     timeout = config.weights.timeout
     fleet = Fleet(
         urls or addresses.engines,
@@ -86,8 +87,8 @@ def make(
         timeout,
         router=Workers(addresses.router, addresses.api_key, timeout),
     )
-    transport, _ = build_transport(config, fleet, stage=0, gpu=False, folder=folder)
-    parallel = Parallel(**ALONE)
+    transport, _ = build_transport(config, fleet, stage=0, gpu=device != "cpu", folder=folder)
+    parallel = Parallel(**{**ALONE, "device": torch.device(device)})
     hf = json.loads((addresses.model / "config.json").read_text())
     dtype = getattr(torch, config.engine.dtype)
     return Publisher(
@@ -96,7 +97,9 @@ def make(
         transport,
         weights,  # type: ignore[arg-type]
         config.weights,
-        expected=lambda: ExpectedChecksums(hf, config.engine.tensor_parallel, dtype=dtype),
+        expected=lambda: ExpectedChecksums(
+            hf, config.engine.tensor_parallel, dtype=dtype, device="cuda" if addresses.gpus else "cpu"
+        ),
         hold=hold,
         announce=announce,
     )

@@ -30,8 +30,7 @@ def main(name: str, folders: list[Path]) -> None:
         policy = Policy(config, folder / "model", parallel)
         groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
         figures = [policy.update(groups) for _ in range(2)]
-        stream = policy.weights.hf_tensors()
-        save_hf(folder / f"out-{name}", folder / "model", stream, parallel, config.trainer.dtype)
+        save_hf(folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer.dtype)
         if parallel.is_first:
             (folder / f"figures-{name}.json").write_text(json.dumps(figures))
 

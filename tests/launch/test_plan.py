@@ -157,3 +157,24 @@ def test_addresses_are_written_for_their_owner_alone_and_read_back(tmp_path: Pat
     ours.write(tmp_path)
     assert (tmp_path / "addresses.json").stat().st_mode & 0o777 == 0o600
     assert type(ours).read(tmp_path) == ours
+
+
+def test_engines_see_the_trainers_gpus_only_where_weights_come_by_cuda_ipc() -> None:
+    apart = made(2, gpus=4, **{"trainer.data_parallel": 2})
+    assert [apart[f"engine-{i}"].env["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["2", "3"]
+    assert "base-gpu-id" not in flags(apart["engine-0"])
+    shared = made(2, gpus=4, **{"trainer.data_parallel": 2, "weights.transport": "tensor"})
+    assert {shared[f"engine-{i}"].env["CUDA_VISIBLE_DEVICES"] for i in (0, 1)} == {"0,1,2,3"}
+    assert [flags(shared[f"engine-{i}"])["base-gpu-id"] for i in (0, 1)] == ["2", "3"]
+
+
+def test_engines_have_the_delta_loader_only_where_it_is_used() -> None:
+    assert "custom-weight-loader" not in flags(made()["engine-0"])
+    delta = flags(made(**{"weights.transport": "delta"})["engine-0"])
+    assert delta["custom-weight-loader"] == "asyncrl.engine.delta.load"
+
+
+def test_cpu_processes_keep_the_memory_that_they_free() -> None:
+    for name, spec in made().items():
+        assert ("MALLOC_MMAP_MAX_" in spec.env) == name.startswith(("engine", "trainer"))
+    assert not any("MALLOC_MMAP_MAX_" in spec.env for spec in made(gpus=4).values())

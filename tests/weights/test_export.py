@@ -11,8 +11,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from asyncrl.errors import WeightsError
 from asyncrl.parallel import Parallel
 from asyncrl.weights.export import save_hf
+
+
+class Held:
+    """Weights, as a Resharder gives them."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+        for name, tensor in self._tensors.items():
+            yield name, tensor.dtype, tensor.shape
+
+    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
 
 
 @pytest.fixture
@@ -40,7 +55,7 @@ def test_exported_folder_holds_the_new_weights_and_a_config_without_multi_token_
     save_file({"old": torch.zeros(2)}, source / "model-00001-of-00009.safetensors")
     new = {"model.norm.weight": torch.arange(3.0)}
 
-    save_hf(target, source, iter(new.items()), alone, "bfloat16")
+    save_hf(target, source, Held(new), alone, "bfloat16")
 
     assert sorted(file.name for file in target.iterdir()) == [
         "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json",
@@ -58,5 +73,32 @@ def test_config_says_nothing_of_multi_token_prediction_where_it_said_nothing(alo
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    save_hf(tmp_path / "target", source, iter({"a": torch.zeros(1)}.items()), alone, "float32")
+    save_hf(tmp_path / "target", source, Held({"a": torch.zeros(1)}), alone, "float32")
     assert json.loads((tmp_path / "target" / "config.json").read_text()) == {"dtype": "float32"}
+
+
+def test_large_weights_come_in_numbered_shards_of_bounded_size_with_an_index(alone: Parallel, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    tensors = {f"t{i}": torch.full((4,), float(i)) for i in range(5)} | {"half": torch.ones(3, dtype=torch.bfloat16)}
+    save_hf(target, source, Held(tensors), alone, "float32", shard_bytes=32)
+    files = sorted(target.glob("*.safetensors"))
+    assert [file.name for file in files] == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 5 * 16 + 6
+    for file in files:
+        for name, tensor in load_file(file).items():
+            assert index["weight_map"].pop(name) == file.name
+            assert tensor.equal(tensors[name])
+    assert not index["weight_map"]
+
+
+def test_full_disk_leaves_no_folder_under_the_final_name(alone: Parallel, tmp_path: Path, monkeypatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(WeightsError, match=r"cannot be written: .*No space left"):
+        save_hf(tmp_path / "target", source, Held({"a": torch.zeros(1)}), alone, "float32")
+    assert not (tmp_path / "target").exists()
