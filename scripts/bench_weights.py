@@ -47,6 +47,7 @@ import torch.distributed as dist  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from asyncrl.config import Config  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets  # noqa: E402
@@ -78,7 +79,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny model, two repeats")
     parser.add_argument("--repeats", type=int, default=5, help="publishes of each kind (default 5)")
+    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)  # one rank of a layout, under torchrun
     arguments = parser.parse_args()
+    if arguments.rank:
+        export_on_this_rank(*arguments.rank)
+        return
     experiment, repeats = ("tiny", 2) if arguments.quick else ("count_bits", arguments.repeats)
     figures: dict[str, float] = {}
     with (
@@ -87,6 +92,7 @@ def main() -> None:
     ):
         bench = Bench(fleet, Path(folder), repeats)
         figures |= bench.export()
+        bench.layouts()
         figures |= bench.transports()
         figures |= bench.sweep()
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
@@ -100,13 +106,7 @@ class Bench:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ[name] = value
         os.environ["MASTER_PORT"] = str(free_port("127.0.0.1"))
-        trainer = fleet.config.trainer
-        parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
-        hf = megatron.read_hf_config(fleet.addresses.model)
-        config = megatron.transformer_config(hf, trainer)
-        model = megatron.build_model(hf, config).to(getattr(torch, trainer.dtype))
-        self.weights = Resharder([model], hf["architectures"][0], dims_of(hf), parallel)
-        self.weights.load(fleet.addresses.model)
+        self.weights = resharder(fleet.config, fleet.addresses.model)
         self.described = list(self.weights.described())
         self.bytes = sum(shape.numel() * dtype.itemsize for _, dtype, shape in self.described)
         self.memcpy = self._memcpy()
@@ -122,19 +122,7 @@ class Bench:
 
     def export(self) -> dict[str, float]:
         """Walking the stream, and copying it into buckets."""
-        plan = plan_buckets(self.described, self.fleet.config.weights.bucket_mb * MiB)
-        memory = [torch.ones(nbytes(bucket), dtype=torch.uint8) for bucket in plan]
-
-        def walk() -> None:
-            for _ in self.weights.hf_tensors():
-                pass
-
-        def flatten() -> None:
-            stream = self.weights.hf_tensors()
-            for flat, bucket in zip(memory, plan, strict=True):
-                fill(flat, bucket, stream)
-
-        converting, whole = (min(timed(step) for _ in range(5)) for step in (walk, flatten))
+        converting, whole = export_seconds(self.weights, self.bucket_mb)
         table = Table("", "ms", "GB/s", title=f"{self.bytes / 1e6:.0f} MB, {len(self.described)} tensors, TP=1")
         for name, seconds in (
             ("memcpy", self.memcpy),
@@ -144,6 +132,31 @@ class Bench:
             table.add_row(name, f"{seconds * 1e3:.1f}", f"{self.bytes / seconds / 1e9:.2f}")
         self.console.print(table)
         return {"export_over_memcpy": self.memcpy / whole}
+
+    def layouts(self) -> None:
+        """The same in other layouts, by a process for each rank; bytes and seconds of the first stage."""
+        table = Table("", "MB", "gather + convert ms", "+ flatten ms", "GB/s", title="export by layout")
+        for name, field, ranks in (
+            ("TP 2", "tensor_parallel", 2),
+            ("TP 3", "tensor_parallel", 3),
+            ("PP 2", "pipeline_parallel", 2),
+        ):
+            model, config = self.fleet.addresses.model, self.folder / f"{field}-{ranks}.json"
+            trainer = self.fleet.config.trainer.model_copy(update={field: ranks})
+            heads = json.loads((model / "config.json").read_text())["num_key_value_heads"]
+            if field == "tensor_parallel" and heads % ranks:
+                continue
+            config.write_text(self.fleet.config.model_copy(update={"trainer": trainer}).model_dump_json())
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            command = [*torchrun, __file__, "--rank", str(config), str(model)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+            if done.returncode != 0:
+                sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-3000:]}")
+            size, converting, whole = json.loads(done.stdout.splitlines()[-1])
+            table.add_row(
+                name, f"{size / 1e6:.0f}", f"{converting * 1e3:.0f}", f"{whole * 1e3:.0f}", f"{size / whole / 1e9:.2f}"
+            )
+        self.console.print(table)
 
     # -- publishing ----------------------------------------------------------------------------------------
 
@@ -301,6 +314,48 @@ class Stream:
                 if previous is not None:
                     yield now - previous
                 previous = now
+
+
+def resharder(config: Config, model: Path) -> Resharder:
+    """This rank's part of the model, loaded."""
+    parallel = initialize(config.trainer, gpu=False, seed=0, timeout=120.0)
+    hf = megatron.read_hf_config(model)
+    built = megatron.build_model(hf, megatron.transformer_config(hf, config.trainer))
+    weights = Resharder([built.to(getattr(torch, config.trainer.dtype))], hf["architectures"][0], dims_of(hf), parallel)
+    weights.load(model)
+    return weights
+
+
+def export_seconds(weights: Resharder, bucket_mb: int) -> tuple[float, float]:
+    """Best of five: walking the stream, and copying it into buckets. Every rank takes part."""
+    plan = plan_buckets(weights.described(), bucket_mb * MiB)
+    memory = [torch.ones(nbytes(bucket), dtype=torch.uint8) for bucket in plan]
+
+    def walk() -> None:
+        for _ in weights.hf_tensors():
+            pass
+        dist.barrier()
+
+    def flatten() -> None:
+        stream = weights.hf_tensors()
+        for flat, bucket in zip(memory, plan, strict=True):
+            fill(flat, bucket, stream)
+        for _ in stream:
+            pass
+        dist.barrier()
+
+    return min(timed(walk) for _ in range(5)), min(timed(flatten) for _ in range(5))
+
+
+def export_on_this_rank(config: str, model: str) -> None:
+    """Bytes of this stage, seconds of gathering and converting, and with flattening; printed by rank 0."""
+    settings = Config.model_validate_json(Path(config).read_text())
+    weights = resharder(settings, Path(model))
+    size = sum(shape.numel() * dtype.itemsize for _, dtype, shape in weights.described())
+    seconds = export_seconds(weights, settings.weights.bucket_mb)
+    if dist.get_rank() == 0:
+        print(json.dumps([size, *seconds]))
+    dist.destroy_process_group()
 
 
 def count_sends(publisher: Publisher, sends: list[float]) -> None:

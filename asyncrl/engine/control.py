@@ -168,8 +168,8 @@ class Fleet:
         self.on_each(lambda url: self.get(url, "/model_info", PROBE_SECONDS))
 
     def adopt(self, serving: Sequence[str], joining: Sequence[str]) -> None:
-        """Take over another rank's view."""
-        self.serving, self.joining = list(serving), list(joining)
+        """Take over rank 0's view; an engine that was lost before may be among them again."""
+        self.serving, self.joining, self.lost = list(serving), list(joining), {}
 
     def close(self) -> None:
         """End the connections and threads."""

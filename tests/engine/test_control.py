@@ -227,3 +227,10 @@ def test_engine_that_fails_while_it_joins_is_never_routed_to(engines, router) ->
     assert fleet.serving == [engines[0].url]
     assert ("add", engines[1].url) not in router.words
     fleet.close()
+
+
+def test_view_of_rank_0_brings_a_lost_engine_back(engines, fleet) -> None:
+    fleet.lose(engines[1].url, "for a test")
+    fleet.adopt([engines[0].url], [engines[1].url])
+    assert fleet.urls == (engines[0].url, engines[1].url)
+    assert fleet.lost == {}

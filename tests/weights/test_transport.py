@@ -1,0 +1,76 @@
+"""Which way the weights take, and the small promises of the media that need no engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.engine.control import Fleet
+from asyncrl.errors import ConfigError
+from asyncrl.weights.bucket import plan_buckets
+from asyncrl.weights.disk import KEPT, DiskTransport
+from asyncrl.weights.transport import choose
+
+HERE, THERE = "http://127.0.0.1:20000", "http://10.0.0.7:20000"
+
+
+@pytest.mark.parametrize(
+    ("setting", "engines", "gpu", "chosen", "reason"),
+    [
+        ("auto", [HERE], False, "tensor", "on this host"),
+        ("auto", ["http://10.0.0.1:20000"], False, "tensor", "on this host"),  # cluster.host itself
+        ("auto", [HERE, THERE], False, "distributed", "10.0.0.7"),
+        ("auto", [HERE], True, "distributed", "GPUs of their own"),
+        ("tensor", [HERE], True, "tensor", "as configured"),
+        ("disk", [HERE, THERE], False, "disk", "as configured"),
+    ],
+)
+def test_auto_takes_what_reaches_the_engines_and_says_why(setting, engines, gpu, chosen, reason) -> None:
+    found, why = choose(setting, engines, "10.0.0.1", gpu=gpu)
+    assert found == chosen
+    assert reason in why
+
+
+def test_shared_memory_to_another_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weights.transport: got 'tensor'. Engines are on \['10.0.0.7'\]"):
+        choose("tensor", [THERE], "10.0.0.1", gpu=False)
+
+
+class Loaded(Fleet):
+    """Engines that load every folder; notes which were whole when they did."""
+
+    def __init__(self) -> None:
+        super().__init__([HERE], "", 1.0)
+        self.folders: list[list[str]] = []
+
+    def call(self, path: str, body: dict | None = None) -> dict:
+        assert body is not None
+        self.folders.append(sorted(file.name for file in Path(body["model_path"]).iterdir()))
+        return {}
+
+
+def test_a_version_appears_when_it_is_whole_and_old_ones_go(tmp_path: Path) -> None:
+    fleet = Loaded()
+    transport = DiskTransport(fleet, tmp_path / "weights", stage=0)
+    (bucket,) = plan_buckets([("a", torch.float32, torch.Size([2]))], 100)
+    for version in range(1, 5):
+        transport.start(version)
+        transport.send(torch.zeros(8, dtype=torch.uint8), bucket)
+        transport.send(torch.zeros(8, dtype=torch.uint8), bucket)
+        assert not (tmp_path / "weights" / f"v{version:06d}").exists()
+        assert transport.deliver(version)
+    assert fleet.folders == [["model-stage0-00001.safetensors", "model-stage0-00002.safetensors"]] * 4
+    assert sorted(folder.name for folder in (tmp_path / "weights").iterdir()) == ["v000003", "v000004"][-KEPT:]
+
+
+def test_what_a_dead_trainer_left_half_written_is_not_delivered(tmp_path: Path) -> None:
+    fleet = Loaded()
+    (bucket,) = plan_buckets([("a", torch.float32, torch.Size([2]))], 100)
+    for _ in range(2):  # the first dies before it delivers
+        transport = DiskTransport(fleet, tmp_path, stage=0)
+        transport.start(7)
+        transport.send(torch.zeros(8, dtype=torch.uint8), bucket)
+    transport.deliver(7)
+    assert fleet.folders == [["model-stage0-00001.safetensors"]]
