@@ -273,9 +273,11 @@ class Weights(Section):
     pause_mode: Literal["in_place", "retract", "abort"]
     """What an update does to requests in flight. in_place: freeze, and go on with the KV cache they have; retract:
     prefill them anew under the new weights; abort: return them unfinished, to be continued as new requests."""
+    verify: bool
+    """Compare the engines' checksums with those of the weights sent, at the first publish and when an engine joins.
+    Off for engines that quantize: what they hold is not what was sent."""
     verify_every: Count | None
-    """Compare the engines' checksums with those of the weights sent every so many versions; always done at the first
-    publish and for engines that join; unset: only then."""
+    """Compare them every so many versions, too; unset: only then."""
     folder: str | None
     """Where disk and delta write, on a file system that all engines see; unset: weights/ in the run folder."""
     timeout: Positive

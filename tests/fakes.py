@@ -108,6 +108,7 @@ def pieces(answer: Completion, index: int = 0, size: int = 2, **meta: Any) -> li
         "finish_reason": {"type": answer.finish_reason, "matched": 10},
         "weight_versions": [{"version": str(s.version), "start": s.start, "end": s.end} for s in answer.versions],
         "prompt_tokens": 4,
+        "completion_tokens": len(answer.token_ids),
         "cached_tokens": 1,
         **meta,
     }

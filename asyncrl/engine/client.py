@@ -38,6 +38,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
     weight_versions: list[_Span] | None = None
     prompt_tokens: int = 0
+    completion_tokens: int = 0
     cached_tokens: int = 0
 
 
@@ -65,10 +66,18 @@ class _Answer:
     last: _Meta | None = None
 
     def add(self, piece: _Piece) -> None:
-        self.token_ids += piece.output_ids
-        self.logprobs += [entry[0] for entry in piece.meta_info.output_token_logprobs or () if entry[0] is not None]
-        if piece.meta_info.finish_reason:
-            self.last = piece.meta_info
+        meta = piece.meta_info
+        token_ids, entries = piece.output_ids, meta.output_token_logprobs or []
+        if (
+            meta.finish_reason and meta.finish_reason.type == "abort"
+        ):  # a request that waited tells again what it had sent
+            new = max(0, meta.completion_tokens - len(self.token_ids))
+            entries = entries[len(entries) - new :]
+            token_ids = [token for _, token, _ in entries]
+        self.token_ids += token_ids
+        self.logprobs += [logprob for logprob, _, _ in entries if logprob is not None]
+        if meta.finish_reason:
+            self.last = meta
 
     @property
     def aborted(self) -> bool:

@@ -54,6 +54,7 @@ class Fleet:
     def __init__(self, urls: Sequence[str], api_key: str, timeout: float, *, router: Membership | None = None) -> None:
         self.serving, self.joining = list(urls), list[str]()
         self.lost: dict[str, str] = {}
+        self.changes = 0  # how often an engine came or went: the same URLs may be other processes
         self.timeout = timeout
         self._router = router
         self._http = httpx.Client(
@@ -132,6 +133,7 @@ class Fleet:
         self.lost.pop(url, None)
         if url not in self.urls:
             self.joining.append(url)
+            self.changes += 1
 
     def admit(self) -> None:
         """Those that joined hold the weights: requests may go to them."""
@@ -152,6 +154,7 @@ class Fleet:
             if url in group:
                 group.remove(url)
         self.lost[url] = reason
+        self.changes += 1
         if self._router:
             print(f"asyncrl: engine {url} is out of the fleet: {reason}", file=sys.stderr, flush=True)
             self._router.remove(url)
@@ -161,15 +164,17 @@ class Fleet:
 
     def _let_go(self, url: str) -> None:
         with suppress(EngineError):  # one that is dead or hangs: its connections end, or reach the client's deadline
-            self.post(url, "/pause_generation", {"mode": "abort"}, PROBE_SECONDS)
+            for mode in ("retract", "abort"):  # a frozen batch is never aborted, but its requests are once they wait
+                self.post(url, "/pause_generation", {"mode": mode}, PROBE_SECONDS)
 
     def lose_the_dead(self) -> None:
-        """Ask every engine whether it lives; loses those that do not say so in time."""
-        self.on_each(lambda url: self.get(url, "/model_info", PROBE_SECONDS))
+        """Ask every engine's scheduler whether it lives; loses those that do not say so in time."""
+        self.on_each(lambda url: self.get(url, "/server_info", PROBE_SECONDS))
 
-    def adopt(self, serving: Sequence[str], joining: Sequence[str]) -> None:
+    def adopt(self, serving: Sequence[str], joining: Sequence[str], changes: int) -> None:
         """Take over rank 0's view; an engine that was lost before may be among them again."""
         self.serving, self.joining, self.lost = list(serving), list(joining), {}
+        self.changes = changes
 
     def close(self) -> None:
         """End the connections and threads."""

@@ -81,6 +81,7 @@ def _sparse(file: Path, of: dict[str, tuple[str, list[int]]]) -> Iterator[tuple[
             full = torch.full(shape, float("nan"), dtype=dtype)
             at, to = tensors.get_tensor(f"{name}|at"), tensors.get_tensor(f"{name}|to")
             full.view(-1)[at.long()] = to.view(dtype)
+            full._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]  # loaded in this thread: the mode holds in no other
             yield name, full
 
 

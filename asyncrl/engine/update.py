@@ -45,7 +45,7 @@ class Update:
     @contextmanager
     def paused(self) -> Iterator[Pause]:
         """Engines stand still in this block; they go on at its end, but not after an error."""
-        self._fleet.call("/pause_generation", {"mode": self._mode})  # returns when the step under way has ended
+        self._fleet.call("/pause_generation", {"mode": self._mode})  # each scheduler obeys between two steps
         pause = Pause(began=time.monotonic())
         if self._mode != "in_place":
             self._fleet.on_each(self._flush)

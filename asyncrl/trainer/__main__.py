@@ -94,7 +94,9 @@ def _fleet(config: Config, addresses: Addresses, parallel: Parallel) -> Fleet:
 
 
 def _shared_folder(config: Config, run_dir: Path) -> Path:
-    return Path(config.weights.folder).expanduser() if config.weights.folder else run_dir / "weights"
+    """A folder of this run's own: two runs may share `weights.folder`."""
+    shared = config.weights.folder
+    return Path(shared).expanduser() / run_dir.parent.name / run_dir.name if shared else run_dir / "weights"
 
 
 def _sinks(config: Config, run_dir: Path, parallel: Parallel) -> list:

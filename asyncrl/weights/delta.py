@@ -25,6 +25,7 @@ from asyncrl.engine.server import DELTA_LOADER
 from asyncrl.weights.bucket import Bucket, plan_buckets, views
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.files import write_bucket
+from asyncrl.weights.names import unit_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 RECEIPT_POLL = 0.01
@@ -131,4 +132,9 @@ def changed(flat: Tensor, base: Tensor, bucket: Bucket) -> dict[str, Tensor] | N
         size += at.nbytes + to.nbytes
         if size >= flat.numel():
             return None
+    touched = {unit_of(entry.name) for entry in bucket if f"{entry.name}|at" in found}
+    for entry in bucket:  # what must arrive together does, with nothing to change
+        if unit_of(entry.name) in touched and f"{entry.name}|at" not in found:
+            found[f"{entry.name}|at"] = torch.empty(0, dtype=torch.int32)
+            found[f"{entry.name}|to"] = torch.empty(0, dtype=BITS[entry.dtype.itemsize])
     return found

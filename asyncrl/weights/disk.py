@@ -36,7 +36,7 @@ class DiskTransport(Transport):
         return super().allocate(nbytes, torch.device("cpu"))
 
     def start(self, version: int, *, full: bool = False) -> None:
-        """A folder for this version. Every rank may call it, rank 0 before the others."""
+        """A folder for this version. Exporting ranks call it, rank 0 before the others."""
         self._version, self._written = version, 0
         if self._stage == 0:
             shutil.rmtree(self._partial(version), ignore_errors=True)

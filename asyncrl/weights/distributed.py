@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.engine.control import Fleet
+from asyncrl.engine.control import Fleet, Refusal
 from asyncrl.errors import EngineError
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.transport import Transport
@@ -21,8 +21,9 @@ ATTEMPTS = 3
 class DistributedTransport(Transport):
     """SGLang's update_weights_from_distributed with load_format flattened_bucket.
 
-    The group is made anew whenever the fleet has changed. A broadcast that breaks leaves every receiver without the
-    bucket: those that died are lost, and the others get this bucket again in a new group.
+    The group is made anew whenever the fleet has changed. A gloo broadcast that breaks leaves every receiver without
+    the bucket: those that died are lost, and the others get this bucket again in a new group. NCCL does not tell that
+    a receiver died: there the trainer's collective runs into its timeout, and the run ends.
     """
 
     def __init__(self, fleet: Fleet, engine_tp: int, *, host: str, stage: int, backend: str) -> None:
@@ -31,6 +32,7 @@ class DistributedTransport(Transport):
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._members: tuple[str, ...] = ()
+        self._made_at = -1  # the fleet's count of changes when the group was made
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
         """Raises EngineError when engines that live cannot be reached by a broadcast."""
@@ -74,7 +76,7 @@ class DistributedTransport(Transport):
     def _connect(self) -> None:
         """Rank 0 is this process; engine i holds ranks 1 + i * tp onwards. All join at once."""
         members = self._fleet.urls
-        if self._members == members:
+        if self._members == members and self._made_at == self._fleet.changes:
             return
         self._disconnect()
         world = 1 + len(members) * self._engine_tp
@@ -94,11 +96,18 @@ class DistributedTransport(Transport):
                 for i, url in enumerate(members)
             },
         )
-        self._group = group_beside_the_default(
-            self._backend, f"tcp://{self._host}:{port}", world, self._name, self._fleet.timeout
-        )
+        try:
+            self._group = group_beside_the_default(
+                self._backend, f"tcp://{self._host}:{port}", world, self._name, self._fleet.timeout
+            )
+        except EngineError:
+            _, problems = self._fleet.settle(joining)
+            for url, problem in problems.items():
+                if isinstance(problem, Refusal):
+                    self._fleet.lose(url, str(problem))
+            raise
         self._fleet.finish(joining)
-        self._members = members
+        self._members, self._made_at = members, self._fleet.changes
 
     def _disconnect(self) -> None:
         """Leave the group here, and let the engines that live forget it."""

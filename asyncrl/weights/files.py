@@ -75,9 +75,11 @@ def _created(file: Path, bucket: Bucket, metadata: dict[str, str] | None) -> Ite
         with file.open("wb", buffering=0) as out:
             out.write(len(text).to_bytes(8, "little") + text)
             yield out, 8 + len(text)
-    except OSError as error:
+    except BaseException as error:
         file.unlink(missing_ok=True)
-        raise WeightsError(f"{file} cannot be written: {error}. Free space, or choose another folder.") from None
+        if isinstance(error, OSError):
+            raise WeightsError(f"{file} cannot be written: {error}. Free space, or choose another folder.") from None
+        raise
 
 
 def _write(out: FileIO, flat: Tensor) -> None:

@@ -74,7 +74,7 @@ class Publisher:
         self._plan = plan_buckets(self._weights.described(), self._settings.bucket_mb << 20, together=unit_of)
         sizes = [nbytes(bucket) for bucket in self._plan]
         if not self._full:
-            sizes = [max(sizes)] * min(2, len(sizes)) if sizes else []
+            sizes = [max(sizes)] * min(self._transport.memories, len(sizes)) if sizes else []
         self._memory = [self._transport.allocate(size, self._parallel.device) for size in sizes]
 
     @torch.no_grad()
@@ -122,11 +122,12 @@ class Publisher:
         if self._parallel.is_first:
             self._transport.start(version)
         if _world() > 1:
-            engines = [self._fleet.serving, self._fleet.joining]
+            engines: list[Any] = [self._fleet.serving, self._fleet.joining, self._fleet.changes]
             dist.broadcast_object_list(engines, src=0)
             if not self._parallel.is_first:
                 self._fleet.adopt(*engines)
-                self._transport.start(version)
+                if self._parallel.exports:
+                    self._transport.start(version)
 
     def _agree(self) -> None:
         """Wait for every rank; engines that one of them lost are lost to all."""
@@ -162,10 +163,10 @@ class Publisher:
             sending.result()
 
     def _fill(self, expected: ExpectedChecksums | None) -> Iterator[tuple[Tensor, Bucket]]:
-        """Every bucket in turn, filled. With two memories, one may still be read while the other is written."""
+        """Every bucket in turn, filled. With fewer memories than buckets, others are read while one is written."""
         stream = self._weights.hf_tensors()
         for number, bucket in enumerate(self._plan or []):
-            flat = self._memory[number if self._full else number % 2][: nbytes(bucket)]
+            flat = self._memory[number % len(self._memory)][: nbytes(bucket)]
             for name, tensor in fill(flat, bucket, stream).items():
                 if expected is not None:
                     expected.add(name, tensor)
@@ -178,7 +179,8 @@ class Publisher:
     def _deliver(self, version: int) -> None:
         """Until the engines have taken the version; they may ask for all of it."""
         while not _from_first(self._transport.deliver(version) if self._parallel.is_first else True):
-            self._transport.start(version, full=True)
+            if self._parallel.exports:
+                self._transport.start(version, full=True)
             self._send_in_turn(None)
         self._transport.accepted(version)
 
@@ -186,7 +188,8 @@ class Publisher:
 
     def _verification_is_due(self, version: int) -> bool:
         every = self._settings.verify_every
-        return bool(not self._verified_once or self._fleet.joining or (every and version % every == 0))
+        due = not self._verified_once or self._fleet.joining or (every and version % every == 0)
+        return bool(self._settings.verify and due)
 
     def _verify(self, expected: ExpectedChecksums) -> float:
         """Compare every engine's own checksums with those of what was sent; loses engines that differ."""
@@ -201,7 +204,8 @@ class Publisher:
                     wrong = [str(error)]
                 if wrong:
                     more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-                    self._fleet.lose(url, f"{url} holds other weights than were sent: {', '.join(wrong[:NAMED])}{more}")
+                    names = ", ".join(wrong[:NAMED]) + more
+                    self._fleet.lose(url, f"{url} holds other weights than were sent (weights.verify): {names}")
         return time.monotonic() - started
 
 

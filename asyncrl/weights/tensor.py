@@ -7,6 +7,8 @@ import dataclasses
 import io
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -19,19 +21,20 @@ from asyncrl.engine.control import Fleet
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.transport import Transport
 
-METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 DEVICE = 6  # place of the device in what torch's reduce_tensor returns for a CUDA tensor
 
 
 class TensorTransport(Transport):
     """SGLang's update_weights_from_tensor with load_format flattened_bucket.
 
-    An engine answers when its copy is made: on CPU at once; on CUDA torch waits for the copying stream before it gives
-    an IPC handle back, which happens before the answer. So the memory may be filled anew.
+    On CPU an engine answers when every rank has copied. On CUDA torch waits for a rank's copies before that rank lets
+    go of its handle, but only rank 0 has done so when it answers: the others have for certain when the next bucket is
+    answered, so a stream takes three buckets there.
     """
 
     def __init__(self, fleet: Fleet, engine_tp: int) -> None:
         self._fleet, self._engine_tp = fleet, engine_tp
+        self.memories = 3 if torch.cuda.is_available() and engine_tp > 1 else 2
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Shared memory on CPU. The default sharing by file descriptor needs both ends to share a parent's secret."""
@@ -47,7 +50,7 @@ class TensorTransport(Transport):
         """
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
-        metadata = [_metadata_class()(e.name, e.shape, e.dtype, e.start, e.end, e.end - e.start) for e in bucket]
+        metadata = [METADATA.of(e.name, e.shape, e.dtype, e.start, e.end, e.end - e.start) for e in bucket]
         bodies = {
             url: {
                 "serialized_named_tensors": [_handle(flat, metadata) for _ in range(self._engine_tp)],
@@ -63,7 +66,8 @@ def _handle(flat: Tensor, metadata: list[Any]) -> str:
     """What SGLang's MultiprocessingSerializer would make: the bytes stay where they are."""
     buffer = io.BytesIO()
     shared = _ByUUID(flat) if flat.is_cuda else flat
-    ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
+    with METADATA.known():
+        ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
     return base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -82,23 +86,35 @@ class _ByUUID:
         return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
 
 
-def _metadata_class() -> Any:
-    """The one class that SGLang's unpickler looks up by name. Importing sglang for it would cost 0.7 GB and seconds."""
-    if METADATA_MODULE not in sys.modules:
-        module = types.ModuleType(METADATA_MODULE)
-        fields = [
-            ("name", str),
-            ("shape", torch.Size),
-            ("dtype", torch.dtype),
-            ("start_idx", int),
-            ("end_idx", int),
-            ("numel", int),
-        ]
-        made = dataclasses.make_dataclass("FlattenedTensorMetadata", fields)
-        made.__module__ = METADATA_MODULE
-        module.FlattenedTensorMetadata = made  # type: ignore[attr-defined]
-        parent = METADATA_MODULE
-        while parent := parent.rpartition(".")[0]:
-            sys.modules.setdefault(parent, types.ModuleType(parent))
-        sys.modules[METADATA_MODULE] = module
-    return sys.modules[METADATA_MODULE].FlattenedTensorMetadata
+class _Metadata:
+    """The one class that SGLang's unpickler looks up by name. Importing sglang for it would cost 0.7 GB and seconds, so
+    its name is lent to a class of the same fields while a handle is pickled."""
+
+    MODULE = "sglang.srt.weight_sync.tensor_bucket"
+    FIELDS = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
+
+    def __init__(self) -> None:
+        self.of = dataclasses.make_dataclass("FlattenedTensorMetadata", self.FIELDS)
+        self.of.__module__ = self.MODULE
+        self._stand_in = types.ModuleType(self.MODULE)
+        self._stand_in.FlattenedTensorMetadata = self.of  # type: ignore[attr-defined]
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """pickle wants to find a class under its name before it writes it down."""
+        names = [self.MODULE]
+        while parent := names[-1].rpartition(".")[0]:
+            names.append(parent)
+        absent = [name for name in names if name not in sys.modules]
+        held = sys.modules.get(self.MODULE)
+        sys.modules.update({name: types.ModuleType(name) for name in absent}, **{self.MODULE: self._stand_in})
+        try:
+            yield
+        finally:
+            for name in absent:
+                del sys.modules[name]
+            if held is not None:
+                sys.modules[self.MODULE] = held
+
+
+METADATA = _Metadata()

@@ -25,6 +25,8 @@ class Transport(ABC):
 
     ahead = False
     """Whether buckets are sent before the pause; then the pause holds only `deliver`."""
+    memories = 2
+    """Buckets that staging=stream takes: one is filled while the other is sent."""
     session = True
     """Whether the engines want a weight-update session around it."""
 

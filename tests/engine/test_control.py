@@ -175,6 +175,7 @@ def test_losing_the_last_engine_is_an_error_that_tells_every_loss(engines, fleet
 def test_requests_of_a_lost_engine_are_aborted_so_that_they_can_be_asked_elsewhere(engines, fleet) -> None:
     fleet.lose(engines[0].url, "for a test")
     fleet._pool.shutdown(wait=True)
+    assert engines[0].calls == ["/pause_generation"] * 2
     assert engines[0].bodies["/pause_generation"] == {"mode": "abort"}
     assert engines[1].calls == []
 
@@ -231,6 +232,7 @@ def test_engine_that_fails_while_it_joins_is_never_routed_to(engines, router) ->
 
 def test_view_of_rank_0_brings_a_lost_engine_back(engines, fleet) -> None:
     fleet.lose(engines[1].url, "for a test")
-    fleet.adopt([engines[0].url], [engines[1].url])
+    fleet.adopt([engines[0].url], [engines[1].url], 7)
+    assert fleet.changes == 7
     assert fleet.urls == (engines[0].url, engines[1].url)
     assert fleet.lost == {}

@@ -203,7 +203,11 @@ def test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_m
     publisher = make(config, fleet.addresses, weights, tmp_path)
     victim = fleet.addresses.engines[1]
     publisher._transport = OneWrongBit(publisher._fleet, 2, victim=victim)
-    assert publish(publisher, 30)["engines"] == 1
+    figures, answers = asyncio.run(publish_under_way(publisher, fleet, 30))
+    assert figures["engines"] == 1
+    assert len(answers) == 24
+    for found in answers:  # also those that the lost engine was writing: it was paused in place
+        whole(found)
     first = next(iter(weights.at(0)))
     reason = publisher._fleet.lost[victim]
     assert "holds other weights than were sent" in reason
@@ -219,6 +223,20 @@ def test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_m
     assert publish(publisher, 31)["engines"] == 2
     assert routed(fleet, fleet.addresses.engines)
     publisher._fleet.close()
+
+
+async def publish_under_way(publisher: Any, fleet: Engines, version: int) -> tuple[dict[str, float], list[Completion]]:
+    """Publish while requests are in flight on both engines; figures and answers."""
+    made = client(fleet, run=f"under-way-{version}")
+    loop = asyncio.get_running_loop()
+    publisher._hold = lambda: loop.call_soon_threadsafe(made.hold) and None
+    publisher._announce = lambda version: loop.call_soon_threadsafe(made.release, version) and None
+    running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
+    await asyncio.sleep(0.02)
+    figures = await asyncio.to_thread(publish, publisher, version)
+    answers = await asyncio.wait_for(running, 60)
+    await made.close()
+    return figures, answers
 
 
 def routed(fleet: Engines, expected: tuple[str, ...]) -> bool:

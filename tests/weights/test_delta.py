@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,15 @@ class Model:
         self.fused = torch.cat([tensors["gate"], tensors["up"]])
 
     def load_weights(self, weights: Any) -> None:
+        """In another thread where SGLang's deepseek loader would take one (model_loader/utils.should_async_load)."""
         for name, tensor in weights:
             half = len(self.fused) // 2
             target = {"plain": self.plain, "gate": self.fused[:half], "up": self.fused[half:]}[name]
-            target.copy_(tensor)
+            if getattr(tensor, "_sglang_runai_streamer_tensor", False):
+                target.copy_(tensor)
+            else:
+                with ThreadPoolExecutor(1) as threads:
+                    threads.submit(target.copy_, tensor).result()
 
     def holds(self, tensors: dict[str, Tensor]) -> bool:
         fused = torch.cat([tensors["gate"], tensors["up"]])
@@ -165,6 +171,18 @@ def test_new_nan_and_changed_integers_are_sent_in_full() -> None:
         base = tensor.view(torch.uint8).clone()
         tensor[1] = new
         assert changed(tensor.view(torch.uint8), base, bucket) is None
+
+
+def test_what_must_arrive_together_is_named_together_even_if_only_one_changed() -> None:
+    pair = [f"model.layers.0.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")]
+    bucket = plan_buckets([(name, torch.float32, torch.Size([4])) for name in pair], 1000)[0]
+    base = torch.zeros(48, dtype=torch.uint8)
+    flat = base.clone()
+    flat[0] = 1
+    found = changed(flat, base, bucket)
+    assert found is not None
+    assert {name.partition("|")[0] for name in found} == set(pair[:2])
+    assert len(found[f"{pair[1]}|at"]) == 0
 
 
 def test_engine_that_joins_makes_the_next_update_full(tmp_path: Path) -> None:
