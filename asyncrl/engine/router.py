@@ -66,7 +66,11 @@ class Workers:
     def __init__(self, router: str, api_key: str, timeout: float) -> None:
         self._api_key = api_key
         self._http = httpx.Client(
-            base_url=router, headers={"Authorization": f"Bearer {api_key}"}, timeout=timeout, trust_env=False
+            base_url=router,
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=timeout,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
     def add(self, url: str) -> None:

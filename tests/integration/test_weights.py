@@ -236,6 +236,7 @@ async def publish_under_way(publisher: Any, fleet: Engines, version: int) -> tup
     figures = await asyncio.to_thread(publish, publisher, version)
     answers = await asyncio.wait_for(running, 60)
     await made.close()
+    publisher._hold, publisher._announce = lambda: None, lambda version: None  # this loop ends
     return figures, answers
 
 
