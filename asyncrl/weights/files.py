@@ -71,15 +71,17 @@ def _created(file: Path, bucket: Bucket, metadata: dict[str, str] | None) -> Ite
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
+    whole = False
     try:
         with file.open("wb", buffering=0) as out:
             out.write(len(text).to_bytes(8, "little") + text)
             yield out, 8 + len(text)
-    except BaseException as error:
-        file.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise WeightsError(f"{file} cannot be written: {error}. Free space, or choose another folder.") from None
-        raise
+        whole = True
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be written: {error}. Free space, or choose another folder.") from None
+    finally:
+        if not whole:
+            file.unlink(missing_ok=True)
 
 
 def _write(out: FileIO, flat: Tensor) -> None:
