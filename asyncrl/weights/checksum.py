@@ -211,7 +211,9 @@ def parse(answer: dict[str, Any]) -> Checksums:
     """
     by_rank: dict[int, dict[str, str]] = {}
     for rank in answer.get("ranks") or []:
-        by_rank[rank["parallelism_info"][0]["tp_rank"]] = rank["checksums"]
+        place = rank["parallelism_info"]
+        place = place[0] if isinstance(place, list) else place  # SGLang 0.5.20 knows one role only
+        by_rank[place["tp_rank"]] = rank["checksums"]
     if not by_rank or sorted(by_rank) != list(range(len(answer["ranks"]))):
         raise EngineError(
             f"/weights_checker answered with checksums of the ranks {sorted(by_rank)}: {str(answer)[:200]}"
