@@ -11,115 +11,18 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import msgspec
 
+from asyncrl.engine.answer import Answer, Piece, decode_piece, joined
 from asyncrl.errors import EngineError
-from asyncrl.types import Completion, Generate, VersionSpan
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _FinishReason(msgspec.Struct):
-    type: str
-    message: str | None = None
-    status_code: int | None = None  # set when the engine refused the request
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: _FinishReason | None = None
-    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
-    weight_versions: list[_Span] | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
-class _Piece(msgspec.Struct):
-    """One server-sent event of /generate."""
-
-    output_ids: list[int] = []
-    meta_info: _Meta = msgspec.field(default_factory=_Meta)
-    index: int = 0
-    error: dict | None = None
-
+from asyncrl.types import Completion, Generate
 
 MAX_RESUMES = 64
 """How often one answer may be aborted and continued: each time is an update, or the loss of an engine."""
-
-_decode_piece = msgspec.json.Decoder(_Piece).decode
-
-
-@dataclass
-class _Answer:
-    """A completion in the making."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    last: _Meta | None = None
-
-    def add(self, piece: _Piece) -> None:
-        meta = piece.meta_info
-        token_ids, entries = piece.output_ids, meta.output_token_logprobs or []
-        if (
-            meta.finish_reason and meta.finish_reason.type == "abort"
-        ):  # a request that waited tells again what it had sent
-            new = max(0, meta.completion_tokens - len(self.token_ids))
-            entries = entries[len(entries) - new :]
-            token_ids = [token for _, token, _ in entries]
-        self.token_ids += token_ids
-        self.logprobs += [logprob for logprob, _, _ in entries if logprob is not None]
-        if meta.finish_reason:
-            self.last = meta
-
-    @property
-    def aborted(self) -> bool:
-        """Cut short by an update of the weights, or because its engine left the fleet; not refused."""
-        reason = self.last.finish_reason if self.last else None
-        return reason is not None and reason.type == "abort" and reason.status_code is None
-
-    def finish(self, reason: str) -> None:
-        """It was whole when it was aborted."""
-        assert self.last is not None
-        self.last.finish_reason = _FinishReason(reason)
-
-    def spans(self) -> list[VersionSpan]:
-        """Which versions wrote it. Raises EngineError when the engine does not say."""
-        told = self.last.weight_versions if self.last else None
-        if told is None and self.token_ids:
-            raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
-        return [VersionSpan(int(span.version), span.start, span.end) for span in told or ()]
-
-
-def _joined(parts: list[_Answer]) -> Completion:
-    """One completion from an answer and its continuations. Raises EngineError when it is not whole."""
-    reason = parts[-1].last.finish_reason if parts[-1].last else None
-    if reason is None:
-        raise EngineError(f"the stream ended after {len(parts[-1].token_ids)} tokens, without a finish reason")
-    if reason.type not in ("stop", "length"):
-        raise EngineError(f"the engine ended a request with {reason.type!r} ({reason.message})")
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    spans: list[VersionSpan] = []
-    try:
-        for part in parts:
-            for span in part.spans():
-                start, end = span.start + len(token_ids), span.end + len(token_ids)
-                if spans and (spans[-1].version, spans[-1].end) == (span.version, start):
-                    start = spans.pop().start
-                spans.append(VersionSpan(span.version, start, end))
-            token_ids += part.token_ids
-            logprobs += part.logprobs
-        return Completion(token_ids, logprobs, spans, reason.type)
-    except ValueError as error:
-        raise EngineError(f"the engine's answer does not fit together: {error}") from None
 
 
 @dataclass
@@ -236,7 +139,7 @@ class Client:
             if not future.done():
                 future.set_exception(failure)
 
-    async def _whole(self, answer: _Answer, token_ids: list[int], temperature: float) -> Completion:
+    async def _whole(self, answer: Answer, token_ids: list[int], temperature: float) -> Completion:
         """An answer that was aborted under way goes on as a new request, from its last token."""
         parts = [answer]
         while parts[-1].aborted and len(parts) <= MAX_RESUMES:
@@ -247,7 +150,7 @@ class Client:
             request = self._request([*token_ids, *begun], temperature, 1)
             request["sampling_params"]["max_new_tokens"] -= len(begun)
             parts += await self._stream(request)
-        return _joined(parts)
+        return joined(parts)
 
     def _ended(self, token_ids: list[int]) -> str | None:
         """Why an answer of these tokens needs no more."""
@@ -255,9 +158,9 @@ class Client:
             return "stop"
         return "length" if len(token_ids) >= self._sampling["max_new_tokens"] else None
 
-    async def _stream(self, request: dict) -> list[_Answer]:
+    async def _stream(self, request: dict) -> list[Answer]:
         """Every sample of one request, once weights are not changing."""
-        answers = [_Answer() for _ in range(request["sampling_params"]["n"])]
+        answers = [Answer() for _ in range(request["sampling_params"]["n"])]
         await self._open.wait()
         request["extra_key"] = f"{self._run}-v{self.version}"  # prefix caches are never shared between versions or runs
         with self._busy():
@@ -267,7 +170,7 @@ class Client:
                 answers[piece.index].add(piece)
         return answers
 
-    def _count(self, answers: list[_Answer]) -> None:
+    def _count(self, answers: list[Answer]) -> None:
         self.figures.requests += 1
         for answer in answers:
             assert answer.last is not None
@@ -283,7 +186,7 @@ class Client:
             "rid": f"{self._run}-{next(self._serial):010d}",  # fixed width: engines abort by prefix
         }
 
-    async def _pieces(self, request: dict) -> AsyncIterator[_Piece]:
+    async def _pieces(self, request: dict) -> AsyncIterator[Piece]:
         """The server-sent events of one request."""
         async with self._http.stream(
             "POST",
@@ -301,7 +204,7 @@ class Client:
                     data = event.removeprefix(b"data: ")
                     if data == b"[DONE]":
                         return
-                    piece = _decode_piece(data)
+                    piece = decode_piece(data)
                     if piece.error is not None:
                         raise EngineError(f"the engine failed a request: {piece.error}")
                     yield piece

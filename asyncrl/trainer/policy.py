@@ -104,9 +104,8 @@ class Policy:
             aggregation=algo.aggregation,
             longest=self.config.rollout.max_new_tokens,
         )
-        if (
-            algo.entropy_bonus == 0.0
-        ):  # without advantage a sample has no gradient: it stays in the denominator and is not run
+        # without advantage a sample has no gradient: it stays in the denominator and is not run
+        if algo.entropy_bonus == 0.0:
             samples = [group for group in samples if any(sample.advantage != 0.0 for sample in group)]
         figures = {"groups/trained": float(len(samples)), "lr": self._lr()}
         if not samples:

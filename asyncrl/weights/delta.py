@@ -5,7 +5,7 @@ and the new values of the others, or the whole bucket where that is smaller (or 
 where a tensor's dtype has no NaN to stand for "unchanged", and where a new value is itself NaN). The engine's half is
 asyncrl/engine/delta.py: it checks every file's checksum and the version that it builds upon before it changes anything,
 and refuses by a receipt. The idea of loading a sparse update through the model's own loader, with NaN for "unchanged",
-is verl's (PEERS: verl, delta_sharded).
+is that of verl's delta_sharded weight transfer.
 """
 
 from __future__ import annotations

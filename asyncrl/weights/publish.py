@@ -8,8 +8,8 @@
     announce   the rollout side opens admission for the next cohort
 
 With staging=full the pause holds only the sending; with staging=stream it also holds the gathering, of which all but
-the first bucket overlaps the sending, and two buckets are all the memory it takes. Pipeline stages send one after the
-other, each from its first rank, inside the session that rank 0 opened.
+the first bucket overlaps the sending, and two buckets (Transport.memories) are all the memory it takes. Pipeline stages
+send one after the other, each from its first rank, inside the session that rank 0 opened.
 
     waits for     the engines (weights.timeout a call), the other stages (the process group's timeout)
     on failure    an engine that fails is lost and the others go on (engine/control.py); any other error leaves the
