@@ -40,6 +40,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     version: int
     start: int
     end: int
+    inferred: bool = False  # the stream broke before the engine told: the oldest version that they can have
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):

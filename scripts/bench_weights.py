@@ -183,13 +183,13 @@ class Bench:
             table.add_row(name, *cells, f"{self.bytes / f['publish'] / 1e9:.2f}", f"{f['extra'] / 1e6:.0f}")
         self.console.print(table)
         raw = self.raw_broadcast()
-        sent = found["distributed full"]["send"]
+        sent = found["distributed full"]["best send"]
         self.console.print(
             f"memcpy {self.memcpy * 1e3:.0f} ms, raw gloo broadcast {raw * 1e3:.0f} ms, "
             f"sending by distributed {sent * 1e3:.0f} ms"
         )
         return {
-            "tensor_over_memcpy": self.memcpy / found["tensor full"]["publish"],
+            "tensor_over_memcpy": self.memcpy / found["tensor full"]["best"],
             "distributed_over_broadcast": raw / sent,
             "peak_extra_buckets": found["tensor stream"]["extra"] / (STREAM_MB * MiB),
             "pause_ms": found["tensor full"]["pause"] * 1e3,
@@ -201,7 +201,8 @@ class Bench:
         return self.fleet.config.weights.bucket_mb
 
     def publishes(self, *, in_flight: bool = True, **settings: Any) -> dict[str, float]:
-        """Medians over some publishes after a first one that connects and verifies; extra memory is the peak."""
+        """Medians over some publishes after a first one that connects and verifies, and the best of them, which the
+        ratios take on both sides; extra memory is the peak."""
         weights = self.fleet.config.weights.model_copy(update={"timeout": 120.0, **settings})
         config = self.fleet.config.model_copy(update={"weights": weights})
         before = resident()
@@ -226,7 +227,8 @@ class Bench:
         extra = peak() - before
         publisher._fleet.close()
         medians = {key: statistics.median(result[key] for result in results) for key in results[0]}
-        return {**medians, "extra": float(extra), "verify": verified}
+        best = {"best": min(r["publish"] for r in results), "best send": min(r["send"] for r in results)}
+        return {**medians, **best, "extra": float(extra), "verify": verified}
 
     def _published(self, publisher: Publisher) -> dict[str, float]:
         started = time.monotonic()
@@ -250,7 +252,7 @@ class Bench:
         times = [timed(send) for _ in range(repeats)]
         dist.destroy_process_group(group)
         sink.wait(30)
-        return statistics.median(times[1:])
+        return min(times[1:])
 
     def sweep(self) -> dict[str, float]:
         """Bucket sizes, and each tensor alone."""
@@ -332,12 +334,12 @@ def export_seconds(weights: Resharder, bucket_mb: int) -> tuple[float, float]:
     memory = [torch.ones(nbytes(bucket), dtype=torch.uint8) for bucket in plan]
 
     def walk() -> None:
-        for _ in weights.hf_tensors():
+        for _ in weights.stream():
             pass
         dist.barrier()
 
     def flatten() -> None:
-        stream = weights.hf_tensors()
+        stream = weights.stream()
         for flat, bucket in zip(memory, plan, strict=True):
             fill(flat, bucket, stream)
         for _ in stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from omegaconf import OmegaConf
 from asyncrl import config as configuration
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config
-from asyncrl.engine.client import Client, Figures
+from asyncrl.engine.client import Client
+from asyncrl.engine.flights import Figures
 from asyncrl.launch.main import CONF
-from asyncrl.types import Completion, Generate, Group, Prompt, Trajectory, Turn, VersionSpan
+from asyncrl.types import Completion, Group, Prompt, Trajectory, Turn, VersionSpan
 
 # --- configuration ------------------------------------------------------------------------------------------
 
@@ -120,26 +121,39 @@ def stream(events: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 
 
-class FakeEngine:
-    """Answers /generate with what `answer` makes of the request: bytes, pieces of bytes, or a whole response."""
+Reply = bytes | Sequence[bytes | asyncio.Event | Exception] | httpx.Response | Exception
 
-    def __init__(self, answer: Callable[[dict[str, Any]], bytes | list[bytes] | httpx.Response]) -> None:
+
+class FakeEngine:
+    """Answers /generate with what `answer` makes of the request: bytes, pieces of bytes (with events to wait for and
+    errors to break with between them), a whole response, or an error."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Reply]) -> None:
         self._answer = answer
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.routes: list[str] = []
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         self.requests.append(body)
         self.keys.append(request.headers.get("authorization"))
+        self.routes.append(request.headers["x-smg-routing-key"])
         answer = self._answer(body)
         if isinstance(answer, httpx.Response):
             return answer
+        if isinstance(answer, Exception):
+            raise answer
         chunks = [answer] if isinstance(answer, bytes) else answer
 
         async def body_of() -> AsyncIterator[bytes]:
             for chunk in chunks:
-                yield chunk
+                if isinstance(chunk, asyncio.Event):
+                    await chunk.wait()
+                elif isinstance(chunk, Exception):
+                    raise chunk
+                else:
+                    yield chunk
 
         return httpx.Response(200, content=body_of())
 
@@ -152,6 +166,7 @@ class FakeEngine:
             "temperature": 1.0,
             "stop_token_ids": [10],
             "timeout": 5.0,
+            "retry_timeout": 0.02,
             "coalesce": True,
             "transport": httpx.MockTransport(self.handle),
         }
@@ -176,22 +191,38 @@ def echo(tokens: int = 3, **meta: Any) -> Callable[[dict[str, Any]], bytes]:
 # --- the rollout side ---------------------------------------------------------------------------------------
 
 
+class FakeSession:
+    """Answers with what `answer` makes of the prompt's token ids; `waste` tokens more came than it keeps."""
+
+    def __init__(self, answer: Callable[[list[int]], Completion], waste: int = 0) -> None:
+        self._answer, self._waste = answer, waste
+        self.received = 0
+
+    async def __call__(self, token_ids: list[int]) -> Completion:
+        await asyncio.sleep(0)
+        found = self._answer(token_ids)
+        self.received += len(found.token_ids) + self._waste
+        return found
+
+
 class FakeClient:
-    """What Service and Worker use of Client; `answer` makes a completion of the prompt's token ids."""
+    """What Service and Worker use of Client and its flights."""
 
-    def __init__(self, answer: Callable[[list[int]], Completion] | None = None) -> None:
-        self._answer = answer or (lambda _: completion())
+    def __init__(self, answer: Callable[[list[int]], Completion] | None = None, waste: int = 0) -> None:
+        self._answer, self._waste = answer or (lambda _: completion()), waste
         self.calls: list[object] = []
+        self.in_flight = 0
+        self.flights = self
 
-    def generate(self, temperature: float | None = None) -> Generate:
-        async def generate(token_ids: list[int]) -> Completion:
-            await asyncio.sleep(0)
-            return self._answer(token_ids)
-
-        return generate
+    def generate(self, temperature: float | None = None, *, group: str = "") -> FakeSession:
+        return FakeSession(self._answer, self._waste)
 
     def hold(self) -> None:
         self.calls.append("hold")
+
+    async def drained(self, seconds: float) -> bool:
+        await asyncio.sleep(0)
+        return self.in_flight == 0
 
     def release(self, version: int) -> None:
         self.calls.append(version)

@@ -113,7 +113,8 @@ def _whole(parameter: Parameter, full: list[Tensor], dims: Dims) -> Tensor:
     shapes = [tuple(tensor.shape) for tensor in full]
     try:
         whole = parameter.found.rule.layout.shard(full, 1, 0, dims)
-        back = [tuple(part.shape) for part in parameter.found.rule.layout.join([whole.to("meta")], dims)]
+        pieces = parameter.found.rule.layout.join([whole.to("meta")], dims)
+        back = [tuple(each.tensor().shape) for each in pieces]
     except RuntimeError:  # torch's words for shapes that do not divide as the config says
         back = []
     if back != shapes:
@@ -126,7 +127,7 @@ def _parts(parameter: Parameter, whole: Tensor, dims: Dims) -> list[Tensor]:
     try:
         if parameter.found.rule.layout is VOCAB and len(whole) < dims.vocab:
             raise RuntimeError
-        return parameter.found.rule.layout.join([whole], dims)
+        return [pieces.tensor() for pieces in parameter.found.rule.layout.join([whole], dims)]
     except RuntimeError:
         raise WeightsError(f"{parameter.name} of shape {tuple(whole.shape)} does not fit config.json") from None
 

@@ -1,4 +1,4 @@
-"""What an engine streams for one sample, put together; and continuations of what an update cut short."""
+"""What an engine streams for one sample, put together; and the continuations of what was cut short."""
 
 from __future__ import annotations
 
@@ -45,14 +45,19 @@ decode_piece = msgspec.json.Decoder(Piece).decode
 
 @dataclass
 class Answer:
-    """A completion in the making."""
+    """A completion in the making, asked for when every engine served `asked_at`."""
 
+    asked_at: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     last: _Meta | None = None
+    broken: str | None = None
+    """Why its stream ended before its last piece, which tells the versions: they are inferred then."""
+    _ended: str | None = None
 
-    def add(self, piece: Piece) -> None:
-        """The next piece. That of an aborted request which waited tells again what it had sent."""
+    def add(self, piece: Piece) -> int:
+        """The next piece; returns how many tokens it brought. That of an aborted request which waited tells again what
+        it had sent."""
         meta = piece.meta_info
         token_ids, entries = piece.output_ids, meta.output_token_logprobs or []
         if meta.finish_reason and meta.finish_reason.type == "abort":
@@ -63,33 +68,68 @@ class Answer:
         self.logprobs += [logprob for logprob, _, _ in entries if logprob is not None]
         if meta.finish_reason:
             self.last = meta
+        return len(token_ids)
+
+    def stop_at(self, reason: str) -> None:
+        """Its stream ended before its last piece came, unless it was whole."""
+        if self.last is None:
+            self.broken = reason
+            whole = min(len(self.token_ids), len(self.logprobs))
+            del self.token_ids[whole:], self.logprobs[whole:]
 
     @property
-    def aborted(self) -> bool:
-        """Cut short by an update of the weights, or because its engine left the fleet; not refused."""
+    def cut(self) -> str | None:
+        """Why it must be continued: its stream broke, an update of the weights or the loss of its engine aborted it, or
+        the engine was overloaded. None when it is whole, or was refused."""
+        if self._ended:
+            return None
+        if self.broken is not None:
+            return self.broken
         reason = self.last.finish_reason if self.last else None
-        return reason is not None and reason.type == "abort" and reason.status_code is None
+        if reason is None or reason.type != "abort":
+            return None
+        if reason.status_code is None:
+            return "aborted"
+        return f"{reason.status_code} {reason.message}" if reason.status_code in PASSING else None
 
-    def finish(self, reason: str) -> None:
-        """It was whole when it was aborted."""
-        assert self.last is not None
-        self.last.finish_reason = _FinishReason(reason)
+    def end_with(self, reason: str) -> None:
+        """It was whole when it was cut."""
+        self._ended = reason
+
+    @property
+    def finish_reason(self) -> str:
+        """ "stop" or "length". Raises EngineError when it ended otherwise."""
+        if self._ended:
+            return self._ended
+        reason = self.last.finish_reason if self.last else None
+        if reason is None or reason.type not in ("stop", "length"):
+            told = f"{reason.type!r} ({reason.message})" if reason else self.broken
+            raise EngineError(f"the engine ended a request with {told}")
+        return reason.type
 
     def spans(self) -> list[VersionSpan]:
-        """Which versions wrote it. Raises EngineError when the engine does not say."""
+        """Which versions wrote it. Raises EngineError when the engine does not say.
+
+        The spans come with the last piece: tokens of a broken stream take the oldest version that they can have, that
+        which every engine served when they were asked for.
+        """
+        if not self.token_ids:
+            return []
+        if self.broken is not None:
+            return [VersionSpan(self.asked_at, 0, len(self.token_ids), inferred=True)]
         told = self.last.weight_versions if self.last else None
-        if told is None and self.token_ids:
+        if told is None:
             raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
-        return [VersionSpan(int(span.version), span.start, span.end) for span in told or ()]
+        return [VersionSpan(int(span.version), span.start, span.end) for span in told]
+
+
+PASSING = frozenset({408, 429, 500, 502, 503, 504})
+"""HTTP's answers to a request that may succeed later, or elsewhere; any other is the request's own fault."""
 
 
 def joined(parts: list[Answer]) -> Completion:
     """One completion from an answer and its continuations. Raises EngineError when it is not whole."""
-    reason = parts[-1].last.finish_reason if parts[-1].last else None
-    if reason is None:
-        raise EngineError(f"the stream ended after {len(parts[-1].token_ids)} tokens, without a finish reason")
-    if reason.type not in ("stop", "length"):
-        raise EngineError(f"the engine ended a request with {reason.type!r} ({reason.message})")
+    reason = parts[-1].finish_reason
     token_ids: list[int] = []
     logprobs: list[float] = []
     spans: list[VersionSpan] = []
@@ -97,11 +137,12 @@ def joined(parts: list[Answer]) -> Completion:
         for part in parts:
             for span in part.spans():
                 start, end = span.start + len(token_ids), span.end + len(token_ids)
-                if spans and (spans[-1].version, spans[-1].end) == (span.version, start):
+                before = spans[-1] if spans else None
+                if before and (before.version, before.end, before.inferred) == (span.version, start, span.inferred):
                     start = spans.pop().start
-                spans.append(VersionSpan(span.version, start, end))
+                spans.append(VersionSpan(span.version, start, end, span.inferred))
             token_ids += part.token_ids
             logprobs += part.logprobs
-        return Completion(token_ids, logprobs, spans, reason.type)
+        return Completion(token_ids, logprobs, spans, reason)
     except ValueError as error:
         raise EngineError(f"the engine's answer does not fit together: {error}") from None

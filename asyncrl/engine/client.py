@@ -1,38 +1,40 @@
 """Generate over HTTP: token ids in; token ids, log-probabilities and weight versions out.
 
-Answers stream as disjoint pieces, so the client holds every token that an engine has sent. Version spans come with the
-last piece only. New requests are held back while weights change (`hold` ... `release`), so that none runs under a
-prefix-cache key older than its weights; requests in flight stay open.
+Siblings that ask for the same prompt at once become one request of n samples. Answers stream as disjoint pieces, so the
+client holds every token that an engine has sent: whatever cuts an answer short (an update that aborts, an engine's or
+the router's death, a reset, a 503), the rest is asked for anew, from the last token on.
+
+    waits for     an open request (engine/flights.py), and after a failure some moments, until no token has come for
+                  retry_timeout: then the request fails, with the reason
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+import random
 from typing import Any
 
 import httpx
-import msgspec
 
-from asyncrl.engine.answer import Answer, Piece, decode_piece, joined
+from asyncrl.engine.answer import Answer, joined
+from asyncrl.engine.flights import CacheKey, Flights
 from asyncrl.errors import EngineError
-from asyncrl.types import Completion, Generate
+from asyncrl.types import Completion
 
-MAX_RESUMES = 64
-"""How often one answer may be aborted and continued: each time is an update, or the loss of an engine."""
+FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 
 
-@dataclass
-class Figures:
-    """What the client saw since it was last asked."""
+class Session:
+    """The policy as one episode sees it. Sessions of a group share an engine, and with it the prompt's cache."""
 
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    seconds_busy: float = 0.0  # at least one request in flight
+    def __init__(self, client: Client, group: str, temperature: float) -> None:
+        self._client, self.group, self.temperature = client, group, temperature
+        self.received = 0  # tokens that engines sent for it, whether they were kept or not
+
+    async def __call__(self, token_ids: list[int]) -> Completion:
+        """Continue exactly these tokens. Raises EngineError when the fleet cannot."""
+        return await self._client.submit(self, token_ids)
 
 
 class Client:
@@ -48,7 +50,10 @@ class Client:
         temperature: float,
         stop_token_ids: list[int],
         timeout: float,
+        retry_timeout: float,
         coalesce: bool,
+        cache_key: CacheKey = "version",
+        pause_mode: str = "in_place",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._http = httpx.AsyncClient(
@@ -59,78 +64,63 @@ class Client:
             timeout=httpx.Timeout(timeout, connect=30.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
         )  # keep-alive below uvicorn's 5 s: a connection that the server is closing must not be reused
-        self._run, self._coalesce, self._temperature = run, coalesce, temperature
         self._sampling: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "stop_token_ids": stop_token_ids,
             "skip_special_tokens": False,
         }
+        self.flights = Flights(self._http, run, self._sampling, cache_key=cache_key, pause_mode=pause_mode)
+        self._coalesce, self._temperature, self._retry_timeout = coalesce, temperature, retry_timeout
         self._serial = itertools.count()
-        self._open = asyncio.Event()
-        self._open.set()
-        self._waiting: dict[tuple, list[asyncio.Future[Completion]]] = {}
-        self._requests: set[asyncio.Task[None]] = set()
-        self._in_flight, self._busy_since = 0, 0.0
-        self.version = 0
-        self.figures = Figures()
+        self._waiting: dict[tuple, list[tuple[Session, asyncio.Future[Completion]]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def generate(self, temperature: float | None = None) -> Generate:
-        """The function that agents call; a temperature of 0 is greedy."""
-        chosen = self._temperature if temperature is None else temperature
-
-        async def generate(token_ids: list[int]) -> Completion:
-            return await self._submit(token_ids, chosen)
-
-        return generate
-
-    def hold(self) -> None:
-        """Keep new requests back: weights are about to change."""
-        self._open.clear()
-
-    def release(self, version: int) -> None:
-        """Every engine serves `version`: let requests go, under its prefix-cache key."""
-        self.version = version
-        self._open.set()
+    def generate(self, temperature: float | None = None, *, group: str = "") -> Session:
+        """What an agent calls; a temperature of 0 is greedy. Siblings give the same `group`."""
+        return Session(self, group, self._temperature if temperature is None else temperature)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
-    def _submit(self, token_ids: list[int], temperature: float) -> asyncio.Future[Completion]:
-        """Siblings ask for the same prompt in the same turn of the event loop; they become one request of n samples."""
+    # -- one prompt, its siblings --------------------------------------------------------------------------
+
+    def submit(self, session: Session, token_ids: list[int]) -> asyncio.Future[Completion]:
+        """Siblings ask for the same prompt in the same turn of the event loop; they become one request."""
         loop = asyncio.get_running_loop()
-        key = (
-            (tuple(token_ids), temperature) if self._coalesce and temperature > 0 else (next(self._serial), temperature)
-        )
+        key: tuple = (next(self._serial),)
+        if self._coalesce and session.temperature > 0:
+            key = (session.group, session.temperature, tuple(token_ids))
         future: asyncio.Future[Completion] = loop.create_future()
         if key in self._waiting:
-            self._waiting[key].append(future)
+            self._waiting[key].append((session, future))
         else:
-            self._waiting[key] = [future]
-            loop.call_soon(self._start, key, token_ids, temperature)
+            self._waiting[key] = [(session, future)]
+            loop.call_soon(self._start, key, token_ids)
         return future
 
-    def _start(self, key: tuple, token_ids: list[int], temperature: float) -> None:
-        futures = self._waiting.pop(key)
-        task = asyncio.get_running_loop().create_task(self._answer(futures, token_ids, temperature))
-        self._requests.add(task)  # the event loop keeps only a weak reference
-        task.add_done_callback(self._requests.discard)
+    def _start(self, key: tuple, token_ids: list[int]) -> None:
+        askers = self._waiting.pop(key)
+        sessions, futures = [session for session, _ in askers], [future for _, future in askers]
+        task = asyncio.get_running_loop().create_task(self._answer(sessions, futures, token_ids))
+        self._tasks.add(task)  # the event loop keeps only a weak reference
+        task.add_done_callback(self._tasks.discard)
         for future in futures:  # when every sibling was cancelled nobody listens: end the request too
             future.add_done_callback(lambda _: task.cancel() if all(f.cancelled() for f in futures) else None)
 
     async def _answer(
-        self, futures: list[asyncio.Future[Completion]], token_ids: list[int], temperature: float
+        self, sessions: list[Session], futures: list[asyncio.Future[Completion]], token_ids: list[int]
     ) -> None:
         """Send one request and give each sibling its sample, or all of them the error."""
         try:
-            answers = await self._stream(self._request(token_ids, temperature, len(futures)))
-            completions = await asyncio.gather(*[self._whole(answer, token_ids, temperature) for answer in answers])
-        except (httpx.HTTPError, EngineError, msgspec.DecodeError) as error:
-            failure: Exception = EngineError(f"generation failed: {type(error).__name__} {error}".strip())
+            answers = await self.flights.stream(sessions, token_ids, begun=0)
+            whole = [self._whole(s, token_ids, answer) for s, answer in zip(sessions, answers, strict=True)]
+            completions = await asyncio.gather(*whole)
+        except EngineError as error:
+            failure: Exception = EngineError(f"generation failed: {error}")
         except Exception as bug:  # noqa: BLE001  raised again in every sibling: a task's own error would be lost
             failure = bug
         else:
-            self._count(answers)
             for future, completion in zip(futures, completions, strict=True):
                 if not future.done():  # a cancelled sibling no longer listens
                     future.set_result(completion)
@@ -139,17 +129,23 @@ class Client:
             if not future.done():
                 future.set_exception(failure)
 
-    async def _whole(self, answer: Answer, token_ids: list[int], temperature: float) -> Completion:
-        """An answer that was aborted under way goes on as a new request, from its last token."""
-        parts = [answer]
-        while parts[-1].aborted and len(parts) <= MAX_RESUMES:
+    # -- one answer, its continuations ---------------------------------------------------------------------
+
+    async def _whole(self, session: Session, token_ids: list[int], answer: Answer) -> Completion:
+        """The answer, with what had to be asked for anew."""
+        parts, patience = [answer], _Patience(self._retry_timeout)
+        while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
-            if ended := self._ended(begun):  # the engine sees an abort before it looks at the last token
-                parts[-1].finish(ended)
+            self.flights.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
+            if ended := self._ended(begun):  # a cut hides that the last token was the last
+                parts[-1].end_with(ended)
                 break
-            request = self._request([*token_ids, *begun], temperature, 1)
-            request["sampling_params"]["max_new_tokens"] -= len(begun)
-            parts += await self._stream(request)
+            await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
+            self.flights.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
+            (rest,) = await self.flights.stream([session], [*token_ids, *begun], begun=len(begun))
+            if rest.last:
+                self.flights.figures.refilled_tokens += rest.last.prompt_tokens - rest.last.cached_tokens
+            parts.append(rest)
         return joined(parts)
 
     def _ended(self, token_ids: list[int]) -> str | None:
@@ -158,76 +154,25 @@ class Client:
             return "stop"
         return "length" if len(token_ids) >= self._sampling["max_new_tokens"] else None
 
-    async def _stream(self, request: dict) -> list[Answer]:
-        """Every sample of one request, once weights are not changing."""
-        answers = [Answer() for _ in range(request["sampling_params"]["n"])]
-        await self._open.wait()
-        request["extra_key"] = f"{self._run}-v{self.version}"  # prefix caches are never shared between versions or runs
-        with self._busy():
-            async for piece in self._pieces(request):
-                if not 0 <= piece.index < len(answers):
-                    raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
-                answers[piece.index].add(piece)
-        return answers
 
-    def _count(self, answers: list[Answer]) -> None:
-        self.figures.requests += 1
-        for answer in answers:
-            assert answer.last is not None
-            self.figures.prompt_tokens += answer.last.prompt_tokens
-            self.figures.cached_tokens += answer.last.cached_tokens
+class _Patience:
+    """How long an answer is asked for anew while no token comes; each wait about twice as long as the one before."""
 
-    def _request(self, token_ids: list[int], temperature: float, samples: int) -> dict:
-        return {
-            "input_ids": token_ids,
-            "sampling_params": {**self._sampling, "temperature": temperature, "n": samples},
-            "return_logprob": True,
-            "stream": True,
-            "rid": f"{self._run}-{next(self._serial):010d}",  # fixed width: engines abort by prefix
-        }
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._fruitless = 0
+        self._since: float | None = None  # no token has come
 
-    async def _pieces(self, request: dict) -> AsyncIterator[Piece]:
-        """The server-sent events of one request."""
-        async with self._http.stream(
-            "POST",
-            "/generate",
-            content=msgspec.json.encode(request),
-            headers={"Content-Type": "application/json"},
-        ) as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                raise EngineError(f"the router answered {response.status_code}: {text[:500]}")
-            rest = b""
-            async for chunk in response.aiter_raw():
-                *events, rest = (rest + chunk).split(b"\n\n")
-                for event in events:
-                    data = event.removeprefix(b"data: ")
-                    if data == b"[DONE]":
-                        return
-                    piece = decode_piece(data)
-                    if piece.error is not None:
-                        raise EngineError(f"the engine failed a request: {piece.error}")
-                    yield piece
-
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Counts the time in which at least one request is in flight."""
-        clock = asyncio.get_running_loop().time
-        if self._in_flight == 0:
-            self._busy_since = clock()
-        self._in_flight += 1
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            if self._in_flight == 0:
-                self.figures.seconds_busy += clock() - self._busy_since
-
-    def take_figures(self) -> Figures:
-        """The figures since the last call."""
+    async def before_retry(self, reason: str, *, progressed: bool) -> None:
+        """Raises EngineError with the reason when it has run out."""
         now = asyncio.get_running_loop().time()
-        if self._in_flight:
-            self.figures.seconds_busy += now - self._busy_since
-            self._busy_since = now
-        taken, self.figures = self.figures, Figures()
-        return taken
+        if progressed or self._since is None:
+            self._fruitless, self._since = 0, now
+        elif now - self._since > self._seconds:
+            raise EngineError(
+                f"no token came for {now - self._since:.0f} s, in {self._fruitless + 1} attempts; the last: {reason}"
+            )
+        self._fruitless += 1
+        if self._fruitless > 1:
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(self._fruitless - 2, 16))
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # not all at once

@@ -2,8 +2,8 @@
 
 Every call goes to all engines at once, is checked for `success`, and bounded by a deadline. An engine that fails a call
 is lost: it leaves the fleet and the router, and the others go on; when none is left the error ends the run. Connections
-are never kept between calls: uvicorn drops idle ones, and a dead connection half-way through a publish would be a lost
-engine.
+are kept for the calls of one publish only: uvicorn drops idle ones after 5 s, and a dead connection half-way through a
+publish would be a lost engine.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
 
 PROBE_SECONDS = 5.0
 """How long an engine may take to say that it lives, or to let go of the requests of a fleet that it has left."""
+KEPT_SECONDS = 1.0
+"""How long an idle connection may be used again."""
 
 Answer = dict[str, Any]
 Calls = dict[str, "Future[Answer]"]
@@ -61,7 +63,7 @@ class Fleet:
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=timeout,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEPT_SECONDS),
         )
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="engine-control")
 

@@ -19,6 +19,8 @@ from asyncrl.config import Engine
 from asyncrl.errors import DeadlineExceeded, EngineError
 
 POLL_SECONDS = 0.2
+KEY_SECONDS = 3600
+"""How long the router remembers where an idle group belongs."""
 
 
 def router_argv(engine: Engine, url: str, metrics_port: int) -> list[str]:
@@ -34,6 +36,10 @@ def router_argv(engine: Engine, url: str, metrics_port: int) -> list[str]:
         str(address.port),
         "--policy",
         engine.router_policy,
+        "--assignment-mode",
+        "min_load",
+        "--max-idle-secs",
+        str(KEY_SECONDS),
         "--prometheus-host",
         str(address.hostname),
         "--prometheus-port",

@@ -1,7 +1,8 @@
 """One update of the fleet's weights, from pause to continue: the protocol around the bytes.
 
     pause      in_place: requests freeze and keep their KV cache; retract: they go back to the queue and are prefilled
-               anew under the new weights; abort: they return unfinished, and the client asks for the rest
+               anew under the new weights; abort: they return unfinished, and the client asks for the rest; drain:
+               the rollout side has waited until there are none
     flush      not in_place: the caches of the old weights go
     begin      SGLang 0.5.21 and later; earlier servers know no session (404) and need none. A session that a dead
                trainer left open is closed first
@@ -39,7 +40,8 @@ class Update:
     """How this run updates its engines; knows which of them have no sessions."""
 
     def __init__(self, fleet: Fleet, *, mode: str) -> None:
-        self._fleet, self._mode = fleet, mode
+        self._fleet = fleet
+        self._mode = "retract" if mode == "drain" else mode  # nothing is left to retract
         self._sessionless: set[str] = set()
 
     @contextmanager

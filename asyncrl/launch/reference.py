@@ -1,4 +1,4 @@
-"""`asyncrl-train --help`: every field with its meaning, from the docstrings in config.py, and the groups in conf/."""
+"""`asyncrl-train --help`: fields and their meanings, from the docstrings in asyncrl/config, and the groups in conf/."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def field_names() -> list[str]:
 
 def _fields() -> Iterator[str]:
     classes = {
-        node.name: node for node in ast.parse(Path(config.__file__).read_text()).body if isinstance(node, ast.ClassDef)
+        node.name: node
+        for file in Path(config.__file__).parent.glob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
     }
     for top in _annotated(classes["Config"]):
         section = classes[ast.unparse(top.annotation)]

@@ -48,6 +48,7 @@ class StepLog:
         if self._last_end is None:
             self._first_batch = self._last_end = now - self._spans["time/train"] - self._spans["time/publish"]
             self._spans["time/wait_batch"] = 0.0
+            batch.rollout["time/engine_busy"] = min(batch.rollout["time/engine_busy"], now - self._first_batch)
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         rewards = [trajectory.reward for trajectory in trajectories]
         staleness = [value for group in batch.groups for value in group.staleness(batch.version)]

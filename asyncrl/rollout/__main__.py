@@ -40,7 +40,10 @@ async def main(run_dir: Path) -> None:
         temperature=config.rollout.temperature,
         stop_token_ids=stop_tokens(addresses.model, tokenizer),
         timeout=config.engine.request_timeout,
+        retry_timeout=config.engine.retry_timeout,
         coalesce=config.rollout.coalesce,
+        cache_key=config.rollout.cache_key,
+        pause_mode=config.weights.pause_mode,
     )
     buffer = CohortBuffer(config.rollout.batch_groups, config.rollout.max_staleness, config.rollout.lead)
 
@@ -50,7 +53,8 @@ async def main(run_dir: Path) -> None:
             file.write(json.dumps(found) + "\n")
         return found
 
-    service = Service(buffer, client, evaluation, addresses.api_key, eval_every=config.eval.every)
+    drain = config.weights.pause_mode == "drain"
+    service = Service(buffer, client, evaluation, addresses.api_key, eval_every=config.eval.every, drain=drain)
     worker = Worker(
         service,
         client,

@@ -51,14 +51,20 @@ class Ledger:
     training: int
     trained: int
     rejected: dict[str, int]
-    tokens_generated: int
+    tokens_generated: int  # in groups that have ended
+    tokens_held: int  # ready or in training
     tokens_trained: int
     tokens_rejected: int
+    tokens_discarded: int  # of accepted groups, but in none of their trajectories
 
     def check(self) -> None:
-        """Raises AssertionError when a group is unaccounted for."""
+        """Raises AssertionError when a group or a token is unaccounted for."""
         placed = self.running + self.ready + self.training + self.trained + sum(self.rejected.values())
         assert self.issued == placed, f"ledger: issued {self.issued} groups, accounted for {placed}: {self}"
+        tokens = self.tokens_held + self.tokens_trained + self.tokens_rejected + self.tokens_discarded
+        assert self.tokens_generated == tokens, (
+            f"ledger: engines wrote {self.tokens_generated} tokens, accounted for {tokens}: {self}"
+        )
 
 
 class CohortBuffer:
@@ -105,11 +111,12 @@ class CohortBuffer:
         self._counts["issued"] += 1
         return ticket
 
-    def commit(self, ticket: Ticket, group: Group) -> None:
-        """A played group waits for its batch."""
+    def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> None:
+        """A played group waits for its batch; engines also wrote `discarded` tokens that are not in it."""
         self._close(ticket)
         self._ready[ticket.slot] = group
-        self._counts["tokens_generated"] += group.num_tokens
+        self._counts["tokens_generated"] += group.num_tokens + discarded
+        self._counts["tokens_discarded"] += discarded
 
     def reject(self, ticket: Ticket, reason: str, *, tokens: int = 0) -> None:
         """A group that must not be trained: counted, and its slot is played anew."""
@@ -157,8 +164,10 @@ class CohortBuffer:
             counts["trained"],
             dict(self._rejected),
             counts["tokens_generated"],
+            sum(group.num_tokens for group in (*self._ready.values(), *self._training)),
             counts["tokens_trained"],
             counts["tokens_rejected"],
+            counts["tokens_discarded"],
         )
 
     def waiting_for(self) -> str:

@@ -15,7 +15,7 @@ async def evaluate(worker: Worker, task: Task, held_out: list[Prompt]) -> dict[s
     """One line of eval.jsonl; `version_min` and `version_max` differ when weights changed while it ran."""
     started = time.monotonic()
     async with asyncio.TaskGroup() as episodes:
-        tasks = [episodes.create_task(worker.episode(prompt, temperature=0.0)) for prompt in held_out]
+        tasks = [episodes.create_task(worker.evaluate(prompt)) for prompt in held_out]
     trajectories = [task_.result() for task_ in tasks]
     versions = [
         span.version for trajectory in trajectories for turn in trajectory.turns for span in turn.completion.versions

@@ -1,7 +1,7 @@
 """The rollout process's HTTP service: the trainer's only door to it.
 
     GET  /batch?version=v   the batch that turns version v into v + 1, as msgpack; 202 and the reason until it is ready
-    POST /hold              weights are about to change: keep new requests back
+    POST /hold              weights are about to change: keep new requests back; 202 while a drain goes on
     POST /version {"version": v}    every engine serves v: let requests go, open admission
     POST /evaluate          answer the held-out questions; returns accuracy and the versions that answered
     GET  /status            the ledger
@@ -40,9 +40,10 @@ class Service:
         api_key: str,
         *,
         eval_every: int | None,
+        drain: bool = False,
     ) -> None:
         self._buffer, self._client, self._api_key = buffer, client, api_key
-        self._evaluate, self._eval_every = evaluate, eval_every
+        self._evaluate, self._eval_every, self._drain = evaluate, eval_every, drain
         self._evaluating: asyncio.Task[dict[str, Any]] | None = None
         self._changed = asyncio.Condition()
         self._rewards: list[float] = []
@@ -57,14 +58,14 @@ class Service:
                 await self._changed.wait()
             return ticket
 
-    async def commit(self, ticket: Ticket, group: Group) -> None:
-        """A group is ready."""
-        self._buffer.commit(ticket, group)
+    async def commit(self, ticket: Ticket, group: Group, discarded: int = 0) -> None:
+        """A group is ready; engines also wrote `discarded` tokens that are not in it."""
+        self._buffer.commit(ticket, group, discarded=discarded)
         self._rewards += [trajectory.reward for trajectory in group.trajectories]
         await self._wake()
 
     async def reject(self, ticket: Ticket, reason: str, tokens: int = 0) -> None:
-        """A group is lost, and the tokens that its finished siblings hold; its slot will be played anew."""
+        """A group is lost, and the tokens that engines wrote for it; its slot will be played anew."""
         self._buffer.reject(ticket, reason, tokens=tokens)
         await self._wake()
 
@@ -88,8 +89,10 @@ class Service:
         return Response(encode(Batch(version, groups, self._figures())), media_type="application/msgpack")
 
     async def hold(self, _: Request) -> Response:
-        """Keep new requests back."""
-        self._client.hold()
+        """Keep new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
+        self._client.flights.hold()
+        if self._drain and not await self._client.flights.drained(POLL_SECONDS):
+            return PlainTextResponse(self._buffer.waiting_for(), status_code=202)
         return Response()
 
     async def version(self, request: Request) -> Response:
@@ -97,7 +100,7 @@ class Service:
         version = int((await request.json())["version"])
         if version != self._buffer.version:  # the same version again: weights were sent anew, nothing was trained
             self._buffer.publish(version)
-        self._client.release(version)
+        self._client.flights.release(version)
         self._buffer.ledger().check()
         await self._wake()
         if self._evaluating and self._evaluating.done():
@@ -126,7 +129,7 @@ class Service:
 
     def _figures(self) -> dict[str, float]:
         """What the rollout side did since the last batch."""
-        seen, ledger = self._client.take_figures(), self._buffer.ledger()
+        seen, ledger = self._client.flights.take_figures(), self._buffer.ledger()
         rewards, self._rewards = self._rewards, []
         generated = ledger.tokens_generated - self._tokens_reported
         self._tokens_reported = ledger.tokens_generated
@@ -138,6 +141,9 @@ class Service:
             "groups/rejected": sum(ledger.rejected.values()),
             "time/engine_busy": seen.seconds_busy,
             "prefix_cache/hit": seen.cached_tokens / max(1, seen.prompt_tokens),
+            "tokens/refilled": seen.refilled_tokens,
+            "tokens/inferred": seen.inferred_tokens,
+            **{f"requests/{cause}": count for cause, count in seen.continued.items()},
         }
 
     def app(self) -> Starlette:

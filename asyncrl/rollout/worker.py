@@ -8,15 +8,16 @@ on death      an error that is not an EpisodeFailed ends the process; the launch
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 
 from asyncrl.engine.client import Client
-from asyncrl.errors import AsyncRLError, EpisodeFailed
+from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.service import Service
 from asyncrl.tasks import Task
-from asyncrl.types import Group, Prompt, Trajectory
+from asyncrl.types import Generate, Group, Prompt, Trajectory
 
 
 class Worker:
@@ -40,6 +41,7 @@ class Worker:
         self._group_size, self._max_failures = group_size, max_failures
         self._room = asyncio.Semaphore(max_running) if max_running else None
         self._failures_in_a_row = 0
+        self._evaluations = itertools.count()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -52,32 +54,37 @@ class Worker:
 
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
         """One group: all siblings succeed, or the slot is played anew with another prompt."""
+        sessions = [self._client.generate(group=ticket.uid) for _ in range(self._group_size)]
         try:
             async with asyncio.TaskGroup() as siblings:  # one lost sibling cancels the rest: no orphan requests
-                tasks = [siblings.create_task(self.episode(prompt)) for _ in range(self._group_size)]
-        except* EpisodeFailed as failed:
-            finished = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
-            await self._reject(ticket, failed, sum(trajectory.num_tokens for trajectory in finished))
+                tasks = [siblings.create_task(self.episode(prompt, session)) for session in sessions]
+        except* (EpisodeFailed, EngineError) as failed:
+            await self._reject(ticket, failed, sum(session.received for session in sessions))
         else:
             self._failures_in_a_row = 0
             group = Group(ticket.uid, ticket.slot, prompt.token_ids, [task.result() for task in tasks])
-            await self._service.commit(ticket, group)
+            received = sum(session.received for session in sessions)
+            await self._service.commit(ticket, group, received - group.num_tokens)
         finally:
             if self._room:
                 self._room.release()
 
-    async def episode(self, prompt: Prompt, *, temperature: float | None = None) -> Trajectory:
+    async def evaluate(self, prompt: Prompt) -> Trajectory:
+        """Play and score one episode greedily."""
+        return await self.episode(prompt, self._client.generate(0.0, group=f"e{next(self._evaluations):010d}"))
+
+    async def episode(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Play and score one episode."""
-        trajectory = await self._agent.run(prompt, self._client.generate(temperature))
+        trajectory = await self._agent.run(prompt, generate)
         answer = self._decode(trajectory.turns[-1].completion.token_ids)
         return Trajectory(trajectory.turns, self._task.score(answer, prompt.question))
 
-    async def _reject(self, ticket: Ticket, failed: BaseExceptionGroup[EpisodeFailed], tokens: int) -> None:
+    async def _reject(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError], tokens: int) -> None:
         cause = failed.exceptions[0]
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
-        assert isinstance(cause, EpisodeFailed)
-        await self._service.reject(ticket, cause.reason, tokens)
+        reason = cause.reason if isinstance(cause, EpisodeFailed) else "engine"
+        await self._service.reject(ticket, reason, tokens)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._max_failures:
             raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {cause}")

@@ -49,8 +49,13 @@ class RolloutDoor:
                 raise DeadlineExceeded(f"batch {version}", self._batch_timeout, reason)
 
     def hold(self) -> None:
-        """Keep new requests back."""
-        self._ask("POST", "/hold")
+        """Keep new requests back; with weights.pause_mode=drain, until those in flight are answered."""
+        deadline = time.monotonic() + self._batch_timeout
+        while (response := self._ask("POST", "/hold")).status_code == 202:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    "the answers in flight (weights.pause_mode=drain)", self._batch_timeout, response.text
+                )
 
     def announce(self, version: int) -> None:
         """Every engine serves `version`."""
@@ -69,7 +74,7 @@ class RolloutDoor:
             response = self._http.request(method, path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
             raise EngineError(f"the rollout service did not answer {path}: {type(error).__name__} {error}") from None
-        if response.status_code != 200:
+        if response.status_code not in (200, 202):
             raise EngineError(f"the rollout service answered {path} with {response.status_code}: {response.text[:500]}")
         return response
 

@@ -9,6 +9,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from asyncrl.weights.layouts import Pieces
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -69,11 +71,11 @@ def views(flat: Tensor, bucket: Bucket) -> dict[str, Tensor]:
     return {entry.name: flat[entry.start : entry.end].view(entry.dtype).view(entry.shape) for entry in bucket}
 
 
-def fill(flat: Tensor, bucket: Bucket, stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def fill(flat: Tensor, bucket: Bucket, stream: Iterator[tuple[str, Pieces]]) -> dict[str, Tensor]:
     """Copy the stream's next tensors to their places in `flat`. Returns the views."""
     places = views(flat, bucket)
     for _ in bucket:
-        name, tensor = next(stream)
+        name, pieces = next(stream)
         assert name in places, f"the stream gave {name}, which is not planned for this bucket"
-        places[name].copy_(tensor)
+        pieces.copy_to(places[name])
     return places

@@ -34,11 +34,31 @@ def dims_of(hf: dict[str, Any]) -> Dims:
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """A full tensor that still lies in views of its shards, one after the other along `dim`."""
+
+    parts: list[Tensor]
+    dim: int = 0
+
+    def tensor(self) -> Tensor:
+        """The full tensor; a single piece is handed out as it lies, without a copy."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, self.dim)
+
+    def copy_to(self, place: Tensor) -> None:
+        """The only copy between a shard and a bucket."""
+        if len(self.parts) == 1:
+            place.copy_(self.parts[0])
+        else:
+            torch.cat(self.parts, self.dim, out=place)
+
+
+@dataclass(frozen=True)
 class Layout:
-    """shard(full tensors, degree, rank, dims) -> one rank's tensor; join(every rank's tensor, dims) -> full tensors."""
+    """shard(full tensors, degree, rank, dims) -> one rank's tensor; join(every rank's tensor, dims) -> full tensors, in
+    pieces."""
 
     shard: Callable[[list[Tensor], int, int, Dims], Tensor]
-    join: Callable[[list[Tensor], Dims], list[Tensor]]
+    join: Callable[[list[Tensor], Dims], list[Pieces]]
     split: bool = True  # whether tensor-parallel ranks hold different parts
 
 
@@ -47,41 +67,40 @@ def _padded(tensor: Tensor, degree: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
-def _together(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """A single part needs no copy: at degree 1 the stream hands out the parameter's own memory."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
 def _shard_qkv(full: list[Tensor], degree: int, rank: int, dims: Dims) -> Tensor:
     """Megatron interleaves by key-value head: the queries of its group, its key, its value."""
     q, k, v = (tensor.unflatten(0, (dims.kv_heads, -1)) for tensor in full)
     return torch.cat([q, k, v], 1).chunk(degree)[rank].flatten(0, 1)
 
 
-def _join_qkv(parts: list[Tensor], dims: Dims) -> list[Tensor]:
+def _join_qkv(parts: list[Tensor], dims: Dims) -> list[Pieces]:
     """[kv heads of the rank, (queries + 2) * head_dim, ...] of every rank -> queries, keys, values."""
-    grouped = [part.unflatten(0, (dims.kv_heads // len(parts), -1)) for part in parts]
+    groups = [group for part in parts for group in part.unflatten(0, (dims.kv_heads // len(parts), -1)).unbind()]
     d = dims.head_dim
-    ranges = (slice(0, -2 * d), slice(-2 * d, -d), slice(-d, None))
-    return [_together([part[:, range_].flatten(0, 1) for part in grouped]) for range_ in ranges]
+    return [
+        Pieces([group[range_] for group in groups]) for range_ in (slice(-2 * d), slice(-2 * d, -d), slice(-d, None))
+    ]
 
 
-def _join_gate_up(parts: list[Tensor], _: Dims) -> list[Tensor]:
+def _join_gate_up(parts: list[Tensor], _: Dims) -> list[Pieces]:
     """Each rank holds its gate rows above its up rows."""
     halves = [part.chunk(2) for part in parts]
-    return [_together([gate for gate, _ in halves]), _together([up for _, up in halves])]
+    return [Pieces([gate for gate, _ in halves]), Pieces([up for _, up in halves])]
 
 
-WHOLE = Layout(lambda full, degree, rank, dims: full[0], lambda parts, dims: [parts[0]], split=False)
+def _join_vocab(parts: list[Tensor], dims: Dims) -> list[Pieces]:
+    """Without the rows that were added to make the shards equal."""
+    rows = parts[0].shape[0]
+    return [Pieces([part[: dims.vocab - rank * rows] for rank, part in enumerate(parts) if rank * rows < dims.vocab])]
+
+
+WHOLE = Layout(lambda full, degree, rank, dims: full[0], lambda parts, dims: [Pieces(parts[:1])], split=False)
 """The same on every rank."""
-COLUMN = Layout(lambda full, degree, rank, dims: full[0].chunk(degree)[rank], lambda parts, dims: [_together(parts)])
+COLUMN = Layout(lambda full, degree, rank, dims: full[0].chunk(degree)[rank], lambda parts, dims: [Pieces(parts)])
 """Output features split (dimension 0)."""
-ROW = Layout(lambda full, degree, rank, dims: full[0].chunk(degree, 1)[rank], lambda parts, dims: [_together(parts, 1)])
+ROW = Layout(lambda full, degree, rank, dims: full[0].chunk(degree, 1)[rank], lambda parts, dims: [Pieces(parts, 1)])
 """Input features split (dimension 1)."""
-VOCAB = Layout(
-    lambda full, degree, rank, dims: _padded(full[0], degree).chunk(degree)[rank],
-    lambda parts, dims: [_together(parts)[: dims.vocab]],
-)
+VOCAB = Layout(lambda full, degree, rank, dims: _padded(full[0], degree).chunk(degree)[rank], _join_vocab)
 """Rows split, after padding with zeros to a multiple of the degree."""
 QKV = Layout(_shard_qkv, _join_qkv)
 """Queries, keys and values in one matrix (or bias), by key-value head."""

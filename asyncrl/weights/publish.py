@@ -164,7 +164,7 @@ class Publisher:
 
     def _fill(self, expected: ExpectedChecksums | None) -> Iterator[tuple[Tensor, Bucket]]:
         """Every bucket in turn, filled. With fewer memories than buckets, others are read while one is written."""
-        stream = self._weights.hf_tensors()
+        stream = self._weights.stream()
         for number, bucket in enumerate(self._plan or []):
             flat = self._memory[number % len(self._memory)][: nbytes(bucket)]
             for name, tensor in fill(flat, bucket, stream).items():

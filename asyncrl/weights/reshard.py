@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from asyncrl.parallel import Parallel
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import Dims
+from asyncrl.weights.layouts import Dims, Pieces
 from asyncrl.weights.names import Found, Mapping, unit_of
 
 if TYPE_CHECKING:
@@ -42,16 +43,20 @@ class Resharder:
         self._first_expert = parallel.ep_rank * self._experts_here
         self._layers_here = {number for chunk in chunks for number in _layers(chunk)}
 
-    def _tensors(self) -> Iterator[tuple[Found, Tensor]]:
-        """Every parameter and persistent buffer, its layer and expert numbered in the whole model.
+    @cached_property
+    def _found(self) -> list[tuple[int, str, Found]]:
+        """Every parameter and persistent buffer: chunk, name, and its rule with the numbers of the whole model."""
+        return [
+            (number, name, self._mapping.find(_global_name(name, _layers(chunk), self._first_expert)))
+            for number, chunk in enumerate(self._chunks)
+            for name, tensor in chunk.state_dict().items()
+            if isinstance(tensor, Tensor)  # and not a layer's extra state
+        ]
 
-        Looked up anew for each walk: mixed precision and data parallelism move a model's memory after it is built.
-        """
-        for chunk in self._chunks:
-            layers = _layers(chunk)
-            for name, tensor in chunk.state_dict().items():
-                if isinstance(tensor, Tensor):  # and not a layer's extra state
-                    yield self._mapping.find(_global_name(name, layers, self._first_expert)), tensor
+    def _tensors(self, which: list[tuple[int, str, Found]]) -> Iterator[tuple[Found, Tensor]]:
+        """Looked up anew for each walk: mixed precision and data parallelism move a model's memory once it is built."""
+        states = [chunk.state_dict() for chunk in self._chunks]
+        return ((found, states[chunk][name]) for chunk, name, found in which)
 
     def _degree(self, found: Found) -> int:
         """Ranks that share this parameter."""
@@ -66,34 +71,40 @@ class Resharder:
     # -- out -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of this stage in a fixed order on the exporting rank; on all others nothing.
+    def stream(self) -> Iterator[tuple[str, Pieces]]:
+        """(HF name, full tensor in pieces) of this stage in a fixed order on the exporting rank; on all others nothing.
 
-        Every rank must walk it to its end: it takes part in a gather per split parameter. A tensor may be a view of the
-        parameter itself: read it before the next optimizer step.
+        Every rank must walk it to its end: it takes part in a gather per split parameter. Pieces may be views of the
+        parameter itself: read them before the next optimizer step.
         """
-        for found, tensor in self._exported():
+        for found, tensor in self._tensors(self._exported):
             yield from self._joined(found, self._gathered(found, tensor))
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The same with each tensor in one piece."""
+        return ((name, pieces.tensor()) for name, pieces in self.stream())
 
     def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         """Name, dtype and shape of what `hf_tensors` yields, without touching a weight or another rank."""
         if not self._parallel.exports:
             return
-        for found, tensor in self._exported():
+        for found, tensor in self._tensors(self._exported):
             shards = self._degree(found) * (self._parallel.ep if found.rule.expert else 1)
-            for name, whole in self._joined(found, [torch.empty_like(tensor, device="meta")] * shards):
+            for name, pieces in self._joined(found, [torch.empty_like(tensor, device="meta")] * shards):
+                whole = pieces.tensor()
                 yield name, whole.dtype, whole.shape
 
-    def _exported(self) -> list[tuple[Found, Tensor]]:
+    @cached_property
+    def _exported(self) -> list[tuple[int, str, Found]]:
         """The parameters in whose gathers this rank takes part; those that must arrive together are neighbours."""
         p = self._parallel
         exported = []
-        for found, tensor in self._tensors():
+        for chunk, name, found in self._found:
             first_replica = p.edp_rank == 0 if found.rule.expert else p.dp_rank == 0 and p.cp_rank == 0
             if first_replica and not self._is_tied_copy(found):
-                exported.append((found, tensor))
+                exported.append((chunk, name, found))
         places: dict[str, int] = {}
-        units = [unit_of(found.hf_names()[0]) for found, _ in exported]
+        units = [unit_of(found.hf_names()[0]) for _, _, found in exported]
         for place, unit in enumerate(units):
             places.setdefault(unit, place)
         return [exported[i] for i in sorted(range(len(exported)), key=lambda i: places[units[i]])]
@@ -107,7 +118,7 @@ class Resharder:
         dist.gather(shard.contiguous(), parts, group=group, group_dst=0)
         return parts or []
 
-    def _joined(self, found: Found, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _joined(self, found: Found, parts: list[Tensor]) -> Iterator[tuple[str, Pieces]]:
         """Full tensors from all shards; of routed experts, one for each expert-parallel rank in turn."""
         degree = self._degree(found)
         for owner, first in enumerate(range(0, len(parts), degree)):
@@ -121,11 +132,11 @@ class Resharder:
         """Fill this rank's weights from an HF folder. Raises WeightsError with the tensor that is missing, left over or
         of another shape."""
         with HFFolder(folder) as source:
-            for found, tensor in self._tensors():
+            for found, tensor in self._tensors(self._found):
                 names = ("model.embed_tokens.weight",) if self._is_tied_copy(found) else found.hf_names()
                 degree = self._degree(found)
                 whole = found.rule.layout.join([torch.empty_like(tensor, device="meta")] * degree, self._dims)
-                full = [source.read(name, meta.shape) for name, meta in zip(names, whole, strict=True)]
+                full = [source.read(name, meta.tensor().shape) for name, meta in zip(names, whole, strict=True)]
                 rank = self._parallel.etp_rank if found.rule.expert else self._parallel.tp_rank
                 tensor.copy_(found.rule.layout.shard(full, degree, rank % degree, self._dims))
             source.check_nothing_left(self._mapping, self._is_for_this_rank)

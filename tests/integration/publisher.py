@@ -24,6 +24,7 @@ from asyncrl.engine.router import Workers
 from asyncrl.parallel import Parallel
 from asyncrl.weights.build import build_transport
 from asyncrl.weights.checksum import ExpectedChecksums
+from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.publish import Publisher
 
 DEGREES = ("tp", "pp", "cp", "dp", "etp", "ep")
@@ -59,6 +60,9 @@ class SeededWeights:
             noise = 0.05 * torch.randn(tensor.shape, generator=draw)
             noise *= torch.rand(tensor.shape, generator=draw) < self._share
             yield name, (tensor.float() + noise).to(tensor.dtype).to(self._device)
+
+    def stream(self) -> Iterator[tuple[str, Pieces]]:
+        return ((name, Pieces([tensor])) for name, tensor in self.hf_tensors())
 
     def at(self, version: int) -> dict[str, Tensor]:
         """All of one version."""

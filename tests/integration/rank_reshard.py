@@ -66,7 +66,7 @@ def found(folder: Path, trainer: Trainer, parallel: Parallel) -> dict[str, Any]:
     exported = list(weights.hf_tensors())
     described = list(weights.described())
     with PeakMemory(tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())) as peak:
-        for _ in weights.hf_tensors():
+        for _ in weights.stream():
             pass
     reference = load_file(folder / "model.safetensors") if exported else {}
     return {

@@ -35,6 +35,7 @@ def _client(addresses: Addresses, key: str | None = None, run: str = "t") -> Cli
         temperature=1.0,
         stop_token_ids=[10],
         timeout=60.0,
+        retry_timeout=30.0,
         coalesce=True,
     )
 
@@ -114,6 +115,7 @@ def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(ad
         return mixed
 
     mixed = asyncio.run(attempts())
+    fleet.close()
     assert mixed, "no answer was written by two versions"
     for completion in mixed:
         assert [span.version for span in completion.versions] == sorted(span.version for span in completion.versions)

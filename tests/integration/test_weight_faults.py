@@ -135,6 +135,7 @@ class Traffic:
             temperature=1.0,
             stop_token_ids=[10],
             timeout=30.0,
+            retry_timeout=60.0,
             coalesce=False,
         )
         await asyncio.gather(*[self._lane(client) for _ in range(4)])

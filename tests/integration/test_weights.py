@@ -56,6 +56,7 @@ def client(fleet: Engines, **changes: object) -> Client:
         "temperature": 1.0,
         "stop_token_ids": [EOS],
         "timeout": 60.0,
+        "retry_timeout": 30.0,
         "coalesce": False,
     }
     return Client(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
@@ -84,14 +85,16 @@ async def publish_under_way(
     publisher: Any, fleet: Engines, serving: int, versions: Iterable[int]
 ) -> tuple[dict[str, float], list[Completion]]:
     """Publish versions one after the other while requests are in flight; the last one's figures, and the answers."""
-    made = client(fleet, run=f"under-way-{serving}")
-    made.release(serving)
+    made = client(fleet, run=f"under-way-{serving}", pause_mode=publisher._update._mode)
+    made.flights.release(serving)
     loop = asyncio.get_running_loop()
-    publisher._hold = lambda: loop.call_soon_threadsafe(made.hold) and None
-    publisher._announce = lambda version: loop.call_soon_threadsafe(made.release, version) and None
+    publisher._hold = lambda: loop.call_soon_threadsafe(made.flights.hold) and None
+    publisher._announce = lambda version: loop.call_soon_threadsafe(made.flights.release, version) and None
     running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
+    await asyncio.sleep(0.02)
+    while not all(flight.answered for flight in made.flights._flights):  # noqa: ASYNC110  nothing tells
+        await asyncio.sleep(0.001)
     for version in versions:
-        await asyncio.sleep(0.02)
         figures = await asyncio.to_thread(publish, publisher, version)
     answers = await asyncio.wait_for(running, 60)
     await made.close()
@@ -102,7 +105,7 @@ async def publish_under_way(
 def ask(fleet: Engines, count: int, version: int, **changes: object) -> list[Completion]:
     async def answers() -> list[Completion]:
         made = client(fleet, **changes)
-        made.release(version)
+        made.flights.release(version)
         generate = made.generate()
         found = await asyncio.gather(*[generate(PROMPT) for _ in range(count)])
         await made.close()

@@ -89,8 +89,7 @@ def test_summary_has_the_documented_fields_and_no_other() -> None:
 
 def test_evaluation_line_has_the_documented_fields_and_no_other() -> None:
     class Worker:
-        async def episode(self, prompt: Any, *, temperature: float) -> Trajectory:
-            assert temperature == 0.0
+        async def evaluate(self, prompt: Any) -> Trajectory:
             return Trajectory([Turn([], completion())], 1.0)
 
     class Task:

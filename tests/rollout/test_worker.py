@@ -39,9 +39,11 @@ class Failing:
 class Site:
     """A worker on a real service and buffer."""
 
-    def __init__(self, agent: Any = None, *, bound: int = 1, batch_groups: int = 2, **settings: Any) -> None:
+    def __init__(
+        self, agent: Any = None, *, bound: int = 1, batch_groups: int = 2, waste: int = 0, **settings: Any
+    ) -> None:
         self.buffer = CohortBuffer(batch_groups, bound)
-        self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1))
+        self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1), waste)
 
         async def nothing() -> dict[str, Any]:
             return {}
@@ -109,9 +111,33 @@ def test_several_failed_siblings_are_one_rejection() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), EngineError("no engine")])
-def test_any_other_error_ends_the_worker(error: Exception) -> None:
+def test_engine_that_fails_a_request_for_good_costs_its_group_alone() -> None:
     async def main() -> None:
+        site = Site(Failing(lambda n: EngineError("no token came") if n == 4 else None))
+        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        assert site.buffer.ledger().rejected == {"engine": 1}
+
+    asyncio.run(main())
+
+
+def test_every_token_that_engines_wrote_is_accounted_for() -> None:
+    """Also those of turns that the agent threw away, and of groups that failed."""
+
+    async def main() -> None:
+        site = Site(Failing(lambda n: EpisodeFailed("judge") if n == 4 else None), waste=5)
+        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        ledger = site.buffer.ledger()
+        ledger.check()
+        assert ledger.tokens_discarded == 4 * 3 * 5
+        assert ledger.tokens_rejected > 0
+        assert ledger.tokens_generated == ledger.tokens_held + ledger.tokens_discarded + ledger.tokens_rejected
+
+    asyncio.run(main())
+
+
+def test_any_other_error_ends_the_worker() -> None:
+    async def main() -> None:
+        error = ValueError("a bug")
         site = Site(Failing(lambda n: error if n == 4 else None))
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
+from asyncrl.weights.layouts import Pieces
 
 tensors = st.lists(
     st.tuples(
@@ -77,7 +78,7 @@ def test_inseparable_neighbours_share_a_bucket(described, limit, size) -> None:
 @given(tensors, st.integers(1, 200))
 def test_filled_buckets_hold_every_tensor_bit_for_bit(described, limit) -> None:
     given_ = {n: torch.randint(0, 256, (s.numel() * d.itemsize,), dtype=torch.uint8) for n, d, s in described}
-    stream = ((name, given_[name].view(dtype).view(shape)) for name, dtype, shape in described)
+    stream = ((name, Pieces([given_[name].view(dtype).view(shape)])) for name, dtype, shape in described)
     for bucket in plan_buckets(described, limit):
         flat = torch.zeros(nbytes(bucket), dtype=torch.uint8)
         fill(flat, bucket, stream)
@@ -89,7 +90,7 @@ def test_filled_buckets_hold_every_tensor_bit_for_bit(described, limit) -> None:
 def test_a_stream_in_another_order_is_refused() -> None:
     plan = plan_buckets([("a", torch.float32, torch.Size([1])), ("b", torch.float32, torch.Size([1]))], 4)
     with pytest.raises(AssertionError, match="gave b"):
-        fill(torch.zeros(4, dtype=torch.uint8), plan[0], iter([("b", torch.zeros(1))]))
+        fill(torch.zeros(4, dtype=torch.uint8), plan[0], iter([("b", Pieces([torch.zeros(1)]))]))
 
 
 def test_nothing_to_send_is_no_bucket() -> None:

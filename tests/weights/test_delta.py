@@ -17,6 +17,7 @@ from asyncrl.engine.control import Fleet
 from asyncrl.engine.delta import KeepWhereNaN, Refused, apply, load
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
 from asyncrl.weights.delta import DeltaTransport, changed
+from asyncrl.weights.layouts import Pieces
 
 
 class Model:
@@ -53,7 +54,7 @@ class Trainer:
 
     def write(self, version: int, tensors: dict[str, Tensor], *, full: bool = False) -> dict[str, Any]:
         self.transport.start(version, full=full)
-        stream = iter(tensors.items())
+        stream = ((name, Pieces([tensor])) for name, tensor in tensors.items())
         for bucket in plan_buckets([(n, t.dtype, t.shape) for n, t in tensors.items()], self.limit):
             flat = torch.empty(nbytes(bucket), dtype=torch.uint8)
             fill(flat, bucket, stream)

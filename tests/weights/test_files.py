@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
 from asyncrl.weights.files import DTYPES, write_bucket
+from asyncrl.weights.layouts import Pieces
 
 
 def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
@@ -21,7 +22,7 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
     tensors["empty"] = torch.zeros(0, 4)
     (bucket,) = plan_buckets([(n, t.dtype, t.shape) for n, t in tensors.items()], 10**6)
     flat = torch.empty(nbytes(bucket), dtype=torch.uint8)
-    fill(flat, bucket, iter(tensors.items()))
+    fill(flat, bucket, ((name, Pieces([tensor])) for name, tensor in tensors.items()))
     write_bucket(tmp_path / "a.safetensors", flat, bucket, {"kind": "full"})
     read = load_file(tmp_path / "a.safetensors")
     assert read.keys() == tensors.keys()

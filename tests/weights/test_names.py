@@ -67,8 +67,11 @@ def test_join_of_all_shards_is_byte_equal_to_the_original_and_no_rank_holds_more
     original = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes(layout, d)]
     parts = [layout.shard(original, tp, rank, d) for rank in range(tp)]
     assert len({part.shape for part in parts}) == 1  # a gather needs equal shapes
-    joined = layout.join(parts if layout.split else parts[:1], d)
-    for one, two in zip(original, joined, strict=True):
+    for one, pieces in zip(original, layout.join(parts if layout.split else parts[:1], d), strict=True):
+        two = torch.full_like(one, -1)
+        pieces.copy_to(two)
+        assert two.equal(pieces.tensor())
+        two = pieces.tensor()
         assert one.shape == two.shape
         assert one.contiguous().view(torch.uint8).equal(two.contiguous().view(torch.uint8))
     if layout.split:
@@ -86,7 +89,7 @@ def test_biases_of_queries_keys_and_values_are_laid_out_as_their_matrices(d, tp)
         as_matrix = QKV.shard([bias[:, None] for bias in whole], tp, rank, d)
         assert QKV.shard(whole, tp, rank, d).equal(as_matrix[:, 0])
     joined = QKV.join([QKV.shard(whole, tp, rank, d) for rank in range(tp)], d)
-    assert all(one.equal(two) for one, two in zip(whole, joined, strict=True))
+    assert all(one.equal(two.tensor()) for one, two in zip(whole, joined, strict=True))
 
 
 def column(*numbers: int) -> Tensor:
@@ -109,10 +112,14 @@ def test_vocabulary_is_padded_with_zeros_at_its_end() -> None:
     assert shards == [[1, 2], [3, 4], [5, 0], [0, 0]]
 
 
-def test_a_single_shard_is_handed_out_without_a_copy() -> None:
-    for layout in (WHOLE, COLUMN, ROW, VOCAB):
-        shard = torch.zeros(5, 8)
-        assert layout.join([shard], ONE)[0].data_ptr() == shard.data_ptr()
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP])
+def test_pieces_are_views_of_the_shards(layout, degree) -> None:
+    d = Dims(heads=4, kv_heads=2, head_dim=1, vocab=15, tied=False)
+    shards = [torch.zeros(8, 8) for _ in range(degree)]
+    memory = {shard.untyped_storage().data_ptr() for shard in shards}
+    joined = layout.join(shards, d)
+    assert {part.untyped_storage().data_ptr() for pieces in joined for part in pieces.parts} <= memory
 
 
 def test_dims_come_from_the_hf_config_with_its_defaults() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from itertools import pairwise
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -15,30 +14,8 @@ from hypothesis import strategies as st
 from asyncrl.engine.client import Client
 from asyncrl.errors import EngineError
 from asyncrl.types import Completion, VersionSpan
+from tests.engine.asking import PROMPT, asked, siblings
 from tests.fakes import FakeEngine, completion, echo, pieces, stream, until
-
-PROMPT = [12, 1, 11]
-
-
-def asked(
-    engine: FakeEngine, play: Callable[[Client], Coroutine[Any, Any, Any]], seconds: float = 10.0, **settings: Any
-) -> Any:
-    """Runs `play` against the engine."""
-
-    async def main() -> Any:
-        client = engine.client(**settings)
-        try:
-            return await asyncio.wait_for(play(client), seconds)
-        finally:
-            await client.close()
-
-    return asyncio.run(main())
-
-
-async def siblings(client: Client, count: int = 1, token_ids: list[int] = PROMPT) -> list[Completion]:
-    generate = client.generate()
-    return list(await asyncio.gather(*(generate(token_ids) for _ in range(count))))
-
 
 completions = st.builds(
     lambda ids, cut, finish: Completion(
@@ -118,13 +95,13 @@ def test_held_requests_wait_for_release_and_then_carry_its_version() -> None:
 
     async def play(client: Client) -> list[Completion]:
         await siblings(client)
-        client.hold()
+        client.flights.hold()
         asking = asyncio.create_task(siblings(client, 2))
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(engine.requests) == 1
         assert not asking.done()
-        client.release(7)
+        client.flights.release(7)
         return await asking
 
     answers = asked(engine, play)
@@ -139,7 +116,7 @@ def test_request_in_flight_stays_open_while_new_ones_are_held() -> None:
     async def play(client: Client) -> list[Completion]:
         asking = asyncio.create_task(siblings(client))
         await until(lambda: engine.requests)
-        client.hold()
+        client.flights.hold()
         gate.set()
         return await asking
 
@@ -177,70 +154,6 @@ def broken(change: Callable[[list[dict[str, Any]]], Any]) -> FakeEngine:
     return FakeEngine(answer)
 
 
-# --- answers that an update of the weights aborts ------------------------------------------------------------
-
-ALPHABET = list(range(100, 108))  # what the policy writes: the token follows from the place
-
-
-def cut_at(places: list[int], stop: int | None, limit: int) -> FakeEngine:
-    """An engine that writes 100, 101, ... and aborts its n-th request after places[n] more tokens, each in a version of
-    its own; as SGLang does, an abort hides that the last token was a stop token or the limit's."""
-
-    def answer(request: dict[str, Any]) -> bytes:
-        number = len(engine.requests) - 1
-        begun = len(request["input_ids"]) - len(PROMPT)
-        room = request["sampling_params"]["max_new_tokens"]
-        ids = ALPHABET[begun : begun + room]
-        if stop is not None and stop in ids:
-            ids = ids[: ids.index(stop) + 1]
-        finish = "stop" if ids and ids[-1] == stop else "length"
-        if number < len(places) and places[number] <= len(ids):
-            ids, finish = ids[: places[number]], "abort"
-        spans = [VersionSpan(number // 2, 0, len(ids))] if ids else []
-        return stream(pieces(Completion(ids, [-0.5 * i for i in ids], spans, finish)))
-
-    engine = FakeEngine(answer)
-    return engine
-
-
-@given(st.lists(st.integers(0, 5), max_size=5), st.sampled_from([None, *ALPHABET]), st.integers(1, len(ALPHABET)))
-def test_aborted_answer_goes_on_from_its_last_token_as_if_nothing_had_happened(places, stop, limit) -> None:
-    engine = cut_at(places, stop, limit)
-    settings = {"max_new_tokens": limit, "stop_token_ids": [] if stop is None else [stop]}
-    (found,) = asked(engine, siblings, **settings)
-    (whole,) = asked(cut_at([], stop, limit), siblings, **settings)
-    assert (found.token_ids, found.logprobs, found.finish_reason) == (
-        whole.token_ids,
-        whole.logprobs,
-        whole.finish_reason,
-    )
-    versions = [span.version for span in found.versions]
-    assert versions == sorted(set(versions))
-    for request, later in pairwise(engine.requests):
-        assert later["input_ids"][: len(request["input_ids"])] == request["input_ids"]
-        assert later["rid"] != request["rid"]
-
-
-def test_each_sibling_goes_on_by_itself() -> None:
-    def answer(request: dict[str, Any]) -> bytes:
-        if len(engine.requests) == 1:
-            cut = Completion([100], [-1.0], [VersionSpan(0, 0, 1)], "abort")
-            return stream([*pieces(cut, 0), *pieces(completion(tokens=2), 1)])
-        return stream(pieces(Completion([101], [-2.0], [VersionSpan(1, 0, 1)], "stop")))
-
-    engine = FakeEngine(answer)
-    first, second = asked(engine, lambda client: siblings(client, 2))
-    assert (first.token_ids, first.versions) == ([100, 101], [VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)])
-    assert second == completion(tokens=2)
-    assert [len(request["input_ids"]) for request in engine.requests] == [len(PROMPT), len(PROMPT) + 1]
-
-
-def test_answer_that_is_aborted_without_end_is_an_error() -> None:
-    engine = FakeEngine(lambda _: stream(pieces(Completion([], [], [], "abort"))))
-    with pytest.raises(EngineError, match="ended a request with 'abort'"):
-        asked(engine, siblings)
-
-
 def spans(*bounds: tuple[int, int]) -> Callable[[list[dict[str, Any]]], None]:
     return lambda events: events[-1]["meta_info"].update(
         weight_versions=[{"version": "0", "start": start, "end": end} for start, end in bounds]
@@ -248,9 +161,6 @@ def spans(*bounds: tuple[int, int]) -> Callable[[list[dict[str, Any]]], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
-    "cut": (lambda events: stream(events[:-1]), "ended after 2 tokens, without a finish reason"),
-    "cut inside an event": (lambda events: stream(events)[:-40], "without a finish reason"),
-    "refused": (lambda _: httpx.Response(503, text="no workers"), "the router answered 503: no workers"),
     "refused by the engine": (
         lambda e: e[-1]["meta_info"].update(finish_reason={"type": "abort", "message": "too long", "status_code": 400}),
         r"ended a request with 'abort' \(too long\)",
@@ -273,7 +183,6 @@ FAULTS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
         lambda events: stream([events[0], {"error": {"message": "out of memory"}}]),
         "failed a request: .*out of memory",
     ),
-    "no JSON": (lambda _: b"data: {oops\n\n", "generation failed: .*JSON"),
 }
 
 
@@ -282,34 +191,6 @@ def test_answer_that_is_not_whole_is_an_engine_error_with_its_reason(fault: str)
     change, reason = FAULTS[fault]
     with pytest.raises(EngineError, match=reason):
         asked(broken(change), siblings)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        httpx.ConnectError("refused"),
-        httpx.ReadError("reset"),
-        pytest.param(httpx.ReadTimeout("")),
-    ],
-)
-def test_connection_that_fails_is_an_engine_error_for_every_sibling(error: httpx.HTTPError) -> None:
-    def fail(_: httpx.Request) -> httpx.Response:
-        raise error
-
-    async def play(client: Client) -> list[Any]:
-        generate = client.generate()
-        return await asyncio.gather(*(generate(PROMPT) for _ in range(2)), return_exceptions=True)
-
-    found = asked(FakeEngine(echo()), play, transport=httpx.MockTransport(fail))
-    assert [type(one) for one in found] == [EngineError, EngineError]
-    assert str(error) in str(found[0])
-    assert str(found[0]).removeprefix("generation failed: ")
-
-
-def test_one_sample_that_is_not_whole_fails_its_siblings_too() -> None:
-    engine = FakeEngine(lambda _: stream([*pieces(completion(), 0), *pieces(completion(), 1)[:-1]]))
-    with pytest.raises(EngineError, match="without a finish reason"):
-        asked(engine, lambda client: siblings(client, 2))
 
 
 def test_sample_that_nobody_asked_for_is_an_engine_error_not_a_hang() -> None:
@@ -355,9 +236,9 @@ def test_request_that_nobody_waits_for_is_closed() -> None:
 def test_figures_count_requests_and_prompt_tokens_once_taken() -> None:
     async def play(client: Client) -> None:
         await siblings(client, 2)
-        seen = client.take_figures()
+        seen = client.flights.take_figures()
         assert (seen.requests, seen.prompt_tokens, seen.cached_tokens) == (1, 8, 2)
         assert seen.seconds_busy > 0
-        assert client.take_figures().requests == 0
+        assert client.flights.take_figures().requests == 0
 
     asked(FakeEngine(echo()), play)

@@ -1,0 +1,126 @@
+"""The whole configuration, as strict immutable models: one class per group of `conf/`.
+
+Hydra composes the YAML files, `load` validates the result once, and every other process reads the `config.json`
+that the launcher leaves in the run folder. Values live in `conf/`, meanings and limits live here: no default is
+written twice. `asyncrl-train --help` prints the docstrings below.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError, model_validator
+
+from asyncrl.config.generation import Engine, Eval, Rollout, Task
+from asyncrl.config.running import Cluster, Metrics, Run, Weights
+from asyncrl.config.section import Section
+from asyncrl.config.training import Algo, Model, Optimizer, Trainer
+from asyncrl.errors import ConfigError
+
+__all__ = [
+    "Algo",
+    "Cluster",
+    "Config",
+    "Engine",
+    "Eval",
+    "Metrics",
+    "Model",
+    "Optimizer",
+    "Rollout",
+    "Run",
+    "Task",
+    "Trainer",
+    "Weights",
+    "load",
+    "on_gpu",
+    "read",
+]
+
+
+class Config(Section):
+    """Everything."""
+
+    run: Run
+    model: Model
+    trainer: Trainer
+    engine: Engine
+    rollout: Rollout
+    algo: Algo
+    task: Task
+    eval: Eval
+    weights: Weights
+    cluster: Cluster
+    metrics: Metrics
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Config:
+        bound, lead = self.rollout.max_staleness, self.rollout.effective_lead
+        if lead > bound:
+            raise ConfigError(
+                "rollout.lead",
+                lead,
+                f"Must not exceed rollout.max_staleness ({bound}): lower it, or leave it unset.",
+            )
+        optimizer = self.trainer.optimizer
+        if optimizer.min_lr > optimizer.lr:
+            raise ConfigError(
+                "trainer.optimizer.min_lr",
+                optimizer.min_lr,
+                f"Must not exceed trainer.optimizer.lr ({optimizer.lr}).",
+            )
+        decay_steps = optimizer.decay_steps or self.run.max_steps
+        if optimizer.schedule != "constant" and optimizer.warmup_steps >= decay_steps:
+            raise ConfigError(
+                "trainer.optimizer.warmup_steps",
+                optimizer.warmup_steps,
+                f"Must be below the end of the decay ({decay_steps}).",
+            )
+        if self.task.kind == "file" and self.task.train_file is None:
+            raise ConfigError("task.train_file", None, "task.kind=file needs the path of a .jsonl or .parquet file.")
+        if self.rollout.group_size == 1:
+            raise ConfigError(
+                "rollout.group_size", 1, "Group-relative advantages need 2 or more completions of a prompt."
+            )
+        return self
+
+
+def load(values: dict[str, Any]) -> Config:
+    """Validate composed values; raises ConfigError with one line per wrong field."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+def read(run_dir: Path) -> Config:
+    """The configuration of a run, as its launcher wrote it."""
+    return load(json.loads((run_dir / "config.json").read_text()))
+
+
+REMEDIES = {
+    "extra_forbidden": "No such field: check the spelling (asyncrl-train --help lists every field).",
+    "missing": "This field has no value: set it, or take it from a group file in conf/.",
+}
+
+
+def _explained(error: ValidationError) -> ConfigError:
+    """pydantic's report as field, value and remedy, one line per problem."""
+    problems = []
+    for item in error.errors():
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            problems.append(cause)
+            continue
+        field = ".".join(str(part) for part in item["loc"])
+        value = None if item["type"] == "missing" else item["input"]
+        problems.append(ConfigError(field, value, REMEDIES.get(item["type"], item["msg"] + ".")))
+    first, *others = problems
+    remedy = "\n".join([first.remedy, *map(str, others)])
+    return ConfigError(first.field, first.value, remedy)
+
+
+def on_gpu(section: Trainer | Engine, gpus: int) -> bool:
+    """Whether the processes of this section run on GPUs."""
+    return section.device == "cuda" or (section.device == "auto" and gpus > 0)

@@ -1,0 +1,107 @@
+"""Engines, rollouts, and the questions that they answer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from asyncrl.config.section import Count, Natural, Positive, Section
+
+
+class Engine(Section):
+    """The fleet of SGLang servers, and the router in front of it."""
+
+    count: Count
+    """Number of engines."""
+    tensor_parallel: Count
+    """GPUs (or CPU processes) of one engine."""
+    device: Literal["auto", "cpu", "cuda"]
+    """Where the engines run; auto takes CUDA when the machine has it."""
+    dtype: Literal["bfloat16", "float32"]
+    """Precision of the weights in the engine."""
+    max_total_tokens: Count
+    """Tokens of the KV cache of one engine."""
+    max_running_requests: Count
+    """Requests that one engine decodes at once."""
+    stream_interval: Count
+    """Tokens between two pieces of a streamed answer: what an engine's death can cost, against work per token."""
+    server_args: dict[str, Any]
+    """Further SGLang arguments, as name: value (true for a bare flag)."""
+    router_policy: Literal["manual", "random", "round_robin", "cache_aware", "power_of_two"]
+    """How the router picks an engine. manual: a new group goes to the engine with the fewest requests, and all of its
+    requests and turns stay there, with the cache of what they share."""
+    start_timeout: Positive
+    """Seconds that an engine or the router may take until it is ready."""
+    request_timeout: Positive
+    """Seconds without a byte after which a request to the router has broken."""
+    retry_timeout: Positive
+    """Seconds for which the rest of a broken answer is asked for anew while no token comes; then its group is given up.
+    Longer than an engine takes to start again."""
+
+
+class Rollout(Section):
+    """Asynchrony, and the shape of a batch."""
+
+    batch_groups: Count
+    """Groups (prompts) in a batch."""
+    group_size: Count
+    """Completions of each prompt."""
+    max_staleness: Natural
+    """Bound, in versions, on the age of every token that is trained. 0 is synchronous, 1 is one step off."""
+    lead: Natural | None
+    """Batches that may be admitted ahead of the one in training; unset: equal to max_staleness."""
+    max_running_groups: Count | None
+    """Groups that may be in flight at once; unset: as many as admission allows."""
+    agent: str
+    """Import path of the agent, module:name."""
+    max_new_tokens: Count
+    """Longest completion."""
+    temperature: Positive
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    coalesce: bool
+    """Send the siblings of a group as one request with n samples."""
+    cache_key: Literal["version", "group"]
+    """What may share a prefix cache. version: requests of the same weights, so that a later turn after a publish is
+    prefilled anew; group: the turns of a group, whatever the weights, as one long answer does under in_place."""
+    max_failures: Count
+    """End the run after this many failed groups in a row."""
+    batch_timeout: Positive
+    """Seconds that the trainer waits for a batch before it ends the run with what the rollout side was doing."""
+
+    @property
+    def effective_lead(self) -> int:
+        """The lead in force."""
+        return self.max_staleness if self.lead is None else self.lead
+
+
+class Task(Section):
+    """Where prompts come from and how answers are scored."""
+
+    kind: Literal["reasoning_gym", "copy", "file"]
+    """A reasoning-gym generator, the digit-copying toy, or files of your own."""
+    name: str
+    """reasoning_gym: the dataset's name; otherwise a label."""
+    params: dict[str, Any]
+    """reasoning_gym: the dataset's arguments; copy: digits."""
+    system: str | None
+    """System message."""
+    shots: Natural
+    """Worked examples shown before each question."""
+    train_file: str | None
+    """file: JSONL or parquet with the training questions."""
+    eval_file: str | None
+    """file: the same for evaluation; unset: the first `eval.questions` of train_file are held out."""
+    prompt_key: str
+    """file: field with the question (text, or a list of chat messages)."""
+    answer_key: str
+    """file: field with the reference answer."""
+    reward: str
+    """file: `exact`, `contains`, `number`, or an import path module:function of (answer text, record) -> float."""
+
+
+class Eval(Section):
+    """Held-out questions, answered greedily by the same engines."""
+
+    questions: Natural
+    """Number of held-out questions; 0 turns evaluation off. Training never draws any of them."""
+    every: Count | None
+    """Evaluate every so many versions too, beside training; unset: only before and after."""

@@ -1,0 +1,76 @@
+"""The run itself: its ends, its weights on their way, its machines and its figures."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from asyncrl.config.section import Count, Natural, Positive, Section
+
+
+class Run(Section):
+    """What this run is, where it writes, and when it ends."""
+
+    name: str
+    """Name of the run; part of the default folder."""
+    dir: str
+    """Run folder. Must be new or empty, unless `run.overwrite` is set."""
+    overwrite: bool
+    """Empty an existing run folder first (only a folder that holds a config.json of a run)."""
+    seed: Natural
+    """Seed of the prompt order, of tiny models and of Megatron."""
+    max_steps: Count
+    """Stop after this many batches."""
+    token_budget: Count | None
+    """Stop once this many tokens have been generated for training."""
+    reward_target: float | None
+    """Stop once the mean reward over `run.reward_window` steps reaches this."""
+    reward_window: Count
+    """Steps over which rewards are averaged, in the stop rule and in the summary."""
+
+
+class Weights(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["auto", "tensor", "distributed", "disk", "delta"]
+    """tensor: shared memory or CUDA IPC on one host; distributed: gloo or NCCL broadcast; disk: files on a file system
+    that engines share; delta: such files with only what changed; auto picks one of the first two and says why."""
+    staging: Literal["full", "stream"]
+    """full: every bucket is filled before the pause, which is then the shortest, in memory for all weights of a stage;
+    stream: two buckets, filled and sent in turn during the pause. Disk and delta write before the pause, from two."""
+    bucket_mb: Count
+    """Size of a bucket in MiB; a larger tensor travels alone."""
+    pause_mode: Literal["in_place", "retract", "abort", "drain"]
+    """What an update does to requests in flight. in_place: freeze, and go on with the KV cache they have; retract:
+    prefill them anew under the new weights; abort: return them unfinished, to be continued as new requests; drain: wait
+    until they are answered, while no new one starts (slow: to compare with)."""
+    verify: bool
+    """Compare the engines' checksums with those of the weights sent, at the first publish and when an engine joins.
+    Off for engines that quantize: what they hold is not what was sent."""
+    verify_every: Count | None
+    """Compare them every so many versions, too; unset: only then."""
+    folder: str | None
+    """Where disk and delta write, on a file system that all engines see; unset: weights/ in the run folder."""
+    timeout: Positive
+    """Seconds that any one call of a publish may take."""
+
+
+class Cluster(Section):
+    """Machines, addresses and how to end."""
+
+    host: str
+    """Address that every server binds to."""
+    gpus: Natural | None
+    """GPUs to use; unset: those that the machine has."""
+    on_engine_death: Literal["fail"]
+    """What an engine's death means for the run."""
+    stop_grace: Positive
+    """Seconds between asking a process to stop and killing it."""
+
+
+class Metrics(Section):
+    """Where figures go besides metrics.jsonl and summary.json, which are always written."""
+
+    console: bool
+    """A line per step in the terminal."""
+    tensorboard: bool
+    """Event files in tb/."""

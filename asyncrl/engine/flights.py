@@ -1,0 +1,187 @@
+"""Requests in flight: each runs under one prefix-cache key, and none while weights change.
+
+hold       new requests wait from before the engines pause until every one of them serves the new version, so that
+           none runs under a key older than its weights
+waits for  the next piece (request_timeout), the next publish (the trainer's deadline)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import httpx
+
+from asyncrl.engine.answer import Answer
+from asyncrl.engine.stream import Broken, pieces
+from asyncrl.errors import EngineError
+
+CacheKey = Literal["version", "group"]
+CAUSES = ("aborted", "broken", "overtaken")
+"""Why an answer is asked for anew: aborted by an update or its engine\'s loss, broken, or overtaken by a publish."""
+
+
+@dataclass
+class Figures:
+    """What the rollout side saw of the engines since it last asked."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds_busy: float = 0.0
+    """At least one request in flight."""
+    continued: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(CAUSES, 0)))
+    """Answers that were asked for anew, by cause."""
+    refilled_tokens: int = 0
+    """Tokens whose KV cache was computed anew for these, or by the engine under pause_mode=retract."""
+    inferred_tokens: int = 0
+    """Tokens of broken streams, whose version is inferred."""
+
+
+class Listener(Protocol):
+    """Who gets a sample of a request."""
+
+    group: str
+    temperature: float
+    received: int
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One request in flight."""
+
+    scope: asyncio.Timeout
+    tokens: int  # of its prompt, and those that came
+    answered: bool = False
+    overtaken: bool = False  # by a publish, before its first piece
+
+
+class Flights:
+    """Sends requests; knows which are open."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, run: str, sampling: dict[str, Any], *, cache_key: CacheKey, pause_mode: str
+    ) -> None:
+        self._http, self._run, self._sampling = http, run, sampling
+        self._cache_key, self._pause_mode = cache_key, pause_mode
+        self._serial = itertools.count()
+        self._flights: dict[_Flight, None] = {}  # in the order of their sending
+        self._open, self._landed = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._landed.set()
+        self._busy_since = 0.0
+        self.version = 0
+        self.figures = Figures()
+
+    # -- a publish -----------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Keep new requests back: weights are about to change."""
+        self._open.clear()
+        for flight in self._flights:
+            flight.overtaken = not flight.answered
+            if self._pause_mode == "retract":
+                self.figures.refilled_tokens += flight.tokens
+
+    def release(self, version: int) -> None:
+        """Every engine serves `version`: let requests go, under its prefix-cache key.
+
+        Without a flush of the caches, a request that was on its way or in an engine's queue when it was paused may run
+        under the new weights and find its prompt in the cache of the old: it is asked anew.
+        """
+        self.version = version
+        self._open.set()
+        if self._pause_mode == "in_place" and self._cache_key == "version":
+            for flight in self._flights:
+                if flight.overtaken:
+                    flight.scope.reschedule(0.0)
+
+    async def drained(self, seconds: float) -> bool:
+        """Wait until no request is in flight; whether that came to pass."""
+        try:
+            await asyncio.wait_for(self._landed.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    # -- one request ---------------------------------------------------------------------------------------
+
+    async def stream(self, sessions: Sequence[Listener], token_ids: list[int], *, begun: int) -> list[Answer]:
+        """A sample for each session, whole or cut; asked anew when a publish overtakes it."""
+        while True:
+            await self._open.wait()
+            flight = _Flight(asyncio.timeout(None), len(token_ids))
+            self._take_off(flight)
+            try:
+                async with flight.scope:
+                    return await self._read(flight, sessions, self._request(sessions, token_ids, begun))
+            except TimeoutError:
+                if not flight.scope.expired():
+                    raise
+                self.figures.continued["overtaken"] += 1
+            finally:
+                self._land(flight)
+
+    async def _read(self, flight: _Flight, sessions: Sequence[Listener], request: dict[str, Any]) -> list[Answer]:
+        answers = [Answer(self.version) for _ in sessions]
+        why = "the stream ended before its last piece"
+        try:
+            async for piece in pieces(self._http, request, sessions[0].group or request["rid"]):
+                if not 0 <= piece.index < len(answers):
+                    raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
+                new = answers[piece.index].add(piece)
+                sessions[piece.index].received += new
+                flight.answered = True
+                flight.tokens += new
+        except Broken as broken:
+            why = str(broken)
+        for answer in answers:
+            answer.stop_at(why)
+        told = [answer.last for answer in answers if answer.last]
+        self.figures.requests += 1
+        self.figures.prompt_tokens += sum(meta.prompt_tokens for meta in told)
+        self.figures.cached_tokens += sum(meta.cached_tokens for meta in told)
+        return answers
+
+    def _request(self, sessions: Sequence[Listener], token_ids: list[int], begun: int) -> dict[str, Any]:
+        key = f"v{self.version}" if self._cache_key == "version" else sessions[0].group
+        return {
+            "input_ids": token_ids,
+            "sampling_params": {
+                **self._sampling,
+                "max_new_tokens": self._sampling["max_new_tokens"] - begun,
+                "temperature": sessions[0].temperature,
+                "n": len(sessions),
+            },
+            "return_logprob": True,
+            "stream": True,
+            "rid": f"{self._run}-{next(self._serial):010d}",  # fixed width: engines abort by prefix
+            "extra_key": f"{self._run}-{key}",  # prefix caches are never shared between runs
+        }
+
+    # -- who is in flight ----------------------------------------------------------------------------------
+
+    def _take_off(self, flight: _Flight) -> None:
+        if not self._flights:
+            self._busy_since = asyncio.get_running_loop().time()
+        self._flights[flight] = None
+        self._landed.clear()
+
+    def _land(self, flight: _Flight) -> None:
+        del self._flights[flight]
+        if not self._flights:
+            self.figures.seconds_busy += asyncio.get_running_loop().time() - self._busy_since
+            self._landed.set()
+
+    def take_figures(self) -> Figures:
+        """The figures since the last call."""
+        if self._flights:
+            now = asyncio.get_running_loop().time()
+            self.figures.seconds_busy += now - self._busy_since
+            self._busy_since = now
+        taken, self.figures = self.figures, Figures()
+        return taken

@@ -1,0 +1,33 @@
+"""A client against a fake engine, in a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from asyncrl.engine.client import Client
+from asyncrl.types import Completion
+from tests.fakes import FakeEngine
+
+PROMPT = [12, 1, 11]
+
+
+def asked(
+    engine: FakeEngine, play: Callable[[Client], Coroutine[Any, Any, Any]], seconds: float = 10.0, **settings: Any
+) -> Any:
+    """Runs `play` against the engine."""
+
+    async def main() -> Any:
+        client = engine.client(**settings)
+        try:
+            return await asyncio.wait_for(play(client), seconds)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+async def siblings(client: Client, count: int = 1, token_ids: list[int] = PROMPT) -> list[Completion]:
+    generate = client.generate()
+    return list(await asyncio.gather(*(generate(token_ids) for _ in range(count))))

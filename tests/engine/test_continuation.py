@@ -1,0 +1,253 @@
+"""Answers that are cut short, and requests that a publish overtakes, against an engine that streams as SGLang does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.engine import client as client_module
+from asyncrl.engine.client import Client, Session
+from asyncrl.errors import EngineError
+from asyncrl.types import Completion, VersionSpan
+from tests.engine.asking import PROMPT, asked, siblings
+from tests.fakes import FakeEngine, Reply, completion, echo, pieces, stream, until
+
+# --- answers that are cut short ------------------------------------------------------------------------------
+
+ALPHABET = list(range(100, 108))  # what the policy writes: the token follows from the place
+CUTS = ("abort", "end", "half an event", "reset", "refused connection", "503", "overloaded", "stream error")
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "FIRST_DELAY", 0.0)
+
+
+def cut_at(cuts: list[tuple[str, int]], stop: int | None) -> FakeEngine:
+    """An engine that writes 100, 101, ... and cuts its n-th answer short in the n-th way after so many more tokens,
+    each answer in a version of its own. An abort tells the versions, but hides that the last token was the last one."""
+
+    def answer(request: dict[str, Any]) -> Reply:
+        number = len(engine.requests) - 1
+        begun = len(request["input_ids"]) - len(PROMPT)
+        ids = ALPHABET[begun : begun + request["sampling_params"]["max_new_tokens"]]
+        if stop is not None and stop in ids:
+            ids = ids[: ids.index(stop) + 1]
+        finish = "stop" if ids and ids[-1] == stop else "length"
+        way, place = cuts[number] if number < len(cuts) else ("", 0)
+        if way and place < len(ids):
+            ids, finish = ids[:place], "abort"
+        events = pieces(Completion(ids, [-0.5 * i for i in ids], [VersionSpan(5, 0, len(ids))] if ids else [], finish))
+        if not way or finish != "abort":
+            return stream(events)
+        last, code = events[-1]["meta_info"], {"type": "abort", "message": "queue is full", "status_code": 503}
+        error = {"error": {"message": "gone", "code": 503}}
+        told: dict[str, Callable[[], Reply]] = {
+            "abort": lambda: stream(events),
+            "end": lambda: stream(silenced(events)).removesuffix(b"data: [DONE]\n\n"),
+            "half an event": lambda: stream(silenced(events))[:-20] + b'data: {"output_ids": [1',
+            "reset": lambda: [stream(silenced(events))[:-14], httpx.ReadError("reset by peer")],
+            "refused connection": lambda: httpx.ConnectError("refused"),
+            "503": lambda: httpx.Response(503, text="no available workers"),
+            "overloaded": lambda: last.update(finish_reason=code) or stream(events),
+            "stream error": lambda: stream([*silenced(events), error]),
+        }
+        return told[way]()
+
+    engine = FakeEngine(answer)
+    return engine
+
+
+def silenced(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what only the last piece tells; empty where nothing was written yet."""
+    for name in ("weight_versions", "finish_reason"):
+        events[-1]["meta_info"].pop(name)
+    return [event for event in events if event["output_ids"]]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(CUTS), st.integers(0, 5)), max_size=6),
+    st.sampled_from([None, *ALPHABET]),
+    st.integers(1, len(ALPHABET)),
+)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_answer_that_is_cut_short_goes_on_from_its_last_token_as_if_nothing_had_happened(cuts, stop, limit) -> None:
+    engine = cut_at(cuts, stop)
+    settings = {"max_new_tokens": limit, "stop_token_ids": [] if stop is None else [stop], "retry_timeout": 5.0}
+    seen: list[Session] = []
+
+    async def play(client: Client) -> Completion:
+        client.flights.release(3)
+        seen.append(client.generate())
+        return await seen[0](PROMPT)
+
+    found = asked(engine, play, **settings)
+    (whole,) = asked(cut_at([], stop), siblings, **settings)
+    assert (found.token_ids, found.logprobs, found.finish_reason) == (
+        whole.token_ids,
+        whole.logprobs,
+        whole.finish_reason,
+    )
+    assert seen[0].received == len(found.token_ids)
+    for span in found.versions:  # what no engine could tell is as old as it can be
+        assert (span.version, span.inferred) in ((5, False), (3, True))
+    for request, later in pairwise(engine.requests):
+        assert later["input_ids"][: len(request["input_ids"])] == request["input_ids"]
+        assert later["rid"] != request["rid"]
+
+
+def test_tokens_of_a_broken_stream_take_the_version_that_all_served_when_they_were_asked_for() -> None:
+    engine = cut_at([("reset", 2), ("abort", 2), ("end", 1)], None)
+
+    async def play(client: Client) -> Completion:
+        client.flights.release(3)
+        return await client.generate()(PROMPT)
+
+    found = asked(engine, play)
+    assert found.versions == [
+        VersionSpan(3, 0, 2, True),
+        VersionSpan(5, 2, 4),
+        VersionSpan(3, 4, 5, True),
+        VersionSpan(5, 5, 8),
+    ]
+
+
+def test_each_sibling_goes_on_by_itself() -> None:
+    def answer(request: dict[str, Any]) -> bytes:
+        if len(engine.requests) == 1:
+            cut = Completion([100], [-1.0], [VersionSpan(0, 0, 1)], "abort")
+            return stream([*pieces(cut, 0), *pieces(completion(tokens=2), 1)])
+        return stream(pieces(Completion([101], [-2.0], [VersionSpan(1, 0, 1)], "stop")))
+
+    engine = FakeEngine(answer)
+    first, second = asked(engine, lambda client: siblings(client, 2))
+    assert (first.token_ids, first.versions) == ([100, 101], [VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)])
+    assert second == completion(tokens=2)
+    assert [len(request["input_ids"]) for request in engine.requests] == [len(PROMPT), len(PROMPT) + 1]
+
+
+NEVER: dict[str, tuple[Reply, str]] = {
+    "aborted": (stream(pieces(Completion([], [], [], "abort"))), "the last: aborted"),
+    "cut": (b"", "the last: the stream ended without its last event"),
+    "unreachable": (httpx.ConnectError("refused"), "the last: ConnectError refused"),
+    "silent": (httpx.ReadTimeout("600 s"), "the last: ReadTimeout 600 s"),
+    "no engines": (httpx.Response(503, text="no workers"), "the last: the router answered 503: no workers"),
+    "no JSON": (b"data: {oops\n\n", "the last: no event of an engine: .*JSON"),
+}
+
+
+@pytest.mark.parametrize("way", NEVER)
+def test_answer_that_never_comes_is_an_engine_error_with_the_time_the_attempts_and_the_reason(way: str) -> None:
+    reply, reason = NEVER[way]
+    engine = FakeEngine(lambda _: reply)
+
+    async def play(client: Client) -> list[Any]:
+        generate = client.generate()
+        return await asyncio.gather(*(generate(PROMPT) for _ in range(2)), return_exceptions=True)
+
+    found = asked(engine, play)
+    assert [type(one) for one in found] == [EngineError, EngineError]
+    assert re.search(f"generation failed: no token came for 0 s, in .* attempts; {reason}", str(found[0]))
+    assert len(engine.requests) > 2
+
+
+def test_attempts_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "FIRST_DELAY", 0.01)
+    engine = FakeEngine(lambda _: httpx.Response(503))
+    with pytest.raises(EngineError):
+        asked(engine, siblings, retry_timeout=0.3)
+    assert 4 <= len(engine.requests) <= 9  # at 0, 0, 10, 30, 70, 150, 310 ms, shortened by up to a half each
+
+
+def test_refused_request_is_not_asked_again() -> None:
+    for reply in (httpx.Response(400, text="bad"), httpx.Response(401), stream([{"error": {"message": "bad"}}])):
+        engine = FakeEngine(lambda _, reply=reply: reply)
+        with pytest.raises(EngineError):
+            asked(engine, siblings, retry_timeout=5.0)
+        assert len(engine.requests) == 1
+
+
+def test_requests_of_a_group_carry_one_routing_key_and_those_of_others_their_own() -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: Client) -> None:
+        for group in ("g1", "g2"):
+            one, other = client.generate(group=group), client.generate(group=group)
+            await asyncio.gather(one(PROMPT), other(PROMPT))
+            await asyncio.gather(one([*PROMPT, 1]), other([*PROMPT, 2]))
+        await asyncio.gather(*(client.generate()([1, i]) for i in range(3)))
+
+    asked(engine, play)
+    assert engine.routes[:6] == ["g1"] * 3 + ["g2"] * 3
+    assert len(set(engine.routes[6:])) == 3
+
+
+# --- requests and a publish ----------------------------------------------------------------------------------
+
+
+def across_a_publish(first: Callable[[asyncio.Event], Reply], **settings: Any) -> tuple[FakeEngine, Completion, Client]:
+    """A request is in flight while version 8 is published; its engine goes on after that."""
+    made: list[Client] = []
+
+    async def play(client: Client) -> Completion:
+        made.append(client)
+        client.flights.release(7)
+        asking = asyncio.create_task(client.generate(group="g")(PROMPT))
+        await until(lambda: engine.requests)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        client.flights.hold()
+        assert not await client.flights.drained(0.0)
+        client.flights.release(8)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        gate.set()
+        found = await asking
+        assert await client.flights.drained(1.0)
+        return found
+
+    gate = asyncio.Event()
+    engine = FakeEngine(lambda request: first(gate) if len(engine.requests) == 1 else echo()(request))
+    return engine, asked(engine, play, **settings), made[0]
+
+
+def started_late(gate: asyncio.Event) -> Reply:
+    return [gate, stream(pieces(completion(tokens=4, versions=(7, 8))))]
+
+
+def test_request_that_a_publish_overtakes_is_asked_anew_under_the_new_key() -> None:
+    engine, found, client = across_a_publish(started_late)
+    assert [request["extra_key"] for request in engine.requests] == ["run0-v7", "run0-v8"]
+    assert found.versions == [VersionSpan(8, 0, 3)]
+    assert client.flights.figures.continued == Counter(overtaken=1)
+
+
+def test_request_that_had_begun_keeps_its_tokens() -> None:
+    answer = completion(tokens=4, versions=(7, 8))
+
+    def begun(gate: asyncio.Event) -> Reply:
+        first, rest = pieces(answer)
+        return [stream([first]).removesuffix(b"data: [DONE]\n\n"), gate, stream([rest])]
+
+    engine, found, _ = across_a_publish(begun)
+    assert found == answer
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({"pause_mode": "retract"}, "v7"), ({"pause_mode": "abort"}, "v7"), ({"cache_key": "group"}, "g")],
+)
+def test_where_caches_are_flushed_or_shared_nothing_is_asked_anew(settings: dict[str, Any], key: str) -> None:
+    engine, found, _ = across_a_publish(started_late, **settings)
+    assert found == completion(tokens=4, versions=(7, 8))
+    assert [request["extra_key"] for request in engine.requests] == [f"run0-{key}"]
