@@ -1,5 +1,5 @@
 """Megatron shards <-> HF tensors, as a stream: at any time it holds the shards of one parameter (of routed experts: of
-one expert per expert-parallel rank) and the HF tensors that they join to.
+one expert per expert-parallel rank). They are handed out as views, and joined where they are copied to.
 
 Out: each parameter of a pipeline stage is gathered on the stage's first rank, which alone sees HF tensors. Dense
 parameters come from the first replica's tensor-parallel group. Routed experts come from the group of all expert-tensor

@@ -142,11 +142,11 @@ def test_folder_comes_back_byte_for_byte_from_the_exporting_ranks_alone(
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2-pp2", "ep2-etp2"])
 def test_stream_holds_one_parameter_at_a_time(folder: Path, layout: str) -> None:
-    """The shards gathered, the tensors that they join to, a copy between, what gloo and this loop have not yet let go:
-    a few times the largest tensor, however many layers and experts there are."""
+    """Its shards, gathered: a gated MLP's are two tensors, and the rank's own comes once more. However many layers and
+    experts there are."""
     for found in launched(folder, 4):
         case = found[f"{layout}/mixtral"]
         if case["exports"]:
-            assert 0 < case["peak"] <= 6 * case["largest"] < case["total"] / 5
+            assert 0 < case["peak"] <= 2.5 * case["largest"] < case["total"] / 5
         else:
             assert case["peak"] == 0
