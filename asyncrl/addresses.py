@@ -8,6 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE = "addresses.json"
+READY = "ready"
+"""Appears in the run folder when the router routes to every engine."""
+LOST = "lost.jsonl"
+"""There the trainer writes which engines it has given up, and the launcher starts them again."""
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,11 @@ class Cluster(Section):
     """Address that every server binds to."""
     gpus: Natural | None
     """GPUs to use; unset: those that the machine has."""
-    on_engine_death: Literal["fail"]
-    """What an engine's death means for the run."""
+    on_engine_death: Literal["restart", "fail"]
+    """What the death of an engine or of the router means for a run that is under way: start it again (an engine gets
+    all weights, and serves once its checksum is confirmed), or end the run."""
+    max_restarts: Natural
+    """How often any one of them is started again; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
 

@@ -35,6 +35,10 @@ class Refusal(EngineError):
         super().__init__(message)
 
 
+RESTARTED = "restart-"
+"""An engine that was started again says so in place of a version (engine/serve.py): it needs weights."""
+
+
 class Membership(Protocol):
     """Who routes requests to engines (engine/router.py)."""
 
@@ -46,19 +50,35 @@ class Membership(Protocol):
         """No request goes there any more."""
         ...
 
+    def keep(self, urls: Sequence[str]) -> None:
+        """Add those of these engines that it has forgotten."""
+        ...
+
 
 class Fleet:
     """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
 
     Only rank 0 has `router`, and with it the word over who serves; other ranks send weights and report whom they lost.
+    `on_lost` is told of every engine that is lost, and in which of its lives; with it the last engine may go, too: it
+    will be started again.
     """
 
-    def __init__(self, urls: Sequence[str], api_key: str, timeout: float, *, router: Membership | None = None) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        api_key: str,
+        timeout: float,
+        *,
+        router: Membership | None = None,
+        on_lost: Callable[[str, str, str], None] | None = None,
+    ) -> None:
+        self._configured = tuple(urls)
         self.serving, self.joining = list(urls), list[str]()
         self.lost: dict[str, str] = {}
         self.changes = 0  # how often an engine came or went: the same URLs may be other processes
         self.timeout = timeout
-        self._router = router
+        self._router, self._on_lost = router, on_lost
+        self._lives: dict[str, str] = {}  # what an engine that was started again said when it came
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=timeout,
@@ -130,6 +150,25 @@ class Fleet:
 
     # -- membership ----------------------------------------------------------------------------------------
 
+    def muster(self) -> None:
+        """Find engines that were started again: they join. A router that was started again learns who serves."""
+        asked = {url: self._pool.submit(self.get, url, "/model_info", PROBE_SECONDS) for url in self._configured}
+        answers, _ = self.settle(asked)  # who does not answer may be busy, or dead: the next call of a publish tells
+        for url, answer in answers.items():
+            life = str(answer.get("weight_version"))
+            if life.startswith(RESTARTED) and self._lives.get(url) != life:
+                self.lose(url, "it was started again")
+                self._lives[url] = life
+                self.join(url)
+        if self._router:
+            with suppress(EngineError):  # a router that is dead is started again, and learns it then
+                self._router.keep([url for url in self.serving if url in answers])
+
+    def waits_for_weights(self) -> bool:
+        """Whether nobody serves, but engines that were started again would: without weights no batch will come."""
+        self.muster()
+        return bool(self.joining and not self.serving)
+
     def join(self, url: str) -> None:
         """An engine that started: it gets the next publish, and serves once its checksum is confirmed."""
         self.lost.pop(url, None)
@@ -146,7 +185,7 @@ class Fleet:
                 self._router.add(url)
 
     def lose(self, url: str, reason: str) -> None:
-        """Take an engine out, for good. Raises EngineError when it was the last one.
+        """Take an engine out. Raises EngineError when it was the last one and none comes back.
 
         Its requests come back aborted, to be asked again elsewhere: what it holds is not known.
         """
@@ -159,9 +198,12 @@ class Fleet:
         self.changes += 1
         if self._router:
             print(f"asyncrl: engine {url} is out of the fleet: {reason}", file=sys.stderr, flush=True)
-            self._router.remove(url)
+            with suppress(EngineError):  # a router that is dead has forgotten it, too
+                self._router.remove(url)
             self._pool.submit(self._let_go, url)
-        if not self.serving:
+        if self._on_lost:
+            self._on_lost(url, self._lives.get(url, ""), reason)
+        elif not self.serving:
             raise EngineError("no engine is left: " + "; ".join(self.lost.values()))
 
     def _let_go(self, url: str) -> None:

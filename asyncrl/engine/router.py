@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -88,6 +89,14 @@ class Workers:
         for worker in self._request("GET", "/workers").json().get("workers", []):
             if worker.get("url") == url:
                 self._request("DELETE", f"/workers/{worker['id']}")
+
+    def keep(self, urls: Sequence[str]) -> None:
+        """Add those of these engines that it has forgotten: it was started again."""
+        if urls:
+            known = {worker.get("url") for worker in self._request("GET", "/workers").json().get("workers", [])}
+            for url in urls:
+                if url not in known:
+                    self.add(url)
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         try:

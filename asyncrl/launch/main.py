@@ -23,15 +23,18 @@ import asyncrl
 from asyncrl import config as configuration
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config
+from asyncrl.engine.router import Workers
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import reference
 from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import choose_ports, count_gpus
 from asyncrl.launch.plan import plan
 from asyncrl.launch.processes import Stopped, Supervisor
+from asyncrl.launch.revival import Revival
 from asyncrl.metrics.console import Console
 
 STARTED_AT = time.time()
+FORGET_SECONDS = 5.0  # the router's answer about an engine that died
 PACKAGE = Path(asyncrl.__file__).parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, or in a checkout
 
@@ -105,7 +108,9 @@ def launch(config: Config) -> None:
     specs = plan(config, addresses, ports, run_dir, os.environ.get("CUDA_VISIBLE_DEVICES"))
     console = Console(config, run_dir)
     console.opening()
-    Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace).run(console.follow)
+    workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
+    revival = Revival(run_dir, workers.remove)
+    Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, revival).run(console.follow)
     console.closing()
 
 

@@ -21,6 +21,8 @@ class ProcessSpec:
     argv: list[str]
     env: dict[str, str]
     ends_the_run: bool = False  # its clean exit is the run's success; any other end is a failure
+    restarts: int = 0  # how often it is started again when it dies while the run is under way
+    url: str = ""  # where it listens
     stop_signal: int = signal.SIGTERM
 
 
@@ -49,6 +51,7 @@ def plan(
             "router",
             router_argv(config.engine, addresses.router, ports.router_metrics),
             _shared_env(addresses),
+            restarts=_restarts(config),
         ),
         ProcessSpec(
             "rollout",
@@ -57,6 +60,10 @@ def plan(
         ),
         *_trainers(config, addresses, ports, run_dir, numbers),
     ]
+
+
+def _restarts(config: Config) -> int:
+    return config.cluster.max_restarts if config.cluster.on_engine_death == "restart" else 0
 
 
 def _shared_env(addresses: Addresses) -> dict[str, str]:
@@ -102,7 +109,9 @@ def _engines(config: Config, addresses: Addresses, numbers: list[str]) -> list[P
             "CUDA_VISIBLE_DEVICES": visible,
         }
         # on SIGTERM SGLang drains its requests in steps of 5 s; here nobody waits for them, and an engine owns no files
-        specs.append(ProcessSpec(f"engine-{number}", argv, env, stop_signal=signal.SIGKILL))
+        specs.append(
+            ProcessSpec(f"engine-{number}", argv, env, stop_signal=signal.SIGKILL, restarts=_restarts(config), url=url)
+        )
     return specs
 
 

@@ -13,7 +13,7 @@ import httpx
 import uvicorn
 
 from asyncrl import tasks
-from asyncrl.addresses import Addresses
+from asyncrl.addresses import READY, Addresses
 from asyncrl.config import read
 from asyncrl.engine.client import Client
 from asyncrl.engine.router import wait_until_ready
@@ -69,6 +69,7 @@ async def main(run_dir: Path) -> None:
 
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout)
+        (run_dir / READY).touch()
         if config.eval.questions:
             await evaluation()  # alone on version 0, before the first rollout
         await worker.run()

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ cpu.enable()  # before anything imports megatron.core
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from asyncrl.addresses import Addresses  # noqa: E402
+from asyncrl.addresses import LOST, Addresses  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.router import Workers  # noqa: E402
@@ -46,7 +47,7 @@ def main(run_dir: Path) -> None:
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
     policy = Policy(config, addresses.model, parallel)
-    fleet = _fleet(config, addresses, parallel)
+    fleet = _fleet(config, addresses, parallel, run_dir)
     door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
     transport, why = build_transport(
         config, fleet, stage=parallel.pp_rank, gpu=gpu, folder=_shared_folder(config, run_dir)
@@ -77,7 +78,7 @@ def main(run_dir: Path) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
             export(run_dir / f"hf-{version:06d}")
 
-    batches = Batches(door if parallel.is_first else None, parallel)
+    batches = Batches(door if parallel.is_first else None, fleet.waits_for_weights, parallel)
     reason = train(policy, batches, publisher, log, StopRule(config.run), save=save)
     export(run_dir / "hf")
     if parallel.is_first:
@@ -86,11 +87,18 @@ def main(run_dir: Path) -> None:
     dist.destroy_process_group()
 
 
-def _fleet(config: Config, addresses: Addresses, parallel: Parallel) -> Fleet:
-    """Rank 0 decides who serves, so it alone speaks to the router."""
+def _fleet(config: Config, addresses: Addresses, parallel: Parallel, run_dir: Path) -> Fleet:
+    """Rank 0 decides who serves, so it alone speaks to the router, and asks the launcher to start others again."""
     timeout = config.weights.timeout
     router = Workers(addresses.router, addresses.api_key, timeout) if parallel.is_first else None
-    return Fleet(addresses.engines, addresses.api_key, timeout, router=router)
+
+    def note(url: str, life: str, reason: str) -> None:
+        if parallel.is_first:
+            with (run_dir / LOST).open("a") as file:
+                file.write(json.dumps({"engine": url, "life": life, "reason": reason, "time": time.time()}) + "\n")
+
+    restart = config.cluster.on_engine_death == "restart"
+    return Fleet(addresses.engines, addresses.api_key, timeout, router=router, on_lost=note if restart else None)
 
 
 def _shared_folder(config: Config, run_dir: Path) -> Path:

@@ -8,6 +8,7 @@ on death      a closed connection raises EngineError here, and a collective's er
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -27,8 +28,9 @@ class RolloutDoor:
         limits = httpx.Limits(keepalive_expiry=2.0)  # below uvicorn's 5 s, which would close it under a request
         self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0, limits=limits, trust_env=False)
 
-    def batch(self, version: int) -> bytes:
-        """The encoded batch that turns `version` into the next; asks again until it is ready."""
+    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
+        """The encoded batch that turns `version` into the next; asks again until it is ready, or nothing when
+        `interrupt`, which is called between, says so."""
         deadline = time.monotonic() + self._batch_timeout
         reason = "the rollout service has not answered yet"
         while True:
@@ -45,6 +47,8 @@ class RolloutDoor:
                 if response.status_code != 202:
                     raise EngineError(f"the rollout service answered {response.status_code}: {response.text[:500]}")
                 reason = response.text
+            if interrupt():
+                return b""
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"batch {version}", self._batch_timeout, reason)
 
@@ -82,13 +86,16 @@ class RolloutDoor:
 class Batches:
     """The same batch on every rank: rank 0 fetches the bytes once, and broadcasts them."""
 
-    def __init__(self, door: RolloutDoor | None, parallel: Parallel) -> None:
-        self._door, self._parallel = door, parallel
+    def __init__(self, door: RolloutDoor | None, interrupt: Callable[[], bool], parallel: Parallel) -> None:
+        self._door, self._interrupt, self._parallel = door, interrupt, parallel
 
-    def get(self, version: int) -> Batch:
-        """Blocks until batch `version` is there."""
-        data = self._door.batch(version) if self._door else b""
-        batch = decode_batch(self._broadcast(data) if dist.get_world_size() > 1 else data)
+    def get(self, version: int) -> Batch | None:
+        """Blocks until batch `version` is there. None when `interrupt`, asked on rank 0, says that none will come."""
+        data = self._door.batch(version, interrupt=self._interrupt) if self._door else b""
+        data = self._broadcast(data) if dist.get_world_size() > 1 else data
+        if not data:
+            return None
+        batch = decode_batch(data)
         assert batch.version == version, f"asked for batch {version}, received {batch.version}"
         return batch
 
@@ -96,6 +103,8 @@ class Batches:
         device = self._parallel.device
         size = torch.tensor(len(data), device=device)
         dist.broadcast(size, src=0)
+        if int(size) == 0:
+            return b""
         if self._parallel.is_first:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         else:

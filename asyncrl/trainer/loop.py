@@ -30,7 +30,8 @@ def train(
     version = 0
     while True:
         with log.span("wait_batch"):
-            batch = batches.get(version)
+            while (batch := batches.get(version)) is None:
+                publisher.publish(version)  # the engines that came back hold no weights of ours, and no other serves
 
         with log.span("train"):
             figures = policy.update(batch.groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -84,6 +84,9 @@ class Router:
 
     def remove(self, url: str) -> None:
         self.words.append(("remove", url))
+
+    def keep(self, urls: Sequence[str]) -> None:
+        self.kept = list(urls)
 
 
 @pytest.fixture
@@ -236,3 +239,64 @@ def test_view_of_rank_0_brings_a_lost_engine_back(engines, fleet) -> None:
     assert fleet.changes == 7
     assert fleet.urls == (engines[0].url, engines[1].url)
     assert fleet.lost == {}
+
+
+# --- engines and routers that were started again --------------------------------------------------------------
+
+
+def test_engine_that_was_started_again_joins_once_and_serves_after_its_update(engines, router) -> None:
+    first, second = engines
+    notes: list[tuple[str, str]] = []
+    fleet = Fleet(
+        [first.url, second.url], "key0", 5.0, router=router, on_lost=lambda url, life, _: notes.append((url, life))
+    )
+    fleet.muster()
+    assert fleet.serving == [first.url, second.url]
+    first.version = "restart-1"
+    fleet.muster()
+    fleet.muster()
+    assert (fleet.serving, fleet.joining) == ([second.url], [first.url])
+    assert router.kept == [second.url]  # no request before it has weights
+    update(engines, fleet, version=5)
+    assert set(fleet.serving) == {first.url, second.url}
+    first.version = "restart-2"
+    fleet.muster()
+    assert (fleet.serving, fleet.joining) == ([second.url], [first.url])
+    assert notes == [(first.url, ""), (first.url, "restart-1")]  # the lives that ended
+    fleet.close()
+
+
+def test_engine_that_fails_its_first_update_waits_for_its_next_life(engines, router) -> None:
+    first, second = engines
+    fleet = Fleet([first.url, second.url], "key0", 5.0, router=router, on_lost=lambda *_: None)
+    first.version = "restart-1"
+    fleet.muster()
+    first.faults["/begin_weight_update"] = (500, {"success": False, "message": "broken"})
+    update(engines, fleet)
+    fleet.muster()
+    assert fleet.urls == (second.url,)
+    first.faults.clear()
+    first.version = "restart-2"
+    fleet.muster()
+    assert fleet.joining == [first.url]
+    fleet.close()
+
+
+def test_last_engine_may_go_when_it_will_be_started_again(engines, router) -> None:
+    fleet = Fleet([engines[0].url], "key0", 5.0, router=router, on_lost=lambda *_: None)
+    fleet.lose(engines[0].url, "it died")
+    assert not fleet.waits_for_weights()
+    engines[0].version = "restart-1"
+    assert fleet.waits_for_weights()
+    update(engines[:1], fleet, version=6)
+    assert fleet.serving == [engines[0].url]
+    assert not fleet.waits_for_weights()
+    fleet.close()
+
+
+def test_engine_that_does_not_answer_a_muster_is_not_lost_for_it(engines, router) -> None:
+    fleet = Fleet([engines[0].url, "http://127.0.0.1:9"], "key0", 5.0, router=router)
+    fleet.muster()
+    assert fleet.serving == [engines[0].url, "http://127.0.0.1:9"]
+    assert router.kept == [engines[0].url]
+    fleet.close()

@@ -1,4 +1,5 @@
-"""Whoever dies, the run ends: with a diagnosis that names the process, a non-zero exit, and nothing left running."""
+"""Whoever dies and is not started again, the run ends: with a diagnosis that names the process, a non-zero exit, and
+nothing left running."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ DEADLINE = 60.0  # from the death to the launcher's exit
 
 def _kill_and_check(tmp_path: Path, victim: str, step: int, delay: float) -> None:
     run_dir = tmp_path / f"{victim}-{step}"
-    with start(run_dir, "run.max_steps=100000", "eval.questions=0", "trainer.data_parallel=2") as process:
+    overrides = ["run.max_steps=100000", "eval.questions=0", "trainer.data_parallel=2", "cluster.on_engine_death=fail"]
+    with start(run_dir, *overrides) as process:
         wait_for_step(process, run_dir, step)
         time.sleep(delay)
         started = descendants(process)

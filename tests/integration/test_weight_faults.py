@@ -152,7 +152,8 @@ class Traffic:
 
 
 def check_labels(fleet: Engines, answers: list[Completion]) -> int:
-    """Every token has the log-probability of its version. Returns the number of versions seen.
+    """Every token whose version an engine told has the log-probability of that version. Returns the number of versions
+    seen. (An engine that dies cannot tell: those tokens take the oldest version that they can have.)
 
     Of answers that one version wrote, a sample: thousands come in between two faults.
     """
@@ -165,7 +166,7 @@ def check_labels(fleet: Engines, answers: list[Completion]) -> int:
     for version in versions:
         model.load_state_dict(weights.at(version), strict=False)
         for answer in answers:
-            spans = [span for span in answer.versions if span.version == version]
+            spans = [span for span in answer.versions if span.version == version and not span.inferred]
             if not spans:
                 continue
             with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.addresses import LOST, READY
 from asyncrl.errors import ProcessDied
 from asyncrl.launch import processes
 from asyncrl.launch.plan import ProcessSpec
@@ -257,3 +259,34 @@ def wait_for(condition: Callable[[], object], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, "never happened"
         time.sleep(0.02)
+
+
+def test_engine_that_dies_under_way_is_started_again_until_it_has_died_too_often(run_id: str, tmp_path: Path) -> None:
+    (tmp_path / READY).touch()
+    says = "import os, sys; print('life', os.environ['ASYNCRL_RESTARTS'], flush=True); sys.exit(4)"
+    engine = dataclasses.replace(spec(run_id, "engine-0", says), restarts=2, url="http://e0")
+    with pytest.raises(ProcessDied, match=r"(?s)engine-0 died: exit code 4.*started again 2 times") as caught:
+        supervise(run_id, tmp_path, engine, spec(run_id, "trainer-0", FOREVER, ends=True))
+    assert "life 2" in str(caught.value)
+    assert (tmp_path / "logs" / "engine-0.log").read_text() == "life 0\nlife 1\nlife 2\n"
+
+
+def test_engine_that_the_trainer_gave_up_is_killed_and_started_again(run_id: str, tmp_path: Path) -> None:
+    (tmp_path / READY).touch()
+    says = "import os, time; print('up', os.environ['ASYNCRL_RESTARTS'], flush=True); time.sleep(60)"
+    engine = dataclasses.replace(spec(run_id, "engine-0", says), restarts=1, url="http://e0")
+    waits = f"""
+    import pathlib, time
+    while "up 1" not in pathlib.Path({str(tmp_path / "logs" / "engine-0.log")!r}).read_text(): time.sleep(0.01)
+    """
+
+    def give_up() -> None:
+        (tmp_path / LOST).write_text('{"engine": "http://e0", "life": "", "reason": "hangs", "time": 0}\n')
+
+    supervise(
+        run_id,
+        tmp_path,
+        engine,
+        spec(run_id, "trainer-0", waits, ends=True),
+        poll=when_up(tmp_path, "engine-0", then=give_up),
+    )

@@ -1,0 +1,85 @@
+"""Engines and the router die under way; the run goes on, with every group and every token accounted for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.running import (
+    TIMEOUT,
+    finish,
+    lines,
+    nothing_is_left,
+    output,
+    processes_of,
+    start,
+    wait_for_step,
+)
+
+STEPS = 60
+
+
+def wait_until(met: Callable[[], bool], process: Any, run_dir: Path, what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not met():
+        assert process.poll() is None, f"the run ended before {what}:\n{output(run_dir)}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT} s: {what}\n{output(run_dir)}"
+        time.sleep(0.1)
+
+
+def serving(run_dir: Path) -> float:
+    return float(lines(run_dir / "metrics.jsonl")[-1]["engines/serving"])
+
+
+def all_is_accounted_for(run_dir: Path) -> None:
+    ledger = json.loads((run_dir / "summary.json").read_text())["ledger"]
+    assert ledger["rejected"] == {}, "a group was lost"
+    assert ledger["issued"] == ledger["running"] + ledger["ready"] + ledger["training"] + ledger["trained"]
+    assert ledger["tokens_generated"] == ledger["tokens_held"] + ledger["tokens_trained"] + ledger["tokens_discarded"]
+    steps = lines(run_dir / "metrics.jsonl")
+    assert [step["version"] for step in steps] == list(range(1, len(steps) + 1))
+    assert max(step["staleness/max"] for step in steps) <= 2
+
+
+@pytest.mark.integration
+def test_the_only_engine_is_killed_and_comes_back(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with start(run_dir, f"run.max_steps={STEPS}", "eval.questions=0") as process:
+        wait_for_step(process, run_dir, 3)
+        os.kill(processes_of(process, run_dir)["engine-0"], signal.SIGKILL)
+        code, text = finish(process, run_dir)
+    assert code == 0, text
+    assert "engine-0 died (killed by SIGKILL" in text
+    assert sum(step["requests/broken"] for step in lines(run_dir / "metrics.jsonl")) > 0
+    all_is_accounted_for(run_dir)
+    nothing_is_left(run_dir)
+
+
+@pytest.mark.integration
+def test_an_engine_that_hangs_is_replaced_and_a_router_that_is_killed_is_missed_by_nobody(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    overrides = [f"run.max_steps={100 * STEPS}", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
+    with start(run_dir, *overrides, "trainer.data_parallel=2") as process:
+        wait_for_step(process, run_dir, 3)
+        running = processes_of(process, run_dir)
+        for member in [psutil.Process(running["engine-1"]), *psutil.Process(running["engine-1"]).children(True)]:
+            member.send_signal(signal.SIGSTOP)
+        wait_until(lambda: serving(run_dir) == 1, process, run_dir, "engine-1 was given up")
+        os.kill(running["router"], signal.SIGKILL)
+        killed_at = len(lines(run_dir / "metrics.jsonl"))
+        wait_for_step(process, run_dir, killed_at + 5)
+        wait_until(lambda: serving(run_dir) == 2, process, run_dir, "engine-1 came back")
+        process.send_signal(signal.SIGINT)
+        code, text = finish(process, run_dir)
+    assert code == 128 + signal.SIGINT, text
+    assert "engine-1 died (killed by SIGKILL" in text
+    assert "router died (killed by SIGKILL" in text
+    nothing_is_left(run_dir)

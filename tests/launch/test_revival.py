@@ -1,0 +1,91 @@
+"""Dead engines and routers are started again: when, how often, and what happens before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.addresses import LOST, READY
+from asyncrl.errors import EngineError
+from asyncrl.launch.plan import ProcessSpec
+from asyncrl.launch.revival import Revival
+
+ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")
+ROUTER = ProcessSpec("router", [], {}, restarts=2)
+TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True)
+
+
+class Router:
+    def __init__(self) -> None:
+        self.alive = True
+        self.forgotten: list[str] = []
+
+    def forget(self, url: str) -> None:
+        if not self.alive:
+            raise EngineError("the router does not answer")
+        self.forgotten.append(url)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / READY).touch()
+    return tmp_path
+
+
+def note(run_dir: Path, url: str, life: str, end: str = "\n") -> None:
+    with (run_dir / LOST).open("a") as file:
+        file.write(json.dumps({"engine": url, "life": life, "reason": "hangs"}) + end)
+
+
+def test_a_process_that_dies_before_all_were_up_is_not_started_again(tmp_path: Path) -> None:
+    revival = Revival(tmp_path)
+    assert not revival.allows(ENGINE)
+    (tmp_path / READY).touch()
+    assert revival.allows(ENGINE)
+    assert revival.allows(ROUTER)
+    assert not revival.allows(TRAINER)
+
+
+def test_restarts_are_bounded(run_dir: Path) -> None:
+    revival = Revival(run_dir)
+    for count in (1, 2):
+        assert revival.allows(ENGINE)
+        assert revival.is_prepared(ENGINE, "killed")
+        assert revival.count("engine-0") == count
+    assert not revival.allows(ENGINE)
+    assert revival.allows(ROUTER)
+
+
+def test_an_engine_starts_only_once_the_router_has_forgotten_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = Router()
+    revival = Revival(run_dir, router.forget)
+    router.alive = False
+    assert not revival.is_prepared(ENGINE, "killed by SIGKILL")
+    assert revival.is_prepared(ROUTER, "killed by SIGKILL")  # needs nobody
+    assert not revival.is_prepared(ENGINE, "killed by SIGKILL")
+    router.alive = True
+    assert revival.is_prepared(ENGINE, "killed by SIGKILL")
+    assert router.forgotten == ["http://e0"]
+    assert revival.count("engine-0") == 1
+    assert capsys.readouterr().err.count("engine-0 died (killed by SIGKILL)") == 1  # told once
+
+
+def test_an_engine_that_the_trainer_gave_up_is_killed_once_and_only_in_that_life(run_dir: Path) -> None:
+    revival = Revival(run_dir)
+    assert revival.given_up([ENGINE, ROUTER]) == []
+    note(run_dir, "http://elsewhere", "")
+    note(run_dir, "http://e0", "", end="")  # half a line: its writer is not done
+    assert revival.given_up([ENGINE]) == []
+    with (run_dir / LOST).open("a") as file:
+        file.write("\n")
+    assert revival.given_up([ENGINE]) == ["engine-0"]
+    assert revival.given_up([ENGINE]) == []
+    assert revival.is_prepared(ENGINE, "killed")
+    note(run_dir, "http://e0", "")  # the trainer notices only now that the first one died
+    assert revival.given_up([ENGINE]) == []
+    note(run_dir, "http://e0", "restart-1")
+    assert revival.given_up([ENGINE]) == ["engine-0"]
