@@ -62,8 +62,22 @@ class Rollout(Section):
     cache_key: Literal["version", "group"]
     """What may share a prefix cache. version: requests of the same weights, so that a later turn after a publish is
     prefilled anew; group: the turns of a group, whatever the weights, as one long answer does under in_place."""
+    accept: str | None
+    """Import path, module:function of (group) -> True, or False, or the reason of a rejection: a group that is not
+    accepted is counted and replaced by another prompt's (dynamic sampling: asyncrl.rollout.hooks:has_signal)."""
+    select: str
+    """Import path, module:function of (ready groups, count) -> groups: what fills up a batch beside the groups that
+    must go now. There is a choice only with slack (lead below max_staleness)."""
+    oversample: Natural
+    """Further groups that run with each batch's; the first to end are trained, the others stopped and thrown away.
+    Favours short answers."""
+    over_age: Literal["wait", "drop"]
+    """What happens to a group that is still running when it must be trained: the batch waits for it, or goes without it
+    if others are ready. Dropping favours short answers."""
     max_failures: Count
     """End the run after this many failed groups in a row."""
+    max_rejections: Count
+    """End the run after this many groups in a row that rollout.accept rejected."""
     batch_timeout: Positive
     """Seconds that the trainer waits for a batch before it ends the run with what the rollout side was doing."""
 

@@ -20,6 +20,7 @@ from asyncrl.engine.router import wait_until_ready
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.evaluation import evaluate
+from asyncrl.rollout.hooks import load
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
@@ -45,7 +46,15 @@ async def main(run_dir: Path) -> None:
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
     )
-    buffer = CohortBuffer(config.rollout.batch_groups, config.rollout.max_staleness, config.rollout.lead)
+    rollout = config.rollout
+    buffer = CohortBuffer(
+        rollout.batch_groups,
+        rollout.max_staleness,
+        rollout.lead,
+        oversample=rollout.oversample,
+        over_age=rollout.over_age,
+        select=load(rollout.select, "rollout.select"),
+    )
 
     async def evaluation() -> dict[str, Any]:
         found = await evaluate(worker, task, prompts.held_out)
@@ -65,6 +74,8 @@ async def main(run_dir: Path) -> None:
         group_size=config.rollout.group_size,
         max_running=config.rollout.max_running_groups,
         max_failures=config.rollout.max_failures,
+        max_rejections=config.rollout.max_rejections,
+        **({"accept": load(rollout.accept, "rollout.accept")} if rollout.accept else {}),
     )
 
     async def roll_out() -> None:

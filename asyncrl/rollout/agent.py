@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Protocol
 
-from asyncrl.errors import ConfigError
+from asyncrl.rollout.hooks import load
 from asyncrl.types import Generate, Prompt, Trajectory
 
 
@@ -17,9 +16,5 @@ class Agent(Protocol):
 
 def load_agent(path: str) -> Agent:
     """The agent at an import path, module:name."""
-    module, _, name = path.partition(":")
-    try:
-        agent: Agent = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("rollout.agent", path, f"Must be module:Class of an agent ({error}).") from None
+    agent: Agent = load(path, "rollout.agent")()
     return agent

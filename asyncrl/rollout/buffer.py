@@ -1,17 +1,23 @@
 """Admission, staleness and the ledger: the one piece of shared state between rollouts and trainer.
 
-The cohort rule. Slots are numbered in admission order; with B groups in a batch, slot k belongs to cohort k // B.
-v is the version that the whole fleet serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
+The cohort rule. Groups are admitted cohort by cohort, B (a batch) at a time; v is the version that the whole fleet
+serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
 
-  admit   slot k while k < (lead + v + 1) * B
-  take    step t takes every untrained slot of cohort t - slack, then the lowest ready slots, B in all;
-          it waits until those of cohort t - slack are ready and B are ready in all
+  admit   groups of cohort c while c <= lead + v
+  take    step t takes what is left of cohort t - slack, then the lowest ready groups, B in all;
+          it waits until cohort t - slack is whole and B are ready in all
   reject  a rejected group's replacement keeps its slot, with a later birth
 
-Why the bound is strict: a slot of cohort c is born at a version >= c - lead and trained at a step <= c + slack, so its
-staleness is at most lead + slack = max_staleness. Why it cannot lock: at every step (lead + 1) * B slots are admitted
+Why the bound is strict: a group of cohort c is born at a version >= c - lead and trained at a step <= c + slack, so its
+staleness is at most lead + slack = max_staleness. Why it cannot lock: at every step (lead + 1) * B groups are admitted
 and untrained, so B ready ones come as soon as the running groups end. Nothing is dropped; max_staleness 0 is
 synchronous, and with slack 0 batch t is cohort t whatever the completion times.
+
+Two options give that up, and count what they throw away (both favour short answers):
+
+  oversample      B + oversample groups of each cohort run, and the first B that end have its seats
+  over_age=drop   step t does not wait for cohort t - slack when B others are ready: who is not ready goes, and its seat
+                  moves to the newest cohort
 
 Pure: no I/O, no event loop, an injected clock. `rollout.service` wraps it for the processes.
 """
@@ -20,11 +26,16 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
+from asyncrl.rollout.hooks import Select, lowest_first
 from asyncrl.types import Group
+
+SURPLUS, OVER_AGE = "surplus", "over_age"
+"""Reasons of the ledger: another group had the seat; the batch went without it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Ticket:
     slot: int
     attempt: int
     born: int  # version served by the fleet when the ticket was issued
+    cohort: int = 0
 
     @property
     def uid(self) -> str:
@@ -76,6 +88,9 @@ class CohortBuffer:
         max_staleness: int,
         lead: int | None = None,
         *,
+        oversample: int = 0,
+        over_age: Literal["wait", "drop"] = "wait",
+        select: Select = lowest_first,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.batch_groups = batch_groups
@@ -85,59 +100,89 @@ class CohortBuffer:
             raise ValueError(f"lead {self.lead} exceeds max_staleness {max_staleness}")
         self.version = 0  # served by every engine
         self.step = 0  # the next batch to take
-        self._clock = clock
+        self._oversample, self._drops, self._select, self._clock = oversample, over_age == "drop", select, clock
         self._next_slot = 0
-        self._vacant: list[
-            tuple[int, int]
-        ] = []  # heap of (slot, attempt): rejected, to be played anew before new slots
+        self._filling = 0  # the cohort that new slots belong to
+        self._cohorts: defaultdict[int, _Cohort] = defaultdict(lambda: _Cohort(batch_groups))
+        self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be played anew
         self._running: dict[int, tuple[Ticket, float]] = {}
-        self._ready: dict[int, Group] = {}
+        self._ready: dict[int, tuple[int, Group]] = {}  # by slot: cohort and group
         self._training: list[Group] = []
-        self._trained_slots: set[int] = set()  # those at or above the oldest cohort still open
+        self._unwanted: list[Ticket] = []
         self._counts: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
 
     def admit(self) -> Ticket | None:
         """The next group to play, or None until a publish or a rejection makes room."""
         if self._vacant:
-            slot, attempt = heapq.heappop(self._vacant)
-        elif self._next_slot < (self.lead + self.version + 1) * self.batch_groups:
-            slot, attempt = self._next_slot, 0
-            self._next_slot += 1
+            slot, attempt, cohort = heapq.heappop(self._vacant)
+            self._cohorts[cohort].vacant -= 1
         else:
-            return None
-        ticket = Ticket(slot, attempt, self.version)
+            while self._cohorts[self._filling].issued == self._cohorts[self._filling].seats + self._oversample:
+                if self._filling == self.lead + self.version:
+                    return None
+                self._filling += 1
+                self._forget(self._filling - 1)
+            slot, attempt, cohort = self._next_slot, 0, self._filling
+            self._cohorts[cohort].issued += 1
+            self._next_slot += 1
+        ticket = Ticket(slot, attempt, self.version, cohort)
         self._running[slot] = (ticket, self._clock())
+        self._cohorts[cohort].playing += 1
         self._counts["issued"] += 1
         return ticket
 
     def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> None:
         """A played group waits for its batch; engines also wrote `discarded` tokens that are not in it."""
+        cohort = self._cohorts[ticket.cohort]
+        if cohort.taken == cohort.seats:
+            self.reject(ticket, self._too_late(ticket), tokens=group.num_tokens + discarded)
+            return
         self._close(ticket)
-        self._ready[ticket.slot] = group
+        self._ready[ticket.slot] = (ticket.cohort, group)
         self._counts["tokens_generated"] += group.num_tokens + discarded
         self._counts["tokens_discarded"] += discarded
+        cohort.taken += 1
+        if cohort.taken == cohort.seats:
+            self._dismiss(ticket.cohort)
 
     def reject(self, ticket: Ticket, reason: str, *, tokens: int = 0) -> None:
-        """A group that must not be trained: counted, and its slot is played anew."""
+        """A group that must not be trained: counted, and its slot is played anew while its cohort has a seat for it."""
         self._close(ticket)
-        self._rejected[reason] += 1
-        self._counts["tokens_generated"] += tokens
-        self._counts["tokens_rejected"] += tokens
-        heapq.heappush(self._vacant, (ticket.slot, ticket.attempt + 1))
+        self._count_rejected(reason, tokens)
+        cohort = self._cohorts[ticket.cohort]
+        if cohort.playing + cohort.vacant < cohort.seats - cohort.taken:
+            heapq.heappush(self._vacant, (ticket.slot, ticket.attempt + 1, ticket.cohort))
+            cohort.vacant += 1
+        self._forget(ticket.cohort)
+
+    def unwanted(self) -> list[tuple[Ticket, str]]:
+        """Running groups that nobody waits for any more, since the last call: stop them, and reject them for this."""
+        unwanted, self._unwanted = self._unwanted, []
+        return [(ticket, self._too_late(ticket)) for ticket in unwanted if self._runs(ticket)]
 
     def take(self) -> list[Group] | None:
         """The groups of step `self.step`, lowest slot first, or None until the rule allows them."""
         if self.step > self.version:
             return None  # the batch before is still in training or being published
-        due = self._due()
-        if len(self._ready) < self.batch_groups or not due <= self._ready.keys():
+        cohort = self._cohorts[self.step - self.slack]
+        whole = self.step < self.slack or cohort.taken == cohort.seats
+        if len(self._ready) < self.batch_groups or not (whole or self._drops):
             return None
-        others = sorted(self._ready.keys() - due)
-        slots = sorted(due | set(others[: self.batch_groups - len(due)]))
-        self._training = [self._ready.pop(slot) for slot in slots]
-        self._trained_slots.update(slots)
+        due = sorted(slot for slot, (of, _) in self._ready.items() if of <= self.step - self.slack)
+        for slot in due[self.batch_groups :]:  # only where seats have moved
+            self._count_rejected(OVER_AGE, 0, held=self._ready.pop(slot)[1])
+            self._move_seat()
+        if not whole:
+            for _ in range(cohort.seats - cohort.taken):
+                self._move_seat()
+            cohort.seats = cohort.taken
+            self._dismiss(self.step - self.slack)
+        slots = due[: self.batch_groups]
+        slots = sorted(slots + self._chosen(set(slots)))
+        self._training = [self._ready.pop(slot)[1] for slot in slots]
         self.step += 1
+        self._forget(self.step - self.slack - 1)
         return self._training
 
     def publish(self, version: int) -> None:
@@ -150,12 +195,11 @@ class CohortBuffer:
         self._counts["trained"] += len(self._training)
         self._counts["tokens_trained"] += sum(group.num_tokens for group in self._training)
         self._training = []
-        oldest_open = max(0, version - self.slack) * self.batch_groups
-        self._trained_slots = {slot for slot in self._trained_slots if slot >= oldest_open}
 
     def ledger(self) -> Ledger:
         """Every group's place, and every token's."""
         counts = self._counts
+        held = (*(group for _, group in self._ready.values()), *self._training)
         return Ledger(
             counts["issued"],
             len(self._running),
@@ -164,7 +208,7 @@ class CohortBuffer:
             counts["trained"],
             dict(self._rejected),
             counts["tokens_generated"],
-            sum(group.num_tokens for group in (*self._ready.values(), *self._training)),
+            sum(group.num_tokens for group in held),
             counts["tokens_trained"],
             counts["tokens_rejected"],
             counts["tokens_discarded"],
@@ -172,7 +216,9 @@ class CohortBuffer:
 
     def waiting_for(self) -> str:
         """Why `take` gives nothing now, for a diagnosis."""
-        missing = sorted(self._due() - self._ready.keys())
+        cohort = self.step - self.slack
+        missing = sorted(slot for slot, (ticket, _) in self._running.items() if ticket.cohort <= cohort)
+        missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
         now = self._clock()
         oldest = max((now - since for _, since in self._running.values()), default=0.0)
         return (
@@ -181,15 +227,59 @@ class CohortBuffer:
             f"version {self.version}"
         )
 
-    def _due(self) -> set[int]:
-        """Untrained slots of the cohort that must go at this step."""
-        cohort = self.step - self.slack
-        if cohort < 0:
-            return set()
-        return set(range(cohort * self.batch_groups, (cohort + 1) * self.batch_groups)) - self._trained_slots
+    # -- within --------------------------------------------------------------------------------------------
+
+    def _chosen(self, due: set[int]) -> list[int]:
+        """The slots that fill up a batch."""
+        count = self.batch_groups - len(due)
+        others = {slot: group for slot, (_, group) in sorted(self._ready.items()) if slot not in due}
+        chosen = [group.slot for group in self._select(list(others.values()), count)] if count else []
+        if len(set(chosen)) != count or not set(chosen) <= others.keys():
+            raise ValueError(f"select must choose {count} of the ready slots {sorted(others)}, and chose {chosen}")
+        return chosen
+
+    def _dismiss(self, cohort: int) -> None:
+        """Its seats are taken: nobody waits for the rest of it."""
+        self._unwanted += [ticket for ticket, _ in self._running.values() if ticket.cohort == cohort]
+        if self._cohorts[cohort].vacant:
+            self._vacant = [entry for entry in self._vacant if entry[2] != cohort]
+            heapq.heapify(self._vacant)
+            self._cohorts[cohort].vacant = 0
+
+    def _move_seat(self) -> None:
+        self._cohorts[self.lead + self.version].seats += 1
+
+    def _count_rejected(self, reason: str, tokens: int, *, held: Group | None = None) -> None:
+        self._rejected[reason] += 1
+        self._counts["tokens_generated"] += tokens
+        self._counts["tokens_rejected"] += tokens + (held.num_tokens if held else 0)
+
+    def _too_late(self, ticket: Ticket) -> str:
+        """Why a group has no seat any more."""
+        return OVER_AGE if ticket.cohort < self.step - self.slack else SURPLUS
+
+    def _runs(self, ticket: Ticket) -> bool:
+        held = self._running.get(ticket.slot)
+        return held is not None and held[0] == ticket
 
     def _close(self, ticket: Ticket) -> None:
-        held = self._running.get(ticket.slot)
-        if held is None or held[0] != ticket:
+        if not self._runs(ticket):
             raise ValueError(f"{ticket} is not running")
         del self._running[ticket.slot]
+        self._cohorts[ticket.cohort].playing -= 1
+
+    def _forget(self, cohort: int) -> None:
+        """A cohort that is behind, once all of its groups were admitted and have ended."""
+        if cohort < min(self._filling, self.step - self.slack) and self._cohorts[cohort].playing == 0:
+            del self._cohorts[cohort]
+
+
+@dataclass
+class _Cohort:
+    """Groups that are admitted together."""
+
+    seats: int  # groups of it that will be trained
+    issued: int = 0  # slots
+    playing: int = 0
+    vacant: int = 0  # rejected, to be played anew
+    taken: int = 0  # seats of groups that are ready, in training or trained

@@ -69,6 +69,13 @@ class Service:
         self._buffer.reject(ticket, reason, tokens=tokens)
         await self._wake()
 
+    async def unwanted(self) -> list[tuple[Ticket, str]]:
+        """Wait for groups that need not be played on, and the reason of their rejection."""
+        async with self._changed:
+            while not (unwanted := self._buffer.unwanted()):
+                await self._changed.wait()
+            return unwanted
+
     async def _wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -86,6 +93,7 @@ class Service:
                     await self._changed.wait()
         except TimeoutError:
             return PlainTextResponse(self._buffer.waiting_for(), status_code=202)
+        await self._wake()  # those that it left behind
         return Response(encode(Batch(version, groups, self._figures())), media_type="application/msgpack")
 
     async def hold(self, _: Request) -> Response:

@@ -11,10 +11,11 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import Client, Session
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.hooks import Accept
 from asyncrl.rollout.service import Service
 from asyncrl.tasks import Task
 from asyncrl.types import Generate, Group, Prompt, Trajectory
@@ -35,39 +36,60 @@ class Worker:
         group_size: int,
         max_running: int | None,
         max_failures: int,
+        accept: Accept = lambda group: True,
+        max_rejections: int = 1000,
     ) -> None:
         self._service, self._client, self._agent, self._task = service, client, agent, task
         self._training, self._decode = training, decode
         self._group_size, self._max_failures = group_size, max_failures
         self._room = asyncio.Semaphore(max_running) if max_running else None
-        self._failures_in_a_row = 0
+        self._accept, self._max_rejections = accept, max_rejections
+        self._failures_in_a_row = self._rejections_in_a_row = 0
+        self._playing: dict[Ticket, asyncio.Task[None]] = {}
+        self._stopped: dict[Ticket, str] = {}
         self._evaluations = itertools.count()
 
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as groups:
+            groups.create_task(self._stop_the_unwanted())
             while True:
                 if self._room:
                     await self._room.acquire()
                 ticket = await self._service.ticket()
-                groups.create_task(self._play(ticket, next(self._training)))
+                self._playing[ticket] = groups.create_task(self._play(ticket, next(self._training)))
+
+    async def _stop_the_unwanted(self) -> None:
+        while True:
+            for ticket, reason in await self._service.unwanted():
+                self._stopped[ticket] = reason
+                self._playing[ticket].cancel()
 
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
-        """One group: all siblings succeed, or the slot is played anew with another prompt."""
+        """One group, unless the buffer stops it because nobody waits for it any more."""
         sessions = [self._client.generate(group=ticket.uid) for _ in range(self._group_size)]
+        try:
+            await self._play_out(ticket, prompt, sessions)
+        except asyncio.CancelledError:
+            if ticket not in self._stopped:
+                raise
+            await self._service.reject(ticket, self._stopped.pop(ticket), _received(sessions))
+        finally:
+            del self._playing[ticket]
+            if self._room:
+                self._room.release()
+
+    async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: list[Session]) -> None:
+        """All siblings succeed, or the slot is played anew with another prompt."""
         try:
             async with asyncio.TaskGroup() as siblings:  # one lost sibling cancels the rest: no orphan requests
                 tasks = [siblings.create_task(self.episode(prompt, session)) for session in sessions]
         except* (EpisodeFailed, EngineError) as failed:
-            await self._reject(ticket, failed, sum(session.received for session in sessions))
+            await self._fail(ticket, failed, _received(sessions))
         else:
             self._failures_in_a_row = 0
             group = Group(ticket.uid, ticket.slot, prompt.token_ids, [task.result() for task in tasks])
-            received = sum(session.received for session in sessions)
-            await self._service.commit(ticket, group, received - group.num_tokens)
-        finally:
-            if self._room:
-                self._room.release()
+            await self._hand_in(ticket, group, _received(sessions))
 
     async def evaluate(self, prompt: Prompt) -> Trajectory:
         """Play and score one episode greedily."""
@@ -79,7 +101,23 @@ class Worker:
         answer = self._decode(trajectory.turns[-1].completion.token_ids)
         return Trajectory(trajectory.turns, self._task.score(answer, prompt.question))
 
-    async def _reject(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError], tokens: int) -> None:
+    async def _hand_in(self, ticket: Ticket, group: Group, received: int) -> None:
+        """A group that is accepted waits for its batch; another takes the place of one that is not."""
+        verdict = self._accept(group)
+        if verdict is True:
+            self._rejections_in_a_row = 0
+            await self._service.commit(ticket, group, received - group.num_tokens)
+            return
+        reason = verdict or "not_accepted"
+        await self._service.reject(ticket, reason, received)
+        self._rejections_in_a_row += 1
+        if self._rejections_in_a_row >= self._max_rejections:
+            raise AsyncRLError(
+                f"rollout.accept rejected {self._rejections_in_a_row} groups in a row, the last with {reason!r}: the "
+                "task is too hard or too easy for the model, or rollout.max_rejections too low"
+            )
+
+    async def _fail(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError], tokens: int) -> None:
         cause = failed.exceptions[0]
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
@@ -88,3 +126,8 @@ class Worker:
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._max_failures:
             raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {cause}")
+
+
+def _received(sessions: list[Session]) -> int:
+    """Tokens that engines wrote for a group."""
+    return sum(session.received for session in sessions)

@@ -40,9 +40,16 @@ class Site:
     """A worker on a real service and buffer."""
 
     def __init__(
-        self, agent: Any = None, *, bound: int = 1, batch_groups: int = 2, waste: int = 0, **settings: Any
+        self,
+        agent: Any = None,
+        *,
+        bound: int = 1,
+        batch_groups: int = 2,
+        waste: int = 0,
+        buffer: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
-        self.buffer = CohortBuffer(batch_groups, bound)
+        self.buffer = CohortBuffer(batch_groups, bound, **(buffer or {}))
         self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1), waste)
 
         async def nothing() -> dict[str, Any]:
@@ -211,10 +218,81 @@ def test_evaluation_reports_accuracy_and_the_versions_that_answered() -> None:
 
 @pytest.mark.parametrize("path", ["no_such_module:Agent", "asyncrl.agents.single_turn:Missing", "nothing", ""])
 def test_agent_that_cannot_be_loaded_names_field_value_and_remedy(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"Must be module:Class of an agent") as caught:
+    with pytest.raises(ConfigError, match=r"Must be an import path, module:name") as caught:
         load_agent(path)
     assert (caught.value.field, caught.value.value) == ("rollout.agent", path)
 
 
 def test_default_agent_loads() -> None:
     assert isinstance(load_agent("asyncrl.agents.single_turn:SingleTurn"), SingleTurn)
+
+
+# --- groups that are not accepted, and groups that nobody waits for -------------------------------------------
+
+
+def test_group_that_is_not_accepted_is_counted_with_its_reason_and_replaced() -> None:
+    async def main() -> None:
+        verdicts = iter([True, "no_signal", False, *[True] * 100])
+        site = Site(accept=lambda group: next(verdicts))
+        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        ledger = site.buffer.ledger()
+        ledger.check()
+        assert ledger.rejected == {"no_signal": 1, "not_accepted": 1}
+        assert ledger.tokens_rejected > 0
+
+    asyncio.run(main())
+
+
+def test_task_in_which_nothing_is_accepted_ends_the_worker() -> None:
+    async def main() -> None:
+        site = Site(accept=lambda group: "no_signal", max_rejections=5)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await site.run_until(lambda: False)
+        error, *_ = leaves(caught.value)
+        assert "rejected 5 groups in a row, the last with 'no_signal'" in str(error)
+
+    asyncio.run(main())
+
+
+class Stuck:
+    """Never ends, for chosen prompts."""
+
+    def __init__(self, prompts: set[int]) -> None:
+        self.prompts, self.begun, self.alive = prompts, 0, 0
+
+    async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+        if prompt.token_ids[1] not in self.prompts:
+            return await SingleTurn().run(prompt, generate)
+        await generate(prompt.token_ids)
+        self.begun += 1
+        self.alive += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.alive -= 1
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("options", "reason"), [({"oversample": 1}, "surplus"), ({"over_age": "drop"}, "over_age")])
+def test_group_that_nobody_waits_for_is_stopped_and_its_tokens_are_counted(
+    options: dict[str, Any], reason: str
+) -> None:
+    async def main() -> None:
+        agent = Stuck({0})
+        site = Site(agent, buffer=options)
+
+        woken: list[asyncio.Future[None]] = []
+
+        def trained_two() -> bool:
+            if agent.begun and site.buffer.take():
+                site.worker._service._buffer.publish(site.buffer.version + 1)
+                woken.append(asyncio.ensure_future(site.worker._service._wake()))
+            return site.buffer.version >= 2 and agent.alive == 0
+
+        await site.run_until(trained_two)
+        ledger = site.buffer.ledger()
+        ledger.check()
+        assert ledger.rejected[reason] == 1
+        assert ledger.tokens_rejected >= 3  # a token of each sibling
+
+    asyncio.run(main())

@@ -1,0 +1,45 @@
+"""What users may put in the place of ours: agents, and the functions that accept and select groups."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.types import Group
+
+Accept = Callable[[Group], bool | str]
+"""Whether a group may be trained, or the reason why not."""
+Select = Callable[[Sequence[Group], int], Sequence[Group]]
+"""Which of the ready groups that need not go yet fill up a batch, and how many are wanted."""
+
+
+def load(path: str, field: str) -> Any:
+    """What lies at an import path, module:name. Raises ConfigError for the field that named it."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(field, path, f"Must be an import path, module:name ({error}).") from None
+
+
+def has_signal(group: Group) -> bool | str:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): where all rewards are equal no advantage is left."""
+    return len({trajectory.reward for trajectory in group.trajectories}) > 1 or "no_signal"
+
+
+def ends(group: Group) -> bool | str:
+    """Over-long filtering (DAPO, section 3.4): not a group whose answers were all cut off by the length limit."""
+    finished = any(t.turns[-1].completion.finish_reason == "stop" for t in group.trajectories)
+    return finished or "truncated"
+
+
+def lowest_first(ready: Sequence[Group], count: int) -> Sequence[Group]:
+    """In the order of admission."""
+    return ready[:count]
+
+
+def freshest_first(ready: Sequence[Group], count: int) -> Sequence[Group]:
+    """Those whose oldest token is youngest."""
+    return sorted(ready, key=lambda group: -min(t.oldest_version for t in group.trajectories))[:count]

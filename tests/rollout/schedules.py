@@ -1,0 +1,131 @@
+"""A trainer and a rollout side that take turns at random."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.hooks import lowest_first
+from tests.fakes import group
+
+
+@dataclass
+class Run:
+    """A trainer and a rollout side that take turns at random, with books of their own to check the ledger against."""
+
+    batch_groups: int
+    lead: int
+    slack: int
+    seed: int = 0
+    rejections: float = 0.0
+    concurrency: int = 10**6
+    stragglers: float = 0.0  # share of tickets that end only when nothing else can happen
+    steps: int = 12
+    oversample: int = 0
+    over_age: str = "wait"
+    picky: bool = False  # a hook that chooses at random
+    batches: list[list[int]] = field(default_factory=list)
+    births: list[list[int]] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.bound = self.lead + self.slack
+        self.random = random.Random(self.seed)
+        self.buffer = CohortBuffer(
+            self.batch_groups,
+            self.bound,
+            self.lead,
+            oversample=self.oversample,
+            over_age=self.over_age,  # type: ignore[arg-type]
+            select=(lambda ready, count: self.random.sample(ready, count)) if self.picky else lowest_first,
+            clock=lambda: 0.0,
+        )
+        self.running: list[Ticket] = []
+        self.slow: set[Ticket] = set()
+        self.born: dict[int, int] = {}
+        self.books: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    def play(self) -> Run:
+        weights = [self.random.choice([1, 5, 25]) for _ in range(4)]
+        actions = [self._admit, self._finish, self._take, self._publish]
+        while self.buffer.version < self.steps:
+            order = sorted(zip(actions, weights, strict=True), key=lambda a: -(self.random.random() ** (1 / a[1])))
+            if not any(action() for action, _ in order) and not self._finish(slow=True):
+                raise AssertionError(f"dead-lock: {self.buffer.waiting_for()}")
+            self._check()
+        return self
+
+    def _admit(self) -> bool:
+        if len(self.running) >= self.concurrency or (ticket := self.buffer.admit()) is None:
+            return False
+        self.running.append(ticket)
+        if self.random.random() < self.stragglers:
+            self.slow.add(ticket)
+        assert ticket.born == self.buffer.version
+        self.books["issued"] += 1
+        self.trace.append("admit")
+        return True
+
+    def _finish(self, slow: bool = False) -> bool:
+        candidates = [ticket for ticket in self.running if slow or ticket not in self.slow]
+        if not candidates:
+            return False
+        ticket = self.random.choice(candidates)
+        self.running.remove(ticket)
+        tokens = self.random.randint(1, 4)
+        self.books["generated"] += 2 * tokens
+        if self.random.random() < self.rejections:
+            reason = self.random.choice(["judge", "timeout"])
+            self.buffer.reject(ticket, reason, tokens=2 * tokens)
+            self.reasons[reason] += 1
+            self.books["lost"] += 2 * tokens
+        else:
+            self.buffer.commit(ticket, group(ticket.slot, tokens=tokens, versions=(ticket.born,)))
+            self.born[ticket.slot] = ticket.born
+            self.books["ready"] += 1
+        self.trace.append("finish")
+        return True
+
+    def _take(self) -> bool:
+        step, ready = self.buffer.step, sorted(self.born)
+        if (groups := self.buffer.take()) is None:
+            return False
+        due = [slot for slot in ready if slot // self.batch_groups <= step - self.slack]
+        others = [slot for slot in ready if slot not in due]
+        assert [one.slot for one in groups] == due + others[: self.batch_groups - len(due)]
+        assert len(groups) == self.batch_groups
+        for one in groups:
+            assert self.born[one.slot] == one.trajectories[0].oldest_version
+            assert all(0 <= age <= self.bound for age in one.staleness(step)), (step, one)
+        self.batches.append([one.slot for one in groups])
+        self.births.append([self.born.pop(one.slot) for one in groups])
+        self.books["ready"] -= len(groups)
+        self.books["training"] += len(groups)
+        self.books["in_batch"] = sum(one.num_tokens for one in groups)
+        self.trace.append("take")
+        return True
+
+    def _publish(self) -> bool:
+        if not self.books["training"]:
+            return False
+        self.buffer.publish(self.buffer.version + 1)
+        self.books["trained"] += self.books.pop("training")
+        self.books["tokens_trained"] += self.books.pop("in_batch")
+        self.trace.append("publish")
+        return True
+
+    def _check(self) -> None:
+        ledger, books = self.buffer.ledger(), self.books
+        ledger.check()
+        assert ledger.issued == books["issued"]
+        assert ledger.running == len(self.running)
+        assert (ledger.ready, ledger.training, ledger.trained) == (books["ready"], books["training"], books["trained"])
+        assert ledger.rejected == dict(self.reasons)
+        assert ledger.tokens_generated == books["generated"]
+        assert (ledger.tokens_trained, ledger.tokens_rejected) == (books["tokens_trained"], books["lost"])
+        alive = ledger.running + ledger.ready + ledger.training
+        assert alive <= (self.lead + 1) * self.batch_groups
+        assert alive + ledger.trained <= (self.lead + self.buffer.version + 1) * self.batch_groups
