@@ -311,6 +311,6 @@ def test_what_an_engine_fuses_from_one_call_comes_one_after_the_other() -> None:
     mapping = Mapping("DeepseekV3ForCausalLM")
     resharder = object.__new__(Resharder)
     resharder._parallel, resharder._dims = place(), DIMS
-    resharder._tensors = lambda: iter([(mapping.find(name), torch.zeros(1)) for name in parts])  # type: ignore[method-assign]
-    order = [found.hf_names()[0].split(".")[-2] for found, _ in resharder._exported()]
+    resharder._found = [(0, name, mapping.find(name)) for name in parts]
+    order = [found.hf_names()[0].split(".")[-2] for _, _, found in resharder._exported]
     assert order == ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"]

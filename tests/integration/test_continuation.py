@@ -1,0 +1,96 @@
+"""Answers that lose their engine or their router half-way are those that nothing happened to, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+
+from asyncrl.engine.client import Client
+from asyncrl.engine.router import wait_until_ready
+from asyncrl.types import Completion
+from tests.integration.fleet import START, Engines, engines
+
+LENGTH = 56  # of the 64 tokens of the tiny model's context
+PROMPTS = [[12, i % 10, (3 * i) % 10, (7 * i) % 10, 11] for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with engines(tmp_path_factory.mktemp("fleet"), "engine.count=2") as started:
+        yield started
+
+
+async def greedy(fleet: Engines, during: Callable[[Client], None] | None) -> tuple[list[Completion], Client]:
+    """Every prompt's greedy answer; `during` is called when a quarter of the tokens is there."""
+    client = Client(
+        fleet.addresses.router,
+        run="continuation",
+        api_key=fleet.addresses.api_key,
+        max_new_tokens=LENGTH,
+        temperature=1.0,
+        stop_token_ids=[],
+        timeout=60.0,
+        retry_timeout=START,
+        coalesce=True,
+    )
+    sessions = [client.generate(0.0, group=f"g{number:02d}") for number in range(len(PROMPTS))]
+    asking = asyncio.gather(*[session(prompt) for session, prompt in zip(sessions, PROMPTS, strict=True)])
+    if during:
+        while sum(session.received for session in sessions) < LENGTH * len(PROMPTS) / 4:  # noqa: ASYNC110  nothing tells
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(during, client)
+    found = await asking
+    await client.close()
+    assert [session.received for session in sessions] == [len(one.token_ids) for one in found]
+    return found, client
+
+
+def whole_again(fleet: Engines, during: Callable[[Client], None]) -> Client:
+    """Asks twice, the second time with a fault, and compares; returns the client that met the fault."""
+    (expected, _), (found, client) = (asyncio.run(greedy(fleet, fault)) for fault in (None, during))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert [span.version for span in one.versions] == [0] * len(one.versions)
+        assert all(before.inferred != after.inferred for before, after in pairwise(one.versions))
+    return client
+
+
+@pytest.mark.integration
+def test_engine_is_killed_and_the_other_goes_on_from_what_was_streamed(fleet: Engines) -> None:
+    client = whole_again(fleet, lambda _: fleet.kill("engine-0"))
+    figures = client.flights.figures
+    assert figures.continued["broken"] > 0
+    assert 0 < figures.inferred_tokens < LENGTH * len(PROMPTS)
+    fleet.start("engine-0")
+    fleet.wait_for(fleet.addresses.engines[0])
+    asyncio.run(wait_until_ready(fleet.addresses, START))
+
+
+@pytest.mark.integration
+def test_router_is_killed_and_started_again(fleet: Engines) -> None:
+    def restart(_: Client) -> None:
+        fleet.kill("router")
+        fleet.start("router")
+        asyncio.run(wait_until_ready(fleet.addresses, START))
+
+    client = whole_again(fleet, restart)
+    assert client.flights.figures.continued["broken"] >= len(PROMPTS)
+
+
+@pytest.mark.integration
+def test_engine_hangs_and_is_killed_after_a_while(fleet: Engines) -> None:
+    """Ends the module: the fleet is left with one engine."""
+
+    def hang(_: Client) -> None:
+        fleet.signal("engine-1", signal.SIGSTOP)
+        time.sleep(1.0)  # the others go on meanwhile
+        fleet.kill("engine-1")
+
+    client = whole_again(fleet, hang)
+    assert client.flights.figures.continued["broken"] > 0
