@@ -16,6 +16,7 @@ import random
 from typing import Any
 
 import httpx
+from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.engine.answer import Answer, joined
 from asyncrl.engine.flights import CacheKey, Flights
@@ -23,6 +24,9 @@ from asyncrl.errors import EngineError
 from asyncrl.types import Completion
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
+LIMITS = httpx.Limits(max_connections=0, keepalive_expiry=2.0)
+"""Any number of connections; kept for less than uvicorn's 5 s, for one that the server is closing must not be reused.
+httpx's own pool looks through all of its connections at every request: aiohttp's takes its place under it."""
 
 
 class Session:
@@ -59,11 +63,10 @@ class Client:
         self._http = httpx.AsyncClient(
             base_url=router,
             headers={"Authorization": f"Bearer {api_key}"},
-            transport=transport,
+            transport=transport or AiohttpTransport(limits=LIMITS),
             trust_env=False,
             timeout=httpx.Timeout(timeout, connect=30.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
-        )  # keep-alive below uvicorn's 5 s: a connection that the server is closing must not be reused
+        )
         self._sampling: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "stop_token_ids": stop_token_ids,

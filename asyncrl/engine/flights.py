@@ -100,6 +100,11 @@ class Flights:
                 if flight.overtaken:
                     flight.scope.reschedule(0.0)
 
+    @property
+    def in_flight(self) -> int:
+        """Open requests."""
+        return len(self._flights)
+
     async def drained(self, seconds: float) -> bool:
         """Wait until no request is in flight; whether that came to pass."""
         try:

@@ -1,0 +1,202 @@
+"""What an update does to the requests around it, by pause mode and prefix-cache key, on a multi-turn workload.
+
+A real engine (SmolLM2-135M) answers episodes of several turns while versions are published; each line gives tokens per
+second, the pause, what was computed anew or thrown away, and by how much the engine's log-probabilities differ from
+those that the weights of a token's version give in transformers. Prints a table and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from asyncrl.engine.client import Client  # noqa: E402
+from asyncrl.types import Completion  # noqa: E402
+from asyncrl.weights.publish import Publisher  # noqa: E402
+from tests.integration.fleet import Engines, engines  # noqa: E402
+from tests.integration.publisher import SeededWeights, make, publish  # noqa: E402
+
+WAYS = (
+    ("in_place", "version"),
+    ("in_place", "group"),
+    ("retract", "version"),
+    ("abort", "version"),
+    ("drain", "version"),
+)
+TURNS, TOKENS, OBSERVATION = 3, 32, 8
+CHANGED = 2e-4
+"""Share of the weights that a version changes."""
+
+
+@dataclass
+class Heard:
+    """What the episodes of one way brought."""
+
+    turns: list[tuple[list[int], Completion]] = field(default_factory=list)
+    received: int = 0
+    pauses: list[float] = field(default_factory=list)
+    holds: list[float] = field(default_factory=list)
+
+
+async def episodes(client: Client, heard: Heard, stop: asyncio.Event, seed: int) -> None:
+    """One after the other, each of several turns, with something observed between."""
+    draw = random.Random(seed)
+    number = 0
+    while not stop.is_set():
+        session = client.generate(group=f"g{seed:03d}-{number:06d}")
+        number += 1
+        context = [draw.randrange(1000, 20000) for _ in range(64)]
+        for _ in range(TURNS):
+            found = await session(context)
+            heard.turns.append((context, found))
+            context = [*context, *found.token_ids, *(draw.randrange(1000, 20000) for _ in range(OBSERVATION))]
+        heard.received += session.received
+
+
+async def publish_every(
+    seconds: float, count: int, first: int, publisher: Publisher, client: Client, drain: bool, heard: Heard
+) -> None:
+    """`count` versions, each so many seconds after the one before."""
+    loop = asyncio.get_running_loop()
+
+    held_at = 0.0
+
+    async def hold() -> None:
+        nonlocal held_at
+        held_at = time.monotonic()
+        client.flights.hold()
+        if drain:
+            assert await client.flights.drained(120.0), "the requests in flight did not end within 120 s"
+
+    def release(version: int) -> None:
+        client.flights.release(version)
+        heard.holds.append(time.monotonic() - held_at)
+
+    publisher._hold = lambda: asyncio.run_coroutine_threadsafe(hold(), loop).result()
+    publisher._announce = lambda version: loop.call_soon_threadsafe(release, version) and None
+    for version in range(first, first + count):
+        await asyncio.sleep(seconds)
+        figures = await asyncio.to_thread(publish, publisher, version)
+        heard.pauses.append(figures["pause"])
+
+
+async def measured(
+    fleet: Engines, weights: SeededWeights, mode: str, key: Any, first: int, options: Any
+) -> dict[str, Any]:
+    """One way, for a while."""
+    config = fleet.config.model_copy(
+        update={"weights": fleet.config.weights.model_copy(update={"pause_mode": mode, "transport": "tensor"})}
+    )
+    publisher = make(config, fleet.addresses, weights, Path(fleet.folder))
+    publish(publisher, first)
+    client = Client(
+        fleet.addresses.router,
+        run=f"{mode}-{key}",
+        api_key=fleet.addresses.api_key,
+        max_new_tokens=TOKENS,
+        temperature=1.0,
+        stop_token_ids=[],
+        timeout=120.0,
+        retry_timeout=60.0,
+        coalesce=True,
+        cache_key=key,
+        pause_mode=mode,
+    )
+    client.flights.release(first)
+    heard, stop = Heard(), asyncio.Event()
+    began = time.monotonic()
+    playing = asyncio.gather(*[episodes(client, heard, stop, seed) for seed in range(options.episodes)])
+    await publish_every(options.every, options.publishes, first + 1, publisher, client, mode == "drain", heard)
+    stop.set()
+    await playing
+    seconds = time.monotonic() - began
+    figures = client.flights.take_figures()
+    await client.close()
+    publisher._fleet.close()
+    kept = sum(len(found.token_ids) for _, found in heard.turns)
+    return {
+        "tokens_per_s": kept / seconds,
+        "pause_ms": statistics.mean(heard.pauses) * 1e3,
+        "held_ms": statistics.mean(heard.holds) * 1e3,
+        "cache_hit": figures.cached_tokens / max(1, figures.prompt_tokens),
+        "refilled": figures.refilled_tokens / kept,
+        "discarded": (heard.received - kept) / kept,
+        "overtaken": figures.continued["overtaken"] / figures.requests,
+        **gap(fleet, weights, heard.turns, options.checked),
+    }
+
+
+@torch.no_grad()
+def gap(
+    fleet: Engines, weights: SeededWeights, turns: list[tuple[list[int], Completion]], count: int
+) -> dict[str, float]:
+    """Mean absolute difference of log-probabilities: of turns that one version wrote, and of those that several did."""
+    model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=torch.bfloat16)
+    chosen = {
+        "gap_one": [turn for turn in turns if len(turn[1].versions) == 1],
+        "gap_several": [turn for turn in turns if len(turn[1].versions) > 1],
+    }
+    found: dict[str, float | None] = {}
+    for name, of_kind in chosen.items():
+        differences: list[torch.Tensor] = []
+        sample = random.Random(0).sample(of_kind, min(count, len(of_kind)))
+        for version in sorted({span.version for _, answer in sample for span in answer.versions}):
+            model.load_state_dict(weights.at(version), strict=False)
+            for context, answer in sample:
+                spans = [span for span in answer.versions if span.version == version]
+                if spans:
+                    logits = model(torch.tensor([context + answer.token_ids])).logits[0, len(context) - 1 : -1].float()
+                    every = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+                    for span in spans:
+                        served = torch.tensor(answer.logprobs[span.start : span.end])
+                        differences.append((served - every[span.start : span.end]).abs())
+        found[name] = float(torch.cat(differences).mean()) if differences else None
+    return found
+
+
+def main() -> None:
+    """Measure every way, print a table and a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=16, help="episodes at once")
+    parser.add_argument("--publishes", type=int, default=8, help="versions published")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between them")
+    parser.add_argument("--checked", type=int, default=24, help="turns of each kind that are compared")
+    options = parser.parse_args()
+    results: dict[str, dict[str, float | None]] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        engines(Path(folder), "engine.max_total_tokens=32768", experiment="count_bits") as fleet,
+    ):
+        weights = SeededWeights(fleet.addresses.model, share=CHANGED)
+        for number, (mode, key) in enumerate(WAYS):
+            first = 1 + number * (options.publishes + 1)
+            results[f"{mode}, {key}"] = asyncio.run(measured(fleet, weights, mode, key, first, options))
+    columns = list(next(iter(results.values())))
+    table = Table("pause mode, cache key", *columns)
+    for name, figures in results.items():
+        table.add_row(name, *("-" if figures[column] is None else f"{figures[column]:.3g}" for column in columns))
+    Console(width=160).print(table)
+    print(
+        json.dumps({name: {key: v and round(v, 4) for key, v in figures.items()} for name, figures in results.items()})
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""What the rollout side itself costs, against a stub engine that streams as SGLang does (scripts/stub_engine.py).
+
+Trajectories in flight on one core, CPU per request and per streamed piece against a bare aiohttp client that does the
+same, memory per trajectory, event-loop lag; CPU per token of a long answer against short ones; buffer operations by
+size. Prints tables and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from asyncrl.engine.client import Client  # noqa: E402
+from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
+from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
+from asyncrl.weights.distributed import free_port  # noqa: E402
+
+OWN_CORE, STUB_CORE = 0, 1
+PROMPT = [1, 2, 3, 4]
+LONG = 32_768
+
+
+@contextmanager
+def stub(**options: Any) -> Iterator[str]:
+    """A stub engine in a process and on a core of its own; its URL."""
+    port = free_port("127.0.0.1")
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    core = STUB_CORE % (os.cpu_count() or 1)
+    command = [sys.executable, str(ROOT / "scripts/stub_engine.py"), str(port), f"--core={core}", *flags]
+    process = subprocess.Popen(command)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                httpx.get(f"{url}/figures", trust_env=False)
+                break
+            except httpx.TransportError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def client(url: str, tokens: int) -> Client:
+    """As the rollout process makes it."""
+    return Client(
+        url,
+        run="bench",
+        api_key="key",
+        max_new_tokens=tokens,
+        temperature=1.0,
+        stop_token_ids=[0],
+        timeout=600.0,
+        retry_timeout=60.0,
+        coalesce=True,
+    )
+
+
+class Lag:
+    """How late the event loop wakes a sleeper, every 10 ms."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + 0.01
+            await asyncio.sleep(0.01)
+            self.seconds.append(loop.time() - due)
+
+    def quantile(self, share: float) -> float:
+        """Milliseconds."""
+        return sorted(self.seconds)[int(share * (len(self.seconds) - 1))] * 1e3
+
+
+async def in_flight(url: str, count: int, tokens: int) -> dict[str, float]:
+    """`count` single-sample answers at once, through the client."""
+    made, lag = client(url, tokens), Lag()
+    gc.collect()
+    before, cpu = resident(), time.process_time()
+    started = time.monotonic()
+    tasks = [asyncio.ensure_future(made.generate(group=f"g{i:08d}")(PROMPT)) for i in range(count)]
+    while made.flights.in_flight < count and not all(task.done() for task in tasks):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    at_once, opened = made.flights.in_flight, time.monotonic() - started
+    watching = asyncio.ensure_future(lag.watch())
+    await asyncio.sleep(0.3 * opened)
+    held = resident() - before
+    found = await asyncio.gather(*tasks)
+    watching.cancel()
+    seconds = time.process_time() - cpu
+    assert all(len(one.token_ids) == tokens for one in found)
+    await made.close()
+    return {
+        "at_once": at_once,
+        "cpu": seconds,
+        "bytes": held / count,
+        "p50": lag.quantile(0.5),
+        "p99": lag.quantile(0.99),
+    }
+
+
+async def bare(url: str, count: int, tokens: int) -> dict[str, float]:
+    """The same by aiohttp alone: the events are decoded as JSON, and their tokens kept."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": tokens, "n": 1}, "stream": True}
+    decode = msgspec.json.Decoder().decode
+    cpu = time.process_time()
+
+    async def one(session: aiohttp.ClientSession) -> int:
+        token_ids: list[int] = []
+        async with session.post(f"{url}/generate", data=msgspec.json.encode(body)) as response:
+            rest = b""
+            async for chunk in response.content.iter_any():
+                *events, rest = (rest + chunk).split(b"\n\n")
+                for event in events:
+                    data = event.removeprefix(b"data: ")
+                    if data != b"[DONE]":
+                        token_ids += decode(data)["output_ids"]
+        return len(token_ids)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        found = await asyncio.gather(*[one(session) for _ in range(count)])
+    assert set(found) == {tokens}
+    return {"cpu": time.process_time() - cpu}
+
+
+async def answers(url: str, count: int, tokens: int) -> float:
+    """CPU seconds of `count` answers, one after the other."""
+    made = client(url, tokens)
+    await made.generate()(PROMPT)
+    cpu = time.process_time()
+    for _ in range(count):
+        assert len((await made.generate()(PROMPT)).token_ids) == tokens
+    seconds = time.process_time() - cpu
+    await made.close()
+    return seconds
+
+
+def buffer_seconds(groups: int) -> float:
+    """Seconds per group from admission to its end, with `groups` of them under way at any time."""
+    buffer = CohortBuffer(groups // 10, 9)
+    answer = Completion([1], [-0.5], [VersionSpan(0, 0, 1)], "stop")
+    started, ended = time.process_time(), 0
+    for version in range(1, 13):
+        tickets = list(iter(buffer.admit, None))
+        for ticket in tickets:
+            buffer.commit(ticket, Group(ticket.uid, ticket.slot, PROMPT, [Trajectory([Turn([], answer)])]))
+        assert buffer.take() is not None
+        buffer.publish(version)
+        buffer.ledger().check()
+        ended += groups // 10
+    return (time.process_time() - started) / ended
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Measure, print tables, then one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer trajectories")
+    parser.add_argument("--in-flight", type=int, default=10_000, help="trajectories at once (default 10,000)")
+    options = parser.parse_args()
+    count = 500 if options.quick else options.in_flight
+    tokens, interval = 64, 8
+    pieces = tokens // interval
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    os.sched_setaffinity(0, {OWN_CORE})
+    console = Console()
+    with stub(tokens=tokens, interval=interval, pace=max(0.02, count / 10_000)) as url:
+        bare_seconds = asyncio.run(bare(url, count, tokens))["cpu"]
+        ours = asyncio.run(in_flight(url, count, tokens))
+    with stub(tokens=LONG, interval=interval, pace=0) as url:
+        short, long = asyncio.run(answers(url, 32, LONG // 32)), asyncio.run(answers(url, 1, LONG))
+    table = Table(
+        "", "client", "bare aiohttp", title=f"{count} answers of {tokens} tokens in {pieces} pieces, one core"
+    )
+    table.add_row("in flight at once", f"{ours['at_once']:.0f}", "")
+    table.add_row("CPU per request, µs", f"{ours['cpu'] / count * 1e6:.0f}", f"{bare_seconds / count * 1e6:.0f}")
+    table.add_row(
+        "CPU per piece, µs", f"{ours['cpu'] / count / pieces * 1e6:.0f}", f"{bare_seconds / count / pieces * 1e6:.0f}"
+    )
+    table.add_row("memory per trajectory, bytes", f"{ours['bytes']:.0f}", "")
+    table.add_row("event-loop lag p50 / p99, ms", f"{ours['p50']:.1f} / {ours['p99']:.1f}", "")
+    table.add_row("one answer of 32k tokens over 32 of 1k", f"{long / short:.2f}", "")
+    console.print(table)
+    sizes = (1_000, 10_000) if options.quick else (1_000, 10_000, 100_000)
+    costs = {size: statistics.median(buffer_seconds(size) for _ in range(3)) for size in sizes}
+    table = Table("groups under way", "µs a group", title="buffer")
+    for size, seconds in costs.items():
+        table.add_row(f"{size}", f"{seconds * 1e6:.1f}")
+    console.print(table)
+    figures = {
+        "in_flight": ours["at_once"],
+        "cpu_us_per_request": ours["cpu"] / count * 1e6,
+        "over_bare_client": ours["cpu"] / bare_seconds,
+        "bytes_per_trajectory": ours["bytes"],
+        "loop_lag_p99_ms": ours["p99"],
+        "long_over_short": long / short,
+        "buffer_growth": costs[sizes[-1]] / costs[sizes[0]],
+    }
+    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
