@@ -43,6 +43,8 @@ class Console:
                 f"[cyan]held out[/]  version {record['version_min']}: "
                 f"accuracy {record['accuracy']:.3f} of {record['questions']} questions"
             )
+        for record in self._new_lines("warnings.jsonl"):
+            self._print(f"[yellow]warning[/]  version {record['version']}: {escape(record['warning'])}")
         for record in self._new_lines("metrics.jsonl"):
             self._print(self._line(record))
 

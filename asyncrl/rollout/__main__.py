@@ -62,8 +62,23 @@ async def main(run_dir: Path) -> None:
             file.write(json.dumps(found) + "\n")
         return found
 
+    def publish(ledger: dict[str, Any], warnings: list[str]) -> None:
+        partial = run_dir / "ledger.json.partial"
+        partial.write_text(json.dumps(ledger, indent=2) + "\n")
+        partial.rename(run_dir / "ledger.json")
+        with (run_dir / "warnings.jsonl").open("a") as file:
+            file.writelines(json.dumps({"version": ledger["version"], "warning": text}) + "\n" for text in warnings)
+
     drain = config.weights.pause_mode == "drain"
-    service = Service(buffer, client, evaluation, addresses.api_key, eval_every=config.eval.every, drain=drain)
+    service = Service(
+        buffer,
+        client,
+        evaluation,
+        addresses.api_key,
+        eval_every=config.eval.every,
+        drain=drain,
+        publish=publish,
+    )
     worker = Worker(
         service,
         client,

@@ -132,12 +132,13 @@ class CohortBuffer:
         self._counts["issued"] += 1
         return ticket
 
-    def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> None:
-        """A played group waits for its batch; engines also wrote `discarded` tokens that are not in it."""
+    def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> bool:
+        """A played group waits for its batch; engines also wrote `discarded` tokens that are not in it. False when its
+        cohort had no seat left, and it was rejected."""
         cohort = self._cohorts[ticket.cohort]
         if cohort.taken == cohort.seats:
             self.reject(ticket, self._too_late(ticket), tokens=group.num_tokens + discarded)
-            return
+            return False
         self._close(ticket)
         self._ready[ticket.slot] = (ticket.cohort, group)
         self._counts["tokens_generated"] += group.num_tokens + discarded
@@ -145,6 +146,7 @@ class CohortBuffer:
         cohort.taken += 1
         if cohort.taken == cohort.seats:
             self._dismiss(ticket.cohort)
+        return True
 
     def reject(self, ticket: Ticket, reason: str, *, tokens: int = 0) -> None:
         """A group that must not be trained: counted, and its slot is played anew while its cohort has a seat for it."""

@@ -13,7 +13,7 @@ Each wait here is bounded by POLL_SECONDS and repeated by the trainer, who owns 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from asyncrl.engine.client import Client
+from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.types import Batch, Group, encode
 
@@ -41,11 +42,14 @@ class Service:
         *,
         eval_every: int | None,
         drain: bool = False,
+        publish: Callable[[dict[str, Any], list[str]], None] = lambda ledger, warnings: None,
     ) -> None:
+        """`publish` gets the ledger, and what must be told, at every version."""
         self._buffer, self._client, self._api_key = buffer, client, api_key
         self._evaluate, self._eval_every, self._drain = evaluate, eval_every, drain
         self._evaluating: asyncio.Task[dict[str, Any]] | None = None
         self._changed = asyncio.Condition()
+        self._audit, self._publish = Audit(), publish
         self._rewards: list[float] = []
         self._tokens_reported = 0
 
@@ -58,15 +62,19 @@ class Service:
                 await self._changed.wait()
             return ticket
 
-    async def commit(self, ticket: Ticket, group: Group, discarded: int = 0) -> None:
-        """A group is ready; engines also wrote `discarded` tokens that are not in it."""
-        self._buffer.commit(ticket, group, discarded=discarded)
-        self._rewards += [trajectory.reward for trajectory in group.trajectories]
+    async def commit(self, ticket: Ticket, group: Group, received: int) -> None:
+        """A group is ready; engines wrote `received` tokens for it, of which an agent may have kept fewer."""
+        seated = self._buffer.commit(ticket, group, discarded=received - group.num_tokens)
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        self._rewards += rewards
+        lengths = [trajectory.num_tokens for trajectory in group.trajectories]
+        self._audit.note(ticket.cohort, lengths, rewards, trained=seated)
         await self._wake()
 
-    async def reject(self, ticket: Ticket, reason: str, tokens: int = 0) -> None:
-        """A group is lost, and the tokens that engines wrote for it; its slot will be played anew."""
-        self._buffer.reject(ticket, reason, tokens=tokens)
+    async def reject(self, ticket: Ticket, reason: str, lengths: list[int], rewards: Sequence[float] = ()) -> None:
+        """A group is lost, with the tokens that engines wrote for each sibling; its slot will be played anew."""
+        self._buffer.reject(ticket, reason, tokens=sum(lengths))
+        self._audit.note(ticket.cohort, lengths, list(rewards), trained=False)
         await self._wake()
 
     async def unwanted(self) -> list[tuple[Ticket, str]]:
@@ -109,7 +117,10 @@ class Service:
         if version != self._buffer.version:  # the same version again: weights were sent anew, nothing was trained
             self._buffer.publish(version)
         self._client.flights.release(version)
-        self._buffer.ledger().check()
+        ledger = self._buffer.ledger()
+        ledger.check()
+        self._audit.close(self._buffer.step - self._buffer.slack)
+        self._publish({**asdict(ledger), "version": version}, self._audit.warnings())
         await self._wake()
         if self._evaluating and self._evaluating.done():
             self._evaluating.result()  # an evaluation's error ends the run here, not at its very end
@@ -148,6 +159,7 @@ class Service:
             "groups/ready": ledger.ready,
             "groups/rejected": sum(ledger.rejected.values()),
             "time/engine_busy": seen.seconds_busy,
+            **self._audit.figures(),
             "prefix_cache/hit": seen.cached_tokens / max(1, seen.prompt_tokens),
             "tokens/refilled": seen.refilled_tokens,
             "tokens/inferred": seen.inferred_tokens,

@@ -101,15 +101,15 @@ class Worker:
         answer = self._decode(trajectory.turns[-1].completion.token_ids)
         return Trajectory(trajectory.turns, self._task.score(answer, prompt.question))
 
-    async def _hand_in(self, ticket: Ticket, group: Group, received: int) -> None:
+    async def _hand_in(self, ticket: Ticket, group: Group, received: list[int]) -> None:
         """A group that is accepted waits for its batch; another takes the place of one that is not."""
         verdict = self._accept(group)
         if verdict is True:
             self._rejections_in_a_row = 0
-            await self._service.commit(ticket, group, received - group.num_tokens)
+            await self._service.commit(ticket, group, sum(received))
             return
         reason = verdict or "not_accepted"
-        await self._service.reject(ticket, reason, received)
+        await self._service.reject(ticket, reason, received, [t.reward for t in group.trajectories])
         self._rejections_in_a_row += 1
         if self._rejections_in_a_row >= self._max_rejections:
             raise AsyncRLError(
@@ -117,17 +117,17 @@ class Worker:
                 "task is too hard or too easy for the model, or rollout.max_rejections too low"
             )
 
-    async def _fail(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError], tokens: int) -> None:
+    async def _fail(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError], received: list[int]) -> None:
         cause = failed.exceptions[0]
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
         reason = cause.reason if isinstance(cause, EpisodeFailed) else "engine"
-        await self._service.reject(ticket, reason, tokens)
+        await self._service.reject(ticket, reason, received)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._max_failures:
             raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {cause}")
 
 
-def _received(sessions: list[Session]) -> int:
-    """Tokens that engines wrote for a group."""
-    return sum(session.received for session in sessions)
+def _received(sessions: list[Session]) -> list[int]:
+    """Tokens that engines wrote for each sibling."""
+    return [session.received for session in sessions]

@@ -21,10 +21,19 @@ KEY = {"authorization": "Bearer key0"}
 class Site:
     """A service of batches of two, and an HTTP client at its door."""
 
-    def __init__(self, bound: int = 1, eval_every: int | None = None) -> None:
+    def __init__(self, bound: int = 1, eval_every: int | None = None, *, drain: bool = False) -> None:
         self.client = FakeClient()
         self.evaluations = 0
-        self.service = Service(CohortBuffer(2, bound), self.client, self._evaluate, "key0", eval_every=eval_every)
+        self.published: list[tuple[dict[str, Any], list[str]]] = []
+        self.service = Service(
+            CohortBuffer(2, bound),
+            self.client,  # type: ignore[arg-type]
+            self._evaluate,
+            "key0",
+            eval_every=eval_every,
+            drain=drain,
+            publish=lambda ledger, warnings: self.published.append((ledger, warnings)),
+        )
         transport = httpx.ASGITransport(app=self.service.app())
         self.http = httpx.AsyncClient(transport=transport, base_url="http://service", headers=KEY)
 
@@ -36,7 +45,7 @@ class Site:
     async def fill(self, count: int = 2) -> None:
         for _ in range(count):
             ticket = await self.service.ticket()
-            await self.service.commit(ticket, group(ticket.slot, versions=(ticket.born,)))
+            await self.service.commit(ticket, group(ticket.slot, versions=(ticket.born,)), 4)
 
 
 def at(play: Callable[[Site], Coroutine[Any, Any, None]], **settings: Any) -> None:
@@ -138,11 +147,11 @@ def test_publish_and_rejection_admit_who_waits() -> None:
         waiting = asyncio.create_task(site.service.ticket())
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        await site.service.reject(first, "judge")
+        await site.service.reject(first, "judge", [])
         replay = await waiting
         assert (replay.slot, replay.attempt) == (first.slot, 1)
         for ticket in (replay, second):
-            await site.service.commit(ticket, group(ticket.slot))
+            await site.service.commit(ticket, group(ticket.slot), 4)
         waiting = asyncio.create_task(site.service.ticket())
         await site.http.get("/batch", params={"version": 0})
         assert not waiting.done()
@@ -168,7 +177,7 @@ def test_figures_of_a_batch_cover_what_was_committed_since_the_batch_before() ->
         for version in range(2):
             await site.fill(3 if version == 0 else 2)
             ticket = await site.service.ticket()
-            await site.service.reject(ticket, "judge")
+            await site.service.reject(ticket, "judge", [])
             answer = await site.http.get("/batch", params={"version": version})
             found.append(decode_batch(answer.content).rollout)
             await site.http.post("/version", json={"version": version + 1})
@@ -193,3 +202,34 @@ def test_evaluation_runs_on_request_and_every_so_many_versions() -> None:
         await until(lambda: site.evaluations == 3)  # on request, at versions 2 and 4
 
     at(play, bound=0, eval_every=2)
+
+
+def test_hold_in_a_drain_answers_only_once_nothing_is_in_flight() -> None:
+    async def play(site: Site) -> None:
+        site.client.in_flight = 3
+        assert (await site.http.post("/hold")).status_code == 202
+        assert site.client.calls == ["hold"]
+        site.client.in_flight = 0
+        assert (await site.http.post("/hold")).status_code == 200
+
+    at(play, drain=True)
+
+
+def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
+    async def play(site: Site) -> None:
+        for version in range(120):
+            while (ticket := site.service._buffer.admit()) is not None:
+                if ticket.attempt:
+                    await site.service.commit(ticket, group(ticket.slot, tokens=2), 4)
+                else:
+                    await site.service.reject(ticket, "timeout", [40, 40])  # whatever takes long is lost
+            assert (await site.http.get("/batch", params={"version": version})).status_code == 200
+            assert (await site.http.post("/version", json={"version": version + 1})).status_code == 200
+        assert [ledger["version"] for ledger, _ in site.published] == list(range(1, 121))
+        assert site.published[-1][0]["tokens_generated"] == sum(
+            site.published[-1][0][f"tokens_{place}"] for place in ("held", "trained", "rejected", "discarded")
+        )
+        (told,) = [text for _, warnings in site.published for text in warnings]
+        assert "mean length 2 against" in told
+
+    at(play)
