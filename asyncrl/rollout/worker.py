@@ -2,7 +2,7 @@
 
 waits for     a ticket (the buffer's admission), room under max_running_groups
 unblocked by  Service.publish, and by every group that ends
-on death      an error that is not an EpisodeFailed ends the process; the launcher ends the run
+on death      an error that is neither an EpisodeFailed nor an EngineError ends the process; the launcher ends the run
 """
 
 from __future__ import annotations

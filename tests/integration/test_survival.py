@@ -24,7 +24,7 @@ from tests.integration.running import (
     wait_for_step,
 )
 
-STEPS = 60
+STEPS = 30
 
 
 def wait_until(met: Callable[[], bool], process: Any, run_dir: Path, what: str) -> None:
