@@ -81,12 +81,12 @@ async def publish_every(
     async def hold() -> None:
         nonlocal held_at
         held_at = time.monotonic()
-        client.flights.hold()
+        client.inflight.hold()
         if drain:
-            assert await client.flights.drained(120.0), "the requests in flight did not end within 120 s"
+            assert await client.inflight.drained(120.0), "the requests in flight did not end within 120 s"
 
     def release(version: int) -> None:
-        client.flights.release(version)
+        client.inflight.release(version)
         heard.holds.append(time.monotonic() - held_at)
 
     publisher._hold = lambda: asyncio.run_coroutine_threadsafe(hold(), loop).result()
@@ -119,7 +119,7 @@ async def measured(
         cache_key=key,
         pause_mode=mode,
     )
-    client.flights.release(first)
+    client.inflight.release(first)
     heard, stop = Heard(), asyncio.Event()
     began = time.monotonic()
     playing = asyncio.gather(*[episodes(client, heard, stop, seed) for seed in range(options.episodes)])
@@ -127,7 +127,7 @@ async def measured(
     stop.set()
     await playing
     seconds = time.monotonic() - began
-    figures = client.flights.take_figures()
+    figures = client.inflight.take_figures()
     await client.close()
     publisher._fleet.close()
     kept = sum(len(found.token_ids) for _, found in heard.turns)

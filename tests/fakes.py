@@ -18,7 +18,7 @@ from asyncrl import config as configuration
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config
 from asyncrl.engine.client import Client
-from asyncrl.engine.flights import Figures
+from asyncrl.engine.inflight import Figures
 from asyncrl.launch.main import CONF
 from asyncrl.types import Completion, Group, Prompt, Trajectory, Turn, VersionSpan
 
@@ -212,7 +212,7 @@ class FakeClient:
         self._answer, self._waste = answer or (lambda _: completion()), waste
         self.calls: list[object] = []
         self.in_flight = 0
-        self.flights = self
+        self.inflight = self
 
     def generate(self, temperature: float | None = None, *, group: str = "") -> FakeSession:
         return FakeSession(self._answer, self._waste)

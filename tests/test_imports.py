@@ -15,13 +15,14 @@ import asyncrl
 
 PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-OPEN = {"types", "errors", "parallel", "metrics"}  # to all
+OPEN = {"types", "errors", "parallel", "metrics", "jsonl"}  # to all
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
 ALLOWED = {
     "types": set(),
     "errors": set(),
     "parallel": set(),
+    "jsonl": set(),
     "config": {"errors"},
     "addresses": set(),
     "install": set(),

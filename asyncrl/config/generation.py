@@ -62,7 +62,7 @@ class Rollout(Section):
     cache_key: Literal["version", "group"]
     """What may share a prefix cache. version: requests of the same weights, so that a later turn after a publish is
     prefilled anew; group: the turns of a group, whatever the weights, as one long answer does under in_place."""
-    accept: str | None
+    accept: str
     """Import path, module:function of (group) -> True, or False, or the reason of a rejection: a group that is not
     accepted is counted and replaced by another prompt's (dynamic sampling: asyncrl.rollout.hooks:has_signal)."""
     select: str

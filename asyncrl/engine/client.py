@@ -4,7 +4,7 @@ Siblings that ask for the same prompt at once become one request of n samples. A
 client holds every token that an engine has sent: whatever cuts an answer short (an update that aborts, an engine's or
 the router's death, a reset, a 503), the rest is asked for anew, from the last token on.
 
-    waits for     an open request (engine/flights.py), and after a failure some moments, until no token has come for
+    waits for     an open request (engine/inflight.py), and after a failure some moments, until no token has come for
                   retry_timeout: then the request fails, with the reason
 """
 
@@ -19,7 +19,7 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.engine.answer import Answer, joined
-from asyncrl.engine.flights import CacheKey, Flights
+from asyncrl.engine.inflight import CacheKey, InFlight
 from asyncrl.errors import EngineError
 from asyncrl.types import Completion
 
@@ -72,7 +72,7 @@ class Client:
             "stop_token_ids": stop_token_ids,
             "skip_special_tokens": False,
         }
-        self.flights = Flights(self._http, run, self._sampling, cache_key=cache_key, pause_mode=pause_mode)
+        self.inflight = InFlight(self._http, run, self._sampling, cache_key=cache_key, pause_mode=pause_mode)
         self._coalesce, self._temperature, self._retry_timeout = coalesce, temperature, retry_timeout
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[tuple[Session, asyncio.Future[Completion]]]] = {}
@@ -116,7 +116,7 @@ class Client:
     ) -> None:
         """Send one request and give each sibling its sample, or all of them the error."""
         try:
-            answers = await self.flights.stream(sessions, token_ids, begun=0)
+            answers = await self.inflight.stream(sessions, token_ids, begun=0)
             whole = [self._whole(s, token_ids, answer) for s, answer in zip(sessions, answers, strict=True)]
             completions = await asyncio.gather(*whole)
         except EngineError as error:
@@ -139,15 +139,15 @@ class Client:
         parts, patience = [answer], _Patience(self._retry_timeout)
         while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
-            self.flights.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
+            self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
             if ended := self._ended(begun):  # a cut hides that the last token was the last
                 parts[-1].end_with(ended)
                 break
             await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
-            self.flights.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
-            (rest,) = await self.flights.stream([session], [*token_ids, *begun], begun=len(begun))
+            self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
+            (rest,) = await self.inflight.stream([session], [*token_ids, *begun], begun=len(begun))
             if rest.last:
-                self.flights.figures.refilled_tokens += rest.last.prompt_tokens - rest.last.cached_tokens
+                self.inflight.figures.refilled_tokens += rest.last.prompt_tokens - rest.last.cached_tokens
             parts.append(rest)
         return joined(parts)
 

@@ -59,8 +59,8 @@ class Fleet:
     """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
 
     Only rank 0 has `router`, and with it the word over who serves; other ranks send weights and report whom they lost.
-    `on_lost` is told of every engine that is lost, and in which of its lives; with it the last engine may go, too: it
-    will be started again.
+    `on_lost` is told of every engine that is lost, and which of its incarnations; with it the last engine may go, too:
+    it will be started again.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Fleet:
         self.changes = 0  # how often an engine came or went: the same URLs may be other processes
         self.timeout = timeout
         self._router, self._on_lost = router, on_lost
-        self._lives: dict[str, str] = {}  # what an engine that was started again said when it came
+        self._incarnations: dict[str, str] = {}  # what an engine that was started again said when it came
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=timeout,
@@ -150,23 +150,23 @@ class Fleet:
 
     # -- membership ----------------------------------------------------------------------------------------
 
-    def muster(self) -> None:
+    def reconcile(self) -> None:
         """Find engines that were started again: they join. A router that was started again learns who serves."""
         asked = {url: self._pool.submit(self.get, url, "/model_info", PROBE_SECONDS) for url in self._configured}
         answers, _ = self.settle(asked)  # who does not answer may be busy, or dead: the next call of a publish tells
         for url, answer in answers.items():
-            life = str(answer.get("weight_version"))
-            if life.startswith(RESTARTED) and self._lives.get(url) != life:
+            label = str(answer.get("weight_version"))
+            if label.startswith(RESTARTED) and self._incarnations.get(url) != label:
                 self.lose(url, "it was started again")
-                self._lives[url] = life
+                self._incarnations[url] = label
                 self.join(url)
         if self._router:
             with suppress(EngineError):  # a router that is dead is started again, and learns it then
                 self._router.keep([url for url in self.serving if url in answers])
 
-    def waits_for_weights(self) -> bool:
+    def needs_weights(self) -> bool:
         """Whether nobody serves, but engines that were started again would: without weights no batch will come."""
-        self.muster()
+        self.reconcile()
         return bool(self.joining and not self.serving)
 
     def join(self, url: str) -> None:
@@ -198,11 +198,14 @@ class Fleet:
         self.changes += 1
         if self._router:
             print(f"asyncrl: engine {url} is out of the fleet: {reason}", file=sys.stderr, flush=True)
-            with suppress(EngineError):  # a router that is dead has forgotten it, too
+            try:
                 self._router.remove(url)
+            except EngineError:
+                if self._on_lost is None:  # else the launcher sees to it before it starts the engine again
+                    raise
             self._pool.submit(self._let_go, url)
         if self._on_lost:
-            self._on_lost(url, self._lives.get(url, ""), reason)
+            self._on_lost(url, self._incarnations.get(url, ""), reason)
         elif not self.serving:
             raise EngineError("no engine is left: " + "; ".join(self.lost.values()))
 

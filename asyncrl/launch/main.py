@@ -30,7 +30,7 @@ from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import choose_ports, count_gpus
 from asyncrl.launch.plan import plan
 from asyncrl.launch.processes import Stopped, Supervisor
-from asyncrl.launch.revival import Revival
+from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.metrics.console import Console
 
 STARTED_AT = time.time()
@@ -109,8 +109,8 @@ def launch(config: Config) -> None:
     console = Console(config, run_dir)
     console.opening()
     workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
-    revival = Revival(run_dir, workers.remove)
-    Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, revival).run(console.follow)
+    policy = RestartPolicy(run_dir, workers.remove)
+    Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy).run(console.follow)
     console.closing()
 
 

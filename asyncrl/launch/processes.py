@@ -1,7 +1,7 @@
 """The supervisor: owns every process of a run on this machine.
 
 waits for     a death, or a signal to stop
-on death      once the run is under way an engine or the router is started again (launch/revival.py); any other process
+on death      once the run is under way an engine or the router is started again (launch/restarts.py); any other process
               that ends otherwise than a finished trainer ends the run: who, how, its last lines
 always        every process is stopped, in reverse order of need, and what outlives its parent is swept up by the
               run's id in its environment; nothing is left behind, not even after SIGKILL of the launcher (each child
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from asyncrl.errors import ProcessDied
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.revival import Revival
+from asyncrl.launch.restarts import RestartPolicy
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20
@@ -42,11 +42,11 @@ class Supervisor:
     """Starts the specifications, watches them, and leaves nothing behind."""
 
     def __init__(
-        self, specs: list[ProcessSpec], run_dir: Path, run_id: str, grace: float, revival: Revival | None = None
+        self, specs: list[ProcessSpec], run_dir: Path, run_id: str, grace: float, policy: RestartPolicy | None = None
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._run_dir, self._run_id, self._grace = run_dir, run_id, grace
-        self._revival = revival or Revival(run_dir)
+        self._policy = policy or RestartPolicy(run_dir)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self, each_poll: Callable[[], None]) -> None:
@@ -82,20 +82,20 @@ class Supervisor:
 
     def _finished(self) -> bool:
         """Whether all trainers ended well. Raises ProcessDied at the first other end that is no engine's."""
-        for name in self._revival.given_up(self._specs.values()):
+        for name in self._policy.given_up(self._specs.values()):
             _signal_group(self._children[name].pid, signal.SIGKILL)
         dead = {name: code for name, child in self._children.items() if (code := child.poll()) is not None}
         ends = {name for name, spec in self._specs.items() if spec.ends_the_run}
-        if ends <= dead.keys() and not any(dead[name] for name in ends):
-            return True
         wrong = {name: code for name, code in dead.items() if code != 0 or name not in ends}
-        final = {name: code for name, code in wrong.items() if not self._revival.allows(self._specs[name])}
+        final = {name: code for name, code in wrong.items() if not self._policy.allows(self._specs[name])}
         if final:
             raise ProcessDied(self._diagnosis(final))
+        if ends <= dead.keys():
+            return True
         for name, code in wrong.items():
             _signal_group(self._children[name].pid, signal.SIGKILL)  # what is left of its group
-            if self._revival.is_prepared(self._specs[name], f"{how(code)}; see {self._log(name)}"):
-                self._start(name, self._revival.count(name))
+            if self._policy.may_start_now(self._specs[name], f"{how(code)}; see {self._log(name)}"):
+                self._start(name, self._policy.count(name))
         return False
 
     def _log(self, name: str) -> Path:
@@ -110,7 +110,7 @@ class Supervisor:
         text = f"{name} died: {how(code)}\nlast lines of {self._log(name)}:\n" + "\n".join(
             f"  | {line}" for line in lines or ["(empty)"]
         )
-        restarted = self._revival.count(name)
+        restarted = self._policy.count(name)
         text += f"\nit had been started again {restarted} times (cluster.max_restarts)" if restarted else ""
         return text + (f"\nafter it died: {', '.join(others)}" if others else "")
 

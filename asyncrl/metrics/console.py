@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import rich.console
 from rich.markup import escape
 from rich.table import Table
 
 from asyncrl.config import Config
+from asyncrl.jsonl import Tail
 
 
 class Console:
@@ -20,8 +21,8 @@ class Console:
     def __init__(self, config: Config, run_dir: Path, out: rich.console.Console | None = None) -> None:
         self._config, self._run_dir = config, run_dir
         self._out = out or rich.console.Console(highlight=False, soft_wrap=True)
-        self._files: dict[str, IO[str]] = {}
-        self._rest: dict[str, str] = {}
+        names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl")
+        self._evaluations, self._warnings, self._steps = (Tail(run_dir / name) for name in names)
         self._first: tuple[int, float] | None = None  # step and time that the pace is measured from
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
 
@@ -38,14 +39,14 @@ class Console:
 
     def follow(self) -> None:
         """Print what was written since the last call."""
-        for record in self._new_lines("eval.jsonl"):
+        for record in self._evaluations():
             self._print(
                 f"[cyan]held out[/]  version {record['version_min']}: "
                 f"accuracy {record['accuracy']:.3f} of {record['questions']} questions"
             )
-        for record in self._new_lines("warnings.jsonl"):
+        for record in self._warnings():
             self._print(f"[yellow]warning[/]  version {record['version']}: {escape(record['warning'])}")
-        for record in self._new_lines("metrics.jsonl"):
+        for record in self._steps():
             self._print(self._line(record))
 
     def closing(self) -> None:
@@ -81,15 +82,6 @@ class Console:
             self._first = (r["step"] - 1, r["time/since_start"] - r["time/step"])
         steps, since = self._first
         return (self._config.run.max_steps - r["step"]) * (r["time/since_start"] - since) / (r["step"] - steps)
-
-    def _new_lines(self, name: str) -> list[dict[str, Any]]:
-        path = self._run_dir / name
-        if name not in self._files:
-            if not path.exists():
-                return []
-            self._files[name], self._rest[name] = path.open(), ""
-        *whole, self._rest[name] = (self._rest[name] + self._files[name].read()).split("\n")
-        return [json.loads(line) for line in whole]
 
     def _print(self, text: str) -> None:
         if self._config.metrics.console:

@@ -1,23 +1,10 @@
-"""Where step records go: metrics.jsonl always, TensorBoard on request."""
+"""Where step records go besides metrics.jsonl."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from asyncrl.metrics.record import Step
-
-
-class JsonLines:
-    """One object per line, flushed: a reader may follow the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
-
-    def __call__(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
 
 
 class TensorBoard:

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import uvicorn
 
-from asyncrl import tasks
+from asyncrl import jsonl, tasks
 from asyncrl.addresses import READY, Addresses
-from asyncrl.config import read
+from asyncrl.config import Config, Rollout, read
 from asyncrl.engine.client import Client
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.rollout.agent import load_agent
@@ -33,64 +33,40 @@ async def main(run_dir: Path) -> None:
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
     model_length = json.loads((addresses.model / "config.json").read_text())["max_position_embeddings"]
     prompts = Prompts(config, task, tokenizer, model_length)
-    client = Client(
-        addresses.router,
-        run=addresses.run_id,
-        api_key=addresses.api_key,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        stop_token_ids=stop_tokens(addresses.model, tokenizer),
-        timeout=config.engine.request_timeout,
-        retry_timeout=config.engine.retry_timeout,
-        coalesce=config.rollout.coalesce,
-        cache_key=config.rollout.cache_key,
-        pause_mode=config.weights.pause_mode,
-    )
+    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer))
     rollout = config.rollout
-    buffer = CohortBuffer(
-        rollout.batch_groups,
-        rollout.max_staleness,
-        rollout.lead,
-        oversample=rollout.oversample,
-        over_age=rollout.over_age,
-        select=load(rollout.select, "rollout.select"),
-    )
 
     async def evaluation() -> dict[str, Any]:
         found = await evaluate(worker, task, prompts.held_out)
-        with (run_dir / "eval.jsonl").open("a") as file:
-            file.write(json.dumps(found) + "\n")
+        jsonl.append(run_dir / "eval.jsonl", found)
         return found
 
     def publish(ledger: dict[str, Any], warnings: list[str]) -> None:
-        partial = run_dir / "ledger.json.partial"
-        partial.write_text(json.dumps(ledger, indent=2) + "\n")
-        partial.rename(run_dir / "ledger.json")
-        with (run_dir / "warnings.jsonl").open("a") as file:
-            file.writelines(json.dumps({"version": ledger["version"], "warning": text}) + "\n" for text in warnings)
+        jsonl.replace(run_dir / "ledger.json", ledger)
+        for text in warnings:
+            jsonl.append(run_dir / "warnings.jsonl", {"version": ledger["version"], "warning": text})
 
-    drain = config.weights.pause_mode == "drain"
     service = Service(
-        buffer,
+        _buffer(rollout),
         client,
         evaluation,
         addresses.api_key,
         eval_every=config.eval.every,
-        drain=drain,
+        drain=config.weights.pause_mode == "drain",
         publish=publish,
     )
     worker = Worker(
         service,
         client,
-        load_agent(config.rollout.agent),
+        load_agent(rollout.agent),
         task,
         prompts.training,
         prompts.decode,
-        group_size=config.rollout.group_size,
-        max_running=config.rollout.max_running_groups,
-        max_failures=config.rollout.max_failures,
-        max_rejections=config.rollout.max_rejections,
-        **({"accept": load(rollout.accept, "rollout.accept")} if rollout.accept else {}),
+        group_size=rollout.group_size,
+        max_running=rollout.max_running_groups,
+        max_failures=rollout.max_failures,
+        accept=load(rollout.accept, "rollout.accept"),
+        max_rejections=rollout.max_rejections,
     )
 
     async def roll_out() -> None:
@@ -110,6 +86,33 @@ async def main(run_dir: Path) -> None:
         await serving  # SIGTERM ends it: uvicorn handles the signal
         rolling.cancel()
     await client.close()
+
+
+def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> Client:
+    return Client(
+        addresses.router,
+        run=addresses.run_id,
+        api_key=addresses.api_key,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        stop_token_ids=stop_token_ids,
+        timeout=config.engine.request_timeout,
+        retry_timeout=config.engine.retry_timeout,
+        coalesce=config.rollout.coalesce,
+        cache_key=config.rollout.cache_key,
+        pause_mode=config.weights.pause_mode,
+    )
+
+
+def _buffer(rollout: Rollout) -> CohortBuffer:
+    return CohortBuffer(
+        rollout.batch_groups,
+        rollout.max_staleness,
+        rollout.lead,
+        oversample=rollout.oversample,
+        over_age=rollout.over_age,
+        select=load(rollout.select, "rollout.select"),
+    )
 
 
 if __name__ == "__main__":

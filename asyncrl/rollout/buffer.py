@@ -118,7 +118,7 @@ class CohortBuffer:
             slot, attempt, cohort = heapq.heappop(self._vacant)
             self._cohorts[cohort].vacant -= 1
         else:
-            while self._cohorts[self._filling].issued == self._cohorts[self._filling].seats + self._oversample:
+            while self._cohorts[self._filling].issued >= self._cohorts[self._filling].seats + self._oversample:
                 if self._filling == self.lead + self.version:
                     return None
                 self._filling += 1

@@ -24,6 +24,11 @@ def load(path: str, field: str) -> Any:
         raise ConfigError(field, path, f"Must be an import path, module:name ({error}).") from None
 
 
+def accept_all(group: Group) -> bool:
+    """Whatever was played is trained."""
+    return True
+
+
 def has_signal(group: Group) -> bool | str:
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): where all rewards are equal no advantage is left."""
     return len({trajectory.reward for trajectory in group.trajectories}) > 1 or "no_signal"

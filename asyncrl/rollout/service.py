@@ -106,8 +106,8 @@ class Service:
 
     async def hold(self, _: Request) -> Response:
         """Keep new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
-        self._client.flights.hold()
-        if self._drain and not await self._client.flights.drained(POLL_SECONDS):
+        self._client.inflight.hold()
+        if self._drain and not await self._client.inflight.drained(POLL_SECONDS):
             return PlainTextResponse(self._buffer.waiting_for(), status_code=202)
         return Response()
 
@@ -116,7 +116,7 @@ class Service:
         version = int((await request.json())["version"])
         if version != self._buffer.version:  # the same version again: weights were sent anew, nothing was trained
             self._buffer.publish(version)
-        self._client.flights.release(version)
+        self._client.inflight.release(version)
         ledger = self._buffer.ledger()
         ledger.check()
         self._audit.close(self._buffer.step - self._buffer.slack)
@@ -148,7 +148,7 @@ class Service:
 
     def _figures(self) -> dict[str, float]:
         """What the rollout side did since the last batch."""
-        seen, ledger = self._client.flights.take_figures(), self._buffer.ledger()
+        seen, ledger = self._client.inflight.take_figures(), self._buffer.ledger()
         rewards, self._rewards = self._rewards, []
         generated = ledger.tokens_generated - self._tokens_reported
         self._tokens_reported = ledger.tokens_generated

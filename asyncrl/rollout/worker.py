@@ -15,7 +15,7 @@ from asyncrl.engine.client import Client, Session
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import Ticket
-from asyncrl.rollout.hooks import Accept
+from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.service import Service
 from asyncrl.tasks import Task
 from asyncrl.types import Generate, Group, Prompt, Trajectory
@@ -36,7 +36,7 @@ class Worker:
         group_size: int,
         max_running: int | None,
         max_failures: int,
-        accept: Accept = lambda group: True,
+        accept: Accept = accept_all,
         max_rejections: int = 1000,
     ) -> None:
         self._service, self._client, self._agent, self._task = service, client, agent, task

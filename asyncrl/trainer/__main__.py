@@ -6,10 +6,10 @@ Wires policy, feed, publisher and log.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +20,13 @@ cpu.enable()  # before anything imports megatron.core
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from asyncrl import jsonl  # noqa: E402
 from asyncrl.addresses import LOST, Addresses  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.router import Workers  # noqa: E402
 from asyncrl.metrics.record import StepLog  # noqa: E402
-from asyncrl.metrics.sinks import JsonLines, TensorBoard  # noqa: E402
+from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer.feed import Batches, RolloutDoor  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
@@ -78,7 +79,7 @@ def main(run_dir: Path) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
             export(run_dir / f"hf-{version:06d}")
 
-    batches = Batches(door if parallel.is_first else None, fleet.waits_for_weights, parallel)
+    batches = Batches(door if parallel.is_first else None, fleet.needs_weights, parallel)
     reason = train(policy, batches, publisher, log, StopRule(config.run), save=save)
     export(run_dir / "hf")
     if parallel.is_first:
@@ -92,10 +93,10 @@ def _fleet(config: Config, addresses: Addresses, parallel: Parallel, run_dir: Pa
     timeout = config.weights.timeout
     router = Workers(addresses.router, addresses.api_key, timeout) if parallel.is_first else None
 
-    def note(url: str, life: str, reason: str) -> None:
+    def note(url: str, incarnation: str, reason: str) -> None:
         if parallel.is_first:
-            with (run_dir / LOST).open("a") as file:
-                file.write(json.dumps({"engine": url, "life": life, "reason": reason, "time": time.time()}) + "\n")
+            lost = {"engine": url, "incarnation": incarnation, "reason": reason, "time": time.time()}
+            jsonl.append(run_dir / LOST, lost)
 
     restart = config.cluster.on_engine_death == "restart"
     return Fleet(addresses.engines, addresses.api_key, timeout, router=router, on_lost=note if restart else None)
@@ -111,7 +112,7 @@ def _sinks(config: Config, run_dir: Path, parallel: Parallel) -> list:
     if not parallel.is_first:
         return []
     return [
-        JsonLines(run_dir / "metrics.jsonl"),
+        partial(jsonl.append, run_dir / "metrics.jsonl"),
         *([TensorBoard(run_dir / "tb")] if config.metrics.tensorboard else []),
     ]
 
@@ -127,9 +128,7 @@ def _summarize(config: Config, run_dir: Path, door: RolloutDoor, log: StepLog, f
             "accuracy/after": json.loads(lines[-1])["accuracy"],
         }
     summary = {**facts, **log.summary(config.run.reward_window), **accuracy, "ledger": door.status()}
-    partial = run_dir / "summary.json.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    os.rename(partial, run_dir / "summary.json")
+    jsonl.replace(run_dir / "summary.json", summary)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ class DistributedTransport(Transport):
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
+        if not self._fleet.urls:
+            return  # all are dead, and will be started again
         problem = ""
         for attempt in range(ATTEMPTS):
             try:

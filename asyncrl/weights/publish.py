@@ -120,7 +120,7 @@ class Publisher:
     def _meet(self, version: int) -> None:
         """Rank 0 says which engines there are, after it has made room for the version."""
         if self._parallel.is_first:
-            self._fleet.muster()
+            self._fleet.reconcile()
             self._transport.start(version)
         if _world() > 1:
             engines: list[Any] = [self._fleet.serving, self._fleet.joining, self._fleet.changes]

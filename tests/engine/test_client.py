@@ -95,13 +95,13 @@ def test_held_requests_wait_for_release_and_then_carry_its_version() -> None:
 
     async def play(client: Client) -> list[Completion]:
         await siblings(client)
-        client.flights.hold()
+        client.inflight.hold()
         asking = asyncio.create_task(siblings(client, 2))
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(engine.requests) == 1
         assert not asking.done()
-        client.flights.release(7)
+        client.inflight.release(7)
         return await asking
 
     answers = asked(engine, play)
@@ -116,7 +116,7 @@ def test_request_in_flight_stays_open_while_new_ones_are_held() -> None:
     async def play(client: Client) -> list[Completion]:
         asking = asyncio.create_task(siblings(client))
         await until(lambda: engine.requests)
-        client.flights.hold()
+        client.inflight.hold()
         gate.set()
         return await asking
 
@@ -236,9 +236,9 @@ def test_request_that_nobody_waits_for_is_closed() -> None:
 def test_figures_count_requests_and_prompt_tokens_once_taken() -> None:
     async def play(client: Client) -> None:
         await siblings(client, 2)
-        seen = client.flights.take_figures()
+        seen = client.inflight.take_figures()
         assert (seen.requests, seen.prompt_tokens, seen.cached_tokens) == (1, 8, 2)
         assert seen.seconds_busy > 0
-        assert client.flights.take_figures().requests == 0
+        assert client.inflight.take_figures().requests == 0
 
     asked(FakeEngine(echo()), play)

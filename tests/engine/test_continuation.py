@@ -86,7 +86,7 @@ def test_answer_that_is_cut_short_goes_on_from_its_last_token_as_if_nothing_had_
     seen: list[Session] = []
 
     async def play(client: Client) -> Completion:
-        client.flights.release(3)
+        client.inflight.release(3)
         seen.append(client.generate())
         return await seen[0](PROMPT)
 
@@ -109,7 +109,7 @@ def test_tokens_of_a_broken_stream_take_the_version_that_all_served_when_they_we
     engine = cut_at([("reset", 2), ("abort", 2), ("end", 1)], None)
 
     async def play(client: Client) -> Completion:
-        client.flights.release(3)
+        client.inflight.release(3)
         return await client.generate()(PROMPT)
 
     found = asked(engine, play)
@@ -200,19 +200,19 @@ def across_a_publish(first: Callable[[asyncio.Event], Reply], **settings: Any) -
 
     async def play(client: Client) -> Completion:
         made.append(client)
-        client.flights.release(7)
+        client.inflight.release(7)
         asking = asyncio.create_task(client.generate(group="g")(PROMPT))
         await until(lambda: engine.requests)
         for _ in range(20):
             await asyncio.sleep(0)
-        client.flights.hold()
-        assert not await client.flights.drained(0.0)
-        client.flights.release(8)
+        client.inflight.hold()
+        assert not await client.inflight.drained(0.0)
+        client.inflight.release(8)
         for _ in range(20):
             await asyncio.sleep(0)
         gate.set()
         found = await asking
-        assert await client.flights.drained(1.0)
+        assert await client.inflight.drained(1.0)
         return found
 
     gate = asyncio.Event()
@@ -228,7 +228,7 @@ def test_request_that_a_publish_overtakes_is_asked_anew_under_the_new_key() -> N
     engine, found, client = across_a_publish(started_late)
     assert [request["extra_key"] for request in engine.requests] == ["run0-v7", "run0-v8"]
     assert found.versions == [VersionSpan(8, 0, 3)]
-    assert client.flights.figures.continued == Counter(overtaken=1)
+    assert client.inflight.figures.continued == Counter(overtaken=1)
 
 
 def test_request_that_had_begun_keeps_its_tokens() -> None:

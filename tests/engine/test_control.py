@@ -248,36 +248,40 @@ def test_engine_that_was_started_again_joins_once_and_serves_after_its_update(en
     first, second = engines
     notes: list[tuple[str, str]] = []
     fleet = Fleet(
-        [first.url, second.url], "key0", 5.0, router=router, on_lost=lambda url, life, _: notes.append((url, life))
+        [first.url, second.url],
+        "key0",
+        5.0,
+        router=router,
+        on_lost=lambda url, incarnation, _: notes.append((url, incarnation)),
     )
-    fleet.muster()
+    fleet.reconcile()
     assert fleet.serving == [first.url, second.url]
     first.version = "restart-1"
-    fleet.muster()
-    fleet.muster()
+    fleet.reconcile()
+    fleet.reconcile()
     assert (fleet.serving, fleet.joining) == ([second.url], [first.url])
     assert router.kept == [second.url]  # no request before it has weights
     update(engines, fleet, version=5)
     assert set(fleet.serving) == {first.url, second.url}
     first.version = "restart-2"
-    fleet.muster()
+    fleet.reconcile()
     assert (fleet.serving, fleet.joining) == ([second.url], [first.url])
-    assert notes == [(first.url, ""), (first.url, "restart-1")]  # the lives that ended
+    assert notes == [(first.url, ""), (first.url, "restart-1")]  # the incarnations that ended
     fleet.close()
 
 
-def test_engine_that_fails_its_first_update_waits_for_its_next_life(engines, router) -> None:
+def test_engine_that_fails_its_first_update_waits_for_its_next_incarnation(engines, router) -> None:
     first, second = engines
     fleet = Fleet([first.url, second.url], "key0", 5.0, router=router, on_lost=lambda *_: None)
     first.version = "restart-1"
-    fleet.muster()
+    fleet.reconcile()
     first.faults["/begin_weight_update"] = (500, {"success": False, "message": "broken"})
     update(engines, fleet)
-    fleet.muster()
+    fleet.reconcile()
     assert fleet.urls == (second.url,)
     first.faults.clear()
     first.version = "restart-2"
-    fleet.muster()
+    fleet.reconcile()
     assert fleet.joining == [first.url]
     fleet.close()
 
@@ -285,18 +289,36 @@ def test_engine_that_fails_its_first_update_waits_for_its_next_life(engines, rou
 def test_last_engine_may_go_when_it_will_be_started_again(engines, router) -> None:
     fleet = Fleet([engines[0].url], "key0", 5.0, router=router, on_lost=lambda *_: None)
     fleet.lose(engines[0].url, "it died")
-    assert not fleet.waits_for_weights()
+    assert not fleet.needs_weights()
     engines[0].version = "restart-1"
-    assert fleet.waits_for_weights()
+    assert fleet.needs_weights()
     update(engines[:1], fleet, version=6)
     assert fleet.serving == [engines[0].url]
-    assert not fleet.waits_for_weights()
+    assert not fleet.needs_weights()
     fleet.close()
 
 
-def test_engine_that_does_not_answer_a_muster_is_not_lost_for_it(engines, router) -> None:
+def test_engine_that_does_not_answer_a_probe_is_not_lost_for_it(engines, router) -> None:
     fleet = Fleet([engines[0].url, "http://127.0.0.1:9"], "key0", 5.0, router=router)
-    fleet.muster()
+    fleet.reconcile()
     assert fleet.serving == [engines[0].url, "http://127.0.0.1:9"]
     assert router.kept == [engines[0].url]
     fleet.close()
+
+
+class DeadRouter(Router):
+    def remove(self, url: str) -> None:
+        raise EngineError("the router does not answer")
+
+
+def test_router_that_cannot_forget_an_engine_ends_the_run_unless_the_launcher_sees_to_it(engines) -> None:
+    urls = [engine.url for engine in engines]
+    alone = Fleet(urls, "key0", 5.0, router=DeadRouter())
+    with pytest.raises(EngineError, match="the router does not answer"):
+        alone.lose(urls[0], "wrong weights")
+    told: list[str] = []
+    watched = Fleet(urls, "key0", 5.0, router=DeadRouter(), on_lost=lambda url, *_: told.append(url))
+    watched.lose(urls[0], "wrong weights")
+    assert (told, watched.serving) == (urls[:1], urls[1:])
+    alone.close()
+    watched.close()

@@ -69,7 +69,7 @@ def test_router_is_killed_and_started_again(fleet: Engines) -> None:
         asyncio.run(wait_until_ready(fleet.addresses, START))
 
     client = whole_again(fleet, restart)
-    assert client.flights.figures.continued["broken"] >= len(PROMPTS)
+    assert client.inflight.figures.continued["broken"] >= len(PROMPTS)
 
 
 @pytest.mark.integration
@@ -81,6 +81,6 @@ def test_engine_is_stopped_then_killed_and_the_other_goes_on_from_what_was_strea
         time.sleep(0.5)  # the other goes on meanwhile
         fleet.kill("engine-0")
 
-    figures = whole_again(fleet, hang).flights.figures
+    figures = whole_again(fleet, hang).inflight.figures
     assert figures.continued["broken"] > 0
     assert 0 < figures.inferred_tokens < LENGTH * len(PROMPTS)

@@ -86,13 +86,13 @@ async def publish_under_way(
 ) -> tuple[dict[str, float], list[Completion]]:
     """Publish versions one after the other while requests are in flight; the last one's figures, and the answers."""
     made = client(fleet, run=f"under-way-{serving}", pause_mode=publisher._update._mode)
-    made.flights.release(serving)
+    made.inflight.release(serving)
     loop = asyncio.get_running_loop()
-    publisher._hold = lambda: loop.call_soon_threadsafe(made.flights.hold) and None
-    publisher._announce = lambda version: loop.call_soon_threadsafe(made.flights.release, version) and None
+    publisher._hold = lambda: loop.call_soon_threadsafe(made.inflight.hold) and None
+    publisher._announce = lambda version: loop.call_soon_threadsafe(made.inflight.release, version) and None
     running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
     await asyncio.sleep(0.02)
-    while not all(flight.answered for flight in made.flights._flights):  # noqa: ASYNC110  nothing tells
+    while not all(sent.answered for sent in made.inflight._requests):  # noqa: ASYNC110  nothing tells
         await asyncio.sleep(0.001)
     for version in versions:
         figures = await asyncio.to_thread(publish, publisher, version)
@@ -105,7 +105,7 @@ async def publish_under_way(
 def ask(fleet: Engines, count: int, version: int, **changes: object) -> list[Completion]:
     async def answers() -> list[Completion]:
         made = client(fleet, **changes)
-        made.flights.release(version)
+        made.inflight.release(version)
         generate = made.generate()
         found = await asyncio.gather(*[generate(PROMPT) for _ in range(count)])
         await made.close()

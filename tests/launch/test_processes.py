@@ -281,7 +281,7 @@ def test_engine_that_the_trainer_gave_up_is_killed_and_started_again(run_id: str
     """
 
     def give_up() -> None:
-        (tmp_path / LOST).write_text('{"engine": "http://e0", "life": "", "reason": "hangs", "time": 0}\n')
+        (tmp_path / LOST).write_text('{"engine": "http://e0", "incarnation": "", "reason": "hangs", "time": 0}\n')
 
     supervise(
         run_id,

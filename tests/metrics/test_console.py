@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,6 @@ from asyncrl.metrics.fields import STEP
 from asyncrl.trainer.stop import StopRule
 from tests.fakes import tiny_config
 
-opened: list[Console] = []
-
-
-@pytest.fixture(autouse=True)
-def _close_followed_files() -> Iterator[None]:
-    """A launcher's console follows its files to its end."""
-    yield
-    while opened:
-        for file in opened.pop()._files.values():
-            file.close()
-
 
 class Screen:
     """A console that prints into a text."""
@@ -35,7 +23,6 @@ class Screen:
         self.out = io.StringIO()
         plain = rich.console.Console(file=self.out, highlight=False, soft_wrap=True, width=80)
         self.console = Console(tiny_config(**changes), run_dir, plain)
-        opened.append(self.console)
 
     def text(self) -> str:
         found = self.out.getvalue()

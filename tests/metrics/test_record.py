@@ -7,14 +7,16 @@ import asyncio
 import inspect
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.jsonl import append
 from asyncrl.metrics.fields import EVAL, STEP, SUMMARY
 from asyncrl.metrics.record import StepLog
-from asyncrl.metrics.sinks import JsonLines, TensorBoard
+from asyncrl.metrics.sinks import TensorBoard
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.evaluation import evaluate
 from asyncrl.rollout.service import Service
@@ -150,14 +152,12 @@ def test_span_that_runs_twice_in_a_step_adds_up_and_starts_anew_in_the_next() ->
 
 
 def test_sinks_get_every_record_and_jsonl_can_be_followed(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "metrics.jsonl")
-    log = log_of(clock := Clock(), sink)
+    log = log_of(clock := Clock(), partial(append, tmp_path / "metrics.jsonl"))
     records = []
     for version in (1, 2):
         records.append(stepped(log, clock, version, GROUPS))
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == records
-    sink._file.close()
 
 
 def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:

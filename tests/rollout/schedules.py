@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
 
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.hooks import lowest_first
@@ -129,3 +132,18 @@ class Run:
         alive = ledger.running + ledger.ready + ledger.training
         assert alive <= (self.lead + 1) * self.batch_groups
         assert alive + ledger.trained <= (self.lead + self.buffer.version + 1) * self.batch_groups
+
+
+def schedules(kind: type[Run], **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Runs of every shape; `more` draws further fields."""
+    return st.builds(
+        kind,
+        batch_groups=st.integers(1, 6),
+        lead=st.integers(0, 5),
+        slack=st.integers(0, 5),
+        seed=st.integers(0, 2**32),
+        rejections=st.sampled_from([0.0, 0.2, 0.6]),
+        concurrency=st.sampled_from([1, 2, 5, 10**6]),
+        stragglers=st.sampled_from([0.0, 0.1, 0.5]),
+        **more,
+    )

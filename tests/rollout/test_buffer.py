@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.types import Group
 from tests.fakes import group
-from tests.rollout.schedules import Run
-
-schedules = st.builds(
-    Run,
-    batch_groups=st.integers(1, 6),
-    lead=st.integers(0, 5),
-    slack=st.integers(0, 5),
-    seed=st.integers(0, 2**32),
-    rejections=st.sampled_from([0.0, 0.2, 0.6]),
-    concurrency=st.sampled_from([1, 2, 5, 10**6]),
-    stragglers=st.sampled_from([0.0, 0.1, 0.5]),
-)
+from tests.rollout.schedules import Run, schedules
 
 
-@given(schedules)
+@given(schedules(Run))
 @settings(max_examples=2000)
 def test_every_schedule_keeps_the_bound_the_ledger_and_the_admission_and_ends(run: Run) -> None:
     run.play()
@@ -32,7 +20,7 @@ def test_every_schedule_keeps_the_bound_the_ledger_and_the_admission_and_ends(ru
     assert all(batch == sorted(batch) for batch in run.batches)
 
 
-@given(schedules)
+@given(schedules(Run))
 @settings(max_examples=300)
 def test_step_leaves_nothing_of_the_cohort_due(run: Run) -> None:
     run.play()
@@ -42,7 +30,7 @@ def test_step_leaves_nothing_of_the_cohort_due(run: Run) -> None:
         assert set(range(max(0, step - run.slack + 1) * run.batch_groups)) <= trained
 
 
-@given(schedules)
+@given(schedules(Run))
 @settings(max_examples=300)
 def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> None:
     run.slack = 0
@@ -51,7 +39,7 @@ def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> No
     assert run.play().batches == [list(range(t * size, (t + 1) * size)) for t in range(run.steps)]
 
 
-@given(schedules)
+@given(schedules(Run))
 @settings(max_examples=200)
 def test_bound_0_is_synchronous(run: Run) -> None:
     run.lead = run.slack = 0

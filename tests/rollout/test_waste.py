@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.rollout.buffer import OVER_AGE, SURPLUS, CohortBuffer, Ticket
 from asyncrl.types import Group
 from tests.fakes import group
-from tests.rollout.schedules import Run
+from tests.rollout.schedules import Run, schedules
 
 
 @dataclass
@@ -47,15 +47,8 @@ class Wasteful(Run):
         return True
 
 
-wasteful = st.builds(
+wasteful = schedules(
     Wasteful,
-    batch_groups=st.integers(1, 6),
-    lead=st.integers(0, 4),
-    slack=st.integers(0, 4),
-    seed=st.integers(0, 2**32),
-    rejections=st.sampled_from([0.0, 0.2, 0.6]),
-    concurrency=st.sampled_from([1, 2, 5, 10**6]),
-    stragglers=st.sampled_from([0.0, 0.1, 0.5]),
     oversample=st.sampled_from([0, 1, 4]),
     over_age=st.sampled_from(["wait", "drop"]),
     picky=st.booleans(),

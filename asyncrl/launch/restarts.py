@@ -1,14 +1,13 @@
-"""Which processes are started again when they die, and what must happen first.
+"""The restart policy: which processes are started again when they die, and what must happen first.
 
 An engine that died loses its weights, but its address may be known to the router, which would send it requests as soon
-as it answers again. So the router forgets it first; the trainer finds it (Fleet.muster), sends it all weights, and has
-the router know it again. An engine that the trainer has given up (it hangs, or holds wrong weights) is killed, and
+as it answers again. So the router forgets it first; the trainer finds it (Fleet.reconcile), sends it all weights, and
+has the router know it again. An engine that the trainer has given up (it hangs, or holds wrong weights) is killed, and
 then it died like any other. A router that was started again learns from the trainer who serves.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,17 +15,18 @@ from pathlib import Path
 
 from asyncrl.addresses import LOST, READY
 from asyncrl.errors import EngineError
+from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
 
 
-class Revival:
+class RestartPolicy:
     """The restarts of one run; `forget` makes the router forget an engine, or raises EngineError."""
 
     def __init__(self, run_dir: Path, forget: Callable[[str], None] = lambda url: None) -> None:
         self._run_dir, self._forget = run_dir, forget
         self._restarts: Counter[str] = Counter()
-        self._mourned: set[str] = set()
-        self._read = 0  # bytes of the trainer's notes
+        self._announced: set[str] = set()
+        self._notes = Tail(run_dir / LOST)
 
     def count(self, name: str) -> int:
         """How often a process was started again."""
@@ -36,37 +36,30 @@ class Revival:
         """Whether it may be started (once more). A process that dies before all were up has a fault of its own."""
         return self._restarts[spec.name] < spec.restarts and (self._run_dir / READY).exists()
 
-    def is_prepared(self, spec: ProcessSpec, how: str) -> bool:
+    def may_start_now(self, spec: ProcessSpec, how: str) -> bool:
         """Tell of a death once, and count the restart when it may happen now; else to be asked again."""
-        if spec.name not in self._mourned:
-            self._mourned.add(spec.name)
+        if spec.name not in self._announced:
+            self._announced.add(spec.name)
             print(f"asyncrl: {spec.name} died ({how}); it is started again", file=sys.stderr, flush=True)
         try:
             if spec.url:
                 self._forget(spec.url)
         except EngineError:  # the router is gone, too: a new one knows no engines
             return False
-        self._mourned.discard(spec.name)
+        self._announced.discard(spec.name)
         self._restarts[spec.name] += 1
         return True
 
     def given_up(self, specs: Iterable[ProcessSpec]) -> list[str]:
-        """Engines that the trainer has given up since the last call, and that still live the life it knew."""
-        notes = self._run_dir / LOST
-        if not notes.exists() or notes.stat().st_size == self._read:
-            return []
-        with notes.open() as file:
-            file.seek(self._read)
-            whole, _, _ = file.read().rpartition("\n")
-        self._read += len(whole.encode()) + 1 if whole else 0
+        """Engines that the trainer has given up since the last call, and that were not started again meanwhile."""
         by_url = {spec.url: spec for spec in specs if spec.url}
         found = []
-        for note in map(json.loads, whole.splitlines()):
+        for note in self._notes():
             spec = by_url.get(note["engine"])
-            if spec and self.allows(spec) and note["life"] == self._life(spec.name):
+            if spec and self.allows(spec) and note["incarnation"] == self._incarnation(spec.name):
                 found.append(spec.name)
         return found
 
-    def _life(self, name: str) -> str:
+    def _incarnation(self, name: str) -> str:
         restarts = self._restarts[name]
         return f"restart-{restarts}" if restarts else ""

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.addresses import LOST, READY
 from asyncrl.errors import EngineError
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.revival import Revival
+from asyncrl.launch.restarts import RestartPolicy
 
 ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")
 ROUTER = ProcessSpec("router", [], {}, restarts=2)
@@ -34,58 +34,58 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def note(run_dir: Path, url: str, life: str, end: str = "\n") -> None:
+def note(run_dir: Path, url: str, incarnation: str, end: str = "\n") -> None:
     with (run_dir / LOST).open("a") as file:
-        file.write(json.dumps({"engine": url, "life": life, "reason": "hangs"}) + end)
+        file.write(json.dumps({"engine": url, "incarnation": incarnation, "reason": "hangs"}) + end)
 
 
 def test_a_process_that_dies_before_all_were_up_is_not_started_again(tmp_path: Path) -> None:
-    revival = Revival(tmp_path)
-    assert not revival.allows(ENGINE)
+    policy = RestartPolicy(tmp_path)
+    assert not policy.allows(ENGINE)
     (tmp_path / READY).touch()
-    assert revival.allows(ENGINE)
-    assert revival.allows(ROUTER)
-    assert not revival.allows(TRAINER)
+    assert policy.allows(ENGINE)
+    assert policy.allows(ROUTER)
+    assert not policy.allows(TRAINER)
 
 
 def test_restarts_are_bounded(run_dir: Path) -> None:
-    revival = Revival(run_dir)
+    policy = RestartPolicy(run_dir)
     for count in (1, 2):
-        assert revival.allows(ENGINE)
-        assert revival.is_prepared(ENGINE, "killed")
-        assert revival.count("engine-0") == count
-    assert not revival.allows(ENGINE)
-    assert revival.allows(ROUTER)
+        assert policy.allows(ENGINE)
+        assert policy.may_start_now(ENGINE, "killed")
+        assert policy.count("engine-0") == count
+    assert not policy.allows(ENGINE)
+    assert policy.allows(ROUTER)
 
 
 def test_an_engine_starts_only_once_the_router_has_forgotten_it(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     router = Router()
-    revival = Revival(run_dir, router.forget)
+    policy = RestartPolicy(run_dir, router.forget)
     router.alive = False
-    assert not revival.is_prepared(ENGINE, "killed by SIGKILL")
-    assert revival.is_prepared(ROUTER, "killed by SIGKILL")  # needs nobody
-    assert not revival.is_prepared(ENGINE, "killed by SIGKILL")
+    assert not policy.may_start_now(ENGINE, "killed by SIGKILL")
+    assert policy.may_start_now(ROUTER, "killed by SIGKILL")  # needs nobody
+    assert not policy.may_start_now(ENGINE, "killed by SIGKILL")
     router.alive = True
-    assert revival.is_prepared(ENGINE, "killed by SIGKILL")
+    assert policy.may_start_now(ENGINE, "killed by SIGKILL")
     assert router.forgotten == ["http://e0"]
-    assert revival.count("engine-0") == 1
+    assert policy.count("engine-0") == 1
     assert capsys.readouterr().err.count("engine-0 died (killed by SIGKILL)") == 1  # told once
 
 
-def test_an_engine_that_the_trainer_gave_up_is_killed_once_and_only_in_that_life(run_dir: Path) -> None:
-    revival = Revival(run_dir)
-    assert revival.given_up([ENGINE, ROUTER]) == []
+def test_an_engine_that_the_trainer_gave_up_is_killed_once_and_only_in_that_incarnation(run_dir: Path) -> None:
+    policy = RestartPolicy(run_dir)
+    assert policy.given_up([ENGINE, ROUTER]) == []
     note(run_dir, "http://elsewhere", "")
     note(run_dir, "http://e0", "", end="")  # half a line: its writer is not done
-    assert revival.given_up([ENGINE]) == []
+    assert policy.given_up([ENGINE]) == []
     with (run_dir / LOST).open("a") as file:
         file.write("\n")
-    assert revival.given_up([ENGINE]) == ["engine-0"]
-    assert revival.given_up([ENGINE]) == []
-    assert revival.is_prepared(ENGINE, "killed")
+    assert policy.given_up([ENGINE]) == ["engine-0"]
+    assert policy.given_up([ENGINE]) == []
+    assert policy.may_start_now(ENGINE, "killed")
     note(run_dir, "http://e0", "")  # the trainer notices only now that the first one died
-    assert revival.given_up([ENGINE]) == []
+    assert policy.given_up([ENGINE]) == []
     note(run_dir, "http://e0", "restart-1")
-    assert revival.given_up([ENGINE]) == ["engine-0"]
+    assert policy.given_up([ENGINE]) == ["engine-0"]

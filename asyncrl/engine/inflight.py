@@ -51,7 +51,7 @@ class Listener(Protocol):
 
 
 @dataclass(eq=False)
-class _Flight:
+class _Request:
     """One request in flight."""
 
     scope: asyncio.Timeout
@@ -60,7 +60,7 @@ class _Flight:
     overtaken: bool = False  # by a publish, before its first piece
 
 
-class Flights:
+class InFlight:
     """Sends requests; knows which are open."""
 
     def __init__(
@@ -69,10 +69,10 @@ class Flights:
         self._http, self._run, self._sampling = http, run, sampling
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
-        self._flights: dict[_Flight, None] = {}  # in the order of their sending
-        self._open, self._landed = asyncio.Event(), asyncio.Event()
+        self._requests: dict[_Request, None] = {}  # in the order of their sending
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
-        self._landed.set()
+        self._idle.set()
         self._busy_since = 0.0
         self.version = 0
         self.figures = Figures()
@@ -82,10 +82,10 @@ class Flights:
     def hold(self) -> None:
         """Keep new requests back: weights are about to change."""
         self._open.clear()
-        for flight in self._flights:
-            flight.overtaken = not flight.answered
+        for sent in self._requests:
+            sent.overtaken = not sent.answered
             if self._pause_mode == "retract":
-                self.figures.refilled_tokens += flight.tokens
+                self.figures.refilled_tokens += sent.tokens
 
     def release(self, version: int) -> None:
         """Every engine serves `version`: let requests go, under its prefix-cache key.
@@ -96,19 +96,19 @@ class Flights:
         self.version = version
         self._open.set()
         if self._pause_mode == "in_place" and self._cache_key == "version":
-            for flight in self._flights:
-                if flight.overtaken:
-                    flight.scope.reschedule(0.0)
+            for sent in self._requests:
+                if sent.overtaken:
+                    sent.scope.reschedule(0.0)
 
     @property
     def in_flight(self) -> int:
         """Open requests."""
-        return len(self._flights)
+        return len(self._requests)
 
     async def drained(self, seconds: float) -> bool:
         """Wait until no request is in flight; whether that came to pass."""
         try:
-            await asyncio.wait_for(self._landed.wait(), seconds)
+            await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
             return False
         return True
@@ -119,19 +119,19 @@ class Flights:
         """A sample for each session, whole or cut; asked anew when a publish overtakes it."""
         while True:
             await self._open.wait()
-            flight = _Flight(asyncio.timeout(None), len(token_ids))
-            self._take_off(flight)
+            sent = _Request(asyncio.timeout(None), len(token_ids))
+            self._opened(sent)
             try:
-                async with flight.scope:
-                    return await self._read(flight, sessions, self._request(sessions, token_ids, begun))
+                async with sent.scope:
+                    return await self._read(sent, sessions, self._request(sessions, token_ids, begun))
             except TimeoutError:
-                if not flight.scope.expired():
+                if not sent.scope.expired():
                     raise
                 self.figures.continued["overtaken"] += 1
             finally:
-                self._land(flight)
+                self._closed(sent)
 
-    async def _read(self, flight: _Flight, sessions: Sequence[Listener], request: dict[str, Any]) -> list[Answer]:
+    async def _read(self, sent: _Request, sessions: Sequence[Listener], request: dict[str, Any]) -> list[Answer]:
         answers = [Answer(self.version) for _ in sessions]
         why = "the stream ended before its last piece"
         try:
@@ -140,8 +140,8 @@ class Flights:
                     raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
                 new = answers[piece.index].add(piece)
                 sessions[piece.index].received += new
-                flight.answered = True
-                flight.tokens += new
+                sent.answered = True
+                sent.tokens += new
         except Broken as broken:
             why = str(broken)
         for answer in answers:
@@ -170,21 +170,21 @@ class Flights:
 
     # -- who is in flight ----------------------------------------------------------------------------------
 
-    def _take_off(self, flight: _Flight) -> None:
-        if not self._flights:
+    def _opened(self, sent: _Request) -> None:
+        if not self._requests:
             self._busy_since = asyncio.get_running_loop().time()
-        self._flights[flight] = None
-        self._landed.clear()
+        self._requests[sent] = None
+        self._idle.clear()
 
-    def _land(self, flight: _Flight) -> None:
-        del self._flights[flight]
-        if not self._flights:
+    def _closed(self, sent: _Request) -> None:
+        del self._requests[sent]
+        if not self._requests:
             self.figures.seconds_busy += asyncio.get_running_loop().time() - self._busy_since
-            self._landed.set()
+            self._idle.set()
 
     def take_figures(self) -> Figures:
         """The figures since the last call."""
-        if self._flights:
+        if self._requests:
             now = asyncio.get_running_loop().time()
             self.figures.seconds_busy += now - self._busy_since
             self._busy_since = now

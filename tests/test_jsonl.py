@@ -1,0 +1,47 @@
+"""Lines reach whoever follows, whole and once; a file that is replaced is never half."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.jsonl import Tail, append, replace
+
+
+def test_follower_sees_every_line_once_and_none_before_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    tail = Tail(path)
+    assert tail() == []
+    append(path, {"a": "é"})
+    append(path, {"a": 2})
+    with path.open("a") as file:
+        file.write('{"a": 3')
+    assert tail() == [{"a": "é"}, {"a": 2}]
+    assert tail() == []
+    with path.open("a") as file:
+        file.write("}\n")
+    assert tail() == [{"a": 3}]
+
+
+@given(cuts=st.lists(st.integers(1, 12), max_size=40))
+def test_wherever_the_writer_pauses(tmp_path_factory, cuts: list[int]) -> None:
+    path = tmp_path_factory.mktemp("tail") / "a.jsonl"
+    records = [{"step": number, "text": "ü" * number} for number in range(5)]
+    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    tail, found = Tail(path), []
+    for cut in [*cuts, len(data)]:
+        with path.open("ab") as file:
+            file.write(data[:cut])
+        data = data[cut:]
+        found += tail()
+    assert found == records
+
+
+def test_replaced_file_holds_the_last_record_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    for number in range(2):
+        replace(tmp_path / "a.json", {"number": number})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"number": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
