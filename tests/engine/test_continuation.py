@@ -44,7 +44,7 @@ def cut_at(cuts: list[tuple[str, int]], stop: int | None) -> FakeEngine:
             ids = ids[: ids.index(stop) + 1]
         finish = "stop" if ids and ids[-1] == stop else "length"
         way, place = cuts[number] if number < len(cuts) else ("", 0)
-        if way and place < len(ids):
+        if way and place <= len(ids):
             ids, finish = ids[:place], "abort"
         events = pieces(Completion(ids, [-0.5 * i for i in ids], [VersionSpan(5, 0, len(ids))] if ids else [], finish))
         if not way or finish != "abort":
@@ -100,6 +100,7 @@ def test_answer_that_is_cut_short_goes_on_from_its_last_token_as_if_nothing_had_
     assert seen[0].received == len(found.token_ids)
     for span in found.versions:  # what no engine could tell is as old as it can be
         assert (span.version, span.inferred) in ((5, False), (3, True))
+    assert all(request["sampling_params"]["max_new_tokens"] > 0 for request in engine.requests)  # none for nothing
     for request, later in pairwise(engine.requests):
         assert later["input_ids"][: len(request["input_ids"])] == request["input_ids"]
         assert later["rid"] != request["rid"]
