@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -58,6 +59,7 @@ class Client:
         coalesce: bool,
         cache_key: CacheKey = "version",
         pause_mode: str = "in_place",
+        fields: Mapping[str, Any] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._http = httpx.AsyncClient(
@@ -72,7 +74,9 @@ class Client:
             "stop_token_ids": stop_token_ids,
             "skip_special_tokens": False,
         }
-        self.inflight = InFlight(self._http, run, self._sampling, cache_key=cache_key, pause_mode=pause_mode)
+        self.inflight = InFlight(
+            self._http, run, self._sampling, cache_key=cache_key, pause_mode=pause_mode, fields=dict(fields or {})
+        )
         self._coalesce, self._temperature, self._retry_timeout = coalesce, temperature, retry_timeout
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[tuple[Session, asyncio.Future[Completion]]]] = {}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import httpx
 
-from asyncrl.engine.answer import Answer
+from asyncrl.engine.answer import Answer, Piece
+from asyncrl.engine.choice import FORWARDED, Engines
 from asyncrl.engine.stream import Broken, pieces
 from asyncrl.errors import EngineError
 
@@ -64,9 +65,17 @@ class InFlight:
     """Sends requests; knows which are open."""
 
     def __init__(
-        self, http: httpx.AsyncClient, run: str, sampling: dict[str, Any], *, cache_key: CacheKey, pause_mode: str
+        self,
+        http: httpx.AsyncClient,
+        run: str,
+        sampling: dict[str, Any],
+        *,
+        cache_key: CacheKey,
+        pause_mode: str,
+        fields: dict[str, Any],
     ) -> None:
-        self._http, self._run, self._sampling = http, run, sampling
+        self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
+        self._past_router = Engines(http) if fields.keys() - FORWARDED else None
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
         self._requests: dict[_Request, None] = {}  # in the order of their sending
@@ -135,7 +144,7 @@ class InFlight:
         answers = [Answer(self.version) for _ in sessions]
         why = "the stream ended before its last piece"
         try:
-            async for piece in pieces(self._http, request, sessions[0].group or request["rid"]):
+            async for piece in self._pieces(request, sessions[0].group or request["rid"]):
                 if not 0 <= piece.index < len(answers):
                     raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
                 new = answers[piece.index].add(piece)
@@ -152,9 +161,20 @@ class InFlight:
         self.figures.cached_tokens += sum(meta.cached_tokens for meta in told)
         return answers
 
+    async def _pieces(self, request: dict[str, Any], key: str) -> AsyncIterator[Piece]:
+        if self._past_router is None:
+            async for piece in pieces(self._http, request, key):
+                yield piece
+            return
+        url = await self._past_router.pick(key)
+        with self._past_router.request_to(url):
+            async for piece in pieces(self._http, request, key, engine=url):
+                yield piece
+
     def _request(self, sessions: Sequence[Listener], token_ids: list[int], begun: int) -> dict[str, Any]:
         key = f"v{self.version}" if self._cache_key == "version" else sessions[0].group
         return {
+            **self._fields,
             "input_ids": token_ids,
             "sampling_params": {
                 **self._sampling,

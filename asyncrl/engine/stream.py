@@ -19,14 +19,18 @@ class Broken(Exception):
     """The answer ended before its time, for a reason that is not the request's: it may be continued elsewhere."""
 
 
-async def pieces(http: httpx.AsyncClient, request: dict[str, Any], routing_key: str) -> AsyncIterator[Piece]:
-    """The events of one request as they come. Raises Broken, or EngineError when the request is refused."""
+async def pieces(
+    http: httpx.AsyncClient, request: dict[str, Any], routing_key: str, *, engine: str = ""
+) -> AsyncIterator[Piece]:
+    """The events of one request as they come, from the router or from an engine's URL. Raises Broken, or EngineError
+    when the request is refused."""
+    url, asked = f"{engine}/generate", engine or "the router"
     headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
     try:
-        async with http.stream("POST", "/generate", content=msgspec.json.encode(request), headers=headers) as response:
+        async with http.stream("POST", url, content=msgspec.json.encode(request), headers=headers) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")[:500]
-                problem = f"the router answered {response.status_code}: {text}"
+                problem = f"{asked} answered {response.status_code}: {text}"
                 raise Broken(problem) if response.status_code in PASSING else EngineError(problem)
             rest = b""
             async for chunk in response.aiter_raw():

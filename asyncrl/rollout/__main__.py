@@ -101,6 +101,7 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> 
         coalesce=config.rollout.coalesce,
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
+        fields=config.engine.request_fields,
     )
 
 
