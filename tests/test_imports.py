@@ -49,7 +49,7 @@ ONLY = {
     ("rollout", "engine"): {"engine.client", "engine.router"},
     ("weights", "engine"): {"engine.control", "engine.update", "engine.server"},
     ("trainer", "models"): {"models.architectures"},
-    ("planner", "rollout"): {"rollout.buffer"},
+    ("planner", "rollout"): {"rollout.buffer", "rollout.concurrency"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 

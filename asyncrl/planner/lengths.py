@@ -1,0 +1,68 @@
+"""Made-up workloads: lengths of answers as they are seen, log-normal and alike within a group; slow environments.
+
+As in the measurements that published systems give: reasoning answers have sigma 0.9, with a heavy tail 1.3; an agent's
+turns split its tokens, and its tools take log-normal seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from asyncrl.planner.simulation import Episode
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal, cut off; the same episodes for the same number of a group."""
+
+    mean: float
+    """Tokens of an episode, before they are cut off."""
+    sigma: float
+    """Standard deviation of the logarithm."""
+    longest: int
+    group_size: int
+    alike: float = 0.5
+    """Share of the logarithm's variance that the siblings of a group have in common."""
+    turns: float = 1.0
+    """Mean number of turns (geometric)."""
+    tool_seconds: float = 0.0
+    """Mean seconds between two turns."""
+    tool_sigma: float = 1.2
+    tool_longest: float = 600.0
+    most_turns: int = 60
+    seed: int = 0
+
+    def group(self, number: int) -> list[Episode]:
+        """The siblings of group `number`."""
+        draw = random.Random(f"{self.seed} {number}")
+        common = draw.gauss() * math.sqrt(self.alike)
+        return [self._episode(draw, common + draw.gauss() * math.sqrt(1 - self.alike)) for _ in range(self.group_size)]
+
+    def _episode(self, draw: random.Random, deviation: float) -> Episode:
+        centre = math.log(self.mean) - self.sigma**2 / 2
+        tokens = max(1, min(self.longest, round(math.exp(centre + self.sigma * deviation))))
+        turns = self._turns(draw)
+        shares = [draw.gammavariate(2.0, 1.0) for _ in range(turns)]
+        ends = [round(tokens * sum(shares[: i + 1]) / sum(shares)) for i in range(turns)]
+        written = [max(1, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+        return Episode(written, [self._seconds(draw) for _ in range(turns - 1)])
+
+    def _turns(self, draw: random.Random) -> int:
+        if self.turns <= 1:
+            return 1
+        ratio = math.log(1 - draw.random()) / math.log(1 - 1 / self.turns)
+        return min(self.most_turns, max(1, math.ceil(ratio)))
+
+    def _seconds(self, draw: random.Random) -> float:
+        if not self.tool_seconds:
+            return 0.0
+        centre = math.log(self.tool_seconds) - self.tool_sigma**2 / 2
+        return min(self.tool_longest, math.exp(draw.gauss(centre, self.tool_sigma)))
+
+    def episodes(self) -> Callable[[int], Sequence[Episode]]:
+        """`group`, remembered."""
+        return lru_cache(maxsize=None)(self.group)

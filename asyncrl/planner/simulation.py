@@ -1,0 +1,305 @@
+"""A whole run in simulated time: the real buffer and concurrency rule between simulated engines and a trainer.
+
+What is left out: the router's and the client's own time, weights on their way beyond a pause of given length.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.concurrency import Load, Window
+from asyncrl.types import Group
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Tokens of each turn, and seconds of the environment after each but the last."""
+
+    turns: Sequence[float]
+    seconds: Sequence[float] = ()
+
+    @property
+    def tokens(self) -> float:
+        """Of all turns."""
+        return sum(self.turns)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`episodes(number)` are the siblings of the group that is started as number `number`."""
+
+    episodes: Callable[[int], Sequence[Episode]]
+    batch_groups: int
+    prompt: float = 0.0
+    """Tokens."""
+    longest: int = 1 << 20
+    """Tokens of the longest episode."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Machines and mode."""
+
+    engines: int
+    train_rate: float
+    """Tokens per second of the whole trainer."""
+    max_staleness: int
+    lead: int | None = None
+    train_fixed: float = 0.0
+    """Further seconds of a step."""
+    pause: float = 0.0
+    """Seconds for which engines stand still at a publish."""
+    drain: bool = False
+    """Weights wait until no request is in flight."""
+    in_play: int | None = None
+    """Episodes at once; unset: the concurrency rule decides, 0: as many as are admitted."""
+    observe_every: float = 1.0
+    shape: EngineShape = field(default_factory=EngineShape)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """After the warm-up."""
+
+    tokens_per_s: float
+    step: float
+    trainer_busy: float
+    engines_busy: float
+    """Of what they could write with full batches."""
+    staleness_mean: float
+    staleness_max: int
+    retractions: int
+    prefilled: float
+    """Tokens, for each that was trained."""
+    in_play: float
+    """Mean number of episodes at once."""
+
+
+class Played(Group, frozen=True, array_like=True):
+    """A group of which only the size and the birth matter."""
+
+    tokens: int = 0
+    born: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all siblings."""
+        return self.tokens
+
+
+@dataclass(eq=False)
+class _Playing:
+    ticket: Ticket
+    left: int
+    tokens: float
+    engine: SimulatedEngine
+    born: int
+    size: int
+
+
+def simulate(workload: Workload, setting: Setting, steps: int, warm: int = 4) -> Outcome:
+    """Run `warm` + `steps` steps."""
+    run = _Run(workload, setting)
+    run.until(warm)
+    started, before = run.now, run.counters()
+    run.until(warm + steps)
+    seconds, after = run.now - started, run.counters()
+    trained, busy, decoded, retracted, prefilled, in_play = (b - a for a, b in zip(before, after, strict=True))
+    ages = run.staleness[warm * workload.batch_groups :]
+    full = setting.engines * setting.shape.rate(setting.shape.max_running)
+    return Outcome(
+        trained / seconds,
+        seconds / steps,
+        busy / seconds,
+        decoded / full / seconds,
+        sum(ages) / len(ages),
+        max(ages),
+        int(retracted),
+        prefilled / trained,
+        in_play / seconds,
+    )
+
+
+class _Run:
+    def __init__(self, workload: Workload, setting: Setting) -> None:
+        self.workload, self.setting = workload, setting
+        self.now = 0.0
+        self.staleness: list[int] = []
+        self._buffer = CohortBuffer(workload.batch_groups, setting.max_staleness, setting.lead, clock=lambda: self.now)
+        self._engines = [SimulatedEngine(setting.shape) for _ in range(setting.engines)]
+        self._open = dict.fromkeys(range(setting.engines), 0)  # requests as the router counts them
+        self._window = Window(workload.longest) if setting.in_play is None else None
+        self._number = itertools.count()
+        self._serial = itertools.count()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._jobs: dict[Job, tuple[_Playing, Episode, int]] = {}
+        self._held: list[Callable[[], None]] | None = None
+        self._needed = 0.0  # tokens to be prefilled since the engines were last asked
+        self._training = self._draining = False
+        self._asked_at = 0.0
+        self._in_play = 0
+        self._trained = self._busy = self._in_play_seconds = 0.0
+        if self._window:
+            self._observe()
+
+    def counters(self) -> tuple[float, ...]:
+        """What has been summed up so far."""
+        return (
+            self._trained,
+            self._busy,
+            sum(engine.decoded for engine in self._engines),
+            sum(engine.retractions for engine in self._engines),
+            sum(engine.prefilled for engine in self._engines),
+            self._in_play_seconds,
+        )
+
+    def until(self, version: int) -> None:
+        """Go on until a version is published."""
+        while self._buffer.version < version:
+            self._admit()
+            self._take()
+            self._step()
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time, next(self._serial), action))
+
+    def _step(self) -> None:
+        """The next thing that happens."""
+        engine = min(self._engines, key=SimulatedEngine.next_time)
+        due, timer = engine.next_time(), self._timers[0][0] if self._timers else math.inf
+        time = min(due, timer)
+        if time == math.inf:
+            raise RuntimeError(f"nothing will happen any more: {self._buffer.waiting_for()}")
+        self._in_play_seconds += self._in_play * (time - self.now)
+        self.now = time
+        if timer <= due:
+            heapq.heappop(self._timers)[2]()
+        else:
+            for job in engine.advance(time):
+                self._written(job)
+
+    # -- rollouts ------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        size = len(self.workload.episodes(0))
+        while self._may_start(size) and (ticket := self._buffer.admit()):
+            episodes = self.workload.episodes(next(self._number))
+            number = min(self._open, key=self._open.__getitem__)  # the router's: the fewest requests
+            playing = _Playing(
+                ticket, len(episodes), sum(one.tokens for one in episodes), self._engines[number], -1, len(episodes)
+            )
+            self._in_play += len(episodes)
+            if self._window:
+                self._window.start(len(episodes))
+            self._send(partial(self._first_turns, playing, episodes))
+
+    def _may_start(self, episodes: int) -> bool:
+        if self._window:
+            return self._window.may_start(episodes)
+        return not self.setting.in_play or self._in_play == 0 or self._in_play + episodes <= self.setting.in_play
+
+    def _send(self, request: Callable[[], None]) -> None:
+        if self._held is None:
+            request()
+        else:
+            self._held.append(request)
+
+    def _first_turns(self, playing: _Playing, episodes: Sequence[Episode]) -> None:
+        self._needed += self.workload.prompt
+        for episode in episodes:
+            self._turn(playing, episode, 0, self.workload.prompt)
+
+    def _turn(self, playing: _Playing, episode: Episode, number: int, context: float) -> None:
+        prefix = (("prompt", playing.ticket.uid), self.workload.prompt) if self.workload.prompt else None
+        session = id(episode) if len(episode.turns) > 1 else None
+        job = Job(episode.turns[number], context, prefix, session, began=lambda: self._began(playing))
+        self._jobs[job] = (playing, episode, number)
+        self._open[self._engines.index(playing.engine)] += 1
+        playing.engine.submit(job, self.now)
+
+    def _began(self, playing: _Playing) -> None:
+        if playing.born < 0:
+            playing.born = self._buffer.version
+
+    def _written(self, job: Job) -> None:
+        playing, episode, number = self._jobs.pop(job)
+        self._open[self._engines.index(playing.engine)] -= 1
+        if number + 1 < len(episode.turns):
+            context = job.context + job.tokens
+            self._at(
+                self.now + episode.seconds[number],
+                lambda: self._send(lambda: self._turn(playing, episode, number + 1, context)),
+            )
+        else:
+            self._ended(playing)
+        if self._draining and not self._jobs:
+            self._draining = False
+            self._publish()
+
+    def _ended(self, playing: _Playing) -> None:
+        playing.left -= 1
+        if playing.left:
+            return
+        self._in_play -= playing.size
+        if self._window:
+            self._window.end(playing.size)
+        ticket = playing.ticket
+        self._buffer.commit(
+            ticket, Played(ticket.uid, ticket.slot, [], [], tokens=round(playing.tokens), born=playing.born)
+        )
+
+    def _observe(self) -> None:
+        assert self._window
+        self._at(self.now + self.setting.observe_every, self._observe)
+        if self._held is None:
+            needed, self._needed = self._needed, 0.0
+            loads = [
+                Load(one.running, one.waiting, one.used, one.shape.kv_tokens, one.prefilled, one.prefill_seconds)
+                for one in self._engines
+            ]
+            self._window.observe(loads, self.setting.observe_every, needed)
+
+    # -- the trainer ---------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        if self._training or (groups := self._buffer.take()) is None:
+            return
+        self._training = True
+        self.staleness += [self._buffer.version - group.born for group in groups if isinstance(group, Played)]
+        tokens = sum(group.num_tokens for group in groups)
+        seconds = tokens / self.setting.train_rate + self.setting.train_fixed
+        if self._window:
+            waited = self.now > self._asked_at
+            self._window.taken(self._buffer.ledger().ready, self.workload.batch_groups, waited=waited)
+        self._at(self.now + seconds, lambda: self._step_done(tokens, seconds))
+
+    def _step_done(self, tokens: float, seconds: float) -> None:
+        self._trained += tokens
+        self._busy += seconds
+        self._held = []
+        if self.setting.drain and self._jobs:
+            self._draining = True
+        else:
+            self._publish()
+
+    def _publish(self) -> None:
+        for engine in self._engines:
+            engine.pause(self.now)
+        self._at(self.now + self.setting.pause, self._published)
+
+    def _published(self) -> None:
+        for engine in self._engines:
+            engine.resume(self.now)
+        self._training = False
+        self._asked_at = self.now
+        self._buffer.publish(self._buffer.version + 1)
+        held, self._held = self._held or [], None
+        for request in held:
+            request()

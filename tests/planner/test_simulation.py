@@ -1,0 +1,77 @@
+"""A run in simulated time obeys the laws that can be computed by hand, and the buffer's bound."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.lengths import Lengths
+from asyncrl.planner.simulation import Episode, Outcome, Setting, Workload, simulate
+
+SHAPE = EngineShape(0.01, 0.0001, 64)
+LENGTHS = Lengths(mean=400, sigma=0.9, longest=3000, group_size=4)
+WORKLOAD = Workload(LENGTHS.episodes(), batch_groups=8)
+
+
+def outcome(steps: int = 12, *, workload: Workload = WORKLOAD, **changes: object) -> Outcome:
+    values: dict = {"engines": 2, "train_rate": 1e9, "max_staleness": 2, "in_play": 0, "shape": SHAPE} | changes
+    return simulate(workload, Setting(**values), steps)
+
+
+def test_a_slow_trainer_is_the_only_limit() -> None:
+    """X = tokens / (tokens / rate + fixed + pause)."""
+    found = outcome(train_rate=500.0, train_fixed=2.0, pause=1.0, max_staleness=4)
+    assert found.trainer_busy == pytest.approx(1 - 1.0 / found.step, rel=1e-6)
+    assert found.tokens_per_s * found.step == pytest.approx((found.step - 3.0) * 500.0)
+
+
+def test_a_synchronous_step_is_the_longest_answer_then_the_trainer() -> None:
+    """Equal answers, one engine: their time in a batch of all of them, then the trainer's."""
+    equal = Workload(lambda _: [Episode([100.0])] * 4, batch_groups=8)
+    found = outcome(workload=equal, engines=1, max_staleness=0, train_rate=1600.0, train_fixed=1.0, pause=0.5)
+    assert found.step == pytest.approx(100 * (0.01 + 0.0001 * 32) + 3200 / 1600 + 1.0 + 0.5)
+    assert found.staleness_max == 0
+
+
+def test_tools_take_their_time_and_no_engine() -> None:
+    slow = Workload(lambda _: [Episode([10.0, 10.0], [5.0])] * 2, batch_groups=1)
+    assert outcome(workload=slow, max_staleness=0).step == pytest.approx(20 * (0.01 + 0.0001 * 2) + 5.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 5), st.data())
+def test_no_token_is_older_than_the_bound(bound: int, data: st.DataObject) -> None:
+    lead = data.draw(st.integers(0, bound))
+    found = outcome(6, max_staleness=bound, lead=lead, in_play=data.draw(st.sampled_from([None, 0, 1, 20])))
+    assert found.staleness_max <= bound
+
+
+@pytest.mark.parametrize("lead", [1, 2])
+def test_slack_never_costs_throughput_nor_breaks_the_bound(lead: int) -> None:
+    """I6, on a heavy tail."""
+    heavy = Workload(Lengths(mean=400, sigma=1.3, longest=8000, group_size=4).episodes(), batch_groups=8)
+    found = [outcome(60, workload=heavy, lead=lead, max_staleness=lead + slack) for slack in range(4)]
+    for less, more in itertools.pairwise(found):
+        assert more.tokens_per_s > 0.97 * less.tokens_per_s
+    for slack, one in enumerate(found):
+        assert one.staleness_max <= lead + slack
+    assert found[-1].tokens_per_s > 1.1 * found[0].tokens_per_s
+
+
+def test_waiting_for_requests_in_flight_costs_what_asynchrony_gave() -> None:
+    free, drained = outcome(max_staleness=4, train_rate=2e4), outcome(max_staleness=4, train_rate=2e4, drain=True)
+    assert free.tokens_per_s > 1.5 * drained.tokens_per_s
+
+
+def test_lengths_are_those_of_the_distribution_and_the_same_every_time() -> None:
+    drawn = [episode for number in range(400) for episode in LENGTHS.group(number)]
+    assert sum(one.tokens for one in drawn) / len(drawn) == pytest.approx(400, rel=0.1)
+    assert LENGTHS.group(7) == LENGTHS.group(7) != LENGTHS.group(8)
+    turns = [Lengths(400, 0.9, 3000, 4, turns=8, tool_seconds=2.0).group(number) for number in range(200)]
+    assert sum(len(one.turns) for group in turns for one in group) / 800 == pytest.approx(8, rel=0.1)
+    seconds = [value for group in turns for one in group for value in one.seconds]
+    assert sum(seconds) / len(seconds) == pytest.approx(2.0, rel=0.2)

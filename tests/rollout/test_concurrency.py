@@ -1,0 +1,186 @@
+"""The concurrency rule: bounded, never stuck, and as fast as the best fixed number in very different worlds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.lengths import Lengths
+from asyncrl.planner.simulation import Episode, Outcome, Setting, Workload, simulate
+from asyncrl.rollout.concurrency import Load, Window
+
+SIZE, BATCH = 8, 16
+LOADS = st.lists(
+    st.builds(
+        Load,
+        running=st.integers(0, 500),
+        waiting=st.integers(0, 500),
+        used=st.floats(0, 2e5),
+        capacity=st.sampled_from([0.0, 1e5]),
+        prefilled=st.floats(0, 1e6),
+        prefill_seconds=st.floats(0, 1e4),
+    ),
+    max_size=3,
+)
+EVENTS = st.lists(
+    st.one_of(LOADS, st.tuples(st.integers(0, 99), st.booleans()), st.just("start"), st.just("start"), st.just("end")),
+    max_size=120,
+)
+
+
+@given(EVENTS, st.integers(1, 20))
+def test_something_may_always_run_and_never_more_than_the_limit(events: list, size: int) -> None:
+    window, playing = Window(longest=1000), 0
+    for event in events:
+        if isinstance(event, list):
+            window.observe(event, 1.0, 100.0)
+        elif isinstance(event, tuple):
+            window.taken(event[0], 8, waited=event[1])
+        elif event == "start" and window.may_start(size):
+            assert playing == 0 or (playing + 1) * size <= window.limit
+            window.start(size)
+            playing += 1
+        elif event == "end" and playing:
+            window.end(size)
+            playing -= 1
+        assert window.in_play == playing * size
+        assert playing or window.may_start(size)
+
+
+def load(used: float = 0.0, *, running: int = 10, waiting: int = 0, **prefill: float) -> Load:
+    return Load(running, waiting, used, 10_000, **({"prefilled": 0.0, "prefill_seconds": 0.0} | prefill))
+
+
+def fill(window: Window) -> None:
+    while window.may_start(1):
+        window.start(1)
+
+
+def used_up(window: Window, said: Load, times: int = 1) -> float:
+    """Its limit after the engine said so many times, each time while all that it allows is in play, and then ends
+    once."""
+    for _ in range(times):
+        window.observe([said], 1.0, 0.0)
+        fill(window)
+        for _ in range(window.in_play):
+            window.end(1)
+            fill(window)
+    return window.limit
+
+
+def test_it_starts_with_what_fits_doubles_until_the_engines_are_full_then_grows_slowly() -> None:
+    window = Window(longest=1000)
+    window.observe([load()], 1.0, 0.0)
+    assert window.limit == 10
+    assert used_up(window, load(0.3)) == pytest.approx(20, abs=2)
+    assert used_up(window, load(6000)) == pytest.approx(40, abs=4)
+    full = used_up(window, load(9500), 5)
+    assert full == pytest.approx(40, abs=4)
+    assert used_up(window, load(6000)) == pytest.approx(1.25 * full, rel=0.1)
+
+
+def test_an_engine_with_room_is_reason_enough_to_grow() -> None:
+    window = Window(longest=1000)
+    used_up(window, load(3000))
+    before = window.limit
+    fill(window)
+    window.observe([load(9900, waiting=5), load(3000)], 1.0, 0.0)
+    window.end(1)
+    assert window.limit > before
+
+
+def test_it_falls_once_for_what_is_in_play_when_every_queue_is_long() -> None:
+    window = Window(longest=100)
+    used_up(window, load(6000))
+    before = window.in_play
+    for _ in range(8):
+        window.observe([load(5000, running=20, waiting=40)], 1.0, 0.0)
+    assert window.limit == pytest.approx(0.8 * before)
+    assert window.cuts == 1
+
+
+def test_it_falls_when_engines_prefill_again_and_not_when_they_prefill_what_is_new() -> None:
+    for needed, cuts in ((1000.0, 0), (100.0, 1)):
+        window = Window(longest=100)
+        used_up(window, load(6000))
+        for second in range(10):
+            said = load(9500, prefilled=1000.0 * second, prefill_seconds=0.9 * second)
+            window.observe([said], 1.0, needed)
+        assert window.cuts == cuts
+        assert window.wasted == pytest.approx(0.0 if cuts == 0 else 0.9 * 0.9 * (1 - 0.9**9), abs=1e-9)
+
+
+def test_a_burst_that_waits_to_be_prefilled_changes_nothing() -> None:
+    window = Window(longest=100)
+    used_up(window, load(1000))
+    before = window.limit
+    for waiting in (100, 100, 0, 100, 100, 0):
+        window.observe([load(1000, waiting=waiting)], 1.0, 0.0)
+    assert window.limit == before
+
+
+def test_fewer_are_in_play_while_batches_pile_up_and_more_when_the_trainer_waits() -> None:
+    window = Window(longest=100)
+    used_up(window, load(1000))
+    everything = window.limit
+    for _ in range(5):
+        for _ in range(8):
+            window.end(1)
+            window.start(1)
+        window.taken(ready=40, batch=8, waited=False)
+    assert 0.2 * everything < window.limit < 0.5 * everything
+    before = window.limit
+    window.taken(ready=0, batch=8, waited=True)
+    assert before < window.limit <= 1.5 * before
+    for _ in range(10):
+        window.taken(ready=0, batch=8, waited=True)
+    assert window.limit == window.engines
+
+
+def answers(mean: float, **changes: float) -> Lengths:
+    return Lengths(mean, 0.9, 7 * round(mean), SIZE, **changes)  # type: ignore[arg-type]
+
+
+def growing(number: int) -> list[Episode]:
+    """Answers that are eight times as long in the second half of the run."""
+    return (answers(200) if number < 10 * BATCH else answers(1600)).group(number)
+
+
+FAST, SLOW = 1e6, 700.0
+WORLDS = {
+    "small caches": (answers(1000).episodes(), 4, FAST, 12_000),
+    "answers grow": (growing, 4, FAST, 12_000),
+    "caches for all": (answers(1000).episodes(), 4, FAST, 1_000_000),
+    "slow tools": (answers(1000, turns=6, tool_seconds=4.0).episodes(), 4, FAST, 20_000),
+    "long contexts": (answers(400, turns=8, tool_seconds=2.0).episodes(), 4, FAST, 100_000),
+    "slow trainer": (answers(1000).episodes(), 6, SLOW, 1_000_000),
+}
+
+
+def played(world: str, in_play: int | None) -> Outcome:
+    episodes, bound, rate, kv_tokens = WORLDS[world]
+    prompt = 3000 if world == "long contexts" else 100
+    shape = EngineShape(0.01, 0.0005, 64, kv_tokens, 5_000.0)
+    setting = Setting(2, rate, bound, in_play=in_play, pause=1.0, shape=shape)
+    return simulate(Workload(episodes, BATCH, prompt=prompt, longest=12_000), setting, 12, warm=6)
+
+
+FIXED = (0, 64, 128, 256)
+"""Episodes at once; 0: as many as the buffer admits."""
+
+
+def test_it_is_as_fast_as_the_best_fixed_number_of_each_world_and_no_fixed_number_suits_all() -> None:
+    found = {world: played(world, None) for world in WORLDS}
+    fixed = {world: [played(world, number) for number in FIXED] for world in WORLDS}
+    shares = {world: found[world].tokens_per_s / max(one.tokens_per_s for one in fixed[world]) for world in WORLDS}
+    assert min(shares.values()) > 0.93, shares
+    assert sum(shares.values()) > len(WORLDS), shares
+    for number in range(len(FIXED)):
+        worst = min(fixed[world][number].tokens_per_s / found[world].tokens_per_s for world in WORLDS)
+        assert worst < 0.85, f"{FIXED[number]} at once are as good everywhere"
+    for world in WORLDS:
+        everything = fixed[world][0]
+        assert found[world].prefilled <= everything.prefilled
+        assert found[world].staleness_mean < everything.staleness_mean + 0.1
