@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import httpx
@@ -42,10 +41,11 @@ LONG = 32_768
 
 
 @contextmanager
-def stub(**options: Any) -> Iterator[str]:
-    """A stub engine in a process and on a core of its own; its URL."""
+def stub(*, tokens: int, interval: int, pace: float) -> Iterator[str]:
+    """A stub engine in a process and on a core of its own, `pace` seconds a token; its URL."""
     port = free_port("127.0.0.1")
-    flags = [f"--{name}={value}" for name, value in options.items()]
+    shape = {"per_token": max(pace, 1e-9), "per_request": 0.0, "max_running": 1 << 20}
+    flags = [f"--tokens={tokens}", f"--interval={interval}", f"--shape={json.dumps(shape)}"]
     core = STUB_CORE % (os.cpu_count() or 1)
     command = [sys.executable, str(ROOT / "scripts/stub_engine.py"), str(port), f"--core={core}", *flags]
     process = subprocess.Popen(command)
@@ -200,7 +200,7 @@ def main() -> None:
     with stub(tokens=tokens, interval=interval, pace=max(0.02, count / 10_000)) as url:
         bare_seconds = asyncio.run(bare(url, count, tokens))["cpu"]
         ours = asyncio.run(in_flight(url, count, tokens))
-    with stub(tokens=LONG, interval=interval, pace=0) as url:
+    with stub(tokens=LONG, interval=interval, pace=2e-5) as url:
         short, long = asyncio.run(answers(url, 32, LONG // 32)), asyncio.run(answers(url, 1, LONG))
     table = Table(
         "", "client", "bare aiohttp", title=f"{count} answers of {tokens} tokens in {pieces} pieces, one core"

@@ -1,87 +1,316 @@
-"""A server that speaks /generate as SGLang does, with made-up tokens at a given pace: our own cost becomes visible.
+"""Engines that speak SGLang's HTTP with made-up tokens, at a given pace: our own cost and scheduling become visible.
 
-For benchmarks and fault campaigns beside the real engine, never in its place. `python scripts/stub_engine.py --help`.
+A decode step takes as long as `asyncrl.planner.engine` says, in real seconds; lengths are those of a group's number,
+which the tiny model's digits tell in the prompt. One process serves several engines. For benchmarks and fault campaigns
+beside the real engine, never in its place. `python scripts/stub_engine.py --help`.
+
+An answer of sample i is [i, 0, 0, ...] with i below 10; a later turn follows SEPARATOR, so that a request says by
+itself which sample and which turn it continues, from which token on.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine
+from asyncrl.planner.lengths import Lengths
+
+QUESTION_ENDS, SEPARATOR = 11, 12
+"""Of the tiny model's vocabulary: "=", and "<bos>"."""
 encode = msgspec.json.Encoder().encode
 
 
-class Stub:
-    """Every answer has `tokens` tokens, in pieces of `interval`, one every `interval * pace` seconds."""
+@dataclass(eq=False)
+class Sample:
+    """One sample of a request."""
 
-    def __init__(self, tokens: int, interval: int, pace: float) -> None:
-        self._tokens, self._interval, self._pace = tokens, interval, pace
-        self.in_flight = 0
+    index: int
+    header: list[int]
+    job: Job
+    total: int
+    told: int = 0
+    versions: list[list[int]] = field(default_factory=list)  # [version, start]
+
+
+@dataclass(eq=False)
+class Stream:
+    """A request and its reader."""
+
+    rid: str
+    prompt: int
+    samples: list[Sample]
+    events: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+
+
+class Stub:
+    """One engine."""
+
+    def __init__(self, shape: EngineShape, tokens: Callable[[Sequence[int], int, int], int], interval: int) -> None:
+        self._engine, self._tokens, self._interval = SimulatedEngine(shape), tokens, interval
+        self._version, self._label = 0, "0"
+        self._streams: dict[Job, tuple[Stream, Sample]] = {}
+        self._changed = asyncio.Event()
+
+    # -- the clock -----------------------------------------------------------------------------------------
+
+    async def run(self, _: web.Application) -> Any:
+        """Write tokens when they are due."""
+        task = asyncio.ensure_future(self._write())
+        task.add_done_callback(_end_with)
+        yield
+        task.cancel()
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._changed.clear()
+            due = self._engine.next_time() - loop.time()
+            if due > 0:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), None if due == float("inf") else due)
+                except TimeoutError:
+                    pass
+                else:
+                    continue
+            for job in self._engine.advance(loop.time()):
+                self._tell(*self._streams[job], "length" if job.finished else None)
+
+    def _tell(self, stream: Stream, sample: Sample, finish: str | None) -> None:
+        upto = sample.total if finish == "length" else int(sample.job.done)
+        ids = [*sample.header, *[0] * sample.total][sample.told : upto]
+        meta: dict[str, Any] = {"id": stream.rid, "finish_reason": None}
+        meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
+        sample.told = upto
+        if finish:
+            ends = [start for _, start in sample.versions[1:]] + [upto]
+            spans = [(version, start, end) for (version, start), end in zip(sample.versions, ends, strict=True)]
+            meta |= {
+                "finish_reason": {"type": finish},
+                "weight_versions": [
+                    {"version": str(version), "start": start, "end": end}
+                    for version, start, end in spans
+                    if end > start
+                ],
+                "prompt_tokens": stream.prompt,
+                "completion_tokens": upto,
+                "cached_tokens": 0,
+            }
+            del self._streams[sample.job]
+            stream.samples.remove(sample)
+        stream.events.put_nowait(
+            b"data: " + encode({"text": "", "output_ids": ids, "meta_info": meta, "index": sample.index}) + b"\n\n"
+        )
+        if not stream.samples:
+            stream.events.put_nowait(None)
+
+    # -- requests ------------------------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Samples of one request stream side by side."""
         body = msgspec.json.decode(await request.read())
-        sampling = body["sampling_params"]
-        tokens = min(self._tokens, sampling["max_new_tokens"])
+        stream = self._accept(body)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        self.in_flight += 1
         try:
-            began = asyncio.get_running_loop().time()
-            for start in range(0, tokens, self._interval):
-                end = min(tokens, start + self._interval)
-                for index in range(sampling["n"]):
-                    await response.write(b"data: " + encode(piece(start, end, tokens, index)) + b"\n\n")
-                if end < tokens and self._pace:
-                    await asyncio.sleep(began + end * self._pace - asyncio.get_running_loop().time())
+            await response.prepare(request)
+            while (event := await stream.events.get()) is not None:
+                await response.write(event)
             await response.write(b"data: [DONE]\n\n")
         finally:
-            self.in_flight -= 1
+            for sample in stream.samples:  # the reader has gone
+                self._streams.pop(sample.job, None)
+                self._engine.abort(sample.job, asyncio.get_running_loop().time())
+                self._changed.set()
         return response
 
-    async def figures(self, _: web.Request) -> web.Response:
-        """How many requests are open."""
-        return web.json_response({"in_flight": self.in_flight})
+    def _accept(self, body: dict[str, Any]) -> Stream:
+        ids, sampling = body["input_ids"], body["sampling_params"]
+        prompt, said = split(ids)
+        begun = said[-1]
+        stream = Stream(body.get("rid", ""), len(ids), [])
+        for index in range(sampling["n"]):
+            sibling = index if len(said) == 1 and not begun else (said[0] or [index])[0]
+            length = self._tokens(prompt, sibling, len(said) - 1)
+            total = max(1, min(length - len(begun), sampling["max_new_tokens"]))
+            job = Job(
+                total,
+                len(ids),
+                ((body.get("extra_key"), *prompt), len(prompt)),
+                session=(*prompt, sibling),
+                interval=self._interval,
+            )
+            header = [] if begun or len(said) > 1 else [sibling]
+            sample = Sample(index, header, job, total, versions=[[self._version, 0]])
+            stream.samples.append(sample)
+            self._streams[job] = (stream, sample)
+        now = asyncio.get_running_loop().time()
+        for sample in stream.samples:
+            self._engine.submit(sample.job, now)
+        self._changed.set()
+        return stream
 
+    # -- the control plane ---------------------------------------------------------------------------------
 
-def piece(start: int, end: int, tokens: int, index: int) -> dict[str, Any]:
-    """One event; the last one tells the versions."""
-    meta: dict[str, Any] = {
-        "id": "r",
-        "finish_reason": None,
-        "output_token_logprobs": [[-0.5, 7, None]] * (end - start),
-    }
-    if end == tokens:
-        meta |= {
-            "finish_reason": {"type": "length", "length": tokens},
-            "weight_versions": [{"version": "0", "start": 0, "end": tokens}],
-            "prompt_tokens": 4,
-            "completion_tokens": tokens,
-            "cached_tokens": 0,
+    async def pause(self, request: web.Request) -> web.Response:
+        """In place, retract, or abort."""
+        mode, now = (await request.json()).get("mode", "abort"), asyncio.get_running_loop().time()
+        if mode == "retract":
+            self._engine.retract(now)
+        if mode == "abort":
+            self._abort("", now)
+        self._engine.pause(now)
+        self._changed.set()
+        return web.json_response({"success": True})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """By the beginning of a request's id."""
+        body = await request.json()
+        self._abort("" if body.get("abort_all") else body["rid"], asyncio.get_running_loop().time())
+        return web.json_response({"success": True})
+
+    def _abort(self, rid: str, now: float) -> None:
+        for job, (stream, sample) in list(self._streams.items()):
+            if stream.rid.startswith(rid):
+                self._engine.abort(job, now)
+                self._tell(stream, sample, "abort")
+        self._changed.set()
+
+    async def proceed(self, _: web.Request) -> web.Response:
+        """Go on."""
+        self._engine.resume(asyncio.get_running_loop().time())
+        self._changed.set()
+        return web.json_response({"success": True})
+
+    async def version(self, request: web.Request) -> web.Response:
+        """The weights are others from here on."""
+        self._label = str((await request.json())["new_version"])
+        self._version = int(self._label)
+        now = asyncio.get_running_loop().time()
+        for job, (_, sample) in self._streams.items():
+            sample.versions.append([self._version, int(self._engine.written(job, now))])
+        return web.json_response({"success": True, "new_version": self._label})
+
+    async def model(self, _: web.Request) -> web.Response:
+        """What it serves."""
+        return web.json_response({"model_path": "stub", "weight_version": self._label})
+
+    async def loads(self, _: web.Request) -> web.Response:
+        """As SGLang's /v1/loads."""
+        engine = self._engine
+        capacity = min(engine.shape.kv_tokens, 1e12)
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": engine.running,
+            "num_waiting_reqs": engine.waiting,
+            "num_used_tokens": round(engine.used),
+            "max_total_num_tokens": round(capacity),
+            "total_prefill_uncached_tokens": round(engine.prefilled),
+            "total_prefill_busy_us": round(engine.prefill_seconds * 1e6),
+            "token_usage": engine.used / capacity,
         }
-    return {"text": "", "output_ids": [7] * (end - start), "meta_info": meta, "index": index}
+        return web.json_response({"loads": [load]})
+
+    async def figures(self, _: web.Request) -> web.Response:
+        """Of the simulated engine."""
+        engine = self._engine
+        return web.json_response(
+            {
+                "in_flight": len({id(stream) for stream, _ in self._streams.values()}),
+                "decoded": engine.decoded,
+                "prefilled": engine.prefilled,
+                "retractions": engine.retractions,
+            }
+        )
+
+    async def well(self, _: web.Request) -> web.Response:
+        """It lives."""
+        return web.json_response({})
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=1 << 28)
+        app.cleanup_ctx.append(self.run)
+        app.add_routes(
+            [
+                web.post("/generate", self.generate),
+                web.post("/pause_generation", self.pause),
+                web.post("/continue_generation", self.proceed),
+                web.post("/abort_request", self.abort),
+                web.post("/update_weight_version", self.version),
+                web.get("/model_info", self.model),
+                web.get("/v1/loads", self.loads),
+                web.get("/figures", self.figures),
+                web.get("/health", self.well),
+                web.get("/server_info", self.well),
+            ]
+        )
+        return app
+
+
+def _end_with(task: asyncio.Task[None]) -> None:
+    """A writer that fails ends the process: its readers would wait for ever."""
+    if not task.cancelled():
+        traceback.print_exception(task.exception())
+        os._exit(1)
+
+
+def split(ids: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]]]:
+    """The question's tokens, and what was said in each turn; the last is the one to be continued."""
+    end = ids.index(QUESTION_ENDS) + 1 if QUESTION_ENDS in ids else len(ids)
+    said: list[list[int]] = [[]]
+    for token in ids[end:]:
+        if token == SEPARATOR:
+            said.append([])
+        else:
+            said[-1].append(token)
+    return tuple(ids[:end]), said
+
+
+def number_of(prompt: Sequence[int]) -> int:
+    """The digits of a question."""
+    return int("".join(str(token) for token in prompt if token < 10) or "0")
 
 
 def main() -> None:
     """Serve until ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("port", type=int)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("ports", type=int, nargs="+", help="one engine each")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of every answer, without --lengths")
+    parser.add_argument("--lengths", type=json.loads, help="asyncrl.planner.lengths.Lengths, as JSON")
+    parser.add_argument("--shape", type=json.loads, default={}, help="asyncrl.planner.engine.EngineShape, as JSON")
     parser.add_argument("--interval", type=int, default=8, help="tokens of a piece")
-    parser.add_argument("--pace", type=float, default=0.02, help="seconds per token")
     parser.add_argument("--core", type=int, help="processor to run on")
     options = parser.parse_args()
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})
-    stub = Stub(options.tokens, options.interval, options.pace)
-    app = web.Application()
-    app.add_routes([web.post("/generate", stub.generate), web.get("/figures", stub.figures)])
-    web.run_app(app, host="127.0.0.1", port=options.port, print=None, access_log=None, backlog=65535)
+    episodes = Lengths(**options.lengths).episodes() if options.lengths else None
+
+    def tokens(prompt: Sequence[int], sibling: int, turn: int) -> int:
+        return int(episodes(number_of(prompt))[sibling].turns[turn]) if episodes else options.tokens
+
+    asyncio.run(serve(options.ports, lambda: Stub(EngineShape(**options.shape), tokens, options.interval)))
+
+
+async def serve(ports: Sequence[int], engine: Callable[[], Stub]) -> None:
+    """Until cancelled."""
+    for port in ports:
+        runner = web.AppRunner(engine().app(), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, backlog=65535).start()
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

@@ -39,17 +39,18 @@ ALLOWED = {
     "algo": set(),
     "weights": {"config", "engine"},
     "trainer": {"config", "addresses", "algo", "weights", "records", "models"},
-    "planner": {"rollout"},
+    "planner": {"rollout", "engine"},
     "convert": {"weights", "models"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
-    ("rollout", "engine"): {"engine.client", "engine.router"},
+    ("rollout", "engine"): {"engine.client", "engine.router", "engine.loads"},
     ("weights", "engine"): {"engine.control", "engine.update", "engine.server"},
     ("trainer", "models"): {"models.architectures"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.concurrency"},
+    ("planner", "engine"): {"engine.loads"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 

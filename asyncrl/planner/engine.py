@@ -120,6 +120,20 @@ class SimulatedEngine:
             self._queue.remove(job)
         self._fill()
 
+    def written(self, job: Job, now: float) -> float:
+        """Tokens of a request, seen or not."""
+        self._move(now)
+        return self._virtual - job._start if job in self._running else job.done
+
+    def retract(self, now: float) -> None:
+        """Every request goes back to the queue, to be prefilled anew; what lies in the prefix cache is forgotten."""
+        self._move(now)
+        self._cache.clear()
+        self._cached = 0.0
+        for job in sorted(self._running, key=lambda one: one._start, reverse=True):
+            self._put_back(job)
+        self._fill()
+
     def pause(self, now: float) -> None:
         """Decoding stands still until `resume`."""
         self._move(now)
@@ -140,7 +154,7 @@ class SimulatedEngine:
 
     def advance(self, now: float) -> list[Job]:
         """Requests that are to be seen at `now`, with `done` brought up to date; those that are finished have left."""
-        seen = []
+        seen: dict[Job, None] = {}
         while self.next_time() <= now:
             self._move(self.next_time())
             self._drop_stale()
@@ -151,14 +165,14 @@ class SimulatedEngine:
             self._virtual = max(self._virtual, at)
             job = heapq.heappop(self._events)[2]
             job.done = job._mark
-            seen.append(job)
+            seen[job] = None
             if job.finished:
                 self._leave(job)
                 self._fill()
             else:
                 self._expect(job)
         self._move(now)
-        return seen
+        return list(seen)
 
     # -- within --------------------------------------------------------------------------------------------
 
@@ -231,13 +245,15 @@ class SimulatedEngine:
 
     def _retract(self) -> None:
         while len(self._running) > 1 and self.shape.kv_tokens - self.used < ROOM_STEPS * len(self._running):
-            job = max(self._running, key=lambda one: one._start)
-            job.done = self._virtual - job._start
-            del self._running[job]
-            job._serial = 0
-            self._held -= job.context - job._start
-            self._queue.appendleft(job)
+            self._put_back(max(self._running, key=lambda one: one._start))
             self.retractions += 1
+
+    def _put_back(self, job: Job) -> None:
+        job.done = self._virtual - job._start
+        del self._running[job]
+        job._serial = 0
+        self._held -= job.context - job._start
+        self._queue.appendleft(job)
 
     def _keep(self, name: Hashable, tokens: float) -> None:
         self._cached += tokens - self._cache.pop(name, 0.0)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from asyncrl.engine.loads import Load
 from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
-from asyncrl.rollout.concurrency import Load, Window
+from asyncrl.rollout.concurrency import Window
 from asyncrl.types import Group
 
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-ROOMY = 0.9
-"""Share of its cache in use below which an engine takes more."""
+from asyncrl.engine.loads import Load
+
 WASTED, MEMORY = 0.25, 0.9
 """Share of the engines' time that they may spend on prefilling again, and how much of an observation's weight the next
 one has: bursts are seen over ten."""
@@ -32,27 +31,6 @@ FEWER, MORE = 0.8, 1.5
 """Limits of one step."""
 RESERVE = 2.0
 """Batches that lie ready when the trainer has taken one."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """One engine, as it tells."""
-
-    running: int
-    waiting: int
-    used: float
-    """Tokens that running requests hold in its cache."""
-    capacity: float
-    """Tokens of its cache."""
-    prefilled: float
-    """Tokens that it has prefilled so far, without those that it found in its cache."""
-    prefill_seconds: float
-    """Time that it spent on them."""
-
-    @property
-    def starved(self) -> bool:
-        """It would take more requests."""
-        return self.waiting == 0 and self.used < ROOMY * self.capacity
 
 
 class Window:
@@ -114,6 +92,10 @@ class Window:
             self._cut(FEWER)
         elif self._queued >= PATIENCE:
             self._cut(2 * running / (waiting + running))
+
+    def open(self) -> None:
+        """The engines do not tell their load: let the trainer's side alone decide."""
+        self.engines = math.inf
 
     def _waste(self, loads: Sequence[Load], needed: float) -> float:
         """Seconds that engines spent on prefilling again, in sum."""

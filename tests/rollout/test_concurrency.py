@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.engine.loads import Load
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Episode, Outcome, Setting, Workload, simulate
-from asyncrl.rollout.concurrency import Load, Window
+from asyncrl.rollout.concurrency import Window
 
 SIZE, BATCH = 8, 16
 LOADS = st.lists(

@@ -1,0 +1,82 @@
+"""What engines say of their load: GET /v1/loads, which SGLang answers from shared memory, without its scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from asyncrl.errors import EngineError
+
+TIMEOUT = 5.0
+"""Seconds; an engine that says nothing in time is left out."""
+ROOMY = 0.9
+"""Share of its cache in use below which an engine takes more."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One engine, as it tells."""
+
+    running: int
+    waiting: int
+    used: float
+    """Tokens that running requests hold in its cache."""
+    capacity: float
+    """Tokens of its cache."""
+    prefilled: float
+    """Tokens that it has prefilled so far, without those that it found in its cache."""
+    prefill_seconds: float
+    """Time that it spent on them."""
+
+    @property
+    def starved(self) -> bool:
+        """It would take more requests."""
+        return self.waiting == 0 and self.used < ROOMY * self.capacity
+
+
+class Loads:
+    """Asks every engine."""
+
+    def __init__(self, urls: Sequence[str], headers: dict[str, str], transport: httpx.AsyncBaseTransport | None = None):
+        self._urls = urls
+        self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT, trust_env=False, transport=transport)
+
+    async def ask(self) -> list[Load]:
+        """The engines that answer, in their order. Raises EngineError when one does not know the question."""
+        found = await asyncio.gather(*[self._ask(url) for url in self._urls])
+        return [load for load in found if load]
+
+    async def _ask(self, url: str) -> Load | None:
+        try:
+            response = await self._http.get(f"{url}/v1/loads", params={"include": "core"})
+        except httpx.TransportError:
+            return None  # it is dead, or starts again
+        if response.status_code == 404:
+            raise EngineError(f"{url} does not tell its load (GET /v1/loads): SGLang 0.5.20 or newer is needed")
+        if response.status_code != 200:
+            return None
+        return load_of(response.json()["loads"])
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+
+def load_of(ranks: Sequence[dict[str, Any]]) -> Load:
+    """An engine is the sum of its data-parallel ranks."""
+
+    def total(name: str) -> float:
+        return float(sum(rank[name] for rank in ranks))
+
+    return Load(
+        running=int(total("num_running_reqs")),
+        waiting=int(total("num_waiting_reqs")),
+        used=total("num_used_tokens"),
+        capacity=total("max_total_num_tokens"),
+        prefilled=total("total_prefill_uncached_tokens"),
+        prefill_seconds=total("total_prefill_busy_us") / 1e6,
+    )
