@@ -1,0 +1,206 @@
+"""A run in which only arithmetic is made up: the real rollout process and router between stub engines that take the time
+of a decode step (scripts/stub_engine.py) and a trainer that sleeps as long as its step would take.
+
+Everything that decides when what happens is the product's own: buffer, client, service, router, the trainer's door to it,
+and the calls of a publish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from asyncrl import config as configuration  # noqa: E402
+from asyncrl import tasks  # noqa: E402
+from asyncrl.addresses import Addresses  # noqa: E402
+from asyncrl.config import Config  # noqa: E402
+from asyncrl.engine.control import Fleet  # noqa: E402
+from asyncrl.engine.router import router_argv  # noqa: E402
+from asyncrl.launch.machine import choose_ports  # noqa: E402
+from asyncrl.launch.main import CONF  # noqa: E402
+from asyncrl.models import catalog  # noqa: E402
+from asyncrl.planner.lengths import Lengths  # noqa: E402
+from asyncrl.planner.simulation import Episode, Setting, Workload  # noqa: E402
+from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
+from asyncrl.trainer.feed import RolloutDoor  # noqa: E402
+from asyncrl.types import decode_batch  # noqa: E402
+from scripts.slow_tools import VARIABLE  # noqa: E402
+from scripts.stub_engine import number_of  # noqa: E402
+
+KEY = "bench"
+PIECE = 16
+"""Tokens between two pieces of a streamed answer."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """After the warm-up."""
+
+    tokens_per_s: float
+    step: float
+    staleness_mean: float
+    staleness_max: int
+    trainer_busy: float
+
+
+class DilatedRun:
+    """One workload; each `run` starts everything anew."""
+
+    def __init__(self, lengths: Lengths, batch_groups: int) -> None:
+        self._lengths, self._batch_groups = lengths, batch_groups
+        self._agent = "scripts.slow_tools:SlowTools" if lengths.turns > 1 else "asyncrl.rollout.single_turn:SingleTurn"
+        self._folder = Path(tempfile.mkdtemp(prefix="dilated-"))
+        self._model = self._folder / "model"
+        shutil.copytree(catalog.resolve("tiny"), self._model)
+        settings = json.loads((self._model / "config.json").read_text())
+        (self._model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 1 << 20}))
+
+    def close(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self._folder)
+
+    def workload(self) -> Workload:
+        """The same groups in the same order, for the simulation."""
+        config = self._config(Setting(1, 1.0, 0), pause_mode="in_place")
+        prompts = Prompts(config, _tasks(config), load_tokenizer(self._model, None), 1 << 20)
+        stream = next(iter(prompts.training.values()))
+        numbers = [number_of(prompt.token_ids) for prompt in islice(stream, 4096)]
+        episodes = self._lengths.episodes()
+
+        def of(number: int) -> list[Episode]:
+            return list(episodes(numbers[number]))
+
+        return Workload(of, self._batch_groups, longest=self._lengths.longest)
+
+    def run(self, setting: Setting, steps: int, warm: int) -> Measured:
+        """Train `warm` + `steps` batches."""
+        config = self._config(setting, pause_mode="drain" if setting.drain else "in_place")
+        with self._processes(config, setting) as addresses:
+            return _train(addresses, config, setting, steps, warm)
+
+    def _config(self, setting: Setting, *, pause_mode: str) -> Config:
+        groups = {None: "auto", 0: None}.get(setting.in_play, setting.in_play)
+        overrides = [
+            "experiment=tiny",
+            "task.params.digits=8",
+            "eval.questions=0",
+            f"engine.count={setting.engines}",
+            "engine.request_timeout=600",
+            f"rollout.batch_groups={self._batch_groups}",
+            f"rollout.group_size={self._lengths.group_size}",
+            f"rollout.max_staleness={setting.max_staleness}",
+            f"rollout.lead={'null' if setting.lead is None else setting.lead}",
+            f"rollout.max_running_groups={'null' if groups is None else groups}",
+            f"rollout.max_new_tokens={self._lengths.longest}",
+            f"rollout.agent={self._agent}",
+            f"weights.pause_mode={pause_mode}",
+        ]
+        with initialize_config_dir(str(CONF), version_base=None):
+            values: Any = OmegaConf.to_container(compose("train", overrides), resolve=True)
+        return configuration.load(values)
+
+    @contextmanager
+    def _processes(self, config: Config, setting: Setting) -> Iterator[Addresses]:
+        ports = choose_ports(config)
+        addresses = Addresses(
+            run_id="bench",
+            api_key=KEY,
+            model=self._model,
+            engines=tuple(f"http://127.0.0.1:{port}" for port in ports.engines),
+            router=f"http://127.0.0.1:{ports.router}",
+            rollout=f"http://127.0.0.1:{ports.rollout}",
+            gpus=0,
+            started_at=time.time(),
+        )
+        run_dir = Path(tempfile.mkdtemp(dir=self._folder))
+        (run_dir / "config.json").write_text(config.model_dump_json())
+        addresses.write(run_dir)
+        stub = [
+            str(ROOT / "scripts/stub_engine.py"),
+            *map(str, ports.engines),
+            f"--lengths={json.dumps(asdict(self._lengths))}",
+            f"--shape={json.dumps(_finite(asdict(setting.shape)))}",
+            f"--interval={PIECE}",
+        ]
+        commands = [
+            [sys.executable, *stub],
+            router_argv(config.engine, addresses.router, ports.router_metrics),
+            [sys.executable, "-m", "asyncrl.rollout", str(run_dir)],
+        ]
+        env = {
+            **os.environ,
+            "ASYNCRL_API_KEY": KEY,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            VARIABLE: json.dumps(asdict(self._lengths)),
+        }
+        with (run_dir / "log").open("w") as log:
+            running = [subprocess.Popen(command, env=env, stdout=log, stderr=log) for command in commands]
+        try:
+            yield addresses
+        except Exception as error:
+            raise RuntimeError(f"{error}\n{(run_dir / 'log').read_text()[-3000:]}") from error
+        finally:
+            for process in running:
+                process.kill()
+                process.wait(30)
+
+
+def _finite(shape: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in shape.items() if value != float("inf")}
+
+
+def _tasks(config: Config) -> dict[str, tasks.Task]:
+    return {name: tasks.build(task) for name, task in config.mixture.items()}
+
+
+def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, warm: int) -> Measured:
+    """The trainer: it sleeps for as long as a step takes, and publishes nothing but a number."""
+    fleet = Fleet(addresses.engines, KEY, 30.0)
+    door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
+    ages: list[int] = []
+    tokens = busy = 0.0
+    began = 0.0
+    for version in range(warm + steps):
+        if version == warm:
+            began, tokens, busy, ages = time.monotonic(), 0.0, 0.0, []
+        batch = decode_batch(door.batch(version, interrupt=lambda: False))
+        started = time.monotonic()
+        written = sum(group.num_tokens for group in batch.groups)
+        ages += [age for group in batch.groups for age in group.staleness(version)]
+        time.sleep(max(0.0, written / setting.train_rate + setting.train_fixed))
+        tokens += written
+        busy += time.monotonic() - started
+        door.hold()
+        fleet.call("/pause_generation", {"mode": "in_place"})
+        time.sleep(setting.pause)
+        fleet.call("/update_weight_version", {"new_version": str(version + 1)})
+        fleet.call("/continue_generation")
+        door.announce(version + 1)
+    seconds = time.monotonic() - began
+    fleet.close()
+    return Measured(tokens / seconds, seconds / steps, sum(ages) / len(ages), max(ages), busy / seconds)
+
+
+def scaled(setting: Setting, by: float) -> Setting:
+    """The same run with all its lengths, and so its times, divided; decode steps keep theirs."""
+    return replace(
+        setting, train_fixed=setting.train_fixed / by, pause=setting.pause / by, train_rate=setting.train_rate
+    )

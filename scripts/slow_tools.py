@@ -1,0 +1,37 @@
+"""An agent whose tools take their time, for bench_async.py: turns and seconds are those of the workload's lengths."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from asyncrl.planner.lengths import Lengths  # noqa: E402
+from asyncrl.types import Generate, Prompt, Trajectory, Turn  # noqa: E402
+from scripts.stub_engine import SEPARATOR, number_of  # noqa: E402
+
+VARIABLE = "BENCH_LENGTHS"
+
+
+class SlowTools:
+    """The first token of an answer says which sibling it is (scripts/stub_engine.py)."""
+
+    def __init__(self) -> None:
+        self._episodes = Lengths(**json.loads(os.environ[VARIABLE])).episodes()
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """Every turn, with its tool after it."""
+        answer = await generate(prompt.token_ids)
+        turns, ids = [Turn([], answer)], [*prompt.token_ids, *answer.token_ids]
+        episode = self._episodes(number_of(prompt.token_ids))[answer.token_ids[0]]
+        for seconds in episode.seconds:
+            await asyncio.sleep(seconds)
+            ids.append(SEPARATOR)
+            answer = await generate(ids)
+            turns.append(Turn([SEPARATOR], answer))
+            ids += answer.token_ids
+        return Trajectory(turns)
