@@ -178,7 +178,7 @@ def test_sets_of_files_give_what_they_have_up_to_the_number_asked_for(
     rows = copy(3, kind="file", params={})
     sets = {
         "questions": rows | {"train_file": str(short)},
-        "evaluation": rows | {"eval_file": str(short)},
+        "evaluation": rows | {"eval_file": str(short), "train_file": file["task.train_file"]},
         "many": rows | {"train_file": file["task.train_file"]},
     }
     prompts = build(tokenizer, **{"eval.questions": 5, "eval.sets": sets})
