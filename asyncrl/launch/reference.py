@@ -71,7 +71,7 @@ def _section(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: st
 def _field(name: str, kind: str, meaning: str | None) -> Iterator[str]:
     yield f"  {name}  ({_readable(kind)})"
     if meaning:
-        yield textwrap.fill(meaning, 100, initial_indent="      ", subsequent_indent="      ")
+        yield textwrap.fill(" ".join(meaning.split()), 100, initial_indent="      ", subsequent_indent="      ")
 
 
 def docstrings(section: ast.ClassDef) -> dict[str, str]:
