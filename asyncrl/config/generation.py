@@ -64,7 +64,7 @@ class Rollout(Section):
     prefilled anew; group: the turns of a group, whatever the weights, as one long answer does under in_place."""
     curriculum: str
     """Import path, module:function of (progress) -> the weights of the tasks, by name, for the next prompt; what is not
-    named has none. progress is an asyncrl.rollout.curriculum.Progress (asyncrl.rollout.hooks:towards_half_solved prefers
+    named has none. progress: asyncrl.rollout.curriculum.Progress (asyncrl.rollout.hooks:towards_half_solved prefers
     the tasks that are solved about half of the time)."""
     accept: str
     """Import path, module:function of (group) -> True, or False, or the reason of a rejection: a group that is not
