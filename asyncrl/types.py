@@ -14,7 +14,8 @@ Example: prompt [12, 1, 2, 11], group of two, written while version 4 was replac
     Group(uid="g00000007", slot=7, prompt_ids=[12, 1, 2, 11], trajectories=[
         Trajectory(turns=[Turn([], Completion([1, 2], [-0.1, -0.3], [VersionSpan(4, 0, 2)], "stop"))], reward=1.0),
         Trajectory(turns=[Turn([], Completion([1, 7, 2], [-0.1, -2.1, -0.4],
-                                              [VersionSpan(4, 0, 1), VersionSpan(5, 1, 3)], "length"))], reward=0.0)])
+                                              [VersionSpan(4, 0, 1), VersionSpan(5, 1, 3)], "length"))], reward=0.0)],
+          task="copy3")
 
 Trained as batch 6, its staleness is 6 - 4 = 2.
 """
@@ -32,6 +33,7 @@ class Prompt(msgspec.Struct, frozen=True):
     uid: str
     token_ids: list[int]  # [P]
     question: dict[str, Any]  # the task's own record; never leaves the rollout process
+    task: str  # name of the task, or of the evaluation set
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -100,6 +102,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     prompt_ids: list[int]  # [P]
     trajectories: list[Trajectory]  # [G]
+    task: str  # name of the prompt's task
 
     @property
     def num_tokens(self) -> int:

@@ -171,7 +171,7 @@ def buffer_seconds(groups: int) -> float:
     for version in range(1, 13):
         tickets = list(iter(buffer.admit, None))
         for ticket in tickets:
-            buffer.commit(ticket, Group(ticket.uid, ticket.slot, PROMPT, [Trajectory([Turn([], answer)])]))
+            buffer.commit(ticket, Group(ticket.uid, ticket.slot, PROMPT, [Trajectory([Turn([], answer)])], "bench"))
         assert buffer.take() is not None
         buffer.publish(version)
         buffer.ledger().check()

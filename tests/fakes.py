@@ -20,6 +20,8 @@ from asyncrl.config import Config
 from asyncrl.engine.client import Client
 from asyncrl.engine.inflight import Figures
 from asyncrl.launch.main import CONF
+from asyncrl.rollout.curriculum import Curriculum, Mixer
+from asyncrl.rollout.hooks import by_weight
 from asyncrl.types import Completion, Group, Prompt, Trajectory, Turn, VersionSpan
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -88,10 +90,15 @@ def trajectory(reward: float = 0.0, **answer: Any) -> Trajectory:
 
 
 def group(
-    slot: int = 0, rewards: Iterable[float] = (0.0, 1.0), prompt: list[int] | None = None, **answer: Any
+    slot: int = 0,
+    rewards: Iterable[float] = (0.0, 1.0),
+    prompt: list[int] | None = None,
+    task: str = "length",
+    **answer: Any,
 ) -> Group:
     """A group whose members differ in their rewards only."""
-    return Group(f"g{slot}", slot, prompt or [12, 1, 11], [trajectory(reward, **answer) for reward in rewards])
+    members = [trajectory(reward, **answer) for reward in rewards]
+    return Group(f"g{slot}", slot, prompt or [12, 1, 11], members, task)
 
 
 # --- an engine behind HTTP ----------------------------------------------------------------------------------
@@ -232,23 +239,33 @@ class FakeClient:
 
 
 class LengthTask:
-    """Rewards every answer with the number of its characters."""
+    """Rewards every character of an answer."""
 
     size = None
+
+    def __init__(self, worth: float = 1.0) -> None:
+        self._worth = worth
 
     def question(self, index: int) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": str(index)}]}
 
     def score(self, answer: str, question: dict[str, Any]) -> float:
-        return float(len(answer))
+        return self._worth * len(answer)
 
     def correct(self, reward: float) -> bool:
         return reward > 0
 
 
-def prompts() -> Iterator[Prompt]:
+def prompts(task: str = "length", start: int = 0) -> Iterator[Prompt]:
     """Endless and distinct."""
-    return (Prompt(f"p{i}", [12, i, 11], {}) for i in itertools.count())
+    return (Prompt(f"p{i}", [12, i, 11], {}, task) for i in itertools.count(start))
+
+
+def mixer(*tasks: str, curriculum: Curriculum = by_weight, seed: int = 0, **weights: float) -> Mixer:
+    """Streams of prompts that tell their task by their second token: 0, 1, ... of the first, 1000, ... of the next."""
+    names = tasks or ("length",)
+    streams = {name: prompts(name, 1000 * i) for i, name in enumerate(names)}
+    return Mixer(dict.fromkeys(names, LengthTask()), streams, dict.fromkeys(names, 1.0) | weights, curriculum, seed)
 
 
 async def until(condition: Callable[[], object], turns: int = 10_000) -> None:

@@ -152,6 +152,70 @@ def test_file_task_without_a_file_is_refused() -> None:
     assert refusal(**{"task.kind": "file"}).field == "task.train_file"
 
 
+# --- several tasks ------------------------------------------------------------------------------------------
+
+
+def test_tasks_are_composed_by_name_with_weights_and_sizes_of_their_own() -> None:
+    config = load(
+        compose_values(
+            "experiment=tiny",
+            "+task@tasks.sort=word_sorting",
+            "+task@tasks.sum=chain_sum",
+            "tasks.sum.weight=3",
+            "tasks.sum.group_size=4",
+            "+task@eval.sets.hard=chain_sum",
+            "eval.sets.hard.params.max_digits=2",
+        )
+    )
+    assert {name: (task.name, task.weight) for name, task in config.mixture.items()} == {
+        "sort": ("word_sorting", 1.0),
+        "sum": ("chain_sum", 3.0),
+    }
+    assert (config.group_size("sort"), config.group_size("sum")) == (16, 4)
+    assert list(config.eval_sets) == ["sort", "sum", "hard"]
+    assert config.eval_sets["hard"].params["max_digits"] == 2
+    assert config.mixture["sum"].params["max_digits"] == 1
+
+
+def test_single_task_is_a_mixture_of_one() -> None:
+    config = tiny_config(**{"task.group_size": 3})
+    assert config.mixture == config.eval_sets == {"copy3": config.task}
+    assert config.group_size("copy3") == 3
+    assert tiny_config(**{"eval.questions": 0}).eval_sets == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value", "remedy"),
+    [
+        ({"tasks": {"sum": {"weight": 0.0}}}, "tasks.sum.weight", 0.0, "greater than 0"),
+        ({"tasks": {"sum": {"group_size": 1}}}, "tasks.sum.group_size", 1, "need 2 or more"),
+        ({"task.group_size": 1}, "task.group_size", 1, "need 2 or more"),
+        ({"tasks": {"a": {}, "b": {"kind": "file"}}}, "tasks.b.train_file", None, "needs the path"),
+        ({"tasks": {"a/b": {}}}, "tasks.a/b.[key]", "a/b", "should match pattern"),
+        ({"eval.sets": {"hard": {"kind": "file"}}}, "eval.sets.hard.train_file", None, "needs the path"),
+        ({"eval.sets": {"copy3": {}}}, "eval.sets", "copy3", "take another"),
+        ({"eval.sets": {"hard": {}}, "eval.questions": 0}, "eval.questions", 0, r"\['hard'\] would not be asked"),
+        ({"eval.samples": -1}, "eval.samples", -1, "greater than or equal to 0"),
+        ({"eval.max_running": 0}, "eval.max_running", 0, "greater than or equal to 1"),
+    ],
+)
+def test_wrong_setting_of_one_of_several_tasks_is_named(
+    changes: dict[str, Any], field: str, value: Any, remedy: str
+) -> None:
+    task = tiny_values()["task"]
+    for name in changes.keys() & {"tasks", "eval.sets"}:
+        changes = changes | {name: {key: task | one for key, one in changes[name].items()}}
+    error = refusal(**changes)
+    assert (error.field, error.value) == (field, value)
+    with pytest.raises(ConfigError, match=remedy):
+        raise error
+
+
+def test_set_of_a_file_needs_no_training_questions() -> None:
+    rows = {**tiny_values()["task"], "kind": "file", "eval_file": "/rows.jsonl"}
+    assert "hard" in tiny_config(**{"eval.sets": {"hard": rows}}).eval_sets
+
+
 def test_missing_field_is_named() -> None:
     values = tiny_values()
     del values["rollout"]["agent"]

@@ -15,7 +15,7 @@ from pydantic import ValidationError, model_validator
 
 from asyncrl.config.generation import Engine, Eval, Rollout, Task
 from asyncrl.config.running import Cluster, Metrics, Run, Weights
-from asyncrl.config.section import Section
+from asyncrl.config.section import Name, Section
 from asyncrl.config.training import Algo, Model, Optimizer, Trainer
 from asyncrl.errors import ConfigError
 
@@ -49,6 +49,8 @@ class Config(Section):
     rollout: Rollout
     algo: Algo
     task: Task
+    tasks: dict[Name, Task]
+    """Several tasks in the place of `task`, by name, mixed by their weights: +task@tasks.NAME=OPTION."""
     eval: Eval
     weights: Weights
     cluster: Cluster
@@ -77,13 +79,43 @@ class Config(Section):
                 optimizer.warmup_steps,
                 f"Must be below the end of the decay ({decay_steps}).",
             )
-        if self.task.kind == "file" and self.task.train_file is None:
-            raise ConfigError("task.train_file", None, "task.kind=file needs the path of a .jsonl or .parquet file.")
-        if self.rollout.group_size == 1:
-            raise ConfigError(
-                "rollout.group_size", 1, "Group-relative advantages need 2 or more completions of a prompt."
-            )
+        self._check_sets()
+        for name, task in (self.mixture | self.eval.sets).items():
+            asked = task.eval_file if name in self.eval.sets else None
+            if task.kind == "file" and task.train_file is None and asked is None:
+                field = f"{self.field_of(name)}.train_file"
+                raise ConfigError(field, None, "task.kind=file needs the path of a .jsonl or .parquet file.")
+        sizes = {f"{self.field_of(name)}.group_size": task.group_size for name, task in self.mixture.items()}
+        for field, size in {"rollout.group_size": self.rollout.group_size, **sizes}.items():
+            if size == 1:
+                raise ConfigError(field, 1, "Group-relative advantages need 2 or more completions of a prompt.")
         return self
+
+    def _check_sets(self) -> None:
+        if self.eval.sets and not self.eval.questions:
+            raise ConfigError("eval.questions", 0, f"The sets {sorted(self.eval.sets)} would not be asked: raise it.")
+        if twice := sorted(self.eval.sets.keys() & self.mixture.keys()):
+            raise ConfigError("eval.sets", twice[0], "A task has this name, and its held-out questions: take another.")
+
+    @property
+    def mixture(self) -> dict[str, Task]:
+        """What training draws from, by name: `tasks`, or `task` alone."""
+        return dict(self.tasks) or {self.task.name: self.task}
+
+    @property
+    def eval_sets(self) -> dict[str, Task]:
+        """What evaluation asks, by name: the held-out questions of every task, and further sets."""
+        return self.mixture | self.eval.sets if self.eval.questions else {}
+
+    def group_size(self, name: str) -> int:
+        """Completions of a prompt of this task."""
+        return self.mixture[name].group_size or self.rollout.group_size
+
+    def field_of(self, name: str) -> str:
+        """The field that holds this task or set."""
+        if name in self.eval.sets:
+            return f"eval.sets.{name}"
+        return f"tasks.{name}" if self.tasks else "task"
 
 
 def load(values: dict[str, Any]) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from asyncrl.config.section import Count, Natural, Positive, Section
+from asyncrl.config.section import Count, Name, Natural, Positive, Section
 
 
 class Engine(Section):
@@ -47,7 +47,7 @@ class Rollout(Section):
     batch_groups: Count
     """Groups (prompts) in a batch."""
     group_size: Count
-    """Completions of each prompt."""
+    """Completions of each prompt, unless its task says otherwise."""
     max_staleness: Natural
     """Bound, in versions, on the age of every token that is trained. 0 is synchronous, 1 is one step off."""
     lead: Natural | None
@@ -65,6 +65,10 @@ class Rollout(Section):
     cache_key: Literal["version", "group"]
     """What may share a prefix cache. version: requests of the same weights, so that a later turn after a publish is
     prefilled anew; group: the turns of a group, whatever the weights, as one long answer does under in_place."""
+    curriculum: str
+    """Import path, module:function of (progress) -> the weights of the tasks, by name, for the next prompt; what is not
+    named has none. progress: asyncrl.rollout.curriculum.Progress (asyncrl.rollout.hooks:towards_half_solved prefers
+    the tasks that are solved about half of the time)."""
     accept: str
     """Import path, module:function of (group) -> True, or False, or the reason of a rejection: a group that is not
     accepted is counted and replaced by another prompt's (dynamic sampling: asyncrl.rollout.hooks:has_signal)."""
@@ -104,7 +108,7 @@ class Task(Section):
     shots: Natural
     """Worked examples shown before each question."""
     train_file: str | None
-    """file: JSONL or parquet with the training questions."""
+    """file: JSONL or parquet with the training questions; of an evaluation set without eval_file, its questions."""
     eval_file: str | None
     """file: the same for evaluation; unset: the first `eval.questions` of train_file are held out."""
     prompt_key: str
@@ -113,12 +117,25 @@ class Task(Section):
     """file: field with the reference answer."""
     reward: str
     """file: `exact`, `contains`, `number`, or an import path module:function of (answer text, record) -> float."""
+    weight: Positive
+    """Share of the prompts, relative to the other tasks'."""
+    group_size: Count | None
+    """Completions of each prompt; unset: rollout.group_size."""
 
 
 class Eval(Section):
-    """Held-out questions, answered greedily by the same engines."""
+    """Held-out questions of every task, and further sets, answered by the same engines."""
 
     questions: Natural
-    """Number of held-out questions; 0 turns evaluation off. Training never draws any of them."""
+    """Questions held out of each task; 0 turns evaluation off. Of evaluation files and further sets, at most this many
+    are asked. Training never draws any of them."""
     every: Count | None
     """Evaluate every so many versions too, beside training; unset: only before and after."""
+    samples: Natural
+    """Answers that are sampled to each question, beside the greedy one, for pass@k."""
+    temperature: Positive
+    """Their temperature."""
+    max_running: Count
+    """Questions whose answers may be in flight at once: what training's requests may find before them in the queue."""
+    sets: dict[Name, Task]
+    """Further sets of questions, by name: +task@eval.sets.NAME=OPTION. Weight and group size mean nothing there."""

@@ -11,6 +11,8 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
+"""Stands in the names of fields and figures."""
 
 
 class Section(BaseModel):

@@ -121,8 +121,8 @@ def check_devices(config: Config, gpus: int) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Refuse a task that cannot be built and a chat template that is not there."""
-    tasks.build(config.task)
+    """Refuse tasks that cannot be built and a chat template that is not there."""
+    tasks.build_all(config)
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "No such file: name a jinja file.")

@@ -50,10 +50,13 @@ def _fields() -> Iterator[str]:
         if isinstance(node, ast.ClassDef)
     }
     for top in _annotated(classes["Config"]):
-        section = classes[ast.unparse(top.annotation)]
-        name = ast.unparse(top.target)
-        yield f"\n{name}: {ast.get_docstring(section)}"
-        yield from _section(classes, section, name)
+        kind, name = ast.unparse(top.annotation), ast.unparse(top.target)
+        if kind in classes:
+            yield f"\n{name}: {ast.get_docstring(classes[kind])}"
+            yield from _section(classes, classes[kind], name)
+        else:
+            yield ""
+            yield from _field(name, kind, docstrings(classes["Config"])[name])
 
 
 def _section(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[str]:
@@ -62,9 +65,13 @@ def _section(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: st
         if kind in classes:
             yield from _section(classes, classes[kind], name)
             continue
-        yield f"  {name}  ({_readable(kind)})"
-        if meaning := docstrings(section).get(ast.unparse(field.target)):
-            yield textwrap.fill(meaning, 100, initial_indent="      ", subsequent_indent="      ")
+        yield from _field(name, kind, docstrings(section).get(ast.unparse(field.target)))
+
+
+def _field(name: str, kind: str, meaning: str | None) -> Iterator[str]:
+    yield f"  {name}  ({_readable(kind)})"
+    if meaning:
+        yield textwrap.fill(" ".join(meaning.split()), 100, initial_indent="      ", subsequent_indent="      ")
 
 
 def docstrings(section: ast.ClassDef) -> dict[str, str]:
@@ -88,6 +95,7 @@ KINDS = {
     "Share": "number 0..1",
     "str": "text",
     "bool": "true or false",
+    "dict[Name, Task]": "name: task",
 }
 
 

@@ -30,7 +30,7 @@ class Console:
         """What is about to start, and where it writes."""
         c, t = self._config, self._config.trainer
         self._print(
-            f"[bold]{escape(c.run.name)}[/]: {escape(c.model.path)} on {escape(c.task.name)}; "
+            f"[bold]{escape(c.run.name)}[/]: {escape(c.model.path)} on {escape(', '.join(c.mixture))}; "
             f"{c.engine.count} engine(s), trainer "
             f"TP {t.tensor_parallel} × PP {t.pipeline_parallel} × DP {t.data_parallel}; "
             f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
@@ -40,10 +40,7 @@ class Console:
     def follow(self) -> None:
         """Print what was written since the last call."""
         for record in self._evaluations():
-            self._print(
-                f"[cyan]held out[/]  version {record['version_min']}: "
-                f"accuracy {record['accuracy']:.3f} of {record['questions']} questions"
-            )
+            self._print(self._evaluation(record))
         for record in self._warnings():
             self._print(f"[yellow]warning[/]  version {record['version']}: {escape(record['warning'])}")
         for record in self._steps():
@@ -58,6 +55,18 @@ class Console:
                 table.add_row(name, f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
         if self._config.metrics.console:
             self._out.print(table)
+
+    def _evaluation(self, r: dict[str, Any]) -> str:
+        several = f"{r['set']}, " if len(self._config.eval_sets) > 1 else ""
+        versions = str(r["version_min"]) + (f"..{r['version_max']}" if r["version_max"] > r["version_min"] else "")
+        *_, highest = [None, *(name for name in r if name.startswith("pass@"))]
+        return (
+            f"[cyan]held out[/]  {several}version {versions}: "
+            f"accuracy {r['accuracy']:.3f} of {r['questions']} questions"
+            + (f", {highest} {r[highest]:.3f}" if highest else "")
+            + (f"; {r['failed']} answers failed" if r["failed"] else "")
+            + (f"; {r['skipped']} evaluations skipped meanwhile" if r["skipped"] else "")
+        )
 
     def _line(self, r: dict[str, Any]) -> str:
         left = self._seconds_left(r)

@@ -56,15 +56,30 @@ STEP = {
     "bytes/published": "bytes of weights sent by this rank",
 }
 
-# eval.jsonl: one object per evaluation
+# The same file, for each task where there are several; <task> is its name
+STEP_BY_TASK = {
+    "groups/batch/<task>": "groups of the batch that are the task's",
+    "reward/mean/<task>": "mean reward of their trajectories; absent where there are none",
+    "groups/signal/<task>": "share of them whose rewards differ; absent where there are none",
+}
+
+# eval.jsonl: one object per evaluation and set; the sets of one evaluation stand together
 EVAL = {
+    "set": "name of the task whose held-out questions these are, or of the set (eval.sets)",
     "version_min": "oldest version that answered",
     "version_max": "newest version that answered; different from version_min only beside training",
-    "questions": "held-out questions",
+    "questions": "questions asked",
+    "failed": "answers that the judge or the engines failed; left out of all figures",
+    "skipped": "evaluations that were due while this one was under way, and did not take place",
     "accuracy": "share answered right, greedily",
-    "reward/mean": "mean reward",
-    "tokens/mean": "mean tokens of an answer",
-    "time/eval": "duration",
+    "reward/mean": "mean reward of the greedy answers",
+    "tokens/mean": "their mean number of tokens",
+    "time/eval": "duration of the whole evaluation",
+}
+
+# The same file, with eval.samples = n; <k> is 1, 2, 4, ... up to n
+EVAL_BY_K = {
+    "pass@<k>": "unbiased estimate of the share of questions that k sampled answers solve; pass@1 is their accuracy",
 }
 
 # summary.json
@@ -73,8 +88,8 @@ SUMMARY = {
     "steps": "steps trained",
     "reward/first": "mean reward of the first run.reward_window steps",
     "reward/last": "mean reward of the last run.reward_window steps",
-    "accuracy/before": "held-out accuracy at version 0; null without evaluation",
-    "accuracy/after": "held-out accuracy at the last version; null without evaluation",
+    "accuracy/before": "held-out accuracy at version 0, the mean over sets; null without evaluation",
+    "accuracy/after": "the same at the last version",
     "tokens/generated": "tokens committed by rollouts",
     "tokens/trained": "tokens that entered the loss",
     "tokens_per_s/generated": "per second of training",
@@ -91,4 +106,10 @@ SUMMARY = {
     "time/total": "from the command to the summary",
     "transport": "how weights travelled, and why",
     "ledger": "every group's place at the end",
+}
+
+# The same file, for each evaluation set where there are several; <set> is its name
+SUMMARY_BY_SET = {
+    "accuracy/before/<set>": "accuracy of the set at version 0",
+    "accuracy/after/<set>": "the same at the last version",
 }

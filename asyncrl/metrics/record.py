@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from asyncrl.types import Batch
+from asyncrl.types import Batch, Group
 
 Step = dict[str, float]
 
@@ -22,10 +22,11 @@ class StepLog:
         sinks: list[Callable[[Step], None]],
         *,
         started_at: float,
+        tasks: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`started_at` is the wall-clock time (time.time) of the command."""
-        self._sinks, self._clock = sinks, clock
+        """`started_at` is the wall-clock time (time.time) of the command; `tasks` are those that training mixes."""
+        self._sinks, self._tasks, self._clock = sinks, tasks, clock
         self._offset = time.time() - started_at - clock()
         self._spans: dict[str, float] = {}
         self._last_end: float | None = None
@@ -59,9 +60,8 @@ class StepLog:
             "version": version,
             "reward/mean": statistics.fmean(rewards),
             "reward/std": statistics.pstdev(rewards),
-            "groups/signal": statistics.fmean(
-                len({t.reward for t in group.trajectories}) > 1 for group in batch.groups
-            ),
+            "groups/signal": _signal(batch.groups),
+            **self._by_task(batch.groups),
             "completion/length": statistics.fmean(len(completion.token_ids) for completion in completions),
             "completion/truncated": statistics.fmean(
                 completion.finish_reason == "length" for completion in completions
@@ -86,6 +86,18 @@ class StepLog:
         for sink in self._sinks:
             sink(record)
         return record
+
+    def _by_task(self, groups: Sequence[Group]) -> Step:
+        """Where there are several tasks: what the batch held of each."""
+        figures: Step = {}
+        for task in self._tasks if len(self._tasks) > 1 else ():
+            mine = [group for group in groups if group.task == task]
+            figures[f"groups/batch/{task}"] = len(mine)
+            if mine:
+                rewards = [trajectory.reward for group in mine for trajectory in group.trajectories]
+                figures[f"reward/mean/{task}"] = statistics.fmean(rewards)
+                figures[f"groups/signal/{task}"] = _signal(mine)
+        return figures
 
     def summary(self, window: int) -> dict[str, Any]:
         """Figures of the whole run, from its steps."""
@@ -114,3 +126,17 @@ class StepLog:
             "time/start_up": (self._first_batch or 0.0) + self._offset,
             "time/total": self._clock() + self._offset,
         }
+
+
+def accuracies(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """For the summary, from the lines of the first and the last evaluation: the mean over sets, and each of several."""
+    figures: dict[str, float | None] = {}
+    for when, lines in (("before", before), ("after", after)):
+        figures[f"accuracy/{when}"] = statistics.fmean(line["accuracy"] for line in lines) if lines else None
+        if len(lines) > 1:
+            figures |= {f"accuracy/{when}/{line['set']}": line["accuracy"] for line in lines}
+    return figures
+
+
+def _signal(groups: Sequence[Group]) -> float:
+    return statistics.fmean(len({t.reward for t in group.trajectories}) > 1 for group in groups)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,31 @@ from asyncrl.engine.client import Client
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.evaluation import evaluate
+from asyncrl.rollout.curriculum import Mixer
+from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.hooks import load
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
+from asyncrl.types import Generate, Prompt, Trajectory
 
 
 async def main(run_dir: Path) -> None:
     """Serve until the launcher's SIGTERM, or until something dies."""
     config, addresses = read(run_dir), Addresses.read(run_dir)
-    task = tasks.build(config.task)
+    played = tasks.build_all(config)
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
     model_length = json.loads((addresses.model / "config.json").read_text())["max_position_embeddings"]
-    prompts = Prompts(config, task, tokenizer, model_length)
+    prompts = Prompts(config, played, tokenizer, model_length)
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer))
     rollout = config.rollout
 
-    async def evaluation() -> dict[str, Any]:
-        found = await evaluate(worker, task, prompts.held_out)
-        jsonl.append(run_dir / "eval.jsonl", found)
-        return found
+    async def play(prompt: Prompt, generate: Generate) -> Trajectory:
+        return await worker.episode(prompt, generate)
+
+    evaluations = Evaluations(
+        play, client, played, prompts.held_out, config.eval, partial(jsonl.append, run_dir / "eval.jsonl")
+    )
 
     def publish(ledger: dict[str, Any], warnings: list[str]) -> None:
         jsonl.replace(run_dir / "ledger.json", ledger)
@@ -49,9 +54,8 @@ async def main(run_dir: Path) -> None:
     service = Service(
         _buffer(rollout),
         client,
-        evaluation,
+        evaluations,
         addresses.api_key,
-        eval_every=config.eval.every,
         drain=config.weights.pause_mode == "drain",
         publish=publish,
     )
@@ -59,10 +63,10 @@ async def main(run_dir: Path) -> None:
         service,
         client,
         load_agent(rollout.agent),
-        task,
-        prompts.training,
+        played,
+        _mixer(config, played, prompts),
         prompts.decode,
-        group_size=rollout.group_size,
+        group_sizes={name: config.group_size(name) for name in config.mixture},
         max_running=rollout.max_running_groups,
         max_failures=rollout.max_failures,
         accept=load(rollout.accept, "rollout.accept"),
@@ -72,8 +76,7 @@ async def main(run_dir: Path) -> None:
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout)
         (run_dir / READY).touch()
-        if config.eval.questions:
-            await evaluation()  # alone on version 0, before the first rollout
+        await evaluations.now()  # alone on version 0, before the first rollout
         await worker.run()
 
     url = httpx.URL(addresses.rollout)
@@ -102,6 +105,16 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> 
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
+    )
+
+
+def _mixer(config: Config, played: dict[str, tasks.Task], prompts: Prompts) -> Mixer:
+    return Mixer(
+        played,
+        prompts.training,
+        {name: task.weight for name, task in config.mixture.items()},
+        load(config.rollout.curriculum, "rollout.curriculum"),
+        config.run.seed,
     )
 
 

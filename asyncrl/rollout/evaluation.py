@@ -1,32 +1,157 @@
-"""Held-out accuracy: greedy answers of the same engines to questions that training never draws."""
+"""Held-out accuracy: the engines that roll out answer questions that training never draws, beside training.
+
+Evaluation holds no ticket and is in no ledger; weights change under it, and its lines name the versions that answered.
+At most `eval.max_running` questions are in flight: what training's requests may find before them in an engine's queue,
+which serves both in the order of arrival, so that neither starves.
+
+waits for     the answers (the client's deadlines), room under eval.max_running
+unblocked by  every question that is answered; the last evaluation of a run has the trainer's deadline
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from asyncrl.rollout.worker import Worker
+from asyncrl.config import Eval
+from asyncrl.engine.client import Client
+from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.tasks import Task
-from asyncrl.types import Prompt
+from asyncrl.types import Generate, Prompt, Trajectory
+
+Play = Callable[[Prompt, Generate], Awaitable[Trajectory]]
+"""Plays and scores one episode."""
+Line = dict[str, Any]
+"""Of eval.jsonl: one set in one evaluation."""
+Attempt = Trajectory | AsyncRLError
+"""An episode, or why there is none."""
 
 
-async def evaluate(worker: Worker, task: Task, held_out: list[Prompt]) -> dict[str, Any]:
-    """One line of eval.jsonl; `version_min` and `version_max` differ when weights changed while it ran."""
-    started = time.monotonic()
-    async with asyncio.TaskGroup() as episodes:
-        tasks = [episodes.create_task(worker.evaluate(prompt)) for prompt in held_out]
-    trajectories = [task_.result() for task_ in tasks]
-    versions = [
-        span.version for trajectory in trajectories for turn in trajectory.turns for span in turn.completion.versions
-    ]
-    rewards = [trajectory.reward for trajectory in trajectories]
+@dataclass(frozen=True)
+class Answers:
+    """To one question."""
+
+    greedy: Attempt
+    sampled: Sequence[Attempt]
+
+
+class Evaluations:
+    """The evaluations of a run, one at a time."""
+
+    def __init__(
+        self,
+        play: Play,
+        client: Client,
+        tasks: Mapping[str, Task],
+        sets: Mapping[str, Sequence[Prompt]],
+        settings: Eval,
+        write: Callable[[Line], None],
+    ) -> None:
+        """`write` gets every line. Without sets there is nothing to do."""
+        self._play, self._client, self._tasks, self._sets = play, client, tasks, sets
+        self._settings, self._write = settings, write
+        self._room = asyncio.Semaphore(settings.max_running)
+        self._serial = itertools.count()
+        self._running: asyncio.Task[list[Line]] | None = None
+        self._skipped = 0
+
+    def published(self, version: int) -> None:
+        """Start an evaluation if one is due at this version and none is under way. Raises what ended the last one."""
+        if self._running and self._running.done():
+            self._running.result()  # its error ends the run here, not at its very end
+            self._running = None
+        if not self._sets or not self._settings.every or version % self._settings.every:
+            return
+        if self._running:
+            self._skipped += 1
+        else:
+            self._running = asyncio.create_task(self._evaluate())
+
+    async def now(self) -> list[Line]:
+        """The lines of an evaluation that begins now, after one that may be under way."""
+        if self._running:
+            await self._running
+        return await self._evaluate()
+
+    async def _evaluate(self) -> list[Line]:
+        """Every set; its lines are written together."""
+        started, self._skipped = time.monotonic(), 0
+        async with asyncio.TaskGroup() as group:
+            asked = {
+                name: [group.create_task(self._ask(prompt)) for prompt in prompts]
+                for name, prompts in self._sets.items()
+            }
+        seconds = time.monotonic() - started
+        lines = []
+        for name, tasks in asked.items():
+            figures = summarize(name, [task.result() for task in tasks], self._tasks[name].correct)
+            lines.append({**figures, "skipped": self._skipped, "time/eval": seconds})
+        for line in lines:
+            self._write(line)
+        return lines
+
+    async def _ask(self, prompt: Prompt) -> Answers:
+        """All answers to one question; they share an engine, and the sampled ones a request."""
+        async with self._room:
+            name = f"e{next(self._serial):010d}"
+            temperatures = [0.0, *[self._settings.temperature] * self._settings.samples]
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._attempt(prompt, self._client.generate(temperature, group=name)))
+                    for temperature in temperatures
+                ]
+        greedy, *sampled = (task.result() for task in tasks)
+        return Answers(greedy, sampled)
+
+    async def _attempt(self, prompt: Prompt, generate: Generate) -> Attempt:
+        try:
+            return await self._play(prompt, generate)
+        except (EpisodeFailed, EngineError) as failure:  # counted: no run ends for one question
+            return failure
+
+
+def summarize(name: str, answers: Sequence[Answers], correct: Callable[[float], bool]) -> Line:
+    """One set's figures. Attempts that failed are counted and left out; AsyncRLError when no greedy one is left."""
+    attempts = [attempt for one in answers for attempt in (one.greedy, *one.sampled)]
+    failures = [attempt for attempt in attempts if not isinstance(attempt, Trajectory)]
+    greedy = _played(one.greedy for one in answers)
+    if not greedy:
+        raise AsyncRLError(f"evaluation: no question of {name} could be answered; the last failed with: {failures[-1]}")
+    versions = [span.version for one in _played(attempts) for turn in one.turns for span in turn.completion.versions]
     return {
+        "set": name,
         "version_min": min(versions),
         "version_max": max(versions),
-        "questions": len(held_out),
-        "accuracy": sum(task.correct(reward) for reward in rewards) / len(rewards),
-        "reward/mean": sum(rewards) / len(rewards),
-        "tokens/mean": sum(trajectory.num_tokens for trajectory in trajectories) / len(trajectories),
-        "time/eval": time.monotonic() - started,
+        "questions": len(answers),
+        "failed": len(failures),
+        "accuracy": fmean(correct(one.reward) for one in greedy),
+        "reward/mean": fmean(one.reward for one in greedy),
+        "tokens/mean": fmean(one.num_tokens for one in greedy),
+        **_pass_at_powers([[correct(one.reward) for one in _played(a.sampled)] for a in answers]),
     }
+
+
+def pass_at(k: int, right: int, samples: int) -> float:
+    """The probability that k of `samples` answers, drawn without replacement, hold one of the `right` ones: an unbiased
+    estimate of pass@k (Chen et al., arXiv 2107.03374, equation 1). Integers are exact, whatever their size."""
+    drawn = math.comb(samples, k)
+    return (drawn - math.comb(samples - right, k)) / drawn
+
+
+def _pass_at_powers(verdicts: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """By k = 1, 2, 4, ...: the mean over the questions that have k samples, as long as there are any."""
+    figures, k = {}, 1
+    while counted := [pass_at(k, sum(one), len(one)) for one in verdicts if len(one) >= k]:
+        figures[f"pass@{k}"] = fmean(counted)
+        k *= 2
+    return figures
+
+
+def _played(attempts: Iterable[Attempt]) -> list[Trajectory]:
+    return [attempt for attempt in attempts if isinstance(attempt, Trajectory)]

@@ -1,12 +1,13 @@
-"""What users may put in the place of ours: agents, and the functions that accept and select groups."""
+"""What users may put in the place of ours: agents, and the functions that mix tasks, accept and select groups."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.rollout.curriculum import Progress
 from asyncrl.types import Group
 
 Accept = Callable[[Group], bool | str]
@@ -22,6 +23,22 @@ def load(path: str, field: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(field, path, f"Must be an import path, module:name ({error}).") from None
+
+
+def by_weight(progress: Progress) -> Mapping[str, float]:
+    """The configured weights."""
+    return {name: task.weight for name, task in progress.tasks.items()}
+
+
+def towards_half_solved(progress: Progress) -> Mapping[str, float]:
+    """The configured weights times 4 p (1 - p), p being the share of right answers: where the answers to a question
+    agree there is little to learn (learnability: arXiv 2502.12272). A tenth is left to what seems too hard or too easy,
+    for that changes; a task of which nothing is known counts as half solved."""
+
+    def learnable(solved: float | None) -> float:
+        return 1.0 if solved is None else max(0.1, 4 * solved * (1 - solved))
+
+    return {name: task.weight * learnable(task.solved) for name, task in progress.tasks.items()}
 
 
 def accept_all(group: Group) -> bool:

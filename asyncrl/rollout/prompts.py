@@ -1,13 +1,14 @@
-"""The stream of prompts: questions of a task, rendered with the model's chat template.
+"""Questions of the tasks, rendered with the model's chat template: a stream of prompts each, and the evaluation sets.
 
-Evaluation questions are drawn first; training skips every question whose rendered text is among them, so the two
-are disjoint whatever the task's generator repeats.
+Evaluation questions are drawn first; training skips every question whose rendered text is among those of any set, so
+they are disjoint whatever the tasks' generators repeat.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,80 +25,93 @@ MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation
 
 
 class Prompts:
-    """Endless training prompts, and the held-out ones."""
+    """By task, endless training prompts; by evaluation set, its prompts."""
 
-    def __init__(self, config: Config, task: Task, tokenizer: PreTrainedTokenizerBase, model_length: int) -> None:
-        self._task, self._tokenizer = task, tokenizer
+    def __init__(
+        self, config: Config, tasks: Mapping[str, Task], tokenizer: PreTrainedTokenizerBase, model_length: int
+    ) -> None:
+        self._tasks, self._tokenizer = tasks, tokenizer
+        self._questions, self._seed = config.eval.questions, config.run.seed
         self._longest = model_length - config.rollout.max_new_tokens
-        self._order = random.Random(config.run.seed)
-        first, last = self._training_range(config)
-        self.held_out = self._draw_held_out(config)
-        taken = {tuple(prompt.token_ids) for prompt in self.held_out}
-        self.training = self._training(first, last, taken)
+        self._serial = itertools.count()
+        ranges = {name: self._training_range(name) for name in config.mixture}
+        serial = itertools.count()
+        self.held_out = {
+            name: self._draw_held_out(name, ranges[name][0] if name in ranges else None, serial)
+            for name in config.eval_sets
+        }
+        taken = {tuple(prompt.token_ids) for prompts in self.held_out.values() for prompt in prompts}
+        self.training = {name: self._training(name, *ranges[name], taken) for name in config.mixture}
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of an answer, without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _training_range(self, config: Config) -> tuple[int, int]:
+    def _training_range(self, name: str) -> tuple[int, int]:
         """Indices [first, last) that training draws from."""
-        if self._task.size is None:
+        task = self._tasks[name]
+        if task.size is None:
             return 0, EVAL_OFFSET
-        first = getattr(self._task, "held_out", 0) or config.eval.questions
-        if first >= self._task.size:
+        first = getattr(task, "held_out", 0) or self._questions
+        if first >= task.size:
             raise ConfigError(
                 "eval.questions",
-                config.eval.questions,
-                f"The task has {self._task.size} questions; none would be left to train on.",
+                self._questions,
+                f"Task {name} has {task.size} questions; none would be left to train on.",
             )
-        return first, self._task.size
+        return first, task.size
 
-    def _draw_held_out(self, config: Config) -> list[Prompt]:
-        """Distinct evaluation prompts."""
-        offset = EVAL_OFFSET if self._task.size is None else 0
-        limit = MAX_SKIPS if self._task.size is None else self._training_range(config)[0]
+    def _draw_held_out(self, name: str, first: int | None, serial: Iterator[int]) -> list[Prompt]:
+        """Distinct evaluation prompts; of a task that is trained, from below its `first` training question."""
+        task = self._tasks[name]
+        files = getattr(task, "held_out", 0)  # rows of an evaluation file
+        offset, limit = (EVAL_OFFSET, MAX_SKIPS) if task.size is None else (0, files or first or task.size)
         prompts: dict[tuple[int, ...], Prompt] = {}
-        for index in range(limit):
-            if len(prompts) == config.eval.questions:
+        for index in range(offset, offset + limit):
+            if len(prompts) == self._questions:
                 break
-            prompt = self._render(self._task.question(offset + index), f"eval{index:08d}")
-            prompts.setdefault(tuple(prompt.token_ids), prompt)
-        if len(prompts) < config.eval.questions:
+            token_ids, question = self._render(name, index)
+            if tuple(token_ids) not in prompts:
+                prompts[tuple(token_ids)] = Prompt(f"e{next(serial):08d}", token_ids, question, name)
+        whole = bool(task.size) and (files or first is None)  # a file of its own: all that it has
+        if len(prompts) < self._questions and not whole:
             raise ConfigError(
                 "eval.questions",
-                config.eval.questions,
-                f"The task has only {len(prompts)} distinct questions to hold out.",
+                self._questions,
+                f"Task {name} has only {len(prompts)} distinct questions to hold out.",
             )
         return list(prompts.values())
 
-    def _training(self, first: int, last: int, held_out: set[tuple[int, ...]]) -> Iterator[Prompt]:
-        """Questions in an order that the seed fixes; a finite task is reshuffled every epoch."""
-        skipped, serial = 0, 0
-        for index in self._indices(first, last):
-            prompt = self._render(self._task.question(index), f"p{serial:08d}")
-            if tuple(prompt.token_ids) in held_out:
+    def _training(self, name: str, first: int, last: int, held_out: set[tuple[int, ...]]) -> Iterator[Prompt]:
+        """Questions in an order that the seed fixes, whatever the other tasks; a finite task is reshuffled every epoch.
+        Uids count the prompts of all tasks."""
+        skipped = 0
+        for index in self._indices(name, first, last):
+            token_ids, question = self._render(name, index)
+            if tuple(token_ids) in held_out:
                 skipped += 1
                 if skipped == MAX_SKIPS:
                     raise ConfigError(
                         "eval.questions",
-                        len(held_out),
-                        f"{MAX_SKIPS} training questions in a row are evaluation questions: the task is too small.",
+                        self._questions,
+                        f"{MAX_SKIPS} training questions of {name} in a row are evaluation questions: it is too small.",
                     )
                 continue
             skipped = 0
-            serial += 1
-            yield prompt
+            yield Prompt(f"p{next(self._serial):08d}", token_ids, question, name)
 
-    def _indices(self, first: int, last: int) -> Iterator[int]:
-        if self._task.size is None:
+    def _indices(self, name: str, first: int, last: int) -> Iterator[int]:
+        order = random.Random(f"{self._seed} {name}")
+        if self._tasks[name].size is None:
             while True:
-                yield self._order.randrange(first, last)
+                yield order.randrange(first, last)
         while True:
             epoch = list(range(first, last))
-            self._order.shuffle(epoch)
+            order.shuffle(epoch)
             yield from epoch
 
-    def _render(self, question: Question, uid: str) -> Prompt:
+    def _render(self, name: str, index: int) -> tuple[list[int], Question]:
+        question = self._tasks[name].question(index)
         ids = self._tokenizer.apply_chat_template(
             question["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -105,9 +119,9 @@ class Prompts:
             raise ConfigError(
                 "rollout.max_new_tokens",
                 len(ids),
-                f"Prompt {uid} is longer than the {self._longest} tokens that the model's length leaves.",
+                f"Question {index} of {name} is longer than the {self._longest} tokens that the model's length leaves.",
             )
-        return Prompt(uid, list(ids), question)
+        return list(ids), question
 
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:

@@ -3,7 +3,7 @@
     GET  /batch?version=v   the batch that turns version v into v + 1, as msgpack; 202 and the reason until it is ready
     POST /hold              weights are about to change: keep new requests back; 202 while a drain goes on
     POST /version {"version": v}    every engine serves v: let requests go, open admission
-    POST /evaluate          answer the held-out questions; returns accuracy and the versions that answered
+    POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     GET  /status            the ledger
     GET  /health            200 once rollouts run
 
@@ -13,7 +13,7 @@ Each wait here is bounded by POLL_SECONDS and repeated by the trainer, who owns 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +25,7 @@ from starlette.routing import Route
 from asyncrl.engine.client import Client
 from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.types import Batch, Group, encode
 
 POLL_SECONDS = 10.0
@@ -37,17 +38,15 @@ class Service:
         self,
         buffer: CohortBuffer,
         client: Client,
-        evaluate: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
+        evaluations: Evaluations,
         api_key: str,
         *,
-        eval_every: int | None,
         drain: bool = False,
         publish: Callable[[dict[str, Any], list[str]], None] = lambda ledger, warnings: None,
     ) -> None:
         """`publish` gets the ledger, and what must be told, at every version."""
         self._buffer, self._client, self._api_key = buffer, client, api_key
-        self._evaluate, self._eval_every, self._drain = evaluate, eval_every, drain
-        self._evaluating: asyncio.Task[dict[str, Any]] | None = None
+        self._evaluations, self._drain = evaluations, drain
         self._changed = asyncio.Condition()
         self._audit, self._publish = Audit(), publish
         self._rewards: list[float] = []
@@ -114,7 +113,8 @@ class Service:
     async def version(self, request: Request) -> Response:
         """A version is published."""
         version = int((await request.json())["version"])
-        if version != self._buffer.version:  # the same version again: weights were sent anew, nothing was trained
+        new = version != self._buffer.version  # the same version again: weights were sent anew, nothing was trained
+        if new:
             self._buffer.publish(version)
         self._client.inflight.release(version)
         ledger = self._buffer.ledger()
@@ -122,19 +122,13 @@ class Service:
         self._audit.close(self._buffer.step - self._buffer.slack)
         self._publish({**asdict(ledger), "version": version}, self._audit.warnings())
         await self._wake()
-        if self._evaluating and self._evaluating.done():
-            self._evaluating.result()  # an evaluation's error ends the run here, not at its very end
-        idle = self._evaluating is None or self._evaluating.done()
-        if self._eval_every and version % self._eval_every == 0 and idle:
-            # beside training: its line in eval.jsonl names the versions that answered
-            self._evaluating = asyncio.create_task(self._evaluate())
+        if new:
+            self._evaluations.published(version)
         return Response()
 
     async def evaluate(self, _: Request) -> Response:
         """Answer the held-out questions now, after an evaluation that may be under way."""
-        if self._evaluating:
-            await self._evaluating
-        return JSONResponse(await self._evaluate())
+        return JSONResponse(await self._evaluations.now())
 
     async def status(self, _: Request) -> Response:
         """The ledger, and why the next batch is not ready."""

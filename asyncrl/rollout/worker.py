@@ -8,13 +8,13 @@ on death      an error that is neither an EpisodeFailed nor an EngineError ends 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 
 from asyncrl.engine.client import Client, Session
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.service import Service
 from asyncrl.tasks import Task
@@ -29,25 +29,25 @@ class Worker:
         service: Service,
         client: Client,
         agent: Agent,
-        task: Task,
-        training: Iterator[Prompt],
+        tasks: Mapping[str, Task],
+        mixer: Mixer,
         decode: Callable[[list[int]], str],
         *,
-        group_size: int,
+        group_sizes: Mapping[str, int],
         max_running: int | None,
         max_failures: int,
         accept: Accept = accept_all,
         max_rejections: int = 1000,
     ) -> None:
-        self._service, self._client, self._agent, self._task = service, client, agent, task
-        self._training, self._decode = training, decode
-        self._group_size, self._max_failures = group_size, max_failures
+        """`tasks` score the answers to their own prompts, of training and evaluation; `group_sizes` are by task."""
+        self._service, self._client, self._agent, self._tasks = service, client, agent, tasks
+        self._mixer, self._decode = mixer, decode
+        self._group_sizes, self._max_failures = group_sizes, max_failures
         self._room = asyncio.Semaphore(max_running) if max_running else None
         self._accept, self._max_rejections = accept, max_rejections
         self._failures_in_a_row = self._rejections_in_a_row = 0
         self._playing: dict[Ticket, asyncio.Task[None]] = {}
         self._stopped: dict[Ticket, str] = {}
-        self._evaluations = itertools.count()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -57,7 +57,7 @@ class Worker:
                 if self._room:
                     await self._room.acquire()
                 ticket = await self._service.ticket()
-                self._playing[ticket] = groups.create_task(self._play(ticket, next(self._training)))
+                self._playing[ticket] = groups.create_task(self._play(ticket, self._mixer.draw(ticket.born)))
 
     async def _stop_the_unwanted(self) -> None:
         while True:
@@ -67,7 +67,7 @@ class Worker:
 
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
         """One group, unless the buffer stops it because nobody waits for it any more."""
-        sessions = [self._client.generate(group=ticket.uid) for _ in range(self._group_size)]
+        sessions = [self._client.generate(group=ticket.uid) for _ in range(self._group_sizes[prompt.task])]
         try:
             await self._play_out(ticket, prompt, sessions)
         except asyncio.CancelledError:
@@ -88,18 +88,16 @@ class Worker:
             await self._fail(ticket, failed, _received(sessions))
         else:
             self._failures_in_a_row = 0
-            group = Group(ticket.uid, ticket.slot, prompt.token_ids, [task.result() for task in tasks])
+            played = [task.result() for task in tasks]
+            group = Group(ticket.uid, ticket.slot, prompt.token_ids, played, prompt.task)
+            self._mixer.record(group)
             await self._hand_in(ticket, group, _received(sessions))
-
-    async def evaluate(self, prompt: Prompt) -> Trajectory:
-        """Play and score one episode greedily."""
-        return await self.episode(prompt, self._client.generate(0.0, group=f"e{next(self._evaluations):010d}"))
 
     async def episode(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Play and score one episode."""
         trajectory = await self._agent.run(prompt, generate)
         answer = self._decode(trajectory.turns[-1].completion.token_ids)
-        return Trajectory(trajectory.turns, self._task.score(answer, prompt.question))
+        return Trajectory(trajectory.turns, self._tasks[prompt.task].score(answer, prompt.question))
 
     async def _hand_in(self, ticket: Ticket, group: Group, received: list[int]) -> None:
         """A group that is accepted waits for its batch; another takes the place of one that is not."""

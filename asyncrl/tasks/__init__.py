@@ -1,13 +1,14 @@
 """Tasks: where questions come from and how answers are scored.
 
-A task is two methods; `build` picks the class that a configuration names. Questions are numbered, so a run's order of
-prompts is a function of its seed and can be resumed.
+A task is two methods; `build` picks the class that a configuration names, `build_all` does so for a whole run.
+Questions are numbered, so a run's order of prompts is a function of its seed and can be resumed.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+from asyncrl.config import Config
 from asyncrl.config import Task as TaskConfig
 from asyncrl.errors import ConfigError
 
@@ -50,3 +51,15 @@ def build(config: TaskConfig) -> Task:
 
         return FileTask(config)
     raise ConfigError("task.kind", config.kind, "Must be reasoning_gym, copy or file.")
+
+
+def build_all(config: Config) -> dict[str, Task]:
+    """Every task and evaluation set of a run, by name; an error names the field of the one that it is about."""
+    built = {}
+    for name, section in (config.mixture | config.eval_sets).items():
+        try:
+            built[name] = build(section)
+        except ConfigError as error:
+            field = error.field.replace("task.", f"{config.field_of(name)}.")
+            raise ConfigError(field, error.value, error.remedy) from None
+    return built

@@ -22,7 +22,7 @@ class FileTask:
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
         evaluation = _rows("task.eval_file", config.eval_file) if config.eval_file else []
-        training = _rows("task.train_file", config.train_file or "")
+        training = _rows("task.train_file", config.train_file) if config.train_file is not None else []
         self.held_out = len(evaluation)  # questions 0..held_out-1 are the evaluation file's
         self._rows = [*evaluation, *training]
         for number, row in enumerate(self._rows):

@@ -25,7 +25,7 @@ from asyncrl.addresses import LOST, Addresses  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.router import Workers  # noqa: E402
-from asyncrl.metrics.record import StepLog  # noqa: E402
+from asyncrl.metrics.record import StepLog, accuracies  # noqa: E402
 from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer.feed import Batches, RolloutDoor  # noqa: E402
@@ -70,7 +70,7 @@ def main(run_dir: Path) -> None:
         announce=door.announce,
     )
     publisher.prepare()
-    log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at)
+    log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at, tasks=tuple(config.mixture))
 
     def export(folder: Path) -> None:
         save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
@@ -119,14 +119,11 @@ def _sinks(config: Config, run_dir: Path, parallel: Parallel) -> list:
 
 def _summarize(config: Config, run_dir: Path, door: RolloutDoor, log: StepLog, facts: dict[str, str]) -> None:
     """summary.json, after a last evaluation on the final weights."""
-    accuracy: dict[str, float | None] = {"accuracy/before": None, "accuracy/after": None}
-    if config.eval.questions:
-        door.evaluate(timeout=config.rollout.batch_timeout)
+    accuracy = accuracies([], [])
+    if config.eval_sets:
+        after = door.evaluate(timeout=config.rollout.batch_timeout)
         lines = (run_dir / "eval.jsonl").read_text().splitlines()
-        accuracy = {
-            "accuracy/before": json.loads(lines[0])["accuracy"],
-            "accuracy/after": json.loads(lines[-1])["accuracy"],
-        }
+        accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
     summary = {**facts, **log.summary(config.run.reward_window), **accuracy, "ledger": door.status()}
     jsonl.replace(run_dir / "summary.json", summary)
 

@@ -65,9 +65,9 @@ class RolloutDoor:
         """Every engine serves `version`."""
         self._ask("POST", "/version", {"version": version})
 
-    def evaluate(self, timeout: float) -> dict[str, Any]:
-        """Answer the held-out questions now."""
-        return dict(self._ask("POST", "/evaluate", timeout=timeout).json())
+    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
+        """Answer the held-out questions now: a line of eval.jsonl for every set."""
+        return list(self._ask("POST", "/evaluate", timeout=timeout).json())
 
     def status(self) -> dict[str, Any]:
         """The ledger."""

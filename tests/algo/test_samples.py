@@ -21,7 +21,7 @@ def group(slot: int, lengths: list[int], rewards: list[float]) -> Group:
         Trajectory([Turn([], completion(tokens=length))], reward)
         for length, reward in zip(lengths, rewards, strict=True)
     ]
-    return Group(f"g{slot}", slot, [12, slot, 11], members)
+    return Group(f"g{slot}", slot, [12, slot, 11], members, "made")
 
 
 def build(groups: list[Group], aggregation: str, advantage: str = "dr_grpo") -> list[list[Any]]:
@@ -45,7 +45,7 @@ def test_turns_are_joined_and_only_what_the_policy_wrote_is_trained() -> None:
     first = Completion([7, 8], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop")
     second = Completion([9], [-0.3], [VersionSpan(1, 0, 1)], "stop")
     played = Trajectory([Turn([], first), Turn([50, 51], second)], 1.0)
-    ((sample, _),) = build([Group("g", 0, [12, 11], [played, Trajectory([Turn([], first)], 0.0)])], "token")
+    ((sample, _),) = build([Group("g", 0, [12, 11], [played, Trajectory([Turn([], first)], 0.0)], "made")], "token")
     assert sample.prompt_ids == [12, 11]
     assert sample.token_ids == [7, 8, 50, 51, 9]
     assert sample.mask == [True, True, False, False, True]
@@ -61,7 +61,7 @@ lengths = st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=4), min_size
 def test_weights_do_not_depend_on_the_order_of_groups_and_members(sizes, aggregation, shuffler: random.Random) -> None:
     groups = [group(i, one, [float(j) for j in range(len(one))]) for i, one in enumerate(sizes)]
     shuffled = [
-        Group(g.uid, g.slot, g.prompt_ids, shuffler.sample(g.trajectories, len(g.trajectories))) for g in groups
+        Group(g.uid, g.slot, g.prompt_ids, shuffler.sample(g.trajectories, len(g.trajectories)), g.task) for g in groups
     ]
     shuffler.shuffle(shuffled)
 
@@ -87,6 +87,6 @@ def test_shares_add_up_to_one_step(sizes: list[list[int]]) -> None:
 def test_empty_answer_changes_no_weight_of_the_others(aggregation: str) -> None:
     full = group(0, [2, 3], [0.0, 1.0])
     empty = Trajectory([Turn([], Completion([], [], [], "stop"))], 0.0)
-    with_empty = Group("g", 1, [12, 1, 11], [empty, empty])
+    with_empty = Group("g", 1, [12, 1, 11], [empty, empty], "made")
     alone, beside = build([full], aggregation), build([full, with_empty], aggregation)
     assert [s.token_weight for s in alone[0]] == [s.token_weight for s in beside[0]]

@@ -126,12 +126,12 @@ def _groups(seed: int) -> list[Group]:
     groups = []
     for slot in range(5):
         trajectories = []
-        for _ in range(3):
+        for _ in range(2 + slot % 3):  # tasks may differ in their group size
             turns = [Turn([], completion(tokens(1, 7)))]
             if draw.random() < 0.4:
                 turns.append(Turn(tokens(2, 4), completion(tokens(1, 5))))
             trajectories.append(Trajectory(turns, 0.5 if slot == 2 else draw.random()))
-        groups.append(Group(f"g{slot:08d}", slot, head + tokens(3, 9), trajectories))
+        groups.append(Group(f"g{slot:08d}", slot, head + tokens(3, 9), trajectories, "drawn"))
     return groups
 
 

@@ -13,7 +13,7 @@ import rich.console
 from asyncrl.metrics.console import Console
 from asyncrl.metrics.fields import STEP
 from asyncrl.trainer.stop import StopRule
-from tests.fakes import tiny_config
+from tests.fakes import tiny_config, tiny_values
 
 
 class Screen:
@@ -89,10 +89,29 @@ def test_lines_are_shown_once_and_only_when_they_are_whole(tmp_path: Path) -> No
 
 def test_evaluation_names_the_version_that_answered(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
-    line = {"version_min": 0, "version_max": 0, "accuracy": 0.25, "questions": 100}
+    line = {"set": "copy3", "version_min": 0, "version_max": 0, "accuracy": 0.25, "questions": 100}
+    line |= {"failed": 0, "skipped": 0}
     append(tmp_path / "eval.jsonl", json.dumps(line) + "\n")
     screen.console.follow()
     assert screen.text() == "held out  version 0: accuracy 0.250 of 100 questions\n"
+    line |= {"version_max": 2, "failed": 1, "skipped": 3, "pass@1": 0.25, "pass@2": 0.5}
+    append(tmp_path / "eval.jsonl", json.dumps(line) + "\n")
+    screen.console.follow()
+    assert screen.text() == (
+        "held out  version 0..2: accuracy 0.250 of 100 questions, pass@2 0.500; 1 answers failed; "
+        "3 evaluations skipped meanwhile\n"
+    )
+
+
+def test_tasks_and_sets_are_named_where_there_are_several(tmp_path: Path) -> None:
+    task = tiny_values()["task"]
+    screen = Screen(tmp_path, tasks={"sort": task, "sum": task}, **{"eval.sets": {"hard": task}})
+    screen.console.opening()
+    assert "builtin:tiny on sort, sum; " in screen.text()
+    line = {"set": "hard", "version_min": 4, "version_max": 4, "accuracy": 0.25, "questions": 10, "failed": 0}
+    append(tmp_path / "eval.jsonl", json.dumps(line | {"skipped": 0}) + "\n")
+    screen.console.follow()
+    assert screen.text() == "held out  hard, version 4: accuracy 0.250 of 10 questions\n"
 
 
 def test_closing_shows_the_summary_without_the_ledger(tmp_path: Path) -> None:

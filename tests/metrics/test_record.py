@@ -6,6 +6,7 @@ import ast
 import asyncio
 import inspect
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,14 @@ from typing import Any
 import pytest
 
 from asyncrl.jsonl import append
-from asyncrl.metrics.fields import EVAL, STEP, SUMMARY
-from asyncrl.metrics.record import StepLog
+from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET
+from asyncrl.metrics.record import StepLog, accuracies
 from asyncrl.metrics.sinks import TensorBoard
 from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.evaluation import evaluate
+from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.service import Service
-from asyncrl.types import Batch, Group, Trajectory, Turn
-from tests.fakes import FakeClient, completion, group
+from asyncrl.types import Batch, Generate, Group, Prompt, Trajectory
+from tests.fakes import FakeClient, LengthTask, group, tiny_config, trajectory
 
 TRAINER = Path(inspect.getfile(StepLog)).parent.parent / "trainer"
 SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0, "verify": 0.0, "engines": 1.0}
@@ -30,7 +31,7 @@ SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0, "verify": 0.0, "engines": 1.
 def rollout_figures() -> dict[str, float]:
     """As the rollout service makes them."""
     client: Any = FakeClient()
-    service = Service(CohortBuffer(1, 1), client, None, "", eval_every=None)  # type: ignore[arg-type]
+    service = Service(CohortBuffer(1, 1), client, None, "")  # type: ignore[arg-type]
     return service._figures()
 
 
@@ -67,8 +68,13 @@ def stepped(log: StepLog, clock: Clock, version: int, groups: list[Group], **fig
     return dict(log.step(version, Batch(version - 1, groups, rollout), policy_figures(**figures), SENT))
 
 
-def log_of(clock: Clock, *sinks: Any, since: float = 10.0) -> StepLog:
-    return StepLog(list(sinks), started_at=time.time() - since, clock=clock)
+def log_of(clock: Clock, *sinks: Any, since: float = 10.0, tasks: tuple[str, ...] = ("length",)) -> StepLog:
+    return StepLog(list(sinks), started_at=time.time() - since, tasks=tasks, clock=clock)
+
+
+def filled(patterns: dict[str, str], *values: object) -> list[str]:
+    """The fields that a pattern of names documents."""
+    return [re.sub("<.*>", str(value), pattern) for pattern in patterns for value in values]
 
 
 GROUPS = [
@@ -82,25 +88,47 @@ def test_step_record_has_the_documented_fields_and_no_other() -> None:
     assert sorted(record) == sorted(STEP)
 
 
+def test_step_record_of_several_tasks_has_the_documented_fields_of_each() -> None:
+    log = log_of(clock := Clock(), tasks=("sort", "sum", "absent"))
+    groups = [group(0, [0.0, 1.0, 1.0], task="sort"), group(1, [1.0, 1.0], task="sum"), group(2, [3.0], task="sum")]
+    record = stepped(log, clock, 1, groups)
+    assert sorted(record) == sorted([*STEP, *filled(STEP_BY_TASK, "sort", "sum"), "groups/batch/absent"])
+    assert [record[f"groups/batch/{task}"] for task in ("sort", "sum", "absent")] == [1, 2, 0]
+    assert record["reward/mean/sort"] == pytest.approx(2 / 3)
+    assert record["reward/mean/sum"] == pytest.approx(5 / 3)  # a mean over trajectories, as reward/mean is
+    assert (record["groups/signal/sort"], record["groups/signal/sum"]) == (1.0, 0.0)
+
+
 def test_summary_has_the_documented_fields_and_no_other() -> None:
     log = log_of(clock := Clock())
     stepped(log, clock, 1, GROUPS)
     added = {"reason", "transport"} | written_keys("__main__.py", "_summarize")
-    assert sorted(log.summary(10).keys() | added) == sorted(SUMMARY)
+    assert sorted(log.summary(10).keys() | added | accuracies([], []).keys()) == sorted(SUMMARY)
+
+
+def test_accuracy_of_the_summary_is_the_mean_over_sets_beside_those_of_each() -> None:
+    assert accuracies([], []) == {"accuracy/before": None, "accuracy/after": None}
+    line = {"set": "copy", "accuracy": 0.25}
+    assert accuracies([line], [{**line, "accuracy": 0.5}]) == {"accuracy/before": 0.25, "accuracy/after": 0.5}
+    other = {"set": "sum", "accuracy": 0.75}
+    found = accuracies([line, other], [other, other | {"set": "copy"}])
+    assert (found["accuracy/before"], found["accuracy/after"]) == (0.5, 0.75)
+    assert (found["accuracy/before/copy"], found["accuracy/before/sum"]) == (0.25, 0.75)
+    assert sorted(found) == sorted(["accuracy/before", "accuracy/after", *filled(SUMMARY_BY_SET, "copy", "sum")])
 
 
 def test_evaluation_line_has_the_documented_fields_and_no_other() -> None:
-    class Worker:
-        async def evaluate(self, prompt: Any) -> Trajectory:
-            return Trajectory([Turn([], completion())], 1.0)
+    async def play(prompt: Prompt, generate: Generate) -> Trajectory:
+        return trajectory(1.0)
 
-    class Task:
-        def correct(self, reward: float) -> bool:
-            return True
+    async def line(samples: int) -> dict[str, Any]:
+        client: Any = FakeClient()
+        settings, sets = tiny_config(**{"eval.samples": samples}).eval, {"copy3": [Prompt("e", [12, 11], {}, "copy3")]}
+        (found,) = await Evaluations(play, client, {"copy3": LengthTask()}, sets, settings, lambda _: None).now()
+        return found
 
-    worker, task = Worker(), Task()
-    found = asyncio.run(evaluate(worker, task, [None]))  # type: ignore[arg-type,list-item]
-    assert sorted(found) == sorted(EVAL)
+    assert sorted(asyncio.run(line(samples=0))) == sorted(EVAL)
+    assert sorted(asyncio.run(line(samples=5))) == sorted([*EVAL, *filled(EVAL_BY_K, 1, 2, 4)])
 
 
 def test_figures_of_a_step_by_hand() -> None:

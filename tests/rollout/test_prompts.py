@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl import tasks
 from asyncrl.errors import ConfigError
@@ -15,7 +17,7 @@ from asyncrl.models.catalog import resolve
 from asyncrl.rollout import prompts as module
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.types import Prompt
-from tests.fakes import tiny_config
+from tests.fakes import tiny_config, tiny_values
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +32,11 @@ def tokenizer(model: Path) -> Any:
 
 def build(tokenizer: Any, length: int = 64, **changes: Any) -> Prompts:
     config = tiny_config(**changes)
-    return Prompts(config, tasks.build(config.task), tokenizer, length)
+    return Prompts(config, tasks.build_all(config), tokenizer, length)
 
 
-def first(prompts: Prompts, count: int) -> list[Prompt]:
-    return list(itertools.islice(prompts.training, count))
+def first(prompts: Prompts, count: int, task: str = "copy3") -> list[Prompt]:
+    return list(itertools.islice(prompts.training[task], count))
 
 
 def ids(prompts: list[Prompt]) -> set[tuple[int, ...]]:
@@ -44,16 +46,17 @@ def ids(prompts: list[Prompt]) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize(("digits", "questions"), [(1, 0), (1, 4), (1, 9), (2, 50), (2, 97), (3, 100)])
 def test_training_draws_everything_but_what_is_held_out(tokenizer: Any, digits: int, questions: int) -> None:
     prompts = build(tokenizer, **{"task.params": {"digits": digits}, "eval.questions": questions})
-    assert len(ids(prompts.held_out)) == len(prompts.held_out) == questions
+    held_out = prompts.held_out.get("copy3", [])
+    assert len(ids(held_out)) == len(held_out) == questions
     drawn = ids(first(prompts, 1000 if digits == 2 else 200))
-    assert not drawn & ids(prompts.held_out)
+    assert not drawn & ids(held_out)
     if digits < 3:
         assert len(drawn) == 10**digits - questions
 
 
 def test_task_without_enough_questions_to_hold_out_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SKIPS", 500)
-    with pytest.raises(ConfigError, match="The task has only 10 distinct questions to hold out") as caught:
+    with pytest.raises(ConfigError, match="Task copy3 has only 10 distinct questions to hold out") as caught:
         build(tokenizer, **{"task.params": {"digits": 1}, "eval.questions": 11})
     assert (caught.value.field, caught.value.value) == ("eval.questions", 11)
 
@@ -62,7 +65,7 @@ def test_task_with_nothing_left_to_train_on_is_refused_not_searched_for_ever(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SKIPS", 500)
-    with pytest.raises(ConfigError, match="the task is too small") as caught:
+    with pytest.raises(ConfigError, match="it is too small") as caught:
         first(build(tokenizer, **{"task.params": {"digits": 1}, "eval.questions": 10}), 1)
     assert (caught.value.field, caught.value.value) == ("eval.questions", 10)
 
@@ -98,7 +101,7 @@ def file(tmp_path: Path) -> dict[str, Any]:
 
 def test_finite_task_is_reshuffled_every_epoch_without_its_first_questions(tokenizer: Any, file: dict) -> None:
     prompts = build(tokenizer, **file, **{"eval.questions": 4})
-    assert [p.question["row"]["answer"] for p in prompts.held_out] == ["0", "1", "2", "3"]
+    assert [p.question["row"]["answer"] for p in prompts.held_out["copy3"]] == ["0", "1", "2", "3"]
     epochs = [[p.question["row"]["answer"] for p in first(prompts, 8)] for _ in range(3)]
     assert [sorted(epoch, key=int) for epoch in epochs] == [[str(i) for i in range(4, 12)]] * 3
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -112,16 +115,82 @@ def test_evaluation_file_keeps_all_of_the_training_file_but_repeated_questions(
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in ("7", "105")))
     prompts = build(tokenizer, **file, **{"eval.questions": 2, "task.eval_file": str(held_out)})
-    assert [prompt.question["row"]["prompt"] for prompt in prompts.held_out] == ["7", "105"]
+    assert [prompt.question["row"]["prompt"] for prompt in prompts.held_out["copy3"]] == ["7", "105"]
     drawn = {p.question["row"]["prompt"] for p in first(prompts, 40)}
     assert drawn == {str(100 + i) for i in range(12)} - {"105"}
 
 
 @pytest.mark.parametrize("questions", [12, 40])
 def test_finite_task_with_no_training_questions_left_is_refused(tokenizer: Any, file: dict, questions: int) -> None:
-    with pytest.raises(ConfigError, match="The task has 12 questions; none would be left") as caught:
+    with pytest.raises(ConfigError, match="Task copy3 has 12 questions; none would be left") as caught:
         build(tokenizer, **file, **{"eval.questions": questions})
     assert (caught.value.field, caught.value.value) == ("eval.questions", questions)
+
+
+# --- several tasks and sets ---------------------------------------------------------------------------------
+
+
+def copy(digits: int, **changes: Any) -> dict[str, Any]:
+    return {**tiny_values()["task"], "name": "copy", "params": {"digits": digits}, **changes}
+
+
+def test_no_task_draws_a_question_that_any_set_holds_out(tokenizer: Any) -> None:
+    """Two tasks and a set of the same hundred questions, and a set that is nobody's."""
+    prompts = build(
+        tokenizer,
+        **{"tasks": {"one": copy(2), "other": copy(2)}, "eval.sets": {"more": copy(2), "long": copy(4)}},
+        **{"eval.questions": 30},
+    )
+    assert {name: len(ids(held_out)) for name, held_out in prompts.held_out.items()} == dict.fromkeys(
+        ("one", "other", "more", "long"), 30
+    )
+    assert all(prompt.task == name for name, held_out in prompts.held_out.items() for prompt in held_out)
+    held_out = set().union(*map(ids, prompts.held_out.values()))
+    for task in ("one", "other"):
+        drawn = first(prompts, 400, task)
+        assert {prompt.task for prompt in drawn} == {task}
+        assert ids(drawn) == {(12, a, b, 11) for a in range(10) for b in range(10)} - held_out
+
+
+def test_order_of_a_task_does_not_depend_on_the_others(tokenizer: Any) -> None:
+    alone = build(tokenizer, tasks={"one": copy(3)})
+    beside = build(tokenizer, tasks={"other": copy(5), "one": copy(3)})
+    first(beside, 7, "other")
+    assert [p.token_ids for p in first(alone, 50, "one")] == [p.token_ids for p in first(beside, 50, "one")]
+    assert [p.token_ids for p in first(beside, 50, "other")] != [p.token_ids for p in first(beside, 50, "one")]
+
+
+@given(st.lists(st.sampled_from(["one", "other"]), max_size=30))
+def test_uids_are_unique_and_of_one_width_across_tasks(tokenizer: Any, drawn: list[str]) -> None:
+    prompts = build(tokenizer, tasks={"one": copy(2), "other": copy(3)}, **{"eval.questions": 3})
+    uids = [next(prompts.training[task]).uid for task in drawn]
+    assert uids == [f"p{number:08d}" for number in range(len(drawn))]
+    held_out = [prompt.uid for prompts_ in prompts.held_out.values() for prompt in prompts_]
+    assert held_out == [f"e{number:08d}" for number in range(6)]
+
+
+def test_sets_of_files_give_what_they_have_up_to_the_number_asked_for(
+    tokenizer: Any, file: dict, tmp_path: Path
+) -> None:
+    """Of a set without eval_file, all of train_file is asked; training goes without what coincides."""
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in ("7", "105", "7")))
+    rows = copy(3, kind="file", params={})
+    sets = {
+        "questions": rows | {"train_file": str(short)},
+        "evaluation": rows | {"eval_file": str(short), "train_file": file["task.train_file"]},
+        "many": rows | {"train_file": file["task.train_file"]},
+    }
+    prompts = build(tokenizer, **{"eval.questions": 5, "eval.sets": sets})
+    found = {name: [p.question["row"]["prompt"] for p in one] for name, one in prompts.held_out.items() if name in sets}
+    assert found == {"questions": ["7", "105"], "evaluation": ["7", "105"], "many": [str(100 + i) for i in range(5)]}
+    assert not ids(first(prompts, 3000)) & {(12, 1, 0, n, 11) for n in range(6)}
+
+
+def test_without_evaluation_nothing_is_held_out(tokenizer: Any) -> None:
+    prompts = build(tokenizer, tasks={"one": copy(1), "other": copy(1)}, **{"eval.questions": 0})
+    assert prompts.held_out == {}
+    assert len(ids(first(prompts, 200, "one"))) == len(ids(first(prompts, 200, "other"))) == 10
 
 
 def test_prompt_without_room_for_its_answer_is_refused(tokenizer: Any) -> None:

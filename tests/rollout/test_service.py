@@ -13,34 +13,42 @@ from asyncrl.rollout import service as module
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.service import Service
 from asyncrl.types import decode_batch
-from tests.fakes import FakeClient, group, until
+from tests.fakes import FakeClient, group
 
 KEY = {"authorization": "Bearer key0"}
+
+
+class FakeEvaluations:
+    """What the service asks of them."""
+
+    def __init__(self) -> None:
+        self.asked: list[int | str] = []
+
+    def published(self, version: int) -> None:
+        self.asked.append(version)
+
+    async def now(self) -> list[dict[str, Any]]:
+        self.asked.append("now")
+        return [{"accuracy": 0.5}]
 
 
 class Site:
     """A service of batches of two, and an HTTP client at its door."""
 
-    def __init__(self, bound: int = 1, eval_every: int | None = None, *, drain: bool = False) -> None:
+    def __init__(self, bound: int = 1, *, drain: bool = False) -> None:
         self.client = FakeClient()
-        self.evaluations = 0
+        self.evaluations = FakeEvaluations()
         self.published: list[tuple[dict[str, Any], list[str]]] = []
         self.service = Service(
             CohortBuffer(2, bound),
             self.client,  # type: ignore[arg-type]
-            self._evaluate,
+            self.evaluations,  # type: ignore[arg-type]
             "key0",
-            eval_every=eval_every,
             drain=drain,
             publish=lambda ledger, warnings: self.published.append((ledger, warnings)),
         )
         transport = httpx.ASGITransport(app=self.service.app())
         self.http = httpx.AsyncClient(transport=transport, base_url="http://service", headers=KEY)
-
-    async def _evaluate(self) -> dict[str, Any]:
-        self.evaluations += 1
-        await asyncio.sleep(0)
-        return {"accuracy": 0.5}
 
     async def fill(self, count: int = 2) -> None:
         for _ in range(count):
@@ -135,7 +143,7 @@ def test_without_the_key_everything_is_401_and_nothing_happens(method: str, path
         for headers in ({"authorization": ""}, {"authorization": "Bearer key1"}, {"authorization": "key0"}):
             assert (await site.http.request(method, path, headers=headers, json={})).status_code == 401
         assert site.client.calls == []
-        assert site.evaluations == 0
+        assert site.evaluations.asked == []
         assert (await site.http.get("/status")).json()["ready"] == 2
 
     at(play)
@@ -191,17 +199,17 @@ def test_figures_of_a_batch_cover_what_was_committed_since_the_batch_before() ->
     at(play)
 
 
-def test_evaluation_runs_on_request_and_every_so_many_versions() -> None:
+def test_evaluation_runs_on_request_and_hears_of_every_new_version() -> None:
     async def play(site: Site) -> None:
-        assert (await site.http.post("/evaluate")).json() == {"accuracy": 0.5}
-        for version in range(4):
+        assert (await site.http.post("/evaluate")).json() == [{"accuracy": 0.5}]
+        for version in range(2):
             await site.fill(2)
             await site.http.get("/batch", params={"version": version})
             await site.http.post("/version", json={"version": version + 1})
-            await asyncio.sleep(0.01)
-        await until(lambda: site.evaluations == 3)  # on request, at versions 2 and 4
+            await site.http.post("/version", json={"version": version + 1})  # weights were sent anew
+        assert site.evaluations.asked == ["now", 1, 2]
 
-    at(play, bound=0, eval_every=2)
+    at(play, bound=0)
 
 
 def test_hold_in_a_drain_answers_only_once_nothing_is_in_flight() -> None:

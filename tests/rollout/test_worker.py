@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -12,11 +12,11 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.evaluation import evaluate
+from asyncrl.rollout.curriculum import Mixer, Progress, TaskProgress
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
 from asyncrl.types import Generate, Prompt, Trajectory
-from tests.fakes import FakeClient, LengthTask, completion, prompts, until
+from tests.fakes import FakeClient, LengthTask, completion, mixer, until
 
 
 class Failing:
@@ -47,18 +47,26 @@ class Site:
         batch_groups: int = 2,
         waste: int = 0,
         buffer: dict[str, Any] | None = None,
+        prompts: Mixer | None = None,
         **settings: Any,
     ) -> None:
         self.buffer = CohortBuffer(batch_groups, bound, **(buffer or {}))
         self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1), waste)
 
-        async def nothing() -> dict[str, Any]:
-            return {}
-
-        service = Service(self.buffer, self.client, nothing, "key0", eval_every=None)
-        options: dict[str, Any] = {"group_size": 3, "max_running": None, "max_failures": 100} | settings
+        evaluations: Any = None  # none is asked for here
+        service = Service(self.buffer, self.client, evaluations, "key0")
+        sizes = {"length": 3, "long": 5}
+        options: dict[str, Any] = {"group_sizes": sizes, "max_running": None, "max_failures": 100} | settings
+        tasks = {"length": LengthTask(), "long": LengthTask(worth=10.0)}
+        self.mixer = prompts or mixer()
         self.worker = Worker(
-            service, self.client, agent or SingleTurn(), LengthTask(), prompts(), lambda ids: "x" * len(ids), **options
+            service,
+            self.client,
+            agent or SingleTurn(),
+            tasks,
+            self.mixer,
+            lambda ids: "x" * len(ids),
+            **options,
         )
 
     async def run_until(self, condition: Callable[[], object]) -> None:
@@ -203,19 +211,6 @@ def test_running_groups_never_exceed_their_limit_and_rejections_free_it() -> Non
     asyncio.run(main())
 
 
-def test_evaluation_reports_accuracy_and_the_versions_that_answered() -> None:
-    async def main() -> dict[str, Any]:
-        site = Site()
-        versions = iter([(3,), (3, 4)])
-        site.client = FakeClient(lambda _: completion(tokens=2, versions=next(versions)))
-        site.worker._client = site.client
-        return await evaluate(site.worker, LengthTask(), [Prompt("e0", [12, 0, 11], {}), Prompt("e1", [12, 1, 11], {})])
-
-    found = asyncio.run(main())
-    assert (found["version_min"], found["version_max"]) == (3, 4)
-    assert (found["questions"], found["accuracy"], found["reward/mean"], found["tokens/mean"]) == (2, 1.0, 2.0, 2.0)
-
-
 @pytest.mark.parametrize("path", ["no_such_module:Agent", "asyncrl.agents.single_turn:Missing", "nothing", ""])
 def test_agent_that_cannot_be_loaded_names_field_value_and_remedy(path: str) -> None:
     with pytest.raises(ConfigError, match=r"Must be an import path, module:name") as caught:
@@ -296,3 +291,41 @@ def test_group_that_nobody_waits_for_is_stopped_and_its_tokens_are_counted(
         assert ledger.tokens_rejected >= 3  # a token of each sibling
 
     asyncio.run(main())
+
+
+# --- several tasks ------------------------------------------------------------------------------------------
+
+
+def test_groups_have_the_size_of_their_task_and_are_scored_by_it() -> None:
+    async def main() -> None:
+        site = Site(batch_groups=20, prompts=mixer("length", "long"))
+        await site.run_until(lambda: site.buffer.ledger().ready == 40)
+        groups = site.buffer.take() or []
+        assert {one.task for one in groups} == {"length", "long"}
+        for one in groups:
+            length = one.prompt_ids[1] % 3 + 1
+            assert (one.task == "long") == (one.prompt_ids[1] >= 1000)
+            expected = [10.0 * length] * 5 if one.task == "long" else [1.0 * length] * 3
+            assert [t.reward for t in one.trajectories] == expected
+
+    asyncio.run(main())
+
+
+def test_curriculum_hears_of_every_group_that_was_played_whole_also_of_those_not_accepted() -> None:
+    seen: list[Progress] = []
+
+    def curriculum(progress: Progress) -> Mapping[str, float]:
+        seen.append(progress)
+        return {"length": 1.0}
+
+    async def main() -> None:
+        verdicts = iter([False, True, False, *[True] * 100])
+        agent = Failing(lambda n: EpisodeFailed("judge") if n == 1 else None)
+        site = Site(agent, accept=lambda group: next(verdicts), prompts=mixer(curriculum=curriculum))
+        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        site.mixer.draw(7)
+        assert site.buffer.ledger().rejected == {"not_accepted": 2, "judge": 1}
+
+    asyncio.run(main())
+    assert seen[0] == Progress(0, {"length": TaskProgress(1.0, 0, None, None)})
+    assert (seen[-1].version, seen[-1].tasks["length"].groups) == (7, 6)

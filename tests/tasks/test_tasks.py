@@ -197,3 +197,22 @@ def test_what_reasoning_gym_refuses_names_the_setting(changes: dict[str, Any]) -
     with pytest.raises(ConfigError, match="reasoning-gym refuses") as caught:
         gym(**changes)
     assert caught.value.field == "task.name / task.params"
+
+
+# --- of a whole run -----------------------------------------------------------------------------------------
+
+
+def test_every_task_and_set_is_built_and_a_wrong_one_is_named_by_its_field() -> None:
+    task = tiny_config().task.model_dump()
+    wrong = {**task, "params": {"digits": 99}}
+    config = tiny_config(tasks={"one": task, "two": task}, **{"eval.sets": {"more": task}})
+    assert list(tasks.build_all(config)) == ["one", "two", "more"]
+    for changes, field in (
+        ({"tasks": {"one": task, "two": wrong}}, "tasks.two.params.digits"),
+        ({"eval.sets": {"more": wrong}}, "eval.sets.more.params.digits"),
+        ({"task": wrong}, "task.params.digits"),
+        ({"tasks": {"gym": {**task, "kind": "reasoning_gym"}}}, "tasks.gym.name / tasks.gym.params"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            tasks.build_all(tiny_config(**changes))
+        assert caught.value.field == field
