@@ -1,10 +1,16 @@
-"""Synchronous against asynchronous, on the same configuration in one go.
+"""Synchronous against asynchronous: what asynchrony gives, beside what arithmetic and a simulation say that it can.
 
-    python scripts/bench_async.py [--quick] [--runs N] [OVERRIDE ...]
+    python scripts/bench_async.py [--quick] [--workloads NAME ...] [--steps N] [--real] [OVERRIDE ...]
 
-Runs `experiment=count_bits` (8 prompts x 8 samples of at most 6 tokens) with rollout.max_staleness=0 and then with the
-configured bound, N times in turn, and prints the medians. The first steps of each run are left out: they consume what
-was generated while the trainer started. --quick takes the tiny model and few steps. The last line is JSON.
+On a time-dilated engine (scripts/dilated_run.py): a published calibration scaled down in state and time. 8 devices,
+each an engine or an eighth of the trainer; 16 groups of 8 answers a batch; lengths as of reasoning models (log-normal,
+sigma 0.9), with a heavier tail (1.3), and of an agent with slow tools. The baseline is colocated: all devices generate,
+then all train, and the change costs time. Each mode runs with the split of devices that the simulation finds best, and
+all on the same groups.
+
+--real runs `experiment=count_bits` (8 prompts x 8 samples of at most 6 tokens) on the real engine and trainer instead,
+with rollout.max_staleness=0 and then with the configured bound, three times in turn. --quick: fewer steps, one
+workload, the tiny model. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,24 +21,139 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.laws import bottleneck_bound
+from asyncrl.planner.lengths import Lengths
+from asyncrl.planner.simulation import Outcome, Setting, Workload, simulate
+from scripts.dilated_run import DilatedRun, Measured
+
+COLUMNS = ("", "engines", "tokens/s", "x colocated", "simulated", "of the bound", "staleness")
 FIGURES = ("samples_per_s", "step_s", "trainer_idle", "engine_busy", "publish_share", "pause_s")
 
+# The calibration: 32 devices of 12 ms + 0.12 ms a request and 256 requests, 10,000 tokens/s each in training, 6 s a
+# step, 3 s a publish, 15 s from generating to training and back; 128 groups of 16 answers of 8,000 tokens. A device here
+# stands for 4 of them, an answer for 16; tokens and seconds are an 80th.
+DEVICES, BATCH, TIME = 8, 16, 80.0
+SHAPE = EngineShape(0.012, 0.00048, 64)
+RATE, FIXED, PAUSE, SWITCH = 2500.0, 6.0 / TIME, 3.0 / TIME, 15.0 / TIME
+WORKLOADS = {
+    "sigma 0.9": Lengths(8000 / TIME, 0.9, round(27_000 / TIME), 8),
+    "sigma 1.3": Lengths(8000 / TIME, 1.3, round(27_000 / TIME), 8),
+    "slow tools": Lengths(
+        8000 / TIME,
+        0.9,
+        round(27_000 / TIME),
+        8,
+        turns=8,
+        tool_seconds=10 / TIME,
+        tool_sigma=1.5,
+        tool_longest=600 / TIME,
+    ),
+}
 
-def main() -> None:
-    """Measure, print a table, then one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny model, few steps, one run of each")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each mode (default 3)")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each run (default 40)")
-    parser.add_argument("overrides", nargs="*", help="further settings of asyncrl-train, for both modes")
-    arguments = parser.parse_args()
-    experiment, runs, steps = ("tiny", 1, 60) if arguments.quick else ("count_bits", arguments.runs, arguments.steps)
-    settings = [f"experiment={experiment}", f"run.max_steps={steps}", "eval.questions=0", *arguments.overrides]
+
+@dataclass(frozen=True)
+class Mode:
+    """A row of the table."""
+
+    name: str
+    max_staleness: int
+    lead: int | None = None
+    drain: bool = False
+    colocated: bool = False
+
+    def setting(self, engines: int) -> Setting:
+        """With so many of the devices generating."""
+        return Setting(
+            DEVICES if self.colocated else engines,
+            RATE * (DEVICES if self.colocated else DEVICES - engines),
+            self.max_staleness,
+            self.lead,
+            train_fixed=FIXED,
+            pause=SWITCH if self.colocated else PAUSE,
+            drain=self.drain,
+            in_play=0,
+            shape=SHAPE,
+        )
+
+
+MODES = [
+    Mode("colocated", 0, colocated=True),
+    Mode("lead 0", 0),
+    Mode("bound 1", 1),
+    Mode("bound 2", 2),
+    Mode("bound 4", 4),
+    Mode("bound 4, lead 2", 4, lead=2),
+    Mode("bound 8", 8),
+    Mode("bound 8, lead 4", 8, lead=4),
+    Mode("bound 4, drain", 4, drain=True),
+]
+
+
+def dilated(name: str, modes: Sequence[Mode], steps: int, console: Console) -> dict[str, dict[str, float]]:
+    """Every mode on one workload: what was measured, against the baseline, the law and the simulation."""
+    run = DilatedRun(WORKLOADS[name], BATCH)
+    try:
+        workload = run.workload()
+        tokens = [sum(one.tokens for one in workload.episodes(number)) for number in range(64 * BATCH)]
+        bound, _ = bottleneck_bound(DEVICES, SHAPE, RATE, FIXED, BATCH * sum(tokens) / len(tokens))
+        found: dict[str, dict[str, float]] = {}
+        table = Table(*COLUMNS, title=f"{name}: bound {bound:.0f}")
+        rates: dict[str, tuple[Measured, Outcome]] = {}
+        for mode in modes:
+            warm = 2 if mode.max_staleness == 0 else 6
+            setting, expected = best_split(mode, workload, steps, warm)
+            measured = run.run(setting, steps, warm)
+            rates[mode.name] = measured, expected
+            base, simulated_base = rates["colocated"]
+            ratio, predicted = (
+                measured.tokens_per_s / base.tokens_per_s,
+                expected.tokens_per_s / simulated_base.tokens_per_s,
+            )
+            found[mode.name] = {
+                "tokens_per_s": measured.tokens_per_s,
+                "async_over_colocated": ratio,
+                "bound_fraction": measured.tokens_per_s / bound,
+                "simulator_error": measured.tokens_per_s / expected.tokens_per_s - 1.0,
+            }
+            if "lead 0" in rates:
+                found[mode.name]["async_over_lead0"] = measured.tokens_per_s / rates["lead 0"][0].tokens_per_s
+            table.add_row(
+                mode.name,
+                str(setting.engines),
+                f"{measured.tokens_per_s:.0f}",
+                f"{ratio:.2f}",
+                f"{predicted:.2f} ({found[mode.name]['simulator_error']:+.0%})",
+                f"{measured.tokens_per_s / bound:.0%}",
+                f"{measured.staleness_mean:.1f}, {measured.staleness_max} at most",
+            )
+        console.print(table)
+        return found
+    finally:
+        run.close()
+
+
+def best_split(mode: Mode, workload: Workload, steps: int, warm: int) -> tuple[Setting, Outcome]:
+    """The number of engines with which the simulation is fastest."""
+    settings = [mode.setting(engines) for engines in range(1, 2 if mode.colocated else DEVICES)]
+    outcomes = [simulate(workload, setting, steps, warm) for setting in settings]
+    best = max(range(len(settings)), key=lambda i: outcomes[i].tokens_per_s)
+    return settings[best], outcomes[best]
+
+
+def real(options: argparse.Namespace, console: Console) -> dict[str, float]:
+    """The real engine and trainer."""
+    experiment, runs, steps = ("tiny", 1, 60) if options.quick else ("count_bits", options.runs, options.steps or 40)
+    settings = [f"experiment={experiment}", f"run.max_steps={steps}", "eval.questions=0", *options.overrides]
     found: dict[str, list[dict[str, float]]] = {"lead 0": [], "async": []}
     for _ in range(runs):
         found["lead 0"].append(measure([*settings, "rollout.max_staleness=0", "rollout.lead=null"]))
@@ -44,17 +165,14 @@ def main() -> None:
     table = Table("", *medians, title=f"{experiment}: medians of {runs} run(s) of {steps} steps")
     for name in FIGURES:
         table.add_row(name, *(f"{figures[name]:.3f}" for figures in medians.values()))
-    Console().print(table)
+    console.print(table)
     ratio = medians["async"]["samples_per_s"] / medians["lead 0"]["samples_per_s"]
-    print(
-        json.dumps(
-            {"async_over_lead0": round(ratio, 3), **{name: round(value, 4) for name, value in medians["async"].items()}}
-        )
-    )
+    return {"async_over_lead0": ratio, **medians["async"]}
 
 
 def measure(settings: list[str]) -> dict[str, float]:
-    """One run's figures, from its metrics.jsonl."""
+    """One run's figures, from its metrics.jsonl. The first steps consume what was generated while the trainer started:
+    they are left out."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [
@@ -79,6 +197,33 @@ def measure(settings: list[str]) -> dict[str, float]:
         "publish_share": sum(step["time/publish"] for step in steady) / seconds,
         "pause_s": statistics.fmean(step["time/pause"] for step in steady),
     }
+
+
+def rounded(value: object) -> object:
+    """For reading."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def main() -> None:
+    """Measure, print tables, then one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few steps of few modes, or the tiny model")
+    parser.add_argument("--real", action="store_true", help="the real engine and trainer")
+    parser.add_argument("--runs", type=int, default=3, help="--real: runs of each mode (default 3)")
+    parser.add_argument("--steps", type=int, help="steps of each run (default 24, --real 40)")
+    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("overrides", nargs="*", help="--real: further settings of asyncrl-train, for both modes")
+    options = parser.parse_args()
+    console = Console()
+    if options.real:
+        print(json.dumps(rounded(real(options, console))))
+        return
+    modes = [mode for mode in MODES if mode.name in ("colocated", "bound 4")] if options.quick else MODES
+    workloads = options.workloads[:1] if options.quick else options.workloads
+    steps = options.steps or (4 if options.quick else 24)
+    print(json.dumps(rounded({name: dilated(name, modes, steps, console) for name in workloads})))
 
 
 if __name__ == "__main__":

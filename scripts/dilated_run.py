@@ -1,8 +1,8 @@
-"""A run in which only arithmetic is made up: the real rollout process and router between stub engines that take the time
-of a decode step (scripts/stub_engine.py) and a trainer that sleeps as long as its step would take.
+"""A run in which only arithmetic is made up: the real rollout process and router, between stub engines that take the
+time of a decode step (scripts/stub_engine.py) and a trainer that sleeps as long as its step would take.
 
-Everything that decides when what happens is the product's own: buffer, client, service, router, the trainer's door to it,
-and the calls of a publish.
+Everything that decides when what happens is the product's own: buffer, client, service, router, the trainer's door to
+it, and the calls of a publish.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,10 @@ class DilatedRun:
 
     def __init__(self, lengths: Lengths, batch_groups: int) -> None:
         self._lengths, self._batch_groups = lengths, batch_groups
-        self._agent = "scripts.slow_tools:SlowTools" if lengths.turns > 1 else "asyncrl.rollout.single_turn:SingleTurn"
+        self._agent = "scripts.slow_tools:SlowTools" if lengths.turns > 1 else "asyncrl.agents.single_turn:SingleTurn"
         self._folder = Path(tempfile.mkdtemp(prefix="dilated-"))
         self._model = self._folder / "model"
-        shutil.copytree(catalog.resolve("tiny"), self._model)
+        shutil.copytree(catalog.resolve("builtin:tiny"), self._model)
         settings = json.loads((self._model / "config.json").read_text())
         (self._model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 1 << 20}))
 
@@ -78,7 +78,7 @@ class DilatedRun:
 
     def workload(self) -> Workload:
         """The same groups in the same order, for the simulation."""
-        config = self._config(Setting(1, 1.0, 0), pause_mode="in_place")
+        config = self._config(Setting(1, 1.0, 0, in_play=0), pause_mode="in_place")
         prompts = Prompts(config, _tasks(config), load_tokenizer(self._model, None), 1 << 20)
         stream = next(iter(prompts.training.values()))
         numbers = [number_of(prompt.token_ids) for prompt in islice(stream, 4096)]
@@ -190,17 +190,11 @@ def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, w
         busy += time.monotonic() - started
         door.hold()
         fleet.call("/pause_generation", {"mode": "in_place"})
-        time.sleep(setting.pause)
+        paused = time.monotonic()
         fleet.call("/update_weight_version", {"new_version": str(version + 1)})
+        time.sleep(max(0.0, paused + setting.pause - time.monotonic()))
         fleet.call("/continue_generation")
         door.announce(version + 1)
     seconds = time.monotonic() - began
     fleet.close()
     return Measured(tokens / seconds, seconds / steps, sum(ages) / len(ages), max(ages), busy / seconds)
-
-
-def scaled(setting: Setting, by: float) -> Setting:
-    """The same run with all its lengths, and so its times, divided; decode steps keep theirs."""
-    return replace(
-        setting, train_fixed=setting.train_fixed / by, pause=setting.pause / by, train_rate=setting.train_rate
-    )

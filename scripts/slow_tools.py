@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.planner.lengths import Lengths  # noqa: E402
-from asyncrl.types import Generate, Prompt, Trajectory, Turn  # noqa: E402
-from scripts.stub_engine import SEPARATOR, number_of  # noqa: E402
+from asyncrl.planner.lengths import Lengths
+from asyncrl.types import Generate, Prompt, Trajectory, Turn
+from scripts.stub_engine import SEPARATOR, number_of
 
 VARIABLE = "BENCH_LENGTHS"
 

@@ -253,7 +253,7 @@ class _Run:
             self._window.end(playing.size)
         ticket = playing.ticket
         self._buffer.commit(
-            ticket, Played(ticket.uid, ticket.slot, [], [], tokens=round(playing.tokens), born=playing.born)
+            ticket, Played(ticket.uid, ticket.slot, [], [], "", tokens=round(playing.tokens), born=playing.born)
         )
 
     def _observe(self) -> None:
