@@ -232,6 +232,24 @@ def test_request_that_a_publish_overtakes_is_asked_anew_under_the_new_key() -> N
     assert client.inflight.figures.continued == Counter(overtaken=1)
 
 
+def test_request_that_two_publishes_overtake_is_asked_anew_once() -> None:
+    """The second comes before the first has ended it."""
+
+    async def play(client: Client) -> Completion:
+        asking = asyncio.create_task(client.generate(group="g")(PROMPT))
+        await until(lambda: engine.requests)
+        for version in (8, 9):
+            client.inflight.hold()
+            client.inflight.release(version)
+            await asyncio.sleep(0)
+        return await asking
+
+    engine = FakeEngine(lambda request: [asyncio.Event()] if len(engine.requests) == 1 else echo()(request))
+    found = asked(engine, play)
+    assert [request["extra_key"] for request in engine.requests] == ["run0-v0", "run0-v9"]
+    assert found.versions == [VersionSpan(9, 0, 3)]
+
+
 def test_request_that_had_begun_keeps_its_tokens() -> None:
     answer = completion(tokens=4, versions=(7, 8))
 
