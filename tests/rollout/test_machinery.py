@@ -136,7 +136,7 @@ def test_answer_that_arrives_publishes_later_keeps_the_version_that_wrote_it(pub
 
     class Late(RecordedEngine):
         async def _arrive(self, prompt: list[int], *, last: bool) -> None:
-            while last and prompt == [12, publishes, 11] and made.client.inflight.version < publishes:
+            while last and prompt == [12, publishes, 11] and made.client.inflight.version < publishes:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
     made = Machinery(Late(0, jitter=0), batch_groups=1, group_size=1, max_staleness=3, cache_key=cache_key)
