@@ -21,7 +21,7 @@ from tests.fakes import tiny_config
 from tests.integration.fleet import engines
 from tests.integration.recorder import FILE
 from tests.integration.running import run
-from tests.rollout.test_machinery import without_versions
+from tests.rollout.machinery import without_versions
 
 pytestmark = pytest.mark.integration
 
@@ -79,7 +79,7 @@ def test_recorded_answers_train_the_same_weights_through_the_machinery(tmp_path:
     assert synchronous.batches == plain.batches
     assert list(map(without_versions, ahead.batches)) == list(map(without_versions, plain.batches))
     assert {step["staleness/max"] for step in synchronous.figures} == {0}
-    assert max(step["staleness/max"] for step in ahead.figures) == 3
+    assert 0 < max(step["staleness/max"] for step in ahead.figures) <= 3
     for found in (synchronous, ahead):
         same_training(found.figures, found.weights, plain)
 

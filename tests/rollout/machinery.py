@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
+import msgspec
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
 from asyncrl.tasks import Task
-from asyncrl.types import Batch, Completion, Prompt, VersionSpan, decode_batch
+from asyncrl.types import Batch, Completion, Group, Prompt, VersionSpan, decode_batch
 from tests.fakes import FakeEngine, LengthTask, pieces, prompts
 
 EOS, LONGEST = 10, 8
@@ -35,6 +36,16 @@ def recorded(prompt: list[int], count: int, version: int = 0, longest: int = LON
         logprobs = [-draw.uniform(1.5, 3.5) for _ in ids]
         found.append(Completion(ids, logprobs, [VersionSpan(version, 0, len(ids))], finish))
     return found
+
+
+def without_versions(groups: list[Group]) -> Any:
+    """Everything else of them."""
+    records = msgspec.to_builtins(groups)
+    for group in records:
+        for turns, _ in group[-1]:
+            for _, completion in turns:
+                completion[2] = []
+    return records
 
 
 class RecordedEngine(FakeEngine):

@@ -17,7 +17,7 @@ from asyncrl.metrics.record import StepLog
 from asyncrl.types import Batch, Group, VersionSpan
 from tests import synchronous
 from tests.fakes import LengthTask, prompts
-from tests.rollout.machinery import Machinery, RecordedEngine, recorded
+from tests.rollout.machinery import Machinery, RecordedEngine, recorded, without_versions
 
 STEPS = 5
 
@@ -64,16 +64,6 @@ def plain(batch_groups: int, group_size: int) -> list[list[Group]]:
 
 def same_bytes(one: object, other: object) -> bool:
     return msgspec.msgpack.encode(one) == msgspec.msgpack.encode(other)
-
-
-def without_versions(groups: list[Group]) -> Any:
-    """Everything else of them."""
-    records = msgspec.to_builtins(groups)
-    for group in records:
-        for turns, _ in group[-1]:
-            for _, completion in turns:
-                completion[2] = []
-    return records
 
 
 @given(timings, shapes)
