@@ -142,7 +142,7 @@ class Machinery:
 
     def batches(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:
         """What a trainer gets that trains and publishes one batch after the other."""
-        return asyncio.run(asyncio.wait_for(self._batches(steps, train), 60))
+        return asyncio.run(asyncio.wait_for(self._batches(steps, train), 20))
 
     async def _batches(self, steps: int, train: Callable[[Batch], None]) -> list[Batch]:
         door = httpx.AsyncClient(
