@@ -128,12 +128,12 @@ def stream(events: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 
 
-Reply = bytes | Sequence[bytes | asyncio.Event | Exception] | httpx.Response | Exception
+Reply = bytes | Sequence[bytes | asyncio.Event | Exception] | AsyncIterator[bytes] | httpx.Response | Exception
 
 
 class FakeEngine:
     """Answers /generate with what `answer` makes of the request: bytes, pieces of bytes (with events to wait for and
-    errors to break with between them), a whole response, or an error."""
+    errors to break with between them) or an iterator of them, a whole response, or an error."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Reply]) -> None:
         self._answer = answer
@@ -151,6 +151,8 @@ class FakeEngine:
             return answer
         if isinstance(answer, Exception):
             raise answer
+        if isinstance(answer, AsyncIterator):
+            return httpx.Response(200, content=answer)
         chunks = [answer] if isinstance(answer, bytes) else answer
 
         async def body_of() -> AsyncIterator[bytes]:

@@ -106,7 +106,7 @@ class InFlight:
         self._open.set()
         if self._pause_mode == "in_place" and self._cache_key == "version":
             for sent in self._requests:
-                if sent.overtaken:
+                if sent.overtaken and not sent.scope.expired():  # a publish before this one may have ended it already
                     sent.scope.reschedule(0.0)
 
     @property

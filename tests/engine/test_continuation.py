@@ -32,9 +32,16 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "FIRST_DELAY", 0.0)
 
 
-def cut_at(cuts: list[tuple[str, int]], stop: int | None) -> FakeEngine:
-    """An engine that writes 100, 101, ... and cuts its n-th answer short in the n-th way after so many more tokens,
-    each answer in a version of its own. An abort tells the versions, but hides that the last token was the last one."""
+def version_5(begun: int, tokens: int) -> list[VersionSpan]:
+    return [VersionSpan(5, 0, tokens)] if tokens else []
+
+
+def cut_at(
+    cuts: list[tuple[str, int]], stop: int | None, spans: Callable[[int, int], list[VersionSpan]] = version_5
+) -> FakeEngine:
+    """An engine that writes 100, 101, ... and cuts its n-th answer short in the n-th way after so many more tokens.
+    `spans` says which versions write so many tokens from a place on. An abort tells the versions, but hides that the
+    last token was the last one."""
 
     def answer(request: dict[str, Any]) -> Reply:
         number = len(engine.requests) - 1
@@ -46,7 +53,7 @@ def cut_at(cuts: list[tuple[str, int]], stop: int | None) -> FakeEngine:
         way, place = cuts[number] if number < len(cuts) else ("", 0)
         if way and place <= len(ids):
             ids, finish = ids[:place], "abort"
-        events = pieces(Completion(ids, [-0.5 * i for i in ids], [VersionSpan(5, 0, len(ids))] if ids else [], finish))
+        events = pieces(Completion(ids, [-0.5 * i for i in ids], spans(begun, len(ids)), finish))
         if not way or finish != "abort":
             return stream(events)
         last, code = events[-1]["meta_info"], {"type": "abort", "message": "queue is full", "status_code": 503}
@@ -104,6 +111,37 @@ def test_answer_that_is_cut_short_goes_on_from_its_last_token_as_if_nothing_had_
     for request, later in pairwise(engine.requests):
         assert later["input_ids"][: len(request["input_ids"])] == request["input_ids"]
         assert later["rid"] != request["rid"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(CUTS), st.integers(0, 5)), max_size=6),
+    st.lists(st.integers(0, 2), min_size=10, max_size=10),
+)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_versions_ascend_and_are_never_younger_than_those_that_wrote(cuts, publishes: list[int]) -> None:
+    """I4, whatever is cut and published meanwhile: exact where an engine told, and otherwise a lower bound."""
+    coming = iter(publishes)
+    wrote: list[int] = []
+    made: list[Client] = []
+
+    def spans(begun: int, tokens: int) -> list[VersionSpan]:
+        inflight = made[0].inflight
+        before, after = inflight.version, inflight.version + next(coming, 0)
+        half = tokens // 2
+        wrote[begun:] = [before] * half + [after] * (tokens - half)
+        inflight.release(after)
+        told = [VersionSpan(before, 0, half), VersionSpan(after, half, tokens)]
+        return [span for span in told if span.start < span.end]
+
+    async def play(client: Client) -> Completion:
+        made.append(client)
+        return await client.generate()(PROMPT)
+
+    found = asked(cut_at(cuts, None, spans), play, retry_timeout=5.0)
+    assert [span.version for span in found.versions] == sorted(span.version for span in found.versions)
+    for span in found.versions:
+        for place in range(span.start, span.end):
+            assert span.version <= wrote[place] if span.inferred else span.version == wrote[place]
 
 
 def test_tokens_of_a_broken_stream_take_the_version_that_all_served_when_they_were_asked_for() -> None:
@@ -230,6 +268,24 @@ def test_request_that_a_publish_overtakes_is_asked_anew_under_the_new_key() -> N
     assert [request["extra_key"] for request in engine.requests] == ["run0-v7", "run0-v8"]
     assert found.versions == [VersionSpan(8, 0, 3)]
     assert client.inflight.figures.continued == Counter(overtaken=1)
+
+
+def test_request_that_two_publishes_overtake_is_asked_anew_once() -> None:
+    """The second comes before the first has ended it."""
+
+    async def play(client: Client) -> Completion:
+        asking = asyncio.create_task(client.generate(group="g")(PROMPT))
+        await until(lambda: engine.requests)
+        for version in (8, 9):
+            client.inflight.hold()
+            client.inflight.release(version)
+            await asyncio.sleep(0)
+        return await asking
+
+    engine = FakeEngine(lambda request: [asyncio.Event()] if len(engine.requests) == 1 else echo()(request))
+    found = asked(engine, play)
+    assert [request["extra_key"] for request in engine.requests] == ["run0-v0", "run0-v9"]
+    assert found.versions == [VersionSpan(9, 0, 3)]
 
 
 def test_request_that_had_begun_keeps_its_tokens() -> None:

@@ -1,0 +1,211 @@
+"""One trainer rank that compares drivers: python -m tests.integration.rank_synchronous HOW FOLDER, under torchrun.
+
+HOW     recorded: answers are recorded; the plain synchronous driver trains them, then the real rollout side, feed and
+        loop at bound 0, and in order at bound 3, each from the same start
+        engine: the plain driver alone asks the engine that FOLDER's addresses.json names, and loads it from files
+FOLDER  has config.json; for each driver it gets DRIVER/groups.json (batches), figures.json (steps) and hf/ (weights)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from asyncrl.trainer import cpu
+
+cpu.enable()
+
+import httpx  # noqa: E402
+import msgspec  # noqa: E402
+import uvicorn  # noqa: E402
+
+from asyncrl import tasks  # noqa: E402
+from asyncrl.addresses import Addresses  # noqa: E402
+from asyncrl.config import Config, read  # noqa: E402
+from asyncrl.metrics.record import StepLog  # noqa: E402
+from asyncrl.models import catalog  # noqa: E402
+from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens  # noqa: E402
+from asyncrl.trainer.feed import Batches, RolloutDoor  # noqa: E402
+from asyncrl.trainer.loop import train  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.trainer.stop import StopRule  # noqa: E402
+from asyncrl.types import Batch, Completion, Group, VersionSpan  # noqa: E402
+from asyncrl.weights.export import save_hf  # noqa: E402
+from tests import synchronous  # noqa: E402
+from tests.rollout.machinery import KEY, Machinery, RecordedEngine, recorded  # noqa: E402
+
+
+class Bench:
+    """A policy, the stream of prompts and the task, each from their start."""
+
+    def __init__(self, config: Config, folder: Path, parallel: Parallel) -> None:
+        self.config, self.model, self.parallel = config, catalog.resolve(config.model.path), parallel
+        self.policy = Policy(config, self.model, parallel)
+        self.task = tasks.build(config.task)
+        self.tokenizer = load_tokenizer(self.model, None)
+        self.prompts = Prompts(config, self.task, self.tokenizer, model_length=64)
+        self.folder = folder
+        folder.mkdir()
+
+    def plain(self, ask: synchronous.Ask, publish: Callable[[int], None] = lambda version: None) -> None:
+        """Ask, train, publish, and so on."""
+        config, trained, figures = self.config, [], []
+        batches = synchronous.batches(
+            ask, self.prompts.training, self.task, self.prompts.decode, config.rollout.batch_groups
+        )
+        for groups in islice(batches, config.run.max_steps):
+            trained.append(groups)
+            figures.append(self.policy.update(groups))
+            publish(len(trained))
+        self.leave(trained, figures)
+
+    def machinery(self, bound: int) -> None:
+        """The real parts, but for an engine of recorded answers that takes new weights at once."""
+        rollout, engine = self.config.rollout, RecordedEngine(seed=bound)
+        made = Machinery(
+            engine,
+            batch_groups=rollout.batch_groups,
+            group_size=rollout.group_size,
+            max_staleness=bound,
+            training=self.prompts.training,
+            task=self.task,
+            decode=self.prompts.decode,
+        )
+        with served(made) as url:
+            door = RolloutDoor(url, KEY, batch_timeout=60.0)
+            batches = Kept(door, lambda: False, self.parallel)
+            log = StepLog([], started_at=time.time())
+            publisher: Any = Relabelled(engine, door)
+            train(self.policy, batches, publisher, log, StopRule(self.config.run), save=lambda version: None)
+        self.leave(batches.groups, log.steps)
+
+    def leave(self, trained: list[list[Group]], figures: list[dict[str, float]]) -> None:
+        """For the test to compare."""
+        (self.folder / "groups.json").write_bytes(msgspec.json.encode(trained))
+        (self.folder / "figures.json").write_text(json.dumps(figures))
+        self.save("hf")
+
+    def save(self, name: str) -> Path:
+        save_hf(self.folder / name, self.model, self.policy.weights, self.parallel, self.config.trainer.dtype)
+        return self.folder / name
+
+
+class Kept(Batches):
+    """Keeps what it hands out."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.groups: list[list[Group]] = []
+
+    def get(self, version: int) -> Batch | None:
+        batch = super().get(version)
+        assert batch is not None
+        self.groups.append(batch.groups)
+        return batch
+
+
+class Relabelled:
+    """In the place of a Publisher: the engine's answers are recorded, so its version alone changes."""
+
+    def __init__(self, engine: RecordedEngine, door: RolloutDoor) -> None:
+        self._engine, self._door = engine, door
+
+    def publish(self, version: int) -> dict[str, float]:
+        self._door.hold()
+        self._engine.version = version
+        self._door.announce(version)
+        return dict.fromkeys(("pause", "verify", "engines", "bytes"), 0.0)
+
+
+@contextmanager
+def served(made: Machinery) -> Iterator[str]:
+    """The rollout side in a thread, behind a real server."""
+    door = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(made.service.app(), log_level="warning"))
+
+    async def serve() -> None:
+        async with asyncio.TaskGroup() as group:
+            working = group.create_task(made.worker.run())
+            await server.serve(sockets=[door])
+            working.cancel()
+        await made.client.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{door.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+class Engine:
+    """A real one, asked and loaded in the plainest way."""
+
+    def __init__(self, bench: Bench, addresses: Addresses) -> None:
+        self._bench, self._addresses = bench, addresses
+        self._http = httpx.Client(headers=addresses.headers, timeout=60.0, trust_env=False)
+        self._asked = 0
+
+    def ask(self, prompt: list[int], version: int) -> list[Completion]:
+        rollout = self._bench.config.rollout
+        self._asked += 1
+        sampling = {
+            "n": rollout.group_size,
+            "temperature": rollout.temperature,
+            "max_new_tokens": rollout.max_new_tokens,
+            "stop_token_ids": stop_tokens(self._bench.model, self._bench.tokenizer),
+            "skip_special_tokens": False,
+        }
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        return [
+            _completion(answer)
+            for answer in self._post(
+                f"{self._addresses.router}/generate", {**body, "extra_key": f"plain-{self._asked}"}
+            )
+        ]
+
+    def load(self, version: int) -> None:
+        body = {"model_path": str(self._bench.save(f"hf-{version}")), "weight_version": str(version)}
+        assert self._post(f"{self._addresses.engines[0]}/update_weights_from_disk", body)["success"]
+
+    def _post(self, url: str, body: dict[str, Any]) -> Any:
+        return self._http.post(url, json=body).raise_for_status().json()
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    meta = answer["meta_info"]
+    return Completion(
+        answer["output_ids"],
+        [logprob for logprob, _, _ in meta["output_token_logprobs"]],
+        [VersionSpan(int(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]],
+        meta["finish_reason"]["type"],
+    )
+
+
+def main(how: str, folder: Path) -> None:
+    config = read(folder)
+    parallel = initialize(config.trainer, gpu=False, seed=config.run.seed, timeout=120.0)
+    plain = Bench(config, folder / "plain", parallel)
+    if how == "engine":
+        engine = Engine(plain, Addresses.read(folder))
+        plain.plain(engine.ask, engine.load)
+        return
+    plain.plain(lambda prompt, version: recorded(prompt, config.rollout.group_size, version))
+    for bound in (0, 3):
+        Bench(config, folder / f"bound-{bound}", parallel).machinery(bound)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,18 @@
+"""A hook of rollout.accept that takes every group and leaves it in the file that the environment names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.types import Group
+
+FILE = "ASYNCRL_TEST_RECORDING"
+
+
+def take(group: Group) -> bool:
+    with Path(os.environ[FILE]).open("ab") as file:
+        file.write(msgspec.json.encode(group) + b"\n")
+    return True

@@ -1,0 +1,174 @@
+"""The rollout side as asyncrl/rollout/__main__.py wires it, in front of an engine whose answers are recorded and whose
+timing is not: when it writes, when what it wrote arrives, and in which order, is drawn at random."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+
+from asyncrl.agents.single_turn import SingleTurn
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.service import Service
+from asyncrl.rollout.worker import Worker
+from asyncrl.tasks import Task
+from asyncrl.types import Batch, Completion, Group, Prompt, VersionSpan, decode_batch
+from tests.fakes import FakeEngine, LengthTask, pieces, prompts
+
+EOS, LONGEST = 10, 8
+KEY = {"authorization": "Bearer key0"}
+
+
+def recorded(prompt: list[int], count: int, version: int = 0, longest: int = LONGEST) -> list[Completion]:
+    """The answers to a prompt: a function of the prompt alone, but for the version that wrote them."""
+    draw = random.Random(str(prompt))
+    found = []
+    for _ in range(count):
+        ids = [draw.randrange(10) for _ in range(draw.randint(1, longest))]
+        finish = "length" if len(ids) == longest else "stop"
+        if finish == "stop":
+            ids[-1] = EOS
+        logprobs = [-draw.uniform(1.5, 3.5) for _ in ids]
+        found.append(Completion(ids, logprobs, [VersionSpan(version, 0, len(ids))], finish))
+    return found
+
+
+def without_versions(groups: list[Group]) -> Any:
+    """Everything else of them."""
+    records = msgspec.to_builtins(groups)
+    for group in records:
+        for turns, _ in group[-1]:
+            for _, completion in turns:
+                completion[2] = []
+    return records
+
+
+class RecordedEngine(FakeEngine):
+    """Serves a version, and keeps books of which version wrote what. It writes nothing while it is paused; what it
+    wrote may arrive after any number of publishes."""
+
+    def __init__(self, seed: int, *, jitter: int = 25, longest: int = LONGEST, fails: float = 0.0) -> None:
+        """`jitter` bounds the turns of the event loop that pass before a piece is written, and until it arrives;
+        `fails` is the share of requests that are refused."""
+        super().__init__(self._reply)
+        self._random, self._jitter, self._longest, self._fails = random.Random(seed), jitter, longest, fails
+        self.version = 0
+        self.wrote: dict[tuple[int, ...], list[list[VersionSpan]]] = {}
+        self.serving = asyncio.Event()
+        self.serving.set()
+
+    def _reply(self, request: dict[str, Any]) -> AsyncIterator[bytes] | httpx.Response:
+        if self._random.random() < self._fails:
+            return httpx.Response(400, text="refused")
+        return self._stream(request["input_ids"], request["sampling_params"]["n"])
+
+    async def _stream(self, prompt: list[int], count: int) -> AsyncIterator[bytes]:
+        samples = [pieces(answer, i) for i, answer in enumerate(recorded(prompt, count, longest=self._longest))]
+        spans: list[list[VersionSpan]] = [[] for _ in samples]
+        order = [i for i, events in enumerate(samples) for _ in events]
+        self._random.shuffle(order)
+        for i in order:
+            await self._idle()
+            await self.serving.wait()
+            event = samples[i].pop(0)
+            _extend(spans[i], self.version, len(event["output_ids"]))
+            if not samples[i]:
+                told = [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans[i]]
+                event["meta_info"]["weight_versions"] = told
+            await self._arrive(prompt, last=not samples[i])
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        self.wrote[tuple(prompt)] = spans
+        yield b"data: [DONE]\n\n"
+
+    async def _arrive(self, prompt: list[int], *, last: bool) -> None:
+        """A piece that was written is on its way."""
+        await self._idle()
+
+    async def _idle(self) -> None:
+        for _ in range(self._random.choice([0, 1, self._jitter // 5, self._jitter])):
+            await asyncio.sleep(0)
+
+
+def _extend(spans: list[VersionSpan], version: int, tokens: int) -> None:
+    """`tokens` further tokens of this version."""
+    start = spans[-1].end if spans else 0
+    if spans and spans[-1].version == version:
+        spans.append(VersionSpan(version, spans.pop().start, start + tokens))
+    else:
+        spans.append(VersionSpan(version, start, start + tokens))
+
+
+class Machinery:
+    """Client, buffer, service and worker; and a trainer that asks at the service's door."""
+
+    def __init__(
+        self,
+        engine: RecordedEngine,
+        *,
+        batch_groups: int,
+        group_size: int,
+        max_staleness: int,
+        lead: int | None = None,
+        max_running: int | None = None,
+        training: Iterator[Prompt] | None = None,
+        task: Task | None = None,
+        decode: Callable[[list[int]], str] = lambda ids: "x" * len(ids),
+        **client: Any,
+    ) -> None:
+        self.engine = engine
+        self.client = engine.client(**client)
+        self.buffer = CohortBuffer(batch_groups, max_staleness, lead)
+
+        async def no_evaluation() -> dict[str, Any]:
+            return {}
+
+        self.service = Service(self.buffer, self.client, no_evaluation, "key0", eval_every=None)
+        self.worker = Worker(
+            self.service,
+            self.client,
+            SingleTurn(),
+            task or LengthTask(),
+            training or prompts(),
+            decode,
+            group_size=group_size,
+            max_running=max_running,
+            max_failures=10**6,
+        )
+
+    def batches(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:
+        """What a trainer gets that trains and publishes one batch after the other."""
+        return asyncio.run(asyncio.wait_for(self._batches(steps, train), 20))
+
+    async def _batches(self, steps: int, train: Callable[[Batch], None]) -> list[Batch]:
+        door = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=self.service.app()), base_url="http://service", headers=KEY
+        )
+        found = []
+        async with door, asyncio.TaskGroup() as group:  # the worker's death ends the trainer
+            working = group.create_task(self.worker.run())
+            for version in range(steps):
+                while (answer := await door.get("/batch", params={"version": version})).status_code == 202:
+                    pass
+                batch = decode_batch(answer.raise_for_status().content)
+                train(batch)
+                found.append(batch)
+                await self.engine._idle()
+                await door.post("/hold")
+                self.engine.serving.clear()
+                await self.engine._idle()
+                self.engine.version = version + 1
+                self.engine.serving.set()
+                await door.post("/version", json={"version": version + 1})
+            working.cancel()
+        await self.client.close()
+        return found
+
+    @property
+    def overtaken(self) -> int:
+        """Requests that a publish overtook; the batches carry those before."""
+        return self.client.inflight.figures.continued["overtaken"]

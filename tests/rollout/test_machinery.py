@@ -1,0 +1,143 @@
+"""Client, worker, buffer and service together, under thousands of random timings: what reaches the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.metrics.record import StepLog
+from asyncrl.types import Batch, Group, VersionSpan
+from tests import synchronous
+from tests.fakes import LengthTask, prompts
+from tests.rollout.machinery import Machinery, RecordedEngine, recorded, without_versions
+
+STEPS = 5
+
+
+@dataclass
+class Timing:
+    """What may differ between two runs without making a difference."""
+
+    seed: int
+    jitter: int
+    max_running: int | None
+    cache_key: str
+    pause_mode: str
+
+
+timings = st.builds(
+    Timing,
+    seed=st.integers(0, 2**32),
+    jitter=st.sampled_from([0, 5, 25]),
+    max_running=st.sampled_from([None, 1, 3]),
+    cache_key=st.sampled_from(["version", "group"]),
+    pause_mode=st.sampled_from(["in_place", "retract"]),
+)
+shapes = st.fixed_dictionaries({"batch_groups": st.integers(1, 4), "group_size": st.integers(1, 3)})
+
+
+def machinery(timing: Timing, fails: float = 0.0, **settings: Any) -> Machinery:
+    values = asdict(timing)
+    engine = RecordedEngine(values.pop("seed"), jitter=values.pop("jitter"), fails=fails)
+    return Machinery(engine, **values, **settings)
+
+
+def plain(batch_groups: int, group_size: int) -> list[list[Group]]:
+    """What the synchronous driver trains."""
+    driver = synchronous.batches(
+        lambda prompt, version: recorded(prompt, group_size, version),
+        prompts(),
+        LengthTask(),
+        lambda ids: "x" * len(ids),
+        batch_groups,
+    )
+    return list(islice(driver, STEPS))
+
+
+def same_bytes(one: object, other: object) -> bool:
+    return msgspec.msgpack.encode(one) == msgspec.msgpack.encode(other)
+
+
+@given(timings, shapes)
+@settings(max_examples=150)
+def test_bound_0_gives_the_batches_of_a_plain_synchronous_driver_byte_for_byte(timing, shape) -> None:
+    """I5: ids, log-probabilities, rewards, versions and their order."""
+    found = machinery(timing, **shape, max_staleness=0).batches(STEPS)
+    assert same_bytes([batch.groups for batch in found], plain(**shape))
+
+
+@given(timings, shapes, st.integers(1, 4))
+@settings(max_examples=150)
+def test_without_slack_timing_shows_in_the_versions_alone(timing, shape, bound: int) -> None:
+    """I7: batch t is cohort t."""
+    found = machinery(timing, **shape, max_staleness=bound).batches(STEPS)
+    expected = plain(**shape)
+    assert [without_versions(batch.groups) for batch in found] == [without_versions(groups) for groups in expected]
+
+
+@given(timings, shapes, st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 0.3]))
+@settings(max_examples=300)
+def test_whatever_the_timing_tokens_are_labelled_by_the_engine_and_bounded_in_age(
+    timing, shape, lead: int, slack: int, fails: float
+) -> None:
+    """I1, I3, I4: labels are those of the engine's own books; no prompt is trained twice; nothing is unaccounted."""
+    made = machinery(timing, fails, **shape, max_staleness=lead + slack, lead=lead)
+    found = made.batches(STEPS)
+    asked = [tuple(group.prompt_ids) for batch in found for group in batch.groups]
+    assert len(set(asked)) == len(asked) == STEPS * shape["batch_groups"]
+    for batch in found:
+        for group in batch.groups:
+            spans = [trajectory.turns[0].completion.versions for trajectory in group.trajectories]
+            assert spans == made.engine.wrote[tuple(group.prompt_ids)]
+            for one in spans:
+                assert all(before.version < after.version for before, after in pairwise(one))
+            assert all(0 <= age <= lead + slack for age in group.staleness(batch.version))
+    made.buffer.ledger().check()
+
+
+def test_timings_make_answers_old_mixed_refused_and_late() -> None:
+    """Or the properties above would say little."""
+    seen: set[str] = set()
+    for seed in range(20):
+        made = machinery(
+            Timing(seed, 25, None, "version", "in_place"), 0.2, batch_groups=2, group_size=2, max_staleness=2
+        )
+        late: list[Batch] = made.batches(STEPS)
+        ages = {age for batch in late for group in batch.groups for age in group.staleness(batch.version)}
+        spans = [t.turns[0].completion.versions for batch in late for group in batch.groups for t in group.trajectories]
+        seen |= {f"age {age}" for age in ages} | ({"mixed"} if max(map(len, spans)) > 1 else set())
+        seen |= {"refused"} if made.buffer.ledger().rejected.get("engine") else set()
+        seen |= {"overtaken"} if made.overtaken else set()
+    assert seen >= {"age 0", "age 1", "age 2", "mixed", "refused", "overtaken"}
+
+
+@pytest.mark.parametrize("cache_key", ["version", "group"])
+@pytest.mark.parametrize("publishes", [1, 2, 3])
+def test_answer_that_arrives_publishes_later_keeps_the_version_that_wrote_it(publishes: int, cache_key: str) -> None:
+    """Not that of its arrival: by the engine's label, through client and buffer, in the figures of its step."""
+
+    class Late(RecordedEngine):
+        async def _arrive(self, prompt: list[int], *, last: bool) -> None:
+            while last and prompt == [12, publishes, 11] and made.client.inflight.version < publishes:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    made = Machinery(Late(0, jitter=0), batch_groups=1, group_size=1, max_staleness=3, cache_key=cache_key)
+    log = StepLog([], started_at=time.time())
+    for batch in made.batches(publishes + 1):
+        for name in ("train", "publish"):
+            with log.span(name):
+                pass
+        log.step(batch.version + 1, batch, {}, dict.fromkeys(("pause", "verify", "engines", "bytes"), 0.0))
+    (group,) = batch.groups
+    answer = group.trajectories[0].turns[0].completion
+    assert answer.versions == [VersionSpan(0, 0, len(answer.token_ids))]
+    assert (log.steps[-1]["staleness/mean"], log.steps[-1]["staleness/max"]) == (publishes, publishes)
+    assert log.steps[-1]["requests/overtaken"] == 0
