@@ -74,8 +74,16 @@ class Rollout(Section):
     over_age: Literal["wait", "drop"]
     """What happens to a group that is still running when it must be trained: the batch waits for it, or goes without it
     if others are ready. Dropping favours short answers."""
+    episode_timeout: Positive | None
+    """Seconds that an episode may take in all, its reward included; unset: as long as its parts do."""
+    agent_timeout: Positive
+    """Seconds that an agent, or the environment it talks to, may go without asking the model for anything. Whatever
+    exceeds a limit costs its group, with the limit's name as the reason, and the slot is played anew."""
+    reward_timeout: Positive
+    """Seconds that the reward of one answer may take."""
     max_failures: Count
-    """End the run after this many failed groups in a row."""
+    """End the run after this many failed groups in a row: those whose agent, environment or reward raised or hung, or
+    that no engine answered."""
     max_rejections: Count
     """End the run after this many groups in a row that rollout.accept rejected."""
     batch_timeout: Positive

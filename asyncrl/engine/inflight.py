@@ -1,5 +1,6 @@
 """Requests in flight: each runs under one prefix-cache key, and none while weights change.
 
+tokens     every token is counted where it comes in, apart from what its session makes of it: one side of the ledger
 hold       new requests wait from before the engines pause until every one of them serves the new version, so that
            none runs under a key older than its weights
 waits for  the next piece (request_timeout), the next publish (the trainer's deadline)
@@ -21,6 +22,10 @@ from asyncrl.engine.stream import Broken, pieces
 from asyncrl.errors import EngineError
 
 CacheKey = Literal["version", "group"]
+Purpose = Literal["training", "evaluation"]
+"""What tokens are counted for."""
+HELD, FIRST, NEXT = "the end of a publish", "the first piece of an engine", "the next piece of an engine"
+"""What a session waits for."""
 CAUSES = ("aborted", "broken", "overtaken")
 """Why an answer is asked for anew: aborted by an update or its engine\'s loss, broken, or overtaken by a publish."""
 
@@ -47,7 +52,16 @@ class Listener(Protocol):
 
     group: str
     temperature: float
-    received: int
+    purpose: Purpose
+    closed: bool
+
+    def wait_for(self, event: str) -> None:
+        """From now on."""
+        ...
+
+    def hear(self, tokens: int) -> None:
+        """A piece came, of so many tokens."""
+        ...
 
 
 @dataclass(eq=False)
@@ -76,6 +90,10 @@ class InFlight:
         self._busy_since = 0.0
         self.version = 0
         self.figures = Figures()
+        self.tokens: Counter[str] = Counter()
+        """That came in so far, by purpose."""
+        self.late_tokens = 0
+        """Of these, for sessions that were closed."""
 
     # -- a publish -----------------------------------------------------------------------------------------
 
@@ -118,7 +136,9 @@ class InFlight:
     async def stream(self, sessions: Sequence[Listener], token_ids: list[int], *, begun: int) -> list[Answer]:
         """A sample for each session, whole or cut; asked anew when a publish overtakes it."""
         while True:
+            _all_wait_for(HELD, sessions)
             await self._open.wait()
+            _all_wait_for(FIRST, sessions)
             sent = _Request(asyncio.timeout(None), len(token_ids))
             self._opened(sent)
             try:
@@ -139,7 +159,7 @@ class InFlight:
                 if not 0 <= piece.index < len(answers):
                     raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
                 new = answers[piece.index].add(piece)
-                sessions[piece.index].received += new
+                self._count(sessions[piece.index], new)
                 sent.answered = True
                 sent.tokens += new
         except Broken as broken:
@@ -151,6 +171,13 @@ class InFlight:
         self.figures.prompt_tokens += sum(meta.prompt_tokens for meta in told)
         self.figures.cached_tokens += sum(meta.cached_tokens for meta in told)
         return answers
+
+    def _count(self, session: Listener, tokens: int) -> None:
+        self.tokens[session.purpose] += tokens
+        if session.closed:
+            self.late_tokens += tokens
+        else:
+            session.hear(tokens)
 
     def _request(self, sessions: Sequence[Listener], token_ids: list[int], begun: int) -> dict[str, Any]:
         key = f"v{self.version}" if self._cache_key == "version" else sessions[0].group
@@ -190,3 +217,8 @@ class InFlight:
             self._busy_since = now
         taken, self.figures = self.figures, Figures()
         return taken
+
+
+def _all_wait_for(event: str, sessions: Sequence[Listener]) -> None:
+    for session in sessions:
+        session.wait_for(event)

@@ -19,7 +19,9 @@ from asyncrl.engine.client import Client
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.episode import Limits
 from asyncrl.rollout.evaluation import evaluate
+from asyncrl.rollout.faults import Faults
 from asyncrl.rollout.hooks import load
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.service import Service
@@ -41,10 +43,14 @@ async def main(run_dir: Path) -> None:
         jsonl.append(run_dir / "eval.jsonl", found)
         return found
 
+    def warn(text: str, traceback: str | None = None) -> None:
+        line = {"version": client.inflight.version, "warning": text, **({"traceback": traceback} if traceback else {})}
+        jsonl.append(run_dir / "warnings.jsonl", line)
+
     def publish(ledger: dict[str, Any], warnings: list[str]) -> None:
         jsonl.replace(run_dir / "ledger.json", ledger)
         for text in warnings:
-            jsonl.append(run_dir / "warnings.jsonl", {"version": ledger["version"], "warning": text})
+            warn(text)
 
     service = Service(
         _buffer(rollout),
@@ -65,6 +71,8 @@ async def main(run_dir: Path) -> None:
         group_size=rollout.group_size,
         max_running=rollout.max_running_groups,
         max_failures=rollout.max_failures,
+        limits=Limits(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout),
+        faults=Faults(warn),
         accept=load(rollout.accept, "rollout.accept"),
         max_rejections=rollout.max_rejections,
     )
@@ -82,9 +90,10 @@ async def main(run_dir: Path) -> None:
     )
     async with asyncio.TaskGroup() as group:
         rolling = group.create_task(roll_out())
-        serving = group.create_task(server.serve())
-        await serving  # SIGTERM ends it: uvicorn handles the signal
+        failing = group.create_task(service.fail())
+        await group.create_task(server.serve())  # SIGTERM ends it: uvicorn handles the signal
         rolling.cancel()
+        failing.cancel()
     await client.close()
 
 

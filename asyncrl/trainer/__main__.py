@@ -127,7 +127,7 @@ def _summarize(config: Config, run_dir: Path, door: RolloutDoor, log: StepLog, f
             "accuracy/before": json.loads(lines[0])["accuracy"],
             "accuracy/after": json.loads(lines[-1])["accuracy"],
         }
-    summary = {**facts, **log.summary(config.run.reward_window), **accuracy, "ledger": door.status()}
+    summary = {**facts, **log.summary(config.run.reward_window), **accuracy, "ledger": door.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
 
 

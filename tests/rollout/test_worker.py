@@ -12,11 +12,20 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.episode import Episode, Limits
 from asyncrl.rollout.evaluation import evaluate
+from asyncrl.rollout.faults import Faults
+from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
-from asyncrl.types import Generate, Prompt, Trajectory
-from tests.fakes import FakeClient, LengthTask, completion, prompts, until
+from asyncrl.types import Generate, Prompt, Trajectory, Turn
+from tests.fakes import FakeClient, FakeEngine, LengthTask, completion, echo, prompts, until
+
+LIMITS = Limits(agent=60.0, reward=60.0, episode=None)
+
+
+async def no_score(_: Trajectory) -> float:
+    return 0.0
 
 
 class Failing:
@@ -56,10 +65,20 @@ class Site:
             return {}
 
         service = Service(self.buffer, self.client, nothing, "key0", eval_every=None)
-        options: dict[str, Any] = {"group_size": 3, "max_running": None, "max_failures": 100} | settings
+        self.told: list[tuple[str, str | None]] = []
+        options: dict[str, Any] = {
+            "group_size": 3,
+            "max_running": None,
+            "max_failures": 100,
+            "limits": LIMITS,
+            "faults": Faults(lambda text, trace: self.told.append((text, trace))),
+        } | settings
         self.worker = Worker(
             service, self.client, agent or SingleTurn(), LengthTask(), prompts(), lambda ids: "x" * len(ids), **options
         )
+
+    def ledger(self) -> Ledger:
+        return self.worker._service.ledger()
 
     async def run_until(self, condition: Callable[[], object]) -> None:
         running = asyncio.create_task(self.worker.run())
@@ -83,11 +102,11 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 def test_every_admitted_group_is_played_whole_and_scored() -> None:
     async def main() -> None:
         site = Site()
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
         groups = site.buffer.take() or []
         assert [(one.slot, one.prompt_ids) for one in groups] == [(0, [12, 0, 11]), (1, [12, 1, 11])]
         assert [[t.reward for t in one.trajectories] for one in groups] == [[1.0] * 3, [2.0] * 3]
-        assert site.buffer.ledger().issued == 4  # admission is the limit
+        assert site.ledger().groups.issued == 4  # admission is the limit
 
     asyncio.run(main())
 
@@ -96,10 +115,10 @@ def test_one_failed_sibling_rejects_the_group_with_its_reason_and_the_slot_is_re
     async def main() -> None:
         agent = Failing(lambda n: EpisodeFailed("judge", "no answer") if n == 1 else None)
         site = Site(agent)
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        ledger = site.buffer.ledger()
-        assert ledger.rejected == {"judge": 1}
-        assert ledger.issued == 5
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        ledger = site.ledger()
+        assert ledger.groups.rejected == {"judge": 1}
+        assert ledger.groups.issued == 5
         assert agent.alive == 0
         groups = site.buffer.take() or []
         assert [one.uid for one in groups] == ["g00000000a0001", "g00000001a0000"]
@@ -112,8 +131,8 @@ def test_one_failed_sibling_rejects_the_group_with_its_reason_and_the_slot_is_re
 def test_several_failed_siblings_are_one_rejection() -> None:
     async def main() -> None:
         site = Site(Failing(lambda n: EpisodeFailed("timeout") if n < 3 else None))
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        assert site.buffer.ledger().rejected == {"timeout": 1}
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        assert site.ledger().groups.rejected == {"timeout": 1}
 
     asyncio.run(main())
 
@@ -121,8 +140,8 @@ def test_several_failed_siblings_are_one_rejection() -> None:
 def test_engine_that_fails_a_request_for_good_costs_its_group_alone() -> None:
     async def main() -> None:
         site = Site(Failing(lambda n: EngineError("no token came") if n == 4 else None))
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        assert site.buffer.ledger().rejected == {"engine": 1}
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        assert site.ledger().groups.rejected == {"engine": 1}
 
     asyncio.run(main())
 
@@ -132,19 +151,18 @@ def test_every_token_that_engines_wrote_is_accounted_for() -> None:
 
     async def main() -> None:
         site = Site(Failing(lambda n: EpisodeFailed("judge") if n == 4 else None), waste=5)
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        ledger = site.buffer.ledger()
-        ledger.check()
-        assert ledger.tokens_discarded == 4 * 3 * 5
-        assert ledger.tokens_rejected > 0
-        assert ledger.tokens_generated == ledger.tokens_held + ledger.tokens_discarded + ledger.tokens_rejected
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        ledger = site.ledger()
+        assert ledger.tokens.discarded == 4 * 3 * 5
+        assert ledger.tokens.rejected > 0
+        assert ledger.tokens.generated == ledger.tokens.held + ledger.tokens.discarded + ledger.tokens.rejected
 
     asyncio.run(main())
 
 
-def test_any_other_error_ends_the_worker() -> None:
+def test_error_of_ours_ends_the_worker() -> None:
     async def main() -> None:
-        error = ValueError("a bug")
+        error = AsyncRLError("a bug: KeyError()")
         site = Site(Failing(lambda n: error if n == 4 else None))
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
@@ -153,9 +171,65 @@ def test_any_other_error_ends_the_worker() -> None:
     asyncio.run(main())
 
 
+def test_bug_in_the_client_is_no_fault_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        def broken(*_: Any) -> Any:
+            raise KeyError("ours")
+
+        client = FakeEngine(echo()).client()
+        monkeypatch.setattr(client.inflight, "_request", broken)
+        with pytest.raises(AsyncRLError, match=r"a bug: KeyError\('ours'\)") as caught:
+            await Episode(client.generate(), LIMITS).play(SingleTurn(), Prompt("p0", [1], {}), no_score)
+        assert type(caught.value) is AsyncRLError
+        assert isinstance(caught.value.__cause__, KeyError)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_what_an_agent_raises_costs_its_group_and_is_told_with_its_traceback() -> None:
+    async def main() -> None:
+        site = Site(Failing(lambda n: ValueError("a typo") if n == 4 else None))
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        assert site.ledger().groups.rejected == {"agent_error": 1}
+        ((text, trace),) = site.told
+        assert text == "g00000001a0000 is played anew: agent_error: ValueError: a typo"
+        assert trace
+        assert trace.endswith("ValueError: a typo\n")
+        assert "in run" in trace
+
+    asyncio.run(main())
+
+
+def test_agent_that_raises_every_time_ends_the_worker() -> None:
+    async def main() -> None:
+        site = Site(Failing(lambda _: ValueError("a typo")), max_failures=5)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await site.run_until(lambda: False)
+        text = "5 groups in a row failed, the last with: agent_error: ValueError: a typo"
+        assert text in [str(error) for error in leaves(caught.value)]
+
+    asyncio.run(main())
+
+
+def test_agent_cannot_return_tokens_that_no_engine_wrote() -> None:
+    class Inventive:
+        async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+            found = await generate(prompt.token_ids)
+            return Trajectory([Turn([], found), Turn([1], found)])
+
+    async def main() -> None:
+        site = Site(Inventive(), max_failures=1)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await site.run_until(lambda: False)
+        assert "a trajectory of 2 tokens, of which engines wrote 1" in str(list(leaves(caught.value)))
+
+    asyncio.run(main())
+
+
 def test_bug_beside_a_failed_sibling_still_surfaces() -> None:
     async def main() -> None:
-        faults = {0: EpisodeFailed("judge"), 1: ValueError("a bug")}
+        faults = {0: EpisodeFailed("judge"), 1: AsyncRLError("a bug")}
         site = Site(Failing(faults.get))
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
@@ -180,8 +254,8 @@ def test_success_between_failures_starts_the_count_anew() -> None:
     async def main() -> None:
         agent = Failing(lambda n: EpisodeFailed("judge") if n % 6 == 0 and n < 60 else None)
         site = Site(agent, max_failures=2, max_running=1)
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        assert site.buffer.ledger().rejected["judge"] >= 1
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        assert site.ledger().groups.rejected["judge"] >= 1
 
     asyncio.run(main())
 
@@ -194,8 +268,8 @@ def test_running_groups_never_exceed_their_limit_and_rejections_free_it() -> Non
 
         def done() -> bool:
             nonlocal most
-            most = max(most, site.buffer.ledger().running)
-            return site.buffer.ledger().ready == 10
+            most = max(most, site.ledger().groups.running)
+            return site.ledger().groups.ready == 10
 
         await site.run_until(done)
         assert most == 2
@@ -234,11 +308,10 @@ def test_group_that_is_not_accepted_is_counted_with_its_reason_and_replaced() ->
     async def main() -> None:
         verdicts = iter([True, "no_signal", False, *[True] * 100])
         site = Site(accept=lambda group: next(verdicts))
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        ledger = site.buffer.ledger()
-        ledger.check()
-        assert ledger.rejected == {"no_signal": 1, "not_accepted": 1}
-        assert ledger.tokens_rejected > 0
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        ledger = site.ledger()
+        assert ledger.groups.rejected == {"no_signal": 1, "not_accepted": 1}
+        assert ledger.tokens.rejected > 0
 
     asyncio.run(main())
 
@@ -290,9 +363,8 @@ def test_group_that_nobody_waits_for_is_stopped_and_its_tokens_are_counted(
             return site.buffer.version >= 2 and agent.alive == 0
 
         await site.run_until(trained_two)
-        ledger = site.buffer.ledger()
-        ledger.check()
-        assert ledger.rejected[reason] == 1
-        assert ledger.tokens_rejected >= 3  # a token of each sibling
+        ledger = site.ledger()
+        assert ledger.groups.rejected[reason] == 1
+        assert ledger.tokens.rejected >= 3  # a token of each sibling
 
     asyncio.run(main())
