@@ -46,4 +46,4 @@ class Faults:
         if told < PER_MINUTE:
             cause = error.__cause__
             trace = "".join(traceback.format_exception(cause)) if cause else None
-            self._write(f"{uid} is played anew: {error}{left_out}", trace)
+            self._write(f"{uid} failed: {error}{left_out}", trace)

@@ -255,14 +255,14 @@ def test_flood_of_one_fault_is_told_in_part_and_counted_and_another_is_still_tol
     for number in range(PER_MINUTE + 7):
         faults.tell("judge", f"g{number}", EpisodeFailed("judge", "is down"))
     assert len(told) == PER_MINUTE
-    assert told[0] == ("g0 is played anew: judge: is down", None)
+    assert told[0] == ("g0 failed: judge: is down", None)
     faults.tell("agent_timeout", "g99", EpisodeFailed("agent_timeout"))
-    assert told[-1][0] == "g99 is played anew: agent_timeout"
+    assert told[-1][0] == "g99 failed: agent_timeout"
     now = 61.0
     faults.tell("judge", "g100", EpisodeFailed("judge", "is down"))
-    assert told[-1][0] == "g100 is played anew: judge: is down (7 more of these were left out)"
+    assert told[-1][0] == "g100 failed: judge: is down (7 more of these were left out)"
     faults.tell("judge", "g101", EpisodeFailed("judge", "is down"))
-    assert told[-1][0] == "g101 is played anew: judge: is down"
+    assert told[-1][0] == "g101 failed: judge: is down"
 
 
 def test_default_agent_is_an_agent_for_an_episode() -> None:

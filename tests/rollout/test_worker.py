@@ -193,7 +193,7 @@ def test_what_an_agent_raises_costs_its_group_and_is_told_with_its_traceback() -
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         assert site.ledger().groups.rejected == {"agent_error": 1}
         ((text, trace),) = site.told
-        assert text == "g00000001a0000 is played anew: agent_error: ValueError: a typo"
+        assert text == "g00000001a0000 failed: agent_error: ValueError: a typo"
         assert trace
         assert trace.endswith("ValueError: a typo\n")
         assert "in run" in trace
