@@ -88,13 +88,15 @@ async def main(run_dir: Path) -> None:
     server = uvicorn.Server(
         uvicorn.Config(service.app(), host=url.host, port=url.port or 0, log_level="warning", access_log=False)
     )
-    async with asyncio.TaskGroup() as group:
-        rolling = group.create_task(roll_out())
-        failing = group.create_task(service.fail())
-        await group.create_task(server.serve())  # SIGTERM ends it: uvicorn handles the signal
-        rolling.cancel()
-        failing.cancel()
-    await client.close()
+    try:
+        async with asyncio.TaskGroup() as group:
+            rolling = group.create_task(roll_out())
+            failing = group.create_task(service.fail())
+            await group.create_task(server.serve())  # SIGTERM ends it: uvicorn handles the signal
+            rolling.cancel()
+            failing.cancel()
+    finally:
+        await client.close()
 
 
 def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> Client:
