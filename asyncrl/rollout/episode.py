@@ -78,12 +78,10 @@ class Episode:
 
 @asynccontextmanager
 async def _within(seconds: float | None, reason: str, detail: str) -> AsyncIterator[asyncio.Timeout]:
-    """asyncio.timeout, whose end is an EpisodeFailed; a TimeoutError from within stays one."""
+    """asyncio.timeout, whose end is an EpisodeFailed; what a user's code raises is one already."""
     scope = asyncio.timeout(seconds)
     try:
         async with scope:
             yield scope
     except TimeoutError:
-        if not scope.expired():
-            raise
         raise EpisodeFailed(reason, f"{detail} for {seconds:.0f} s (rollout.{reason})") from None

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.ledger import Source
 from asyncrl.types import Group
 from tests.fakes import group
 from tests.rollout.schedules import Run, schedules
@@ -118,6 +119,7 @@ def test_rejected_slot_is_played_anew_first_under_another_uid_and_a_later_birth(
     buffer.reject(second, "judge")
     again = buffer.admit()
     assert again == Ticket(slot=1, attempt=1, born=1, cohort=1)
+    assert buffer.ledger(Source(0, 0, 0, 0)).events.requeued == 1
     assert again.uid != second.uid
     assert len(again.uid) == len(second.uid)
 
