@@ -7,6 +7,7 @@ AsyncRLError
 |-- EngineError        an engine or the router refused a call, or answered something impossible
 |-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table: names it
 |-- EpisodeFailed      an environment's or a judge's fault: the episode is counted and replaced, never scored 0
+|-- LedgerError        a prompt, group, trajectory or token is lost or stands twice: names equation and difference
 `-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
 
 Anything else that escapes is a bug and ends the run with its traceback.
@@ -52,6 +53,10 @@ class EpisodeFailed(AsyncRLError):
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason
         super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
+class LedgerError(AsyncRLError):
+    """The two sides of an equation of the ledger differ: batches can no longer be trusted."""
 
 
 class BadStep(AsyncRLError):

@@ -40,8 +40,8 @@ COLUMNS = ("", "engines", "tokens/s", "x colocated", "simulated", "of the bound"
 FIGURES = ("samples_per_s", "step_s", "trainer_idle", "engine_busy", "publish_share", "pause_s")
 
 # The calibration: 32 devices of 12 ms + 0.12 ms a request and 256 requests, 10,000 tokens/s each in training, 6 s a
-# step, 3 s a publish, 15 s from generating to training and back; 128 groups of 16 answers of 8,000 tokens. A device here
-# stands for 4 of them, an answer for 16; tokens and seconds are an 80th.
+# step, 3 s a publish, 15 s from generating to training and back; 128 groups of 16 answers of 8,000 tokens. Here a
+# device stands for 4 of them, an answer for 16; tokens and seconds are an 80th.
 DEVICES, BATCH, TIME = 8, 16, 80.0
 SHAPE = EngineShape(0.012, 0.00048, 64)
 RATE, FIXED, PAUSE, SWITCH = 2500.0, 6.0 / TIME, 3.0 / TIME, 15.0 / TIME

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl.engine.client import Client  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
+from asyncrl.rollout.ledger import Source  # noqa: E402
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
 from asyncrl.weights.distributed import free_port  # noqa: E402
 
@@ -167,14 +168,16 @@ def buffer_seconds(groups: int) -> float:
     """Seconds per group from admission to its end, with `groups` of them under way at any time."""
     buffer = CohortBuffer(groups // 10, 9)
     answer = Completion([1], [-0.5], [VersionSpan(0, 0, 1)], "stop")
-    started, ended = time.process_time(), 0
+    started, issued, ended = time.process_time(), 0, 0
     for version in range(1, 13):
         tickets = list(iter(buffer.admit, None))
+        issued += len(tickets)
         for ticket in tickets:
+            buffer.begin(ticket, ticket.uid, 1)
             buffer.commit(ticket, Group(ticket.uid, ticket.slot, PROMPT, [Trajectory([Turn([], answer)])], "bench"))
         assert buffer.take() is not None
         buffer.publish(version)
-        buffer.ledger().check()
+        buffer.ledger(Source(prompts=issued, tokens=issued, running=0, late=0)).check()
         ended += groups // 10
     return (time.process_time() - started) / ended
 

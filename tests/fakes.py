@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 from asyncrl import config as configuration
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import Client, Session
 from asyncrl.engine.inflight import Figures
 from asyncrl.launch.main import CONF
 from asyncrl.rollout.curriculum import Curriculum, Mixer
@@ -200,31 +201,40 @@ def echo(tokens: int = 3, **meta: Any) -> Callable[[dict[str, Any]], bytes]:
 # --- the rollout side ---------------------------------------------------------------------------------------
 
 
-class FakeSession:
+class FakeSession(Session):
     """Answers with what `answer` makes of the prompt's token ids; `waste` tokens more came than it keeps."""
 
-    def __init__(self, answer: Callable[[list[int]], Completion], waste: int = 0) -> None:
-        self._answer, self._waste = answer, waste
-        self.received = 0
+    def __init__(
+        self, client: FakeClient, answer: Callable[[list[int]], Completion], waste: int = 0, purpose: str = "training"
+    ) -> None:
+        super().__init__(client, "", 1.0, purpose)  # type: ignore[arg-type]
+        self._answer, self._waste, self._delay = answer, waste, client.delay
 
     async def __call__(self, token_ids: list[int]) -> Completion:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._delay)
         found = self._answer(token_ids)
-        self.received += len(found.token_ids) + self._waste
+        self.hear(len(found.token_ids) + self._waste)
+        self._client.inflight.tokens[self.purpose] += len(found.token_ids) + self._waste
         return found
 
 
 class FakeClient:
     """What Service and Worker use of Client and its flights."""
 
-    def __init__(self, answer: Callable[[list[int]], Completion] | None = None, waste: int = 0) -> None:
+    def __init__(
+        self, answer: Callable[[list[int]], Completion] | None = None, waste: int = 0, delay: float = 0.0
+    ) -> None:
+        self.delay = delay
         self._answer, self._waste = answer or (lambda _: completion()), waste
         self.calls: list[object] = []
         self.in_flight = 0
         self.inflight = self
+        self.tokens: Counter[str] = Counter()
+        self.late_tokens = 0
+        self.figures = Figures()
 
-    def generate(self, temperature: float | None = None, *, group: str = "") -> FakeSession:
-        return FakeSession(self._answer, self._waste)
+    def generate(self, temperature: float | None = None, *, group: str = "", purpose: str = "training") -> FakeSession:
+        return FakeSession(self, self._answer, self._waste, purpose)
 
     def hold(self) -> None:
         self.calls.append("hold")

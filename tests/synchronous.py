@@ -25,5 +25,5 @@ def batches(
                 Trajectory([Turn([], answer)], task.score(decode(answer.token_ids), prompt.question))
                 for answer in ask(prompt.token_ids, version)
             ]
-            batch.append(Group(f"g{slot:08d}a0000", slot, prompt.token_ids, trajectories))
+            batch.append(Group(f"g{slot:08d}a0000", slot, prompt.token_ids, trajectories, prompt.task))
         yield batch

@@ -52,8 +52,9 @@ class Rollout(Section):
     """Bound, in versions, on the age of every token that is trained. 0 is synchronous, 1 is one step off."""
     lead: Natural | None
     """Batches that may be admitted ahead of the one in training; unset: equal to max_staleness."""
-    max_running_groups: Count | None
-    """Groups that may be in flight at once; unset: as many as admission allows."""
+    max_running_groups: Count | Literal["auto"] | None
+    """Groups that may be in flight at once. auto: as many as keep engines and trainer busy (rollout/concurrency.py);
+    null: as many as admission allows."""
     agent: str
     """Import path of the agent, module:name."""
     max_new_tokens: Count
@@ -81,8 +82,16 @@ class Rollout(Section):
     over_age: Literal["wait", "drop"]
     """What happens to a group that is still running when it must be trained: the batch waits for it, or goes without it
     if others are ready. Dropping favours short answers."""
+    episode_timeout: Positive | None
+    """Seconds that an episode may take in all, its reward included; unset: as long as its parts do."""
+    agent_timeout: Positive
+    """Seconds that an agent, or the environment it talks to, may go without asking the model for anything. Whatever
+    exceeds a limit costs its group, with the limit's name as the reason, and the slot is played anew."""
+    reward_timeout: Positive
+    """Seconds that the reward of one answer may take."""
     max_failures: Count
-    """End the run after this many failed groups in a row."""
+    """End the run after this many failed groups in a row: those whose agent, environment or reward raised or hung, or
+    that no engine answered."""
     max_rejections: Count
     """End the run after this many groups in a row that rollout.accept rejected."""
     batch_timeout: Positive

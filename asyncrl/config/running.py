@@ -51,7 +51,8 @@ class Weights(Section):
     folder: str | None
     """Where disk and delta write, on a file system that all engines see; unset: weights/ in the run folder."""
     timeout: Positive
-    """Seconds that any one call of a publish may take."""
+    """Seconds that any one call of a publish may take. An engine that does not answer for as long between publishes
+    hangs: it is killed, and then it died."""
 
 
 class Cluster(Section):
@@ -62,8 +63,8 @@ class Cluster(Section):
     gpus: Natural | None
     """GPUs to use; unset: those that the machine has."""
     on_engine_death: Literal["restart", "fail"]
-    """What the death of an engine or of the router means for a run that is under way: start it again (an engine gets
-    all weights, and serves once its checksum is confirmed), or end the run."""
+    """What the death of an engine or of the router, or that it hangs, means for a run that is under way: start it again
+    (an engine gets all weights, and serves once its checksum is confirmed), or end the run."""
     max_restarts: Natural
     """How often any one of them is started again; the next death ends the run."""
     stop_grace: Positive

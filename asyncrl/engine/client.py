@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,8 +21,8 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.engine.answer import Answer, joined
-from asyncrl.engine.inflight import CacheKey, InFlight
-from asyncrl.errors import EngineError
+from asyncrl.engine.inflight import NEXT, CacheKey, InFlight, Purpose
+from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.types import Completion
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
@@ -33,13 +34,30 @@ httpx's own pool looks through all of its connections at every request: aiohttp'
 class Session:
     """The policy as one episode sees it. Sessions of a group share an engine, and with it the prompt's cache."""
 
-    def __init__(self, client: Client, group: str, temperature: float) -> None:
-        self._client, self.group, self.temperature = client, group, temperature
+    def __init__(self, client: Client, group: str, temperature: float, purpose: Purpose) -> None:
+        self._client, self.group, self.temperature, self.purpose = client, group, temperature, purpose
         self.received = 0  # tokens that engines sent for it, whether they were kept or not
+        self.closed = False
+        self.cached = ("", 0)  # under which key engines may hold how many of its tokens
+        self.waits_for, self.since = "", time.monotonic()
 
     async def __call__(self, token_ids: list[int]) -> Completion:
         """Continue exactly these tokens. Raises EngineError when the fleet cannot."""
         return await self._client.submit(self, token_ids)
+
+    def wait_for(self, event: str) -> None:
+        """What its episode waits for from now on, for whoever asks."""
+        self.waits_for, self.since = event, time.monotonic()
+
+    def hear(self, tokens: int) -> None:
+        """A piece came."""
+        self.received += tokens
+        self.wait_for(NEXT)
+
+    def close(self) -> int:
+        """Its episode has ended: what still comes is counted, but no longer as its own. Returns what was received."""
+        self.closed = True
+        return self.received
 
 
 class Client:
@@ -80,11 +98,11 @@ class Client:
         self._coalesce, self._temperature, self._retry_timeout = coalesce, temperature, retry_timeout
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[tuple[Session, asyncio.Future[Completion]]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[list[Completion]]] = set()
 
-    def generate(self, temperature: float | None = None, *, group: str = "") -> Session:
+    def generate(self, temperature: float | None = None, *, group: str = "", purpose: Purpose = "training") -> Session:
         """What an agent calls; a temperature of 0 is greedy. Siblings give the same `group`."""
-        return Session(self, group, self._temperature if temperature is None else temperature)
+        return Session(self, group, self._temperature if temperature is None else temperature, purpose)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -109,32 +127,34 @@ class Client:
     def _start(self, key: tuple, token_ids: list[int]) -> None:
         askers = self._waiting.pop(key)
         sessions, futures = [session for session, _ in askers], [future for _, future in askers]
-        task = asyncio.get_running_loop().create_task(self._answer(sessions, futures, token_ids))
+        task = asyncio.get_running_loop().create_task(self._answer(sessions, token_ids))
         self._tasks.add(task)  # the event loop keeps only a weak reference
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._settle(task, futures))
         for future in futures:  # when every sibling was cancelled nobody listens: end the request too
             future.add_done_callback(lambda _: task.cancel() if all(f.cancelled() for f in futures) else None)
 
-    async def _answer(
-        self, sessions: list[Session], futures: list[asyncio.Future[Completion]], token_ids: list[int]
-    ) -> None:
-        """Send one request and give each sibling its sample, or all of them the error."""
-        try:
-            answers = await self.inflight.stream(sessions, token_ids, begun=0)
-            whole = [self._whole(s, token_ids, answer) for s, answer in zip(sessions, answers, strict=True)]
-            completions = await asyncio.gather(*whole)
-        except EngineError as error:
-            failure: Exception = EngineError(f"generation failed: {error}")
-        except Exception as bug:  # noqa: BLE001  raised again in every sibling: a task's own error would be lost
-            failure = bug
-        else:
-            for future, completion in zip(futures, completions, strict=True):
-                if not future.done():  # a cancelled sibling no longer listens
-                    future.set_result(completion)
+    async def _answer(self, sessions: list[Session], token_ids: list[int]) -> list[Completion]:
+        """Send one request; a sample for each sibling."""
+        answers = await self.inflight.stream(sessions, token_ids, begun=0)
+        whole = [self._whole(s, token_ids, answer) for s, answer in zip(sessions, answers, strict=True)]
+        return await asyncio.gather(*whole)
+
+    def _settle(self, task: asyncio.Task[list[Completion]], futures: list[asyncio.Future[Completion]]) -> None:
+        """Give each sibling its sample, or all of them the error. A bug of ours is no fault of the agent that asked."""
+        self._tasks.discard(task)
+        if task.cancelled():
             return
-        for future in futures:
-            if not future.done():
-                future.set_exception(failure)
+        error = task.exception()
+        for number, future in enumerate(futures):
+            if future.done():  # a cancelled sibling no longer listens
+                continue
+            if error is None:
+                future.set_result(task.result()[number])
+                continue
+            refused = isinstance(error, EngineError)
+            failure = EngineError(f"generation failed: {error}") if refused else AsyncRLError(f"a bug: {error!r}")
+            failure.__cause__ = error
+            future.set_exception(failure)
 
     # -- one answer, its continuations ---------------------------------------------------------------------
 
@@ -147,6 +167,7 @@ class Client:
             if ended := self._ended(begun):  # a cut hides that the last token was the last
                 parts[-1].end_with(ended)
                 break
+            session.wait_for(f"another attempt ({reason})")
             await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
             self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
             (rest,) = await self.inflight.stream([session], [*token_ids, *begun], begun=len(begun))

@@ -1,5 +1,6 @@
 """Requests in flight: each runs under one prefix-cache key, and none while weights change.
 
+tokens     every token is counted where it comes in, apart from what its session makes of it: one side of the ledger
 hold       new requests wait from before the engines pause until every one of them serves the new version, so that
            none runs under a key older than its weights
 waits for  the next piece (request_timeout), the next publish (the trainer's deadline)
@@ -22,6 +23,10 @@ from asyncrl.engine.stream import Broken, pieces
 from asyncrl.errors import EngineError
 
 CacheKey = Literal["version", "group"]
+Purpose = Literal["training", "evaluation"]
+"""What tokens are counted for."""
+HELD, FIRST, NEXT = "the end of a publish", "the first piece of an engine", "the next piece of an engine"
+"""What a session waits for."""
 CAUSES = ("aborted", "broken", "overtaken")
 """Why an answer is asked for anew: aborted by an update or its engine\'s loss, broken, or overtaken by a publish."""
 
@@ -48,7 +53,17 @@ class Listener(Protocol):
 
     group: str
     temperature: float
-    received: int
+    purpose: Purpose
+    closed: bool
+    cached: tuple[str, int]
+
+    def wait_for(self, event: str) -> None:
+        """From now on."""
+        ...
+
+    def hear(self, tokens: int) -> None:
+        """A piece came, of so many tokens."""
+        ...
 
 
 @dataclass(eq=False)
@@ -85,6 +100,11 @@ class InFlight:
         self._busy_since = 0.0
         self.version = 0
         self.figures = Figures()
+        self.tokens: Counter[str] = Counter()
+        """That came in so far, by purpose."""
+        self.late_tokens = 0
+        """Of these, for sessions that were closed."""
+        self._needed = 0
 
     # -- a publish -----------------------------------------------------------------------------------------
 
@@ -95,6 +115,7 @@ class InFlight:
             sent.overtaken = not sent.answered
             if self._pause_mode == "retract":
                 self.figures.refilled_tokens += sent.tokens
+                self._needed += sent.tokens
 
     def release(self, version: int) -> None:
         """Every engine serves `version`: let requests go, under its prefix-cache key.
@@ -108,6 +129,11 @@ class InFlight:
             for sent in self._requests:
                 if sent.overtaken and not sent.scope.expired():  # a publish before this one may have ended it already
                     sent.scope.reschedule(0.0)
+
+    @property
+    def holding(self) -> bool:
+        """Weights change."""
+        return not self._open.is_set()
 
     @property
     def in_flight(self) -> int:
@@ -127,12 +153,14 @@ class InFlight:
     async def stream(self, sessions: Sequence[Listener], token_ids: list[int], *, begun: int) -> list[Answer]:
         """A sample for each session, whole or cut; asked anew when a publish overtakes it."""
         while True:
+            _all_wait_for(HELD, sessions)
             await self._open.wait()
+            _all_wait_for(FIRST, sessions)
             sent = _Request(asyncio.timeout(None), len(token_ids))
             self._opened(sent)
             try:
                 async with sent.scope:
-                    return await self._read(sent, sessions, self._request(sessions, token_ids, begun))
+                    return await self._read(sent, sessions, self._request(sessions, token_ids, begun), begun)
             except TimeoutError:
                 if not sent.scope.expired():
                     raise
@@ -140,21 +168,26 @@ class InFlight:
             finally:
                 self._closed(sent)
 
-    async def _read(self, sent: _Request, sessions: Sequence[Listener], request: dict[str, Any]) -> list[Answer]:
+    async def _read(
+        self, sent: _Request, sessions: Sequence[Listener], request: dict[str, Any], begun: int
+    ) -> list[Answer]:
         answers = [Answer(self.version) for _ in sessions]
+        key, known = sessions[0].cached
+        self._needed += len(request["input_ids"]) - (known if key == request["extra_key"] and not begun else 0)
         why = "the stream ended before its last piece"
         try:
             async for piece in self._pieces(request, sessions[0].group or request["rid"]):
                 if not 0 <= piece.index < len(answers):
                     raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
                 new = answers[piece.index].add(piece)
-                sessions[piece.index].received += new
+                self._count(sessions[piece.index], new)
                 sent.answered = True
                 sent.tokens += new
         except Broken as broken:
             why = str(broken)
-        for answer in answers:
+        for session, answer in zip(sessions, answers, strict=True):
             answer.stop_at(why)
+            session.cached = (request["extra_key"], len(request["input_ids"]) + len(answer.token_ids))
         told = [answer.last for answer in answers if answer.last]
         self.figures.requests += 1
         self.figures.prompt_tokens += sum(meta.prompt_tokens for meta in told)
@@ -170,6 +203,13 @@ class InFlight:
         with self._past_router.request_to(url):
             async for piece in pieces(self._http, request, key, engine=url):
                 yield piece
+
+    def _count(self, session: Listener, tokens: int) -> None:
+        self.tokens[session.purpose] += tokens
+        if session.closed:
+            self.late_tokens += tokens
+        else:
+            session.hear(tokens)
 
     def _request(self, sessions: Sequence[Listener], token_ids: list[int], begun: int) -> dict[str, Any]:
         key = f"v{self.version}" if self._cache_key == "version" else sessions[0].group
@@ -202,6 +242,11 @@ class InFlight:
             self.figures.seconds_busy += asyncio.get_running_loop().time() - self._busy_since
             self._idle.set()
 
+    def take_needed(self) -> int:
+        """Tokens of requests, since the last call, that no cache could hold: what is prefilled beyond them is waste."""
+        needed, self._needed = self._needed, 0
+        return needed
+
     def take_figures(self) -> Figures:
         """The figures since the last call."""
         if self._requests:
@@ -210,3 +255,8 @@ class InFlight:
             self._busy_since = now
         taken, self.figures = self.figures, Figures()
         return taken
+
+
+def _all_wait_for(event: str, sessions: Sequence[Listener]) -> None:
+    for session in sessions:
+        session.wait_for(event)

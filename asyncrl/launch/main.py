@@ -31,6 +31,7 @@ from asyncrl.launch.machine import choose_ports, count_gpus
 from asyncrl.launch.plan import plan
 from asyncrl.launch.processes import Stopped, Supervisor
 from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.watch import Watch
 from asyncrl.metrics.console import Console
 
 STARTED_AT = time.time()
@@ -109,7 +110,8 @@ def launch(config: Config) -> None:
     console = Console(config, run_dir)
     console.opening()
     workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
-    policy = RestartPolicy(run_dir, workers.remove)
+    watches = {spec.name: Watch(spec.watch, addresses.api_key, spec.patience) for spec in specs if spec.watch}
+    policy = RestartPolicy(run_dir, workers.remove, watches)
     Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy).run(console.follow)
     console.closing()
 

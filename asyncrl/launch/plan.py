@@ -12,6 +12,9 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import DELTA_LOADER, server_argv, server_env
 
+ROUTER_PATIENCE = 30.0
+"""Seconds: it computes nothing, but a machine may be busy."""
+
 
 @dataclass(frozen=True)
 class ProcessSpec:
@@ -22,7 +25,9 @@ class ProcessSpec:
     env: dict[str, str]
     ends_the_run: bool = False  # its clean exit is the run's success; any other end is a failure
     restarts: int = 0  # how often it is started again when it dies while the run is under way
-    url: str = ""  # where it listens
+    url: str = ""  # where an engine listens
+    watch: str = ""  # what is asked to tell whether it hangs
+    patience: float = 0.0  # seconds that it may take to answer
     stop_signal: int = signal.SIGTERM
 
 
@@ -52,6 +57,8 @@ def plan(
             router_argv(config.engine, addresses.router, ports.router_metrics),
             _shared_env(addresses),
             restarts=_restarts(config),
+            watch=f"{addresses.router}/health",
+            patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
         ProcessSpec(
             "rollout",
@@ -110,7 +117,16 @@ def _engines(config: Config, addresses: Addresses, numbers: list[str]) -> list[P
         }
         # on SIGTERM SGLang drains its requests in steps of 5 s; here nobody waits for them, and an engine owns no files
         specs.append(
-            ProcessSpec(f"engine-{number}", argv, env, stop_signal=signal.SIGKILL, restarts=_restarts(config), url=url)
+            ProcessSpec(
+                f"engine-{number}",
+                argv,
+                env,
+                stop_signal=signal.SIGKILL,
+                restarts=_restarts(config),
+                url=url,
+                watch=f"{url}/server_info",  # its scheduler answers, not the HTTP server alone
+                patience=config.weights.timeout,
+            )
         )
     return specs
 

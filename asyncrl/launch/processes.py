@@ -82,7 +82,7 @@ class Supervisor:
 
     def _finished(self) -> bool:
         """Whether all trainers ended well. Raises ProcessDied at the first other end that is no engine's."""
-        for name in self._policy.given_up(self._specs.values()):
+        for name in [*self._policy.given_up(self._specs.values()), *self._policy.hanging()]:
             _signal_group(self._children[name].pid, signal.SIGKILL)
         dead = {name: code for name, child in self._children.items() if (code := child.poll()) is not None}
         ends = {name for name, spec in self._specs.items() if spec.ends_the_run}

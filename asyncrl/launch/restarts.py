@@ -3,27 +3,35 @@
 An engine that died loses its weights, but its address may be known to the router, which would send it requests as soon
 as it answers again. So the router forgets it first; the trainer finds it (Fleet.reconcile), sends it all weights, and
 has the router know it again. An engine that the trainer has given up (it hangs, or holds wrong weights) is killed, and
-then it died like any other. A router that was started again learns from the trainer who serves.
+then it died like any other. So is an engine or a router that lives and does not answer (launch/watch.py), whatever the
+trainer does meanwhile. A router that was started again learns from the trainer who serves.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from asyncrl.addresses import LOST, READY
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
+from asyncrl.launch.watch import Watch
 
 
 class RestartPolicy:
-    """The restarts of one run; `forget` makes the router forget an engine, or raises EngineError."""
+    """The restarts of one run; `forget` makes the router forget an engine, or raises EngineError; `watches` by name."""
 
-    def __init__(self, run_dir: Path, forget: Callable[[str], None] = lambda url: None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        forget: Callable[[str], None] = lambda url: None,
+        watches: Mapping[str, Watch] | None = None,
+    ) -> None:
         self._run_dir, self._forget = run_dir, forget
+        self._watches = watches or {}
         self._restarts: Counter[str] = Counter()
         self._announced: set[str] = set()
         self._notes = Tail(run_dir / LOST)
@@ -48,6 +56,8 @@ class RestartPolicy:
             return False
         self._announced.discard(spec.name)
         self._restarts[spec.name] += 1
+        if spec.name in self._watches:
+            self._watches[spec.name].forget()
         return True
 
     def given_up(self, specs: Iterable[ProcessSpec]) -> list[str]:
@@ -58,6 +68,16 @@ class RestartPolicy:
             spec = by_url.get(note["engine"])
             if spec and self.allows(spec) and note["incarnation"] == self._incarnation(spec.name):
                 found.append(spec.name)
+        return found
+
+    def hanging(self) -> list[str]:
+        """Processes that do not answer, since the last call; while a run starts, they may take their time."""
+        if not (self._run_dir / READY).exists():
+            return []
+        found = [name for name, watch in self._watches.items() if watch.hangs()]
+        for name in found:
+            self._watches[name].forget()
+            print(f"asyncrl: {name} lives and does not answer: it is killed", file=sys.stderr, flush=True)
         return found
 
     def _incarnation(self, name: str) -> str:

@@ -16,6 +16,7 @@ STEP = {
     "groups/running": "groups in flight when the batch was taken",
     "groups/ready": "groups waiting for their batch when it was taken",
     "groups/rejected": "groups rejected so far",
+    "groups/requeued": "slots played anew so far",
     "completion/length": "mean tokens of a completion",
     "completion/truncated": "share of completions that ended by length",
     "staleness/mean": "mean over trajectories of version trained minus oldest version that wrote a token",
@@ -29,7 +30,12 @@ STEP = {
     "logprob_gap/max": "its maximum",
     "logprob_gap/kl": "k3 estimate of KL(engine || trainer)",
     "correction/capped": "share of tokens whose importance weight was cut at algo.correction_cap",
-    "tokens/generated": "tokens committed by rollouts since the step before",
+    "tokens/generated": "tokens that engines wrote for training since the step before, as the client counted them",
+    "tokens/evaluation": "the same for evaluation",
+    "tokens/running": "of groups in flight when the batch was taken (this and the next three: the ledger's)",
+    "tokens/held": "of groups that were ready or in the batch",
+    "tokens/rejected": "of rejected groups, so far",
+    "tokens/discarded": "that are in no trajectory of their accepted group, so far",
     "tokens/trained": "tokens that entered the loss of this step's forward passes",
     "tokens/packed": "tokens that went through the model, shared prompts counted once",
     "samples/generated": "trajectories committed by rollouts since the step before",
@@ -54,6 +60,17 @@ STEP = {
     "time/engine_busy": "at least one request in flight since the step before",
     "time/since_start": "since the command was given",
     "bytes/published": "bytes of weights sent by this rank",
+}
+
+# The same file, with rollout.max_running_groups=auto
+STEP_ADAPTIVE = {
+    "concurrency/limit": "episodes that may be in play",
+    "concurrency/in_play": "episodes in play when the batch was taken",
+    "concurrency/cuts": "how often the limit fell for the engines' sake, so far",
+    "engines/running": "requests in the engines' batches",
+    "engines/queued": "requests in their queues",
+    "engines/cache_use": "share of their KV caches that running requests hold",
+    "engines/prefill_wasted": "share of their time that goes into prefilling what they had prefilled before",
 }
 
 # The same file, for each task where there are several; <task> is its name
@@ -90,7 +107,7 @@ SUMMARY = {
     "reward/last": "mean reward of the last run.reward_window steps",
     "accuracy/before": "held-out accuracy at version 0, the mean over sets; null without evaluation",
     "accuracy/after": "the same at the last version",
-    "tokens/generated": "tokens committed by rollouts",
+    "tokens/generated": "tokens that engines wrote for training",
     "tokens/trained": "tokens that entered the loss",
     "tokens_per_s/generated": "per second of training",
     "tokens_per_s/trained": "per second of training",
@@ -105,7 +122,7 @@ SUMMARY = {
     "time/start_up": "from the command to the first batch's arrival",
     "time/total": "from the command to the summary",
     "transport": "how weights travelled, and why",
-    "ledger": "every group's place at the end",
+    "ledger": "where every prompt, group, trajectory and token is at the end, as in ledger.json",
 }
 
 # The same file, for each evaluation set where there are several; <set> is its name

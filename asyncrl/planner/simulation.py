@@ -278,7 +278,7 @@ class _Run:
         seconds = tokens / self.setting.train_rate + self.setting.train_fixed
         if self._window:
             waited = self.now > self._asked_at
-            self._window.taken(self._buffer.ledger().ready, self.workload.batch_groups, waited=waited)
+            self._window.taken(self._buffer.ready, self.workload.batch_groups, waited=waited)
         self._at(self.now + seconds, lambda: self._step_done(tokens, seconds))
 
     def _step_done(self, tokens: float, seconds: float) -> None:

@@ -16,17 +16,22 @@ import uvicorn
 from asyncrl import jsonl, tasks
 from asyncrl.addresses import READY, Addresses
 from asyncrl.config import Config, Rollout, read
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import Client, Session
+from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.concurrency import Window
 from asyncrl.rollout.curriculum import Mixer
+from asyncrl.rollout.episode import Limits
 from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.faults import Faults
 from asyncrl.rollout.hooks import load
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
+from asyncrl.rollout.room import Adaptive, Fixed, Room, Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
-from asyncrl.types import Generate, Prompt, Trajectory
+from asyncrl.types import Prompt, Trajectory
 
 
 async def main(run_dir: Path) -> None:
@@ -37,25 +42,31 @@ async def main(run_dir: Path) -> None:
     model_length = json.loads((addresses.model / "config.json").read_text())["max_position_embeddings"]
     prompts = Prompts(config, played, tokenizer, model_length)
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer))
-    rollout = config.rollout
+    rollout, loads = config.rollout, Loads(addresses.engines, addresses.headers)
 
-    async def play(prompt: Prompt, generate: Generate) -> Trajectory:
-        return await worker.episode(prompt, generate)
+    async def play(prompt: Prompt, session: Session) -> Trajectory:
+        return await worker.episode(prompt, session)
 
     evaluations = Evaluations(
         play, client, played, prompts.held_out, config.eval, partial(jsonl.append, run_dir / "eval.jsonl")
     )
 
+    def warn(text: str, traceback: str | None = None) -> None:
+        line = {"version": client.inflight.version, "warning": text, **({"traceback": traceback} if traceback else {})}
+        jsonl.append(run_dir / "warnings.jsonl", line)
+
     def publish(ledger: dict[str, Any], warnings: list[str]) -> None:
         jsonl.replace(run_dir / "ledger.json", ledger)
         for text in warnings:
-            jsonl.append(run_dir / "warnings.jsonl", {"version": ledger["version"], "warning": text})
+            warn(text)
 
+    room = _room(rollout)
     service = Service(
         _buffer(rollout),
         client,
         evaluations,
         addresses.api_key,
+        room=room,
         drain=config.weights.pause_mode == "drain",
         publish=publish,
     )
@@ -67,8 +78,10 @@ async def main(run_dir: Path) -> None:
         _mixer(config, played, prompts),
         prompts.decode,
         group_sizes={name: config.group_size(name) for name in config.mixture},
-        max_running=rollout.max_running_groups,
+        room=room,
         max_failures=rollout.max_failures,
+        limits=Limits(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout),
+        faults=Faults(warn),
         accept=load(rollout.accept, "rollout.accept"),
         max_rejections=rollout.max_rejections,
     )
@@ -77,18 +90,26 @@ async def main(run_dir: Path) -> None:
         await wait_until_ready(addresses, config.engine.start_timeout)
         (run_dir / READY).touch()
         await evaluations.now()  # alone on version 0, before the first rollout
-        await worker.run()
+        async with asyncio.TaskGroup() as working:
+            working.create_task(worker.run())
+            if isinstance(room, Adaptive):
+                inflight = client.inflight
+                working.create_task(room.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
 
     url = httpx.URL(addresses.rollout)
     server = uvicorn.Server(
         uvicorn.Config(service.app(), host=url.host, port=url.port or 0, log_level="warning", access_log=False)
     )
-    async with asyncio.TaskGroup() as group:
-        rolling = group.create_task(roll_out())
-        serving = group.create_task(server.serve())
-        await serving  # SIGTERM ends it: uvicorn handles the signal
-        rolling.cancel()
-    await client.close()
+    try:
+        async with asyncio.TaskGroup() as group:
+            rolling = group.create_task(roll_out())
+            failing = group.create_task(service.fail())
+            await group.create_task(server.serve())  # SIGTERM ends it: uvicorn handles the signal
+            rolling.cancel()
+            failing.cancel()
+    finally:
+        await client.close()
+        await loads.close()
 
 
 def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> Client:
@@ -106,6 +127,12 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> 
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
     )
+
+
+def _room(rollout: Rollout) -> Room:
+    if rollout.max_running_groups == "auto":
+        return Adaptive(Window(rollout.max_new_tokens))
+    return Fixed(rollout.max_running_groups) if rollout.max_running_groups else Unbounded()
 
 
 def _mixer(config: Config, played: dict[str, tasks.Task], prompts: Prompts) -> Mixer:

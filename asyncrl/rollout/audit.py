@@ -43,18 +43,25 @@ class Audit:
     """The books of one run."""
 
     def __init__(self) -> None:
-        self._open: dict[int, list[tuple[bool, list[int], list[float]]]] = {}
+        self._open: dict[int, dict[str, tuple[bool, list[int], list[float]]]] = {}  # by cohort and group
         self._generated, self._trained = _Sample(), _Sample()
         self._told: set[str] = set()
 
-    def note(self, cohort: int, lengths: list[int], rewards: list[float], *, trained: bool) -> None:
+    def note(self, cohort: int, uid: str, lengths: list[int], rewards: list[float], *, trained: bool) -> None:
         """A group has ended: tokens and, where they are known, rewards of its trajectories."""
-        self._open.setdefault(cohort, []).append((trained, lengths, rewards))
+        self._open.setdefault(cohort, {})[uid] = trained, lengths, rewards
+
+    def drop(self, uid: str) -> None:
+        """A group that was to be trained has lost its place in a batch."""
+        for cohort in self._open.values():
+            if uid in cohort:
+                _, lengths, rewards = cohort[uid]
+                cohort[uid] = False, lengths, rewards
 
     def close(self, below: int) -> None:
         """No group of an earlier cohort than this will be trained any more."""
         for cohort in sorted(number for number in self._open if number < below):
-            for trained, lengths, rewards in self._open.pop(cohort):
+            for trained, lengths, rewards in self._open.pop(cohort).values():
                 self._generated.add(lengths, rewards)
                 if trained:
                     self._trained.add(lengths, rewards)

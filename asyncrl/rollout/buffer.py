@@ -1,4 +1,4 @@
-"""Admission, staleness and the ledger: the one piece of shared state between rollouts and trainer.
+"""Admission and staleness: the one piece of shared state between rollouts and trainer.
 
 The cohort rule. Groups are admitted cohort by cohort, B (a batch) at a time; v is the version that the whole fleet
 serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
@@ -27,11 +27,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncrl.rollout.hooks import Select, lowest_first
+from asyncrl.rollout.ledger import Events, Ledger, Places, Source, Tokens
 from asyncrl.types import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"
@@ -53,30 +54,28 @@ class Ticket:
         return f"g{self.slot:08d}a{self.attempt:04d}"
 
 
+@dataclass
+class _Playing:
+    """A group that is being played."""
+
+    ticket: Ticket
+    since: float
+    prompt: str = ""  # its uid, once it is drawn
+    trajectories: int = 0
+
+
 @dataclass(frozen=True)
-class Ledger:
-    """Where every issued group is. issued = running + ready + training + trained + rejected, at every instant."""
+class _Played:
+    """A group that waits for its batch, or is in it."""
 
-    issued: int
-    running: int
-    ready: int
-    training: int
-    trained: int
-    rejected: dict[str, int]
-    tokens_generated: int  # in groups that have ended
-    tokens_held: int  # ready or in training
-    tokens_trained: int
-    tokens_rejected: int
-    tokens_discarded: int  # of accepted groups, but in none of their trajectories
+    cohort: int
+    prompt: str
+    group: Group
+    tokens: int
 
-    def check(self) -> None:
-        """Raises AssertionError when a group or a token is unaccounted for."""
-        placed = self.running + self.ready + self.training + self.trained + sum(self.rejected.values())
-        assert self.issued == placed, f"ledger: issued {self.issued} groups, accounted for {placed}: {self}"
-        tokens = self.tokens_held + self.tokens_trained + self.tokens_rejected + self.tokens_discarded
-        assert self.tokens_generated == tokens, (
-            f"ledger: engines wrote {self.tokens_generated} tokens, accounted for {tokens}: {self}"
-        )
+    @property
+    def trajectories(self) -> int:
+        return len(self.group.trajectories)
 
 
 class CohortBuffer:
@@ -105,18 +104,21 @@ class CohortBuffer:
         self._filling = 0  # the cohort that new slots belong to
         self._cohorts: defaultdict[int, _Cohort] = defaultdict(lambda: _Cohort(batch_groups))
         self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be played anew
-        self._running: dict[int, tuple[Ticket, float]] = {}
-        self._ready: dict[int, tuple[int, Group]] = {}  # by slot: cohort and group
-        self._training: list[Group] = []
+        self._running: dict[int, _Playing] = {}  # by slot
+        self._ready: dict[int, _Played] = {}  # by slot
+        self._training: list[_Played] = []
         self._unwanted: list[Ticket] = []
-        self._counts: Counter[str] = Counter()
-        self._rejected: Counter[str] = Counter()
+        self._dropped: list[Group] = []
+        self._issued, self._trained, self._tokens = Counter[str](), Counter[str](), Counter[str]()
+        self._rejected: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason
+        self._requeued = 0
 
     def admit(self) -> Ticket | None:
         """The next group to play, or None until a publish or a rejection makes room."""
         if self._vacant:
             slot, attempt, cohort = heapq.heappop(self._vacant)
             self._cohorts[cohort].vacant -= 1
+            self._requeued += 1
         else:
             while self._cohorts[self._filling].issued >= self._cohorts[self._filling].seats + self._oversample:
                 if self._filling == self.lead + self.version:
@@ -127,10 +129,16 @@ class CohortBuffer:
             self._cohorts[cohort].issued += 1
             self._next_slot += 1
         ticket = Ticket(slot, attempt, self.version, cohort)
-        self._running[slot] = (ticket, self._clock())
+        self._running[slot] = _Playing(ticket, self._clock())
         self._cohorts[cohort].playing += 1
-        self._counts["issued"] += 1
+        self._issued["groups"] += 1
         return ticket
+
+    def begin(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
+        """The group of a ticket plays the prompt of this uid, in so many trajectories."""
+        playing = self._running[ticket.slot]
+        playing.prompt, playing.trajectories = prompt, trajectories
+        self._issued["trajectories"] += trajectories
 
     def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> bool:
         """A played group waits for its batch; engines also wrote `discarded` tokens that are not in it. False when its
@@ -139,10 +147,9 @@ class CohortBuffer:
         if cohort.taken == cohort.seats:
             self.reject(ticket, self._too_late(ticket), tokens=group.num_tokens + discarded)
             return False
-        self._close(ticket)
-        self._ready[ticket.slot] = (ticket.cohort, group)
-        self._counts["tokens_generated"] += group.num_tokens + discarded
-        self._counts["tokens_discarded"] += discarded
+        playing = self._close(ticket)
+        self._ready[ticket.slot] = _Played(ticket.cohort, playing.prompt, group, group.num_tokens)
+        self._tokens["discarded"] += discarded
         cohort.taken += 1
         if cohort.taken == cohort.seats:
             self._dismiss(ticket.cohort)
@@ -150,8 +157,8 @@ class CohortBuffer:
 
     def reject(self, ticket: Ticket, reason: str, *, tokens: int = 0) -> None:
         """A group that must not be trained: counted, and its slot is played anew while its cohort has a seat for it."""
-        self._close(ticket)
-        self._count_rejected(reason, tokens)
+        playing = self._close(ticket)
+        self._count_rejected(reason, playing, tokens)
         cohort = self._cohorts[ticket.cohort]
         if cohort.playing + cohort.vacant < cohort.seats - cohort.taken:
             heapq.heappush(self._vacant, (ticket.slot, ticket.attempt + 1, ticket.cohort))
@@ -163,6 +170,11 @@ class CohortBuffer:
         unwanted, self._unwanted = self._unwanted, []
         return [(ticket, self._too_late(ticket)) for ticket in unwanted if self._runs(ticket)]
 
+    def dropped(self) -> list[Group]:
+        """Groups that were ready and have lost their place in a batch (over_age=drop), since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
     def take(self) -> list[Group] | None:
         """The groups of step `self.step`, lowest slot first, or None until the rule allows them."""
         if self.step > self.version:
@@ -171,9 +183,11 @@ class CohortBuffer:
         whole = self.step < self.slack or cohort.taken == cohort.seats
         if len(self._ready) < self.batch_groups or not (whole or self._drops):
             return None
-        due = sorted(slot for slot, (of, _) in self._ready.items() if of <= self.step - self.slack)
+        due = sorted(slot for slot, played in self._ready.items() if played.cohort <= self.step - self.slack)
         for slot in due[self.batch_groups :]:  # only where seats have moved
-            self._count_rejected(OVER_AGE, 0, held=self._ready.pop(slot)[1])
+            late = self._ready.pop(slot)
+            self._count_rejected(OVER_AGE, late, late.tokens)
+            self._dropped.append(late.group)
             self._move_seat()
         if not whole:
             for _ in range(cohort.seats - cohort.taken):
@@ -182,10 +196,10 @@ class CohortBuffer:
             self._dismiss(self.step - self.slack)
         slots = due[: self.batch_groups]
         slots = sorted(slots + self._chosen(set(slots)))
-        self._training = [self._ready.pop(slot)[1] for slot in slots]
+        self._training = [self._ready.pop(slot) for slot in slots]
         self.step += 1
         self._forget(self.step - self.slack - 1)
-        return self._training
+        return [played.group for played in self._training]
 
     def publish(self, version: int) -> None:
         """Every engine serves `version`: the batch that made it is trained, and the next cohort may start."""
@@ -194,35 +208,48 @@ class CohortBuffer:
                 f"version {version} published after version {self.version}, with {self.step} batches taken"
             )
         self.version = version
-        self._counts["trained"] += len(self._training)
-        self._counts["tokens_trained"] += sum(group.num_tokens for group in self._training)
+        self._trained.update(_units(self._training))
+        self._tokens["trained"] += sum(played.tokens for played in self._training)
         self._training = []
 
-    def ledger(self) -> Ledger:
-        """Every group's place, and every token's."""
-        counts = self._counts
-        held = (*(group for _, group in self._ready.values()), *self._training)
+    def groups(self) -> Places:
+        """Where every group is."""
+        return self._places()["groups"]
+
+    def ledger(self, source: Source, retried: dict[str, int] | None = None) -> Ledger:
+        """The books, against what `source` has counted on its own."""
+        places = self._places()
         return Ledger(
-            counts["issued"],
-            len(self._running),
-            len(self._ready),
-            len(self._training),
-            counts["trained"],
-            dict(self._rejected),
-            counts["tokens_generated"],
-            sum(group.num_tokens for group in held),
-            counts["tokens_trained"],
-            counts["tokens_rejected"],
-            counts["tokens_discarded"],
+            prompts=replace(places["prompts"], issued=source.prompts),
+            groups=places["groups"],
+            trajectories=places["trajectories"],
+            tokens=Tokens(
+                generated=source.tokens,
+                running=source.running,
+                held=sum(played.tokens for played in (*self._ready.values(), *self._training)),
+                trained=self._tokens["trained"],
+                rejected=self._tokens["rejected"],
+                discarded=self._tokens["discarded"] + source.late,
+            ),
+            events=Events(self._requeued, retried or {}, reused=0, evaluation_tokens=source.evaluation),
         )
+
+    @property
+    def ready(self) -> int:
+        """Groups that wait for their batch."""
+        return len(self._ready)
+
+    def due(self) -> int:
+        """The cohort that the next batch must take what is left of."""
+        return self.step - self.slack
 
     def waiting_for(self) -> str:
         """Why `take` gives nothing now, for a diagnosis."""
-        cohort = self.step - self.slack
-        missing = sorted(slot for slot, (ticket, _) in self._running.items() if ticket.cohort <= cohort)
+        cohort = self.due()
+        missing = sorted(slot for slot, playing in self._running.items() if playing.ticket.cohort <= cohort)
         missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
         now = self._clock()
-        oldest = max((now - since for _, since in self._running.values()), default=0.0)
+        oldest = max((now - playing.since for playing in self._running.values()), default=0.0)
         return (
             f"step {self.step} needs {self.batch_groups} ready groups and has {len(self._ready)}; "
             f"due but not ready: slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; "
@@ -234,7 +261,7 @@ class CohortBuffer:
     def _chosen(self, due: set[int]) -> list[int]:
         """The slots that fill up a batch."""
         count = self.batch_groups - len(due)
-        others = {slot: group for slot, (_, group) in sorted(self._ready.items()) if slot not in due}
+        others = {slot: played.group for slot, played in sorted(self._ready.items()) if slot not in due}
         chosen = [group.slot for group in self._select(list(others.values()), count)] if count else []
         if len(set(chosen)) != count or not set(chosen) <= others.keys():
             raise ValueError(f"select must choose {count} of the ready slots {sorted(others)}, and chose {chosen}")
@@ -242,7 +269,7 @@ class CohortBuffer:
 
     def _dismiss(self, cohort: int) -> None:
         """Its seats are taken: nobody waits for the rest of it."""
-        self._unwanted += [ticket for ticket, _ in self._running.values() if ticket.cohort == cohort]
+        self._unwanted += [one.ticket for one in self._running.values() if one.ticket.cohort == cohort]
         if self._cohorts[cohort].vacant:
             self._vacant = [entry for entry in self._vacant if entry[2] != cohort]
             heapq.heapify(self._vacant)
@@ -251,24 +278,39 @@ class CohortBuffer:
     def _move_seat(self) -> None:
         self._cohorts[self.lead + self.version].seats += 1
 
-    def _count_rejected(self, reason: str, tokens: int, *, held: Group | None = None) -> None:
-        self._rejected[reason] += 1
-        self._counts["tokens_generated"] += tokens
-        self._counts["tokens_rejected"] += tokens + (held.num_tokens if held else 0)
+    def _places(self) -> dict[str, Places]:
+        """By kind; running, ready and training are looked up, not counted along."""
+        running, ready = _units(self._running.values()), _units(self._ready.values())
+        training = _units(self._training)
+        return {
+            kind: Places(
+                self._issued[kind],
+                running[kind],
+                ready[kind],
+                training[kind],
+                self._trained[kind],
+                {reason: units[kind] for reason, units in self._rejected.items()},
+            )
+            for kind in ("prompts", "groups", "trajectories")
+        }
+
+    def _count_rejected(self, reason: str, group: _Playing | _Played, tokens: int) -> None:
+        self._rejected[reason].update(_units([group]))
+        self._tokens["rejected"] += tokens
 
     def _too_late(self, ticket: Ticket) -> str:
         """Why a group has no seat any more."""
         return OVER_AGE if ticket.cohort < self.step - self.slack else SURPLUS
 
     def _runs(self, ticket: Ticket) -> bool:
-        held = self._running.get(ticket.slot)
-        return held is not None and held[0] == ticket
+        playing = self._running.get(ticket.slot)
+        return playing is not None and playing.ticket == ticket
 
-    def _close(self, ticket: Ticket) -> None:
+    def _close(self, ticket: Ticket) -> _Playing:
         if not self._runs(ticket):
             raise ValueError(f"{ticket} is not running")
-        del self._running[ticket.slot]
         self._cohorts[ticket.cohort].playing -= 1
+        return self._running.pop(ticket.slot)
 
     def _forget(self, cohort: int) -> None:
         """A cohort that is behind, once all of its groups were admitted and have ended."""
@@ -285,3 +327,12 @@ class _Cohort:
     playing: int = 0
     vacant: int = 0  # rejected, to be played anew
     taken: int = 0  # seats of groups that are ready, in training or trained
+
+
+def _units(groups: Collection[_Playing | _Played]) -> Counter[str]:
+    """How many prompts, groups and trajectories these are; a group that has begun plays one prompt."""
+    return Counter(
+        prompts=len({group.prompt for group in groups if group.prompt}),
+        groups=len(groups),
+        trajectories=sum(group.trajectories for group in groups),
+    )

@@ -1,6 +1,7 @@
 """Held-out accuracy: the engines that roll out answer questions that training never draws, beside training.
 
-Evaluation holds no ticket and is in no ledger; weights change under it, and its lines name the versions that answered.
+Evaluation holds no ticket, and its tokens are counted apart; weights change under it, and its lines name the versions
+that answered.
 At most `eval.max_running` questions are in flight: what training's requests may find before them in an engine's queue,
 which serves both in the order of arrival, so that neither starves.
 
@@ -20,12 +21,12 @@ from statistics import fmean
 from typing import Any
 
 from asyncrl.config import Eval
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import Client, Session
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.tasks import Task
-from asyncrl.types import Generate, Prompt, Trajectory
+from asyncrl.types import Prompt, Trajectory
 
-Play = Callable[[Prompt, Generate], Awaitable[Trajectory]]
+Play = Callable[[Prompt, Session], Awaitable[Trajectory]]
 """Plays and scores one episode."""
 Line = dict[str, Any]
 """Of eval.jsonl: one set in one evaluation."""
@@ -102,16 +103,14 @@ class Evaluations:
             name = f"e{next(self._serial):010d}"
             temperatures = [0.0, *[self._settings.temperature] * self._settings.samples]
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._attempt(prompt, self._client.generate(temperature, group=name)))
-                    for temperature in temperatures
-                ]
+                sessions = [self._client.generate(one, group=name, purpose="evaluation") for one in temperatures]
+                tasks = [group.create_task(self._attempt(prompt, session)) for session in sessions]
         greedy, *sampled = (task.result() for task in tasks)
         return Answers(greedy, sampled)
 
-    async def _attempt(self, prompt: Prompt, generate: Generate) -> Attempt:
+    async def _attempt(self, prompt: Prompt, session: Session) -> Attempt:
         try:
-            return await self._play(prompt, generate)
+            return await self._play(prompt, session)
         except (EpisodeFailed, EngineError) as failure:  # counted: no run ends for one question
             return failure
 

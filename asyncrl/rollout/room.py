@@ -25,8 +25,20 @@ class Room(Protocol):
         """Wait until a group of so many episodes may start."""
         ...
 
+    def give_back(self, episodes: int) -> None:
+        """The group has so many fewer."""
+        ...
+
     def leave(self, episodes: int) -> None:
         """A group has ended."""
+        ...
+
+    def taken(self, ready: int, batch: int, *, waited: bool) -> None:
+        """The trainer took a batch of so many groups, for which it had to wait or not; so many are ready beyond it."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """For metrics.jsonl."""
         ...
 
 
@@ -36,11 +48,21 @@ class Unbounded:
     async def enter(self, episodes: int) -> None:
         """At once."""
 
+    def give_back(self, episodes: int) -> None:
+        """Nobody waits."""
+
     def leave(self, episodes: int) -> None:
         """Nobody waits."""
 
+    def taken(self, ready: int, batch: int, *, waited: bool) -> None:
+        """No matter."""
 
-class Fixed:
+    def figures(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+
+class Fixed(Unbounded):
     """So many groups at once."""
 
     def __init__(self, groups: int) -> None:
@@ -70,6 +92,12 @@ class Adaptive:
             await self._changed.wait()
         self.window.start(episodes)
 
+    def give_back(self, episodes: int) -> None:
+        """The group is smaller than it might have been."""
+        if episodes:
+            self.window.start(-episodes)
+            self._changed.set()
+
     def leave(self, episodes: int) -> None:
         """The window may have room."""
         self.window.end(episodes)
@@ -91,9 +119,7 @@ class Adaptive:
             try:
                 self.loads = await ask()
             except EngineError as error:
-                print(
-                    f"asyncrl: rollout.max_running_groups=auto is without effect: {error}", file=sys.stderr, flush=True
-                )
+                print(f"asyncrl: rollout.max_running_groups=auto has no effect: {error}", file=sys.stderr, flush=True)
                 self.window.open()
                 self._changed.set()
                 return

@@ -1,24 +1,30 @@
 """Ticket -> siblings -> scores -> commit: what keeps the engines busy.
 
-waits for     a ticket (the buffer's admission), room under max_running_groups
-unblocked by  Service.publish, and by every group that ends
-on death      an error that is neither an EpisodeFailed nor an EngineError ends the process; the launcher ends the run
+waits for     room (rollout/room.py), a ticket (the buffer's admission)
+unblocked by  Service.publish, and by every group that ends; who hangs is given up (rollout/episode.py)
+on death      an error that is neither an EpisodeFailed (all that a user's code raises, and its time limits) nor an
+              EngineError is a bug: it ends the process; the launcher ends the run
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from asyncrl.engine.client import Client, Session
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.curriculum import Mixer
+from asyncrl.rollout.episode import Episode, Limits
+from asyncrl.rollout.faults import Faults
 from asyncrl.rollout.hooks import Accept, accept_all
+from asyncrl.rollout.room import Room
+from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.service import Service
 from asyncrl.tasks import Task
-from asyncrl.types import Generate, Group, Prompt, Trajectory
+from asyncrl.types import Group, Prompt, Trajectory
 
 
 class Worker:
@@ -34,8 +40,10 @@ class Worker:
         decode: Callable[[list[int]], str],
         *,
         group_sizes: Mapping[str, int],
-        max_running: int | None,
+        room: Room,
         max_failures: int,
+        limits: Limits,
+        faults: Faults,
         accept: Accept = accept_all,
         max_rejections: int = 1000,
     ) -> None:
@@ -43,21 +51,26 @@ class Worker:
         self._service, self._client, self._agent, self._tasks = service, client, agent, tasks
         self._mixer, self._decode = mixer, decode
         self._group_sizes, self._max_failures = group_sizes, max_failures
-        self._room = asyncio.Semaphore(max_running) if max_running else None
-        self._accept, self._max_rejections = accept, max_rejections
+        self._limits, self._faults, self._scorer = limits, faults, Scorer(limits.reward)
+        self._room, self._accept, self._max_rejections = room, accept, max_rejections
         self._failures_in_a_row = self._rejections_in_a_row = 0
         self._playing: dict[Ticket, asyncio.Task[None]] = {}
         self._stopped: dict[Ticket, str] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
+        largest = max(self._group_sizes.values())  # which task is drawn is known only with the ticket
         async with asyncio.TaskGroup() as groups:
             groups.create_task(self._stop_the_unwanted())
             while True:
-                if self._room:
-                    await self._room.acquire()
+                await self._room.enter(largest)
                 ticket = await self._service.ticket()
-                self._playing[ticket] = groups.create_task(self._play(ticket, self._mixer.draw(ticket.born)))
+                prompt = self._service.draw(partial(self._mixer.draw, ticket.born))
+                size = self._group_sizes[prompt.task]
+                self._room.give_back(largest - size)
+                sessions = [self._client.generate(group=ticket.uid) for _ in range(size)]
+                self._service.begin(ticket, prompt.uid, sessions)
+                self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions))
 
     async def _stop_the_unwanted(self) -> None:
         while True:
@@ -65,19 +78,17 @@ class Worker:
                 self._stopped[ticket] = reason
                 self._playing[ticket].cancel()
 
-    async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
+    async def _play(self, ticket: Ticket, prompt: Prompt, sessions: list[Session]) -> None:
         """One group, unless the buffer stops it because nobody waits for it any more."""
-        sessions = [self._client.generate(group=ticket.uid) for _ in range(self._group_sizes[prompt.task])]
         try:
             await self._play_out(ticket, prompt, sessions)
         except asyncio.CancelledError:
             if ticket not in self._stopped:
                 raise
-            await self._service.reject(ticket, self._stopped.pop(ticket), _received(sessions))
+            await self._service.reject(ticket, self._stopped.pop(ticket))
         finally:
             del self._playing[ticket]
-            if self._room:
-                self._room.release()
+            self._room.leave(len(sessions))
 
     async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: list[Session]) -> None:
         """All siblings succeed, or the slot is played anew with another prompt."""
@@ -85,29 +96,32 @@ class Worker:
             async with asyncio.TaskGroup() as siblings:  # one lost sibling cancels the rest: no orphan requests
                 tasks = [siblings.create_task(self.episode(prompt, session)) for session in sessions]
         except* (EpisodeFailed, EngineError) as failed:
-            await self._fail(ticket, failed, _received(sessions))
+            await self._fail(ticket, failed)
         else:
             self._failures_in_a_row = 0
             played = [task.result() for task in tasks]
             group = Group(ticket.uid, ticket.slot, prompt.token_ids, played, prompt.task)
             self._mixer.record(group)
-            await self._hand_in(ticket, group, _received(sessions))
+            await self._hand_in(ticket, group)
 
-    async def episode(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Play and score one episode."""
-        trajectory = await self._agent.run(prompt, generate)
-        answer = self._decode(trajectory.turns[-1].completion.token_ids)
-        return Trajectory(trajectory.turns, self._tasks[prompt.task].score(answer, prompt.question))
+    async def episode(self, prompt: Prompt, session: Session) -> Trajectory:
+        """Play and score one episode, within the time limits."""
 
-    async def _hand_in(self, ticket: Ticket, group: Group, received: list[int]) -> None:
+        async def score(trajectory: Trajectory) -> float:
+            answer = self._decode(trajectory.turns[-1].completion.token_ids)
+            return await self._scorer.score(self._tasks[prompt.task], answer, prompt.question)
+
+        return await Episode(session, self._limits).play(self._agent, prompt, score)
+
+    async def _hand_in(self, ticket: Ticket, group: Group) -> None:
         """A group that is accepted waits for its batch; another takes the place of one that is not."""
         verdict = self._accept(group)
         if verdict is True:
             self._rejections_in_a_row = 0
-            await self._service.commit(ticket, group, sum(received))
+            await self._service.commit(ticket, group)
             return
         reason = verdict or "not_accepted"
-        await self._service.reject(ticket, reason, received, [t.reward for t in group.trajectories])
+        await self._service.reject(ticket, reason, [t.reward for t in group.trajectories])
         self._rejections_in_a_row += 1
         if self._rejections_in_a_row >= self._max_rejections:
             raise AsyncRLError(
@@ -115,17 +129,13 @@ class Worker:
                 "task is too hard or too easy for the model, or rollout.max_rejections too low"
             )
 
-    async def _fail(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError], received: list[int]) -> None:
+    async def _fail(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError]) -> None:
         cause = failed.exceptions[0]
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
         reason = cause.reason if isinstance(cause, EpisodeFailed) else "engine"
-        await self._service.reject(ticket, reason, received)
+        self._faults.tell(reason, ticket.uid, cause)
+        await self._service.reject(ticket, reason)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._max_failures:
             raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {cause}")
-
-
-def _received(sessions: list[Session]) -> list[int]:
-    """Tokens that engines wrote for each sibling."""
-    return [session.received for session in sessions]

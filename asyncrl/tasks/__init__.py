@@ -26,6 +26,11 @@ class Task(Protocol):
         """Reward of an answer's text. Raises EpisodeFailed when the judge, not the answer, is at fault."""
         ...
 
+    @property
+    def inline(self) -> bool:
+        """Whether `score` is quick and cannot hang: else it runs in a thread, within rollout.reward_timeout."""
+        ...
+
     def correct(self, reward: float) -> bool:
         """Whether a reward means a right answer, for accuracy."""
         ...

@@ -13,6 +13,7 @@ class CopyDigits:
     """Reward: the share of right positions, plus 1 when all are right (a dense signal with a prize for exactness)."""
 
     size = None
+    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         digits = config.params.get("digits")

@@ -34,6 +34,7 @@ class FileTask:
                         f"Row {number} has only the fields {sorted(row)}.",
                     )
         self._reward = _reward(config)
+        self.inline = config.reward in NAMED
         self._head = [{"role": "system", "content": config.system}] if config.system else []
 
     @property
@@ -81,24 +82,26 @@ def _rows(field: str, path: str) -> list[dict[str, Any]]:
 
 
 def _reward(config: TaskConfig) -> Reward:
-    named: dict[str, Callable[[str, str], bool]] = {
-        "exact": lambda answer, reference: answer.strip() == reference.strip(),
-        "contains": lambda answer, reference: reference.strip() in answer,
-        "number": lambda answer, reference: (
-            (found := _last_number(answer)) is not None and found == _last_number(reference)
-        ),
-    }
-    if config.reward in named:
-        matches = named[config.reward]
+    if config.reward in NAMED:
+        matches = NAMED[config.reward]
         return lambda answer, row: float(matches(answer, str(row[config.answer_key])))
     module, _, name = config.reward.partition(":")
     try:
         function: Reward = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            "task.reward", config.reward, f"Must be one of {sorted(named)} or module:function ({error})."
+            "task.reward", config.reward, f"Must be one of {sorted(NAMED)} or module:function ({error})."
         ) from None
     return function
+
+
+NAMED: dict[str, Callable[[str, str], bool]] = {
+    "exact": lambda answer, reference: answer.strip() == reference.strip(),
+    "contains": lambda answer, reference: reference.strip() in answer,
+    "number": lambda answer, reference: (
+        (found := _last_number(answer)) is not None and found == _last_number(reference)
+    ),
+}
 
 
 def _last_number(text: str) -> float | None:

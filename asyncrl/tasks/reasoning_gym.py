@@ -16,6 +16,7 @@ class ReasoningGym:
     """One generator. Rewards are 0 or 1: partial credit for wrong answers would be learnt in their place."""
 
     size = None
+    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         import reasoning_gym

@@ -124,7 +124,7 @@ def _summarize(config: Config, run_dir: Path, door: RolloutDoor, log: StepLog, f
         after = door.evaluate(timeout=config.rollout.batch_timeout)
         lines = (run_dir / "eval.jsonl").read_text().splitlines()
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
-    summary = {**facts, **log.summary(config.run.reward_window), **accuracy, "ledger": door.status()}
+    summary = {**facts, **log.summary(config.run.reward_window), **accuracy, "ledger": door.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
 
 

@@ -36,8 +36,8 @@ class RolloutDoor:
         while True:
             try:
                 response = self._http.get("/batch", params={"version": version})
-            except httpx.ConnectError:  # at the start the service may not listen yet; the launcher watches its life
-                response = None
+            except (httpx.NetworkError, httpx.RemoteProtocolError):  # it may not listen yet, or broke off: a batch is
+                response = None  # kept until its version is published, and the launcher watches the process's life
                 time.sleep(0.2)
             except httpx.HTTPError as error:
                 raise EngineError(f"the rollout service broke off: {type(error).__name__} {error}") from None
@@ -70,7 +70,7 @@ class RolloutDoor:
         return list(self._ask("POST", "/evaluate", timeout=timeout).json())
 
     def status(self) -> dict[str, Any]:
-        """The ledger."""
+        """The ledger, and what the rollout side waits for."""
         return dict(self._ask("GET", "/status").json())
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> httpx.Response:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import Client, Session
+from asyncrl.engine.inflight import FIRST, HELD, NEXT
 from asyncrl.errors import EngineError
 from asyncrl.types import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
@@ -242,3 +243,72 @@ def test_figures_count_requests_and_prompt_tokens_once_taken() -> None:
         assert client.inflight.take_figures().requests == 0
 
     asked(FakeEngine(echo()), play)
+
+
+def streamed_in_two(going_on: asyncio.Event) -> Callable[[dict[str, Any]], list[bytes | asyncio.Event]]:
+    """Each sample's first two tokens at once, its other two when the event says so."""
+
+    def answer(request: dict[str, Any]) -> list[bytes | asyncio.Event]:
+        samples = [pieces(completion(tokens=4), index) for index in range(request["sampling_params"]["n"])]
+        first = stream(sample[0] for sample in samples).removesuffix(b"data: [DONE]\n\n")
+        return [first, going_on, stream(sample[1] for sample in samples)]
+
+    return answer
+
+
+def test_every_token_is_counted_where_it_comes_in_also_for_a_session_that_was_closed() -> None:
+    going_on = asyncio.Event()
+
+    async def play(client: Client) -> None:
+        sessions = [client.generate(group="g0") for _ in range(2)]
+        first, second = (asyncio.ensure_future(session(PROMPT)) for session in sessions)
+        await until(lambda: sessions[1].received == 2)
+        first.cancel()
+        assert sessions[0].close() == 2
+        going_on.set()
+        await second
+        assert [session.received for session in sessions] == [2, 4]
+        assert (client.inflight.tokens["training"], client.inflight.late_tokens) == (8, 2)
+        await client.generate(0.0, purpose="evaluation")(PROMPT)
+        assert client.inflight.tokens == {"training": 8, "evaluation": 4}
+
+    asked(FakeEngine(streamed_in_two(going_on)), play)
+
+
+def test_session_says_whether_it_waits_for_a_publish_or_for_which_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on, seen = asyncio.Event(), list[str]()
+    monkeypatch.setattr(Session, "wait_for", lambda session, event: seen.append(event))
+
+    async def play(client: Client) -> None:
+        client.inflight.hold()
+        asking = asyncio.ensure_future(client.generate()(PROMPT))
+        await until(lambda: seen)
+        assert seen == [HELD]
+        client.inflight.release(1)
+        await until(lambda: len(seen) == 3)
+        assert seen == [HELD, FIRST, NEXT]
+        going_on.set()
+        await asking
+
+    asked(FakeEngine(streamed_in_two(going_on)), play)
+
+
+def test_what_must_be_prefilled_is_what_no_cache_can_hold() -> None:
+    """A prompt once for its siblings, of a later turn what is new, everything again under another key."""
+    engine = FakeEngine(echo(3))
+
+    async def play(client: Client) -> list[int]:
+        needed = []
+        sessions = [client.generate(group="g1") for _ in range(4)]
+        answers = await asyncio.gather(*[session(PROMPT) for session in sessions])
+        needed.append(client.inflight.take_needed())
+        later = [*PROMPT, *answers[0].token_ids, 5, 6]
+        await sessions[0](later)
+        needed.append(client.inflight.take_needed())
+        client.inflight.hold()
+        client.inflight.release(1)
+        await sessions[0]([*later, 7])
+        needed.append(client.inflight.take_needed())
+        return [*needed, client.inflight.take_needed()]
+
+    assert asked(engine, play) == [3, 2, 9, 0]

@@ -52,18 +52,17 @@ class Bench:
     def __init__(self, config: Config, folder: Path, parallel: Parallel) -> None:
         self.config, self.model, self.parallel = config, catalog.resolve(config.model.path), parallel
         self.policy = Policy(config, self.model, parallel)
-        self.task = tasks.build(config.task)
+        ((self.name, self.task),) = tasks.build_all(config).items()
         self.tokenizer = load_tokenizer(self.model, None)
-        self.prompts = Prompts(config, self.task, self.tokenizer, model_length=64)
+        self.prompts = Prompts(config, {self.name: self.task}, self.tokenizer, model_length=64)
+        self.training = self.prompts.training[self.name]
         self.folder = folder
         folder.mkdir()
 
     def plain(self, ask: synchronous.Ask, publish: Callable[[int], None] = lambda version: None) -> None:
         """Ask, train, publish, and so on."""
         config, trained, figures = self.config, [], []
-        batches = synchronous.batches(
-            ask, self.prompts.training, self.task, self.prompts.decode, config.rollout.batch_groups
-        )
+        batches = synchronous.batches(ask, self.training, self.task, self.prompts.decode, config.rollout.batch_groups)
         for groups in islice(batches, config.run.max_steps):
             trained.append(groups)
             figures.append(self.policy.update(groups))
@@ -78,8 +77,9 @@ class Bench:
             batch_groups=rollout.batch_groups,
             group_size=rollout.group_size,
             max_staleness=bound,
-            training=self.prompts.training,
+            training=self.training,
             task=self.task,
+            name=self.name,
             decode=self.prompts.decode,
         )
         with served(made) as url:

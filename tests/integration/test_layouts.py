@@ -65,7 +65,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_its_word(tmp_path: Path) -> Non
     )
     assert 0 < max(step["staleness/max"] for step in steps) <= 4
     summary = json.loads((run_dir / "summary.json").read_text())
-    ledger = summary["ledger"]
+    ledger = summary["ledger"]["groups"]
     assert ledger["trained"] == 40 * 16
     assert ledger["issued"] == sum(ledger[place] for place in ("running", "ready", "training", "trained")) + sum(
         ledger["rejected"].values()

@@ -41,9 +41,12 @@ def serving(run_dir: Path) -> float:
 
 def all_is_accounted_for(run_dir: Path) -> None:
     ledger = json.loads((run_dir / "summary.json").read_text())["ledger"]
-    assert ledger["rejected"] == {}, "a group was lost"
-    assert ledger["issued"] == ledger["running"] + ledger["ready"] + ledger["training"] + ledger["trained"]
-    assert ledger["tokens_generated"] == ledger["tokens_held"] + ledger["tokens_trained"] + ledger["tokens_discarded"]
+    assert ledger["groups"]["rejected"] == {}, "a group was lost"
+    for kind in ("prompts", "groups", "trajectories"):
+        places = [ledger[kind][place] for place in ("running", "ready", "training", "trained")]
+        assert ledger[kind]["issued"] == sum(places)
+    generated = ledger["tokens"].pop("generated")
+    assert generated == sum(ledger["tokens"].values())
     steps = lines(run_dir / "metrics.jsonl")
     assert [step["version"] for step in steps] == list(range(1, len(steps) + 1))
     assert max(step["staleness/max"] for step in steps) <= 2

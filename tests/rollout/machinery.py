@@ -14,6 +14,11 @@ import msgspec
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.curriculum import Mixer
+from asyncrl.rollout.episode import Limits
+from asyncrl.rollout.faults import Faults
+from asyncrl.rollout.hooks import by_weight
+from asyncrl.rollout.room import Fixed, Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
 from asyncrl.tasks import Task
@@ -42,7 +47,7 @@ def without_versions(groups: list[Group]) -> Any:
     """Everything else of them."""
     records = msgspec.to_builtins(groups)
     for group in records:
-        for turns, _ in group[-1]:
+        for turns, _ in group[3]:
             for _, completion in turns:
                 completion[2] = []
     return records
@@ -103,6 +108,12 @@ def _extend(spans: list[VersionSpan], version: int, tokens: int) -> None:
         spans.append(VersionSpan(version, start, start + tokens))
 
 
+class NoEvaluations:
+    """None is due at any version."""
+
+    def published(self, version: int) -> None: ...
+
+
 class Machinery:
     """Client, buffer, service and worker; and a trainer that asks at the service's door."""
 
@@ -117,6 +128,7 @@ class Machinery:
         max_running: int | None = None,
         training: Iterator[Prompt] | None = None,
         task: Task | None = None,
+        name: str = "length",
         decode: Callable[[list[int]], str] = lambda ids: "x" * len(ids),
         **client: Any,
     ) -> None:
@@ -124,20 +136,21 @@ class Machinery:
         self.client = engine.client(**client)
         self.buffer = CohortBuffer(batch_groups, max_staleness, lead)
 
-        async def no_evaluation() -> dict[str, Any]:
-            return {}
-
-        self.service = Service(self.buffer, self.client, no_evaluation, "key0", eval_every=None)
+        scored = task or LengthTask()
+        evaluations: Any = NoEvaluations()
+        self.service = Service(self.buffer, self.client, evaluations, "key0")
         self.worker = Worker(
             self.service,
             self.client,
             SingleTurn(),
-            task or LengthTask(),
-            training or prompts(),
+            {name: scored},
+            Mixer({name: scored}, {name: training or prompts()}, {name: 1.0}, by_weight, 0),
             decode,
-            group_size=group_size,
-            max_running=max_running,
+            group_sizes={name: group_size},
+            room=Fixed(max_running) if max_running else Unbounded(),
             max_failures=10**6,
+            limits=Limits(agent=60.0, reward=60.0, episode=None),
+            faults=Faults(lambda text, trace: None),
         )
 
     def batches(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:

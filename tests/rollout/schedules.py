@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.hooks import lowest_first
+from asyncrl.rollout.ledger import Ledger, Source
 from tests.fakes import group
 
 
@@ -46,6 +47,8 @@ class Run:
             clock=lambda: 0.0,
         )
         self.running: list[Ticket] = []
+        self.sizes: dict[Ticket, int] = {}
+        self.received: Counter[Ticket] = Counter()  # tokens of running groups
         self.slow: set[Ticket] = set()
         self.born: dict[int, int] = {}
         self.books: Counter[str] = Counter()
@@ -58,6 +61,7 @@ class Run:
             order = sorted(zip(actions, weights, strict=True), key=lambda a: -(self.random.random() ** (1 / a[1])))
             if not any(action() for action, _ in order) and not self._finish(slow=True):
                 raise AssertionError(f"dead-lock: {self.buffer.waiting_for()}")
+            self._hear()
             self._check()
         return self
 
@@ -68,7 +72,10 @@ class Run:
         if self.random.random() < self.stragglers:
             self.slow.add(ticket)
         assert ticket.born == self.buffer.version
+        self.sizes[ticket] = self.random.randint(1, 4)
+        self.buffer.begin(ticket, f"p{self.books['issued']}", self.sizes[ticket])
         self.books["issued"] += 1
+        self.books["trajectories"] += self.sizes[ticket]
         self.trace.append("admit")
         return True
 
@@ -78,19 +85,43 @@ class Run:
             return False
         ticket = self.random.choice(candidates)
         self.running.remove(ticket)
-        tokens = self.random.randint(1, 4)
-        self.books["generated"] += 2 * tokens
+        tokens, size = self.random.randint(1, 4), self.sizes[ticket]
+        self._hear(ticket, max(0, tokens * size - self.received[ticket]))
         if self.random.random() < self.rejections:
-            reason = self.random.choice(["judge", "timeout"])
-            self.buffer.reject(ticket, reason, tokens=2 * tokens)
-            self.reasons[reason] += 1
-            self.books["lost"] += 2 * tokens
+            self._reject(ticket, self.random.choice(["judge", "timeout"]))
         else:
-            self.buffer.commit(ticket, group(ticket.slot, tokens=tokens, versions=(ticket.born,)))
+            self._end(ticket)
+            played = group(ticket.slot, [0.0] * size, tokens=tokens, versions=(ticket.born,))
+            self.buffer.commit(ticket, played, discarded=self.received.pop(ticket, 0) - tokens * size)
             self.born[ticket.slot] = ticket.born
             self.books["ready"] += 1
         self.trace.append("finish")
         return True
+
+    def _hear(self, ticket: Ticket | None = None, tokens: int = 1) -> None:
+        """Tokens come in, for a group that is being played or, late, for one that has ended."""
+        ticket = ticket or self.random.choice([None, *self.running])
+        self.books["generated"] += tokens
+        if ticket:
+            self.received[ticket] += tokens
+        else:
+            self.books["late"] += tokens
+
+    def _reject(self, ticket: Ticket, reason: str) -> None:
+        self._end(ticket)
+        self.books["lost"] += self.received[ticket]
+        self.reasons[reason] += 1
+        self.buffer.reject(ticket, reason, tokens=self.received.pop(ticket, 0))
+
+    def _end(self, ticket: Ticket) -> None:
+        self.books["ended trajectories"] += self.sizes[ticket]
+
+    def _ledger(self) -> Ledger:
+        books = self.books
+        source = Source(books["issued"], books["generated"], sum(self.received.values()), books["late"])
+        ledger = self.buffer.ledger(source)
+        ledger.check()
+        return ledger
 
     def _take(self) -> bool:
         step, ready = self.buffer.step, sorted(self.born)
@@ -121,17 +152,20 @@ class Run:
         return True
 
     def _check(self) -> None:
-        ledger, books = self.buffer.ledger(), self.books
-        ledger.check()
-        assert ledger.issued == books["issued"]
-        assert ledger.running == len(self.running)
-        assert (ledger.ready, ledger.training, ledger.trained) == (books["ready"], books["training"], books["trained"])
-        assert ledger.rejected == dict(self.reasons)
-        assert ledger.tokens_generated == books["generated"]
-        assert (ledger.tokens_trained, ledger.tokens_rejected) == (books["tokens_trained"], books["lost"])
-        alive = ledger.running + ledger.ready + ledger.training
+        ledger, books = self._ledger(), self.books
+        groups, trajectories = ledger.groups, ledger.trajectories
+        assert groups.issued == books["issued"]
+        assert groups.running == len(self.running)
+        assert (groups.ready, groups.training, groups.trained) == (books["ready"], books["training"], books["trained"])
+        assert groups.rejected == dict(self.reasons)
+        assert ledger.prompts == groups  # each is played in one group
+        assert trajectories.issued == books["trajectories"]
+        assert trajectories.running == books["trajectories"] - books["ended trajectories"]
+        assert (ledger.tokens.trained, ledger.tokens.rejected) == (books["tokens_trained"], books["lost"])
+        assert ledger.events.requeued <= sum(self.reasons.values())
+        alive = groups.running + groups.ready + groups.training
         assert alive <= (self.lead + 1) * self.batch_groups
-        assert alive + ledger.trained <= (self.lead + self.buffer.version + 1) * self.batch_groups
+        assert alive + groups.trained <= (self.lead + self.buffer.version + 1) * self.batch_groups
 
 
 def schedules(kind: type[Run], **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -20,8 +20,8 @@ def played(audit: Audit, cohorts: int, keep, *, groups: int = 10, seed: int = 0)
     draw = random.Random(seed)
     for cohort in range(cohorts):
         drawn = [(lengths(draw), [float(draw.random() < 0.3) for _ in range(4)]) for _ in range(groups)]
-        for one in drawn:
-            audit.note(cohort, *one, trained=keep(one, drawn))
+        for number, one in enumerate(drawn):
+            audit.note(cohort, f"g{cohort}-{number}", *one, trained=keep(one, drawn))
     audit.close(cohorts)
 
 
@@ -59,8 +59,8 @@ def test_rejecting_the_hopeless_is_a_drift_of_difficulty() -> None:
 def test_open_cohorts_and_few_groups_say_nothing() -> None:
     audit = Audit()
     for cohort in range(100):
-        audit.note(cohort, [1], [0.0], trained=True)
-        audit.note(cohort, [1000], [], trained=False)
+        audit.note(cohort, f"short{cohort}", [1], [0.0], trained=True)
+        audit.note(cohort, f"long{cohort}", [1000], [], trained=False)
     assert set(audit.figures().values()) == {0.0}
     audit.close(20)
     assert audit.figures()["bias/length"] < -0.9

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from asyncrl.engine.client import Session
+from asyncrl.errors import LedgerError
 from asyncrl.rollout import service as module
-from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.ledger import Ledger, Tokens
 from asyncrl.rollout.service import Service
 from asyncrl.types import decode_batch
-from tests.fakes import FakeClient, group
+from tests.fakes import FakeClient, group, prompts
 
 KEY = {"authorization": "Bearer key0"}
 
@@ -35,12 +40,13 @@ class FakeEvaluations:
 class Site:
     """A service of batches of two, and an HTTP client at its door."""
 
-    def __init__(self, bound: int = 1, *, drain: bool = False) -> None:
+    def __init__(self, bound: int = 1, *, drain: bool = False, **options: Any) -> None:
         self.client = FakeClient()
         self.evaluations = FakeEvaluations()
+        self.prompts = prompts()
         self.published: list[tuple[dict[str, Any], list[str]]] = []
         self.service = Service(
-            CohortBuffer(2, bound),
+            CohortBuffer(2, bound, **options),
             self.client,  # type: ignore[arg-type]
             self.evaluations,  # type: ignore[arg-type]
             "key0",
@@ -52,8 +58,28 @@ class Site:
 
     async def fill(self, count: int = 2) -> None:
         for _ in range(count):
-            ticket = await self.service.ticket()
-            await self.service.commit(ticket, group(ticket.slot, versions=(ticket.born,)), 4)
+            await self.play(await self.service.ticket())
+
+    async def play(self, ticket: Ticket, tokens: int = 2, reject: str | None = None) -> None:
+        """A group of two, with this many tokens each, is committed or rejected."""
+        sessions = self.begin(ticket)
+        for session in sessions:
+            self.receive(session, tokens)
+        if reject:
+            await self.service.reject(ticket, reject)
+        else:
+            played = group(ticket.slot, versions=(ticket.born,), tokens=tokens)
+            await self.service.commit(ticket, msgspec.structs.replace(played, uid=ticket.uid))
+
+    def begin(self, ticket: Ticket) -> list[Session]:
+        sessions: list[Session] = [self.client.generate(group=ticket.uid) for _ in range(2)]
+        self.service.begin(ticket, self.service.draw(lambda: next(self.prompts)).uid, sessions)
+        return sessions
+
+    def receive(self, session: Session, tokens: int) -> None:
+        """As engine/inflight.py counts a piece."""
+        self.client.tokens[session.purpose] += tokens
+        session.hear(tokens)
 
 
 def at(play: Callable[[Site], Coroutine[Any, Any, None]], **settings: Any) -> None:
@@ -83,7 +109,8 @@ def test_batches_and_versions_alternate_and_admission_follows_the_version() -> N
             assert (await site.http.post("/version", json={"version": version + 1})).status_code == 200
         assert site.client.calls == ["hold", 1, "hold", 2, "hold", 3]
         status = (await site.http.get("/status")).json()
-        assert (status["version"], status["issued"], status["trained"]) == (3, 6, 6)
+        assert (status["version"], status["ledger"]["groups"]["trained"]) == (3, 6)
+        assert {status["ledger"][kind]["issued"] for kind in ("groups", "prompts")} == {6}
         assert "step 3 needs 2 ready groups" in status["waiting_for"]
 
     at(play, bound=0)
@@ -115,13 +142,196 @@ def test_batch_wakes_with_the_commit_that_completes_it(monkeypatch: pytest.Monke
     at(play)
 
 
-@pytest.mark.parametrize("version", [0, 2])
-def test_any_version_but_the_next_is_409(version: int) -> None:
+@pytest.mark.parametrize("version", [0, 3])
+def test_any_version_but_the_next_and_the_one_in_training_is_409(version: int) -> None:
+    async def play(site: Site) -> None:
+        await site.fill(4)
+        await site.http.get("/batch", params={"version": 0})
+        await site.http.post("/version", json={"version": 1})
+        await site.http.get("/batch", params={"version": 1})
+        answer = await site.http.get("/batch", params={"version": version})
+        assert (answer.status_code, answer.text) == (409, f"the next batch is 2, not {version}")
+
+    at(play)
+
+
+def test_every_reader_gets_the_same_bytes_as_often_as_it_asks_until_the_next_version() -> None:
+    async def play(site: Site) -> None:
+        asking = [
+            asyncio.create_task(site.http.get("/batch", params={"version": 0, "reader": reader, "readers": 3}))
+            for reader in (0, 2, 2)
+        ]
+        await asyncio.sleep(0.01)
+        await site.fill(4)  # they wait together: one batch for all of them
+        answers = [await one for one in asking]
+        assert [one.status_code for one in answers] == [200] * 3
+        assert len({one.content for one in answers}) == 1
+        status = (await site.http.get("/status")).json()
+        assert status["batch"] == {"version": 0, "read_by": [0, 2]}
+        assert status["ledger"]["groups"]["training"] == 2
+        late = await site.http.get("/batch", params={"version": 0, "reader": 1, "readers": 3})
+        assert late.content == answers[0].content
+        await site.http.post("/version", json={"version": 1})
+        assert (await site.http.get("/status")).json()["batch"] is None
+        assert (await site.http.get("/batch", params={"version": 0, "reader": 1, "readers": 3})).status_code == 409
+
+    at(play)
+
+
+@pytest.mark.parametrize(("reader", "readers"), [(1, 1), (-1, 2), (2, 2)])
+def test_reader_beyond_their_number_is_refused(reader: int, readers: int) -> None:
     async def play(site: Site) -> None:
         await site.fill(2)
+        answer = await site.http.get("/batch", params={"version": 0, "reader": reader, "readers": readers})
+        assert (answer.status_code, site.service._buffer.step) == (400, 0)
+
+    at(play)
+
+
+def test_one_batch_at_most_is_encoded_and_admission_stops_without_a_trainer() -> None:
+    """However long the trainer takes: nothing piles up."""
+
+    async def play(site: Site) -> None:
+        while (ticket := site.service._buffer.admit()) is not None:
+            await site.play(ticket)
+        assert (await site.http.get("/batch", params={"version": 0})).status_code == 200
+        for _ in range(3):
+            assert (await site.http.get("/batch", params={"version": 1})).status_code == 202
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(site.service.ticket(), 0.05)
+        ledger = site.service.ledger()
+        assert (ledger.groups.training, ledger.groups.ready, ledger.groups.issued) == (2, 4, 6)  # (lead + 1) batches
+        assert (await site.http.get("/status")).json()["batch"]["version"] == 0
+
+    at(play, bound=2)
+
+
+def test_ready_group_that_loses_its_place_is_not_counted_as_trained() -> None:
+    """over_age=drop moves seats to newer cohorts; one with too many has ready groups left when it is due."""
+
+    async def play(site: Site) -> None:
+        async def step(version: int, *finished: int) -> list[int]:
+            while (ticket := site.service._buffer.admit()) is not None:
+                tickets[ticket.slot] = ticket
+            for slot in finished:
+                await site.play(tickets.pop(slot))
+            data = (await site.http.get("/batch", params={"version": version})).content
+            for ticket, reason in await asyncio.wait_for(site.service.unwanted(), 1) if version == 0 else []:
+                await site.play(tickets.pop(ticket.slot), reject=reason)
+            assert (await site.http.post("/version", json={"version": version + 1})).status_code == 200
+            return [one.slot for one in decode_batch(data).groups]
+
+        tickets: dict[int, Ticket] = {}
+        assert await step(0, 2, 3) == [2, 3]  # in place of cohort 0, whose seats go to cohort 2
+        assert await step(1, 8, 9) == [8, 9]  # of cohort 3
+        assert await step(2, 4, 5, 6, 7) == [4, 5]
+        ledger = site.service.ledger()
+        assert ledger.groups.rejected == {"over_age": 4}
+        assert ledger.tokens.rejected == 2 * 4 + 2 * 4
+        seen = site.service._audit._generated.values["reward"], site.service._audit._trained.values["reward"]
+        assert [len(values) for values in seen] == [2 * 6, 2 * 4]  # cohorts 1 and 2: four of their six groups
+
+    at(play, bound=2, over_age="drop", select=lambda ready, count: ready[-count:])
+
+
+# --- the ledger stops what it does not understand -------------------------------------------------------------
+
+
+def break_a_count(site: Site, kind: str) -> None:
+    """A prompt that reaches no group, a token that none has, a trajectory that is gone, a group that stands twice."""
+    if kind == "prompts":
+        site.service.draw(lambda: next(site.prompts))
+    elif kind == "tokens":
+        site.client.tokens["training"] += 3
+    elif kind == "trajectories":
+        site.service._buffer._issued["trajectories"] += 2
+    else:
+        site.service._buffer._trained["groups"] += 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("prompts", "the ledger of prompts does not balance: issued 3, but .* = 2: 1 lost"),
+        ("groups", "the ledger of groups does not balance: issued 2, but .* = 3: 1 counted twice"),
+        ("trajectories", "the ledger of trajectories does not balance: issued 6, but .* = 4: 2 lost"),
+        ("tokens", "the ledger of tokens does not balance: generated 11, but .* = 8: 3 lost"),
+    ],
+)
+def test_count_that_is_broken_stops_the_run_at_the_next_version_with_the_difference(kind: str, text: str) -> None:
+    async def play(site: Site) -> None:
+        failing = asyncio.create_task(site.service.fail())
+        await site.fill(2)
         await site.http.get("/batch", params={"version": 0})
-        answer = await site.http.get("/batch", params={"version": version})
-        assert (answer.status_code, answer.text) == (409, f"the next batch is 1, not {version}")
+        break_a_count(site, kind)
+        answer = await site.http.post("/version", json={"version": 1})
+        assert answer.status_code == 500
+        assert re.fullmatch(text, answer.text)
+        with pytest.raises(LedgerError, match=text):
+            await failing
+        assert site.published == []
+
+    at(play)
+
+
+def test_ledger_is_checked_when_groups_end_but_not_at_each_of_a_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(site: Site) -> None:
+        checks = 0
+        found = site.service.ledger
+
+        def counted() -> Ledger:
+            nonlocal checks
+            checks += 1
+            return found()
+
+        monkeypatch.setattr(site.service, "ledger", counted)
+        while (ticket := site.service._buffer.admit()) is not None:
+            await site.play(ticket)
+        assert checks <= 1
+        site.service._checked -= 2 * module.CHECK_SECONDS
+        break_a_count(site, "tokens")
+        await site.http.get("/batch", params={"version": 0})
+        with pytest.raises(LedgerError):
+            found()
+
+    at(play, bound=500)
+
+
+def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late() -> None:
+    async def play(site: Site) -> None:
+        ticket = await site.service.ticket()
+        sessions = site.begin(ticket)
+        for tokens in (3, 4):
+            site.receive(sessions[0], tokens)
+            site.service.ledger()
+        assert site.service.ledger().tokens == Tokens(generated=7, running=7)
+        await site.service.reject(ticket, "judge")
+        assert site.service.ledger().tokens == Tokens(generated=7, rejected=7)
+        site.client.tokens["training"] += 2  # a piece that was on its way: engine/inflight.py
+        site.client.late_tokens += 2
+        site.receive(site.client.generate(purpose="evaluation"), 5)
+        assert site.service.ledger().tokens == Tokens(generated=9, rejected=7, discarded=2)
+        assert site.service.ledger().events.evaluation_tokens == 5
+        assert site.service.ledger().prompts.rejected == {"judge": 1}
+        assert site.service.ledger().trajectories.rejected == {"judge": 2}
+
+    at(play)
+
+
+def test_what_the_next_batch_waits_for_names_the_groups_and_what_they_do() -> None:
+    async def play(site: Site) -> None:
+        sessions = [site.begin(await site.service.ticket()) for _ in range(4)]
+        ages = [(0, 10.0, "its agent"), (1, 63.0, "its reward"), (2, 500.0, "the end of a publish")]
+        for number, age, event in ages:
+            site.receive(sessions[number][0], 7)
+            sessions[number][0].wait_for(event)
+            sessions[number][0].since -= age
+            sessions[number][1].wait_for("")
+        text = (await site.http.get("/batch", params={"version": 0})).text
+        first = "g00000001a0000: 1 of 2 episodes left, 7 tokens, waits 63 s for its reward"
+        second = "g00000000a0000: 1 of 2 episodes left, 7 tokens, waits 10 s for its agent"
+        assert text.endswith(f"{first}; {second}")  # the groups that are due, not those of a later batch
+        assert (await site.http.get("/status")).json()["waiting_for"] == text
 
     at(play)
 
@@ -144,7 +354,7 @@ def test_without_the_key_everything_is_401_and_nothing_happens(method: str, path
             assert (await site.http.request(method, path, headers=headers, json={})).status_code == 401
         assert site.client.calls == []
         assert site.evaluations.asked == []
-        assert (await site.http.get("/status")).json()["ready"] == 2
+        assert (await site.http.get("/status")).json()["ledger"]["groups"]["ready"] == 2
 
     at(play)
 
@@ -155,11 +365,11 @@ def test_publish_and_rejection_admit_who_waits() -> None:
         waiting = asyncio.create_task(site.service.ticket())
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        await site.service.reject(first, "judge", [])
+        await site.play(first, reject="judge")
         replay = await waiting
         assert (replay.slot, replay.attempt) == (first.slot, 1)
         for ticket in (replay, second):
-            await site.service.commit(ticket, group(ticket.slot), 4)
+            await site.play(ticket)
         waiting = asyncio.create_task(site.service.ticket())
         await site.http.get("/batch", params={"version": 0})
         assert not waiting.done()
@@ -185,12 +395,12 @@ def test_figures_of_a_batch_cover_what_was_committed_since_the_batch_before() ->
         for version in range(2):
             await site.fill(3 if version == 0 else 2)
             ticket = await site.service.ticket()
-            await site.service.reject(ticket, "judge", [])
+            await site.play(ticket, reject="judge")
             answer = await site.http.get("/batch", params={"version": version})
             found.append(decode_batch(answer.content).rollout)
             await site.http.post("/version", json={"version": version + 1})
         assert [one["samples/generated"] for one in found] == [6, 4]
-        assert [one["tokens/generated"] for one in found] == [12, 8]
+        assert [one["tokens/generated"] for one in found] == [16, 12]
         assert [one["groups/ready"] for one in found] == [1, 1]
         assert [one["groups/rejected"] for one in found] == [1, 2]
         assert found[0]["prefix_cache/hit"] == 0.25
@@ -228,15 +438,12 @@ def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
         for version in range(120):
             while (ticket := site.service._buffer.admit()) is not None:
                 if ticket.attempt:
-                    await site.service.commit(ticket, group(ticket.slot, tokens=2), 4)
+                    await site.play(ticket)
                 else:
-                    await site.service.reject(ticket, "timeout", [40, 40])  # whatever takes long is lost
+                    await site.play(ticket, 40, reject="timeout")  # whatever takes long is lost
             assert (await site.http.get("/batch", params={"version": version})).status_code == 200
             assert (await site.http.post("/version", json={"version": version + 1})).status_code == 200
         assert [ledger["version"] for ledger, _ in site.published] == list(range(1, 121))
-        assert site.published[-1][0]["tokens_generated"] == sum(
-            site.published[-1][0][f"tokens_{place}"] for place in ("held", "trained", "rejected", "discarded")
-        )
         (told,) = [text for _, warnings in site.published for text in warnings]
         assert "mean length 2 against" in told
 

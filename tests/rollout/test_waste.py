@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.rollout.buffer import OVER_AGE, SURPLUS, CohortBuffer, Ticket
+from asyncrl.rollout.ledger import Source
 from asyncrl.types import Group
 from tests.fakes import group
 from tests.rollout.schedules import Run, schedules
@@ -22,17 +23,15 @@ class Wasteful(Run):
     def _finish(self, slow: bool = False) -> bool:
         for ticket, reason in self.buffer.unwanted():
             self.running.remove(ticket)
-            self.buffer.reject(ticket, reason, tokens=3)
-            self.books["generated"] += 3
-            self.books["lost"] += 3
+            self._reject(ticket, reason)
         return super()._finish(slow)
 
     def _check(self) -> None:
-        ledger = self.buffer.ledger()
-        ledger.check()
-        assert ledger.running == len(self.running)
-        assert ledger.trained == self.books["trained"]
-        assert ledger.ready + ledger.training <= (self.lead + 1) * self.batch_groups
+        ledger = self._ledger()
+        assert ledger.groups.running == len(self.running)
+        assert ledger.groups.trained == self.books["trained"]
+        assert ledger.prompts == ledger.groups
+        assert ledger.groups.ready + ledger.groups.training <= (self.lead + 1) * self.batch_groups
 
     def _take(self) -> bool:
         step = self.buffer.step
@@ -56,7 +55,7 @@ wasteful = schedules(
 
 
 @given(wasteful)
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 def test_what_is_thrown_away_or_chosen_breaks_neither_bound_nor_ledger_nor_liveness(run: Wasteful) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]
@@ -79,8 +78,8 @@ def test_seats_of_a_cohort_go_to_the_first_that_end_and_the_rest_is_dismissed() 
     assert buffer.unwanted() == [(tickets[2], SURPLUS)]
     assert buffer.unwanted() == []
     buffer.commit(tickets[2], group(2, tokens=5))  # it ended before it could be stopped
-    assert buffer.ledger().rejected == {"judge": 1, SURPLUS: 1}
-    assert buffer.ledger().tokens_rejected == 10
+    assert buffer.groups().rejected == {"judge": 1, SURPLUS: 1}
+    assert buffer.ledger(Source(0, 0, 0, 0)).tokens.rejected == 10
     taken = buffer.take()
     assert taken is not None
     assert [one.slot for one in taken] == [1, 3]
@@ -99,7 +98,7 @@ def test_batch_leaves_a_straggler_behind_when_others_are_ready_and_its_seat_move
     assert [ticket.cohort for ticket in admitted(buffer)] == [1]  # as many as before are under way
     buffer.publish(1)
     assert [ticket.cohort for ticket in admitted(buffer)] == [2, 2]
-    assert buffer.ledger().rejected == {OVER_AGE: 1}
+    assert buffer.groups().rejected == {OVER_AGE: 1}
 
 
 def test_group_of_a_dropped_cohort_that_ends_late_is_over_age() -> None:
@@ -108,7 +107,7 @@ def test_group_of_a_dropped_cohort_that_ends_late_is_over_age() -> None:
     buffer.commit(second, group(1))
     buffer.take()
     buffer.commit(first, group(0))
-    assert buffer.ledger().rejected == {OVER_AGE: 1}
+    assert buffer.groups().rejected == {OVER_AGE: 1}
 
 
 def test_hook_chooses_only_among_what_need_not_go_yet() -> None:

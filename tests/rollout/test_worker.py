@@ -13,10 +13,20 @@ from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer, Progress, TaskProgress
+from asyncrl.rollout.episode import Episode, Limits
+from asyncrl.rollout.faults import Faults
+from asyncrl.rollout.ledger import Ledger
+from asyncrl.rollout.room import Fixed, Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
-from asyncrl.types import Generate, Prompt, Trajectory
-from tests.fakes import FakeClient, LengthTask, completion, mixer, until
+from asyncrl.types import Generate, Prompt, Trajectory, Turn
+from tests.fakes import FakeClient, FakeEngine, LengthTask, completion, echo, mixer, until
+
+LIMITS = Limits(agent=60.0, reward=60.0, episode=None)
+
+
+async def no_score(_: Trajectory) -> float:
+    return 0.0
 
 
 class Failing:
@@ -55,8 +65,15 @@ class Site:
 
         evaluations: Any = None  # none is asked for here
         service = Service(self.buffer, self.client, evaluations, "key0")
+        self.told: list[tuple[str, str | None]] = []
         sizes = {"length": 3, "long": 5}
-        options: dict[str, Any] = {"group_sizes": sizes, "max_running": None, "max_failures": 100} | settings
+        options: dict[str, Any] = {
+            "group_sizes": sizes,
+            "room": Unbounded(),
+            "max_failures": 100,
+            "limits": LIMITS,
+            "faults": Faults(lambda text, trace: self.told.append((text, trace))),
+        } | settings
         tasks = {"length": LengthTask(), "long": LengthTask(worth=10.0)}
         self.mixer = prompts or mixer()
         self.worker = Worker(
@@ -68,6 +85,9 @@ class Site:
             lambda ids: "x" * len(ids),
             **options,
         )
+
+    def ledger(self) -> Ledger:
+        return self.worker._service.ledger()
 
     async def run_until(self, condition: Callable[[], object]) -> None:
         running = asyncio.create_task(self.worker.run())
@@ -91,11 +111,11 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 def test_every_admitted_group_is_played_whole_and_scored() -> None:
     async def main() -> None:
         site = Site()
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
         groups = site.buffer.take() or []
         assert [(one.slot, one.prompt_ids) for one in groups] == [(0, [12, 0, 11]), (1, [12, 1, 11])]
         assert [[t.reward for t in one.trajectories] for one in groups] == [[1.0] * 3, [2.0] * 3]
-        assert site.buffer.ledger().issued == 4  # admission is the limit
+        assert site.ledger().groups.issued == 4  # admission is the limit
 
     asyncio.run(main())
 
@@ -104,10 +124,10 @@ def test_one_failed_sibling_rejects_the_group_with_its_reason_and_the_slot_is_re
     async def main() -> None:
         agent = Failing(lambda n: EpisodeFailed("judge", "no answer") if n == 1 else None)
         site = Site(agent)
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        ledger = site.buffer.ledger()
-        assert ledger.rejected == {"judge": 1}
-        assert ledger.issued == 5
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        ledger = site.ledger()
+        assert ledger.groups.rejected == {"judge": 1}
+        assert ledger.groups.issued == 5
         assert agent.alive == 0
         groups = site.buffer.take() or []
         assert [one.uid for one in groups] == ["g00000000a0001", "g00000001a0000"]
@@ -120,8 +140,8 @@ def test_one_failed_sibling_rejects_the_group_with_its_reason_and_the_slot_is_re
 def test_several_failed_siblings_are_one_rejection() -> None:
     async def main() -> None:
         site = Site(Failing(lambda n: EpisodeFailed("timeout") if n < 3 else None))
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        assert site.buffer.ledger().rejected == {"timeout": 1}
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        assert site.ledger().groups.rejected == {"timeout": 1}
 
     asyncio.run(main())
 
@@ -129,8 +149,8 @@ def test_several_failed_siblings_are_one_rejection() -> None:
 def test_engine_that_fails_a_request_for_good_costs_its_group_alone() -> None:
     async def main() -> None:
         site = Site(Failing(lambda n: EngineError("no token came") if n == 4 else None))
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        assert site.buffer.ledger().rejected == {"engine": 1}
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        assert site.ledger().groups.rejected == {"engine": 1}
 
     asyncio.run(main())
 
@@ -140,19 +160,18 @@ def test_every_token_that_engines_wrote_is_accounted_for() -> None:
 
     async def main() -> None:
         site = Site(Failing(lambda n: EpisodeFailed("judge") if n == 4 else None), waste=5)
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        ledger = site.buffer.ledger()
-        ledger.check()
-        assert ledger.tokens_discarded == 4 * 3 * 5
-        assert ledger.tokens_rejected > 0
-        assert ledger.tokens_generated == ledger.tokens_held + ledger.tokens_discarded + ledger.tokens_rejected
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        ledger = site.ledger()
+        assert ledger.tokens.discarded == 4 * 3 * 5
+        assert ledger.tokens.rejected > 0
+        assert ledger.tokens.generated == ledger.tokens.held + ledger.tokens.discarded + ledger.tokens.rejected
 
     asyncio.run(main())
 
 
-def test_any_other_error_ends_the_worker() -> None:
+def test_error_of_ours_ends_the_worker() -> None:
     async def main() -> None:
-        error = ValueError("a bug")
+        error = AsyncRLError("a bug: KeyError()")
         site = Site(Failing(lambda n: error if n == 4 else None))
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
@@ -161,9 +180,65 @@ def test_any_other_error_ends_the_worker() -> None:
     asyncio.run(main())
 
 
+def test_bug_in_the_client_is_no_fault_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        def broken(*_: Any) -> Any:
+            raise KeyError("ours")
+
+        client = FakeEngine(echo()).client()
+        monkeypatch.setattr(client.inflight, "_request", broken)
+        with pytest.raises(AsyncRLError, match=r"a bug: KeyError\('ours'\)") as caught:
+            await Episode(client.generate(), LIMITS).play(SingleTurn(), Prompt("p0", [1], {}, "length"), no_score)
+        assert type(caught.value) is AsyncRLError
+        assert isinstance(caught.value.__cause__, KeyError)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_what_an_agent_raises_costs_its_group_and_is_told_with_its_traceback() -> None:
+    async def main() -> None:
+        site = Site(Failing(lambda n: ValueError("a typo") if n == 4 else None))
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        assert site.ledger().groups.rejected == {"agent_error": 1}
+        ((text, trace),) = site.told
+        assert text == "g00000001a0000 failed: agent_error: ValueError: a typo"
+        assert trace
+        assert trace.endswith("ValueError: a typo\n")
+        assert "in run" in trace
+
+    asyncio.run(main())
+
+
+def test_agent_that_raises_every_time_ends_the_worker() -> None:
+    async def main() -> None:
+        site = Site(Failing(lambda _: ValueError("a typo")), max_failures=5)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await site.run_until(lambda: False)
+        text = "5 groups in a row failed, the last with: agent_error: ValueError: a typo"
+        assert text in [str(error) for error in leaves(caught.value)]
+
+    asyncio.run(main())
+
+
+def test_agent_cannot_return_tokens_that_no_engine_wrote() -> None:
+    class Inventive:
+        async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+            found = await generate(prompt.token_ids)
+            return Trajectory([Turn([], found), Turn([1], found)])
+
+    async def main() -> None:
+        site = Site(Inventive(), max_failures=1)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await site.run_until(lambda: False)
+        assert "a trajectory of 2 tokens, of which engines wrote 1" in str(list(leaves(caught.value)))
+
+    asyncio.run(main())
+
+
 def test_bug_beside_a_failed_sibling_still_surfaces() -> None:
     async def main() -> None:
-        faults = {0: EpisodeFailed("judge"), 1: ValueError("a bug")}
+        faults = {0: EpisodeFailed("judge"), 1: AsyncRLError("a bug")}
         site = Site(Failing(faults.get))
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
@@ -187,9 +262,9 @@ def test_failures_in_a_row_end_the_worker_with_the_last_reason() -> None:
 def test_success_between_failures_starts_the_count_anew() -> None:
     async def main() -> None:
         agent = Failing(lambda n: EpisodeFailed("judge") if n % 6 == 0 and n < 60 else None)
-        site = Site(agent, max_failures=2, max_running=1)
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        assert site.buffer.ledger().rejected["judge"] >= 1
+        site = Site(agent, max_failures=2, room=Fixed(1))
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        assert site.ledger().groups.rejected["judge"] >= 1
 
     asyncio.run(main())
 
@@ -198,12 +273,12 @@ def test_running_groups_never_exceed_their_limit_and_rejections_free_it() -> Non
     async def main() -> None:
         most = 0
         agent = Failing(lambda n: EpisodeFailed("judge") if n % 5 == 0 else None)
-        site = Site(agent, bound=4, max_running=2)
+        site = Site(agent, bound=4, room=Fixed(2))
 
         def done() -> bool:
             nonlocal most
-            most = max(most, site.buffer.ledger().running)
-            return site.buffer.ledger().ready == 10
+            most = max(most, site.ledger().groups.running)
+            return site.ledger().groups.ready == 10
 
         await site.run_until(done)
         assert most == 2
@@ -229,11 +304,10 @@ def test_group_that_is_not_accepted_is_counted_with_its_reason_and_replaced() ->
     async def main() -> None:
         verdicts = iter([True, "no_signal", False, *[True] * 100])
         site = Site(accept=lambda group: next(verdicts))
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
-        ledger = site.buffer.ledger()
-        ledger.check()
-        assert ledger.rejected == {"no_signal": 1, "not_accepted": 1}
-        assert ledger.tokens_rejected > 0
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        ledger = site.ledger()
+        assert ledger.groups.rejected == {"no_signal": 1, "not_accepted": 1}
+        assert ledger.tokens.rejected > 0
 
     asyncio.run(main())
 
@@ -285,10 +359,9 @@ def test_group_that_nobody_waits_for_is_stopped_and_its_tokens_are_counted(
             return site.buffer.version >= 2 and agent.alive == 0
 
         await site.run_until(trained_two)
-        ledger = site.buffer.ledger()
-        ledger.check()
-        assert ledger.rejected[reason] == 1
-        assert ledger.tokens_rejected >= 3  # a token of each sibling
+        ledger = site.ledger()
+        assert ledger.groups.rejected[reason] == 1
+        assert ledger.tokens.rejected >= 3  # a token of each sibling
 
     asyncio.run(main())
 
@@ -299,7 +372,7 @@ def test_group_that_nobody_waits_for_is_stopped_and_its_tokens_are_counted(
 def test_groups_have_the_size_of_their_task_and_are_scored_by_it() -> None:
     async def main() -> None:
         site = Site(batch_groups=20, prompts=mixer("length", "long"))
-        await site.run_until(lambda: site.buffer.ledger().ready == 40)
+        await site.run_until(lambda: site.ledger().groups.ready == 40)
         groups = site.buffer.take() or []
         assert {one.task for one in groups} == {"length", "long"}
         for one in groups:
@@ -322,9 +395,9 @@ def test_curriculum_hears_of_every_group_that_was_played_whole_also_of_those_not
         verdicts = iter([False, True, False, *[True] * 100])
         agent = Failing(lambda n: EpisodeFailed("judge") if n == 1 else None)
         site = Site(agent, accept=lambda group: next(verdicts), prompts=mixer(curriculum=curriculum))
-        await site.run_until(lambda: site.buffer.ledger().ready == 4)
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
         site.mixer.draw(7)
-        assert site.buffer.ledger().rejected == {"not_accepted": 2, "judge": 1}
+        assert site.ledger().groups.rejected == {"not_accepted": 2, "judge": 1}
 
     asyncio.run(main())
     assert seen[0] == Progress(0, {"length": TaskProgress(1.0, 0, None, None)})

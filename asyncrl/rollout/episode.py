@@ -1,0 +1,87 @@
+"""One episode within its time limits: whoever hangs, the agent, its environment or the reward, costs its group alone.
+
+waits for     the agent (agent_timeout between two requests), engines (their own deadlines: engine/client.py), the
+              reward (reward_timeout), and all of it (episode_timeout)
+on a hang     EpisodeFailed with the name of the limit
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from asyncrl.engine.client import Session
+from asyncrl.errors import EpisodeFailed
+from asyncrl.rollout.activity import AGENT, NOTHING, REWARD
+from asyncrl.rollout.agent import Agent
+from asyncrl.rollout.faults import raised_by
+from asyncrl.types import Completion, Prompt, Trajectory
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds."""
+
+    agent: float  # without a request
+    reward: float
+    episode: float | None
+
+
+class Episode:
+    """The policy as the agent of one episode sees it, with an eye on the clock."""
+
+    def __init__(self, session: Session, limits: Limits) -> None:
+        self._session, self._limits = session, limits
+        self._asking = 0
+        self._silence: asyncio.Timeout | None = None
+
+    async def __call__(self, token_ids: list[int]) -> Completion:
+        """Continue exactly these tokens. While an engine answers, the agent is not silent."""
+        self._asking += 1
+        self._rest()
+        try:
+            return await self._session(token_ids)
+        finally:
+            self._asking -= 1
+            self._rest()
+
+    async def play(self, agent: Agent, prompt: Prompt, score: Callable[[Trajectory], Awaitable[float]]) -> Trajectory:
+        """Play and score. Raises EpisodeFailed, or the EngineError that the agent let through."""
+        async with _within(self._limits.episode, "episode_timeout", "it has not ended"):
+            async with _within(self._limits.agent, "agent_timeout", "its agent has asked for nothing") as self._silence:
+                try:
+                    self._rest()
+                    with raised_by("agent_error"):
+                        trajectory = await agent.run(prompt, self)
+                finally:
+                    self._silence = None  # requests that it left under way may end later
+            if trajectory.num_tokens > self._session.received:
+                raise EpisodeFailed(
+                    "agent_error",
+                    f"a trajectory of {trajectory.num_tokens} tokens, of which engines wrote {self._session.received}",
+                )
+            self._session.wait_for(REWARD)
+            reward = await score(trajectory)
+            self._session.wait_for(NOTHING)
+            return Trajectory(trajectory.turns, reward)
+
+    def _rest(self) -> None:
+        """The agent's time runs while nothing is asked of an engine."""
+        if not self._asking:
+            self._session.wait_for(AGENT)
+        if self._silence and not self._silence.expired():
+            end = asyncio.get_running_loop().time() + self._limits.agent
+            self._silence.reschedule(None if self._asking else end)
+
+
+@asynccontextmanager
+async def _within(seconds: float | None, reason: str, detail: str) -> AsyncIterator[asyncio.Timeout]:
+    """asyncio.timeout, whose end is an EpisodeFailed; what a user's code raises is one already."""
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield scope
+    except TimeoutError:
+        raise EpisodeFailed(reason, f"{detail} for {seconds:.0f} s (rollout.{reason})") from None

@@ -1,0 +1,111 @@
+"""Whoever hangs or raises, the run goes on: a user's agent and reward, the router, an engine between two publishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.running import (
+    finish,
+    lines,
+    nothing_is_left,
+    output,
+    processes_of,
+    run,
+    start,
+    wait_for_step,
+)
+
+pytestmark = pytest.mark.integration
+
+USERS = '''
+import asyncio, time
+
+class Agent:
+    """Hangs where the question begins with 1 or 2."""
+
+    async def run(self, prompt, generate):
+        from asyncrl.types import Trajectory, Turn
+        first = await generate(prompt.token_ids)
+        if prompt.question["row"]["prompt"][0] in "12":
+            await asyncio.Event().wait()
+        return Trajectory([Turn([], first)])
+
+def score(answer, row):
+    """Raises where the question ends with 3 or 4, hangs where it ends with 5."""
+    if row["prompt"][-1] in "34":
+        raise KeyError("no reference")
+    if row["prompt"][-1] == "5":
+        time.sleep(600)
+    return float(answer[:1] == row["prompt"][0])
+'''
+
+
+def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users.py").write_text(USERS)
+    (tmp_path / "questions.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{number:03}", "answer": f"{number:03}"}) + "\n" for number in range(1000))
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    run_dir = tmp_path / "run"
+    steps = run(
+        run_dir,
+        "task=file",
+        f"task.train_file={tmp_path / 'questions.jsonl'}",
+        "task.reward=users:score",
+        "rollout.agent=users:Agent",
+        "rollout.agent_timeout=1.0",
+        "rollout.reward_timeout=1.0",
+        "rollout.batch_groups=4",
+        "rollout.group_size=2",
+        "run.max_steps=5",
+        "eval.questions=0",
+    )
+    ledger = json.loads((run_dir / "summary.json").read_text())["ledger"]
+    rejected = Counter(ledger["groups"]["rejected"])
+    assert rejected.keys() == {"agent_timeout", "reward_error", "reward_timeout"}
+    for kind in ("prompts", "groups", "trajectories"):
+        book = ledger[kind]
+        places = sum(book[place] for place in ("running", "ready", "training", "trained"))
+        assert book["issued"] == places + sum(book["rejected"].values())
+    assert ledger["groups"]["trained"] == len(steps) * 4
+    assert ledger["trajectories"]["trained"] == len(steps) * 8
+    tokens = ledger["tokens"]
+    assert tokens.pop("generated") == sum(tokens.values()) > 0
+    assert ledger["events"]["requeued"] <= rejected.total()
+    told = lines(run_dir / "warnings.jsonl")
+    assert {line["warning"].split(": ")[1] for line in told} == rejected.keys()
+    assert all(line["warning"].startswith("g000000") for line in told)  # uid
+    (trace, *_) = (line["traceback"] for line in told if "traceback" in line)
+    assert trace.endswith("KeyError: 'no reference'\n")
+    nothing_is_left(run_dir)
+
+
+def test_router_and_engine_that_are_stopped_while_the_trainer_waits_are_replaced(tmp_path: Path) -> None:
+    """Synchronous: no publish will come that would find the engine."""
+    run_dir = tmp_path / "run"
+    overrides = ["run.max_steps=100000", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
+    with start(run_dir, *overrides, "rollout.max_staleness=0") as process:
+        wait_for_step(process, run_dir, 2)
+        running = processes_of(process, run_dir)
+        for stopped in ("engine-1", "router"):
+            leader = psutil.Process(running[stopped])
+            for member in [leader, *leader.children(recursive=True)]:
+                member.send_signal(signal.SIGSTOP)
+        stopped_at = len(lines(run_dir / "metrics.jsonl"))
+        wait_for_step(process, run_dir, stopped_at + 5, timeout=60)
+        text = output(run_dir)
+        assert "router lives and does not answer: it is killed" in text
+        assert "router died (killed by SIGKILL" in text
+        process.send_signal(signal.SIGINT)
+        code, text = finish(process, run_dir)
+    assert code == 128 + signal.SIGINT, text
+    nothing_is_left(run_dir)

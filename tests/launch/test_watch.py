@@ -1,0 +1,103 @@
+"""A server that lives and does not answer is found; one that is dead, or not up yet, is not taken for it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncrl.addresses import READY
+from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.watch import EVERY_SECONDS, Watch
+
+PATIENCE = 30.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def server() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(5.0)
+        yield listening
+
+
+def watched(listening: socket.socket, clock: Callable[[], float]) -> Watch:
+    return Watch(f"http://127.0.0.1:{listening.getsockname()[1]}/health", "key0", PATIENCE, clock)
+
+
+def asked(watch: Watch, clock: Clock) -> None:
+    """The next question is on its way."""
+    clock.now += EVERY_SECONDS
+    assert not watch.hangs()
+    assert not watch.hangs()  # connected now, and sent
+
+
+def test_server_that_never_answers_hangs_after_its_patience_and_not_before() -> None:
+    with server() as listening:
+        watch = watched(listening, clock := Clock())
+        asked(watch, clock)
+        clock.now += PATIENCE
+        assert not watch.hangs()
+        clock.now += 0.1
+        assert watch.hangs()
+        watch.forget()  # it was killed, and another takes its place
+        assert not watch.hangs()
+        clock.now += PATIENCE
+        assert not watch.hangs()  # that is asked first
+        watch.forget()
+
+
+def test_answer_resets_the_patience_and_carries_the_key() -> None:
+    with server() as listening:
+        watch = watched(listening, clock := Clock())
+        for _ in range(3):
+            asked(watch, clock)
+            clock.now += PATIENCE
+            connection, _ = listening.accept()
+            with connection:
+                request = connection.recv(4096).decode()
+                connection.sendall(b"HTTP/1.1 503 busy\r\n\r\n")  # any answer is a sign of life
+            assert request.startswith("GET /health HTTP/1.1\r\n")
+            assert "Authorization: Bearer key0\r\n" in request
+            time.sleep(0.01)
+            clock.now += 1.0
+            assert not watch.hangs()
+
+
+@pytest.mark.parametrize("ending", ["refuses", "closes"])
+def test_server_that_is_dead_does_not_hang(ending: str) -> None:
+    with server() as listening:
+        watch = watched(listening, clock := Clock())
+        if ending == "refuses":
+            listening.close()
+        clock.now += EVERY_SECONDS
+        watch.hangs()
+        if ending == "closes":
+            listening.accept()[0].close()
+        time.sleep(0.01)
+        clock.now += 2 * PATIENCE
+        assert not watch.hangs()
+
+
+def test_policy_gives_up_who_hangs_once_all_were_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with server() as listening:
+        watch = watched(listening, clock := Clock())
+        policy = RestartPolicy(tmp_path, watches={"router": watch})
+        asked(watch, clock)
+        clock.now += PATIENCE + 1
+        assert policy.hanging() == []  # it is still starting
+        (tmp_path / READY).touch()
+        assert policy.hanging() == ["router"]
+        assert policy.hanging() == []
+        assert "router lives and does not answer" in capsys.readouterr().err

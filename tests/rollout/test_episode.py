@@ -1,0 +1,272 @@
+"""Whoever hangs or raises costs its group, with a reason; neither the loop nor the run waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from asyncrl.agents.single_turn import SingleTurn
+from asyncrl.errors import AsyncRLError, EpisodeFailed
+from asyncrl.rollout import scoring
+from asyncrl.rollout.activity import AGENT, NOTHING, REWARD
+from asyncrl.rollout.episode import Episode, Limits
+from asyncrl.rollout.faults import PER_MINUTE, Faults
+from asyncrl.rollout.scoring import Scorer
+from asyncrl.types import Generate, Prompt, Trajectory, Turn
+from tests.fakes import FakeClient, LengthTask, completion
+
+PROMPT = Prompt("p0", [12, 1, 11], {}, "length")
+Script = Callable[[Generate], Coroutine[Any, Any, None]]
+
+
+class Scripted:
+    """Asks once, does what the script says, and asks once more."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        first = await generate(prompt.token_ids)
+        await self.script(generate)
+        return Trajectory([Turn([], first), Turn([1], await generate([1]))])
+
+
+async def one(_: Trajectory) -> float:
+    return 1.0
+
+
+def played(
+    script: Script, score: Callable[[Trajectory], Coroutine[Any, Any, float]] = one, **limits: float
+) -> tuple[Trajectory, Any]:
+    """The trajectory, and the session."""
+
+    async def main() -> tuple[Trajectory, Any]:
+        client = FakeClient(lambda _: completion(), delay=0.05)
+        session = client.generate()
+        options: dict[str, Any] = {"agent": 60.0, "reward": 60.0, "episode": None} | limits
+        async with asyncio.timeout(5):
+            return await Episode(session, Limits(**options)).play(Scripted(script), PROMPT, score), session
+
+    return asyncio.run(main())
+
+
+async def at_once(_: Generate) -> None:
+    return None
+
+
+async def for_ever(_: Generate) -> None:
+    await asyncio.Event().wait()
+
+
+def test_agent_that_goes_silent_is_given_up_by_its_limit() -> None:
+    with pytest.raises(EpisodeFailed, match=r"agent_timeout: .* \(rollout.agent_timeout\)") as caught:
+        played(for_ever, agent=0.05)
+    assert caught.value.reason == "agent_timeout"
+
+
+def test_time_that_engines_take_is_not_the_agents() -> None:
+    async def ask_on(generate: Generate) -> None:
+        await asyncio.gather(*(generate([1]) for _ in range(3)))
+
+    found, session = played(ask_on, agent=0.04)  # each answer takes 0.05 s
+    assert found.reward == 1.0
+    assert session.waits_for == NOTHING
+
+
+def test_time_of_all_its_parts_is_the_episodes() -> None:
+    with pytest.raises(EpisodeFailed, match="episode_timeout"):
+        played(at_once, episode=0.08)
+
+    async def slow(_: Trajectory) -> float:
+        await asyncio.sleep(60)
+        return 0.0
+
+    with pytest.raises(EpisodeFailed, match="episode_timeout"):
+        played(at_once, slow, episode=0.15)
+
+
+def test_timeout_error_of_the_agents_own_is_its_error_and_not_our_limit() -> None:
+    async def times_out(_: Generate) -> None:
+        raise TimeoutError("the environment")
+
+    with pytest.raises(EpisodeFailed, match="agent_error: TimeoutError: the environment"):
+        played(times_out)
+
+
+def test_request_that_the_agent_left_under_way_may_end_later() -> None:
+    async def main() -> None:
+        left: list[asyncio.Future[Any]] = []
+
+        async def leave(generate: Generate) -> None:
+            left.append(asyncio.ensure_future(generate([1])))
+            raise ValueError("a typo")
+
+        session = FakeClient(delay=0.02).generate()
+        with pytest.raises(EpisodeFailed, match="agent_error"):
+            await Episode(session, Limits(60.0, 60.0, None)).play(Scripted(leave), PROMPT, one)
+        assert (await left[0]).token_ids == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_session_says_whom_its_episode_waits_for() -> None:
+    seen: list[str] = []
+
+    async def look(generate: Generate) -> None:
+        seen.append(generate._session.waits_for)  # type: ignore[attr-defined]
+
+    async def main() -> None:
+        session = FakeClient().generate()
+
+        async def score(_: Trajectory) -> float:
+            seen.append(session.waits_for)
+            return 0.0
+
+        await Episode(session, Limits(60.0, 60.0, None)).play(Scripted(look), PROMPT, score)
+        seen.append(session.waits_for)
+
+    asyncio.run(main())
+    assert seen == [AGENT, REWARD, NOTHING]
+
+
+# --- rewards --------------------------------------------------------------------------------------------------
+
+
+class Judge(LengthTask):
+    """A reward function of the user's."""
+
+    def __init__(self, score: Callable[[], Any], *, inline: bool = False) -> None:
+        self._score, self.inline = score, inline
+
+    def score(self, answer: str, question: dict[str, Any]) -> float:
+        return self._score()  # type: ignore[no-any-return]
+
+
+def scored(score: Callable[[], Any], *, timeout: float = 5.0, inline: bool = False) -> float:
+    return asyncio.run(Scorer(timeout).score(Judge(score, inline=inline), "answer", {}))
+
+
+def test_quick_score_runs_in_the_loop_and_any_other_beside_it() -> None:
+    names: list[str] = []
+
+    def note() -> float:
+        names.append(threading.current_thread().name)
+        return 0.5
+
+    assert [scored(note, inline=True), scored(note)] == [0.5, 0.5]
+    assert names == ["MainThread", "reward"]
+
+
+def test_slow_score_does_not_stop_the_loop() -> None:
+    async def main() -> int:
+        release, turns = threading.Event(), 0
+        scoring_ = asyncio.ensure_future(Scorer(5.0).score(Judge(lambda: release.wait(5)), "answer", {}))
+        while turns < 20:
+            await asyncio.sleep(0.001)
+            turns += 1
+        release.set()
+        assert await scoring_ == 1.0
+        return turns
+
+    assert asyncio.run(main()) == 20
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (lambda: {}["missing"], "reward_error: KeyError: 'missing'"),
+        (lambda: float("nan"), "reward_error: the reward is nan"),
+        (lambda: "much", "reward_error: ValueError: could not convert string to float: 'much'"),
+    ],
+)
+def test_what_a_reward_raises_is_a_failed_episode(fault: Callable[[], Any], text: str, inline: bool) -> None:
+    with pytest.raises(EpisodeFailed) as caught:
+        scored(fault, inline=inline)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_reason_that_a_judge_gives_stays(inline: bool) -> None:
+    def down() -> float:
+        raise EpisodeFailed("judge", "is down")
+
+    with pytest.raises(EpisodeFailed, match="judge: is down"):
+        scored(down, inline=inline)
+
+
+def test_score_that_hangs_is_given_up_and_does_not_hold_the_end_of_the_process() -> None:
+    release = threading.Event()
+    started = time.monotonic()
+    with pytest.raises(EpisodeFailed, match=r"reward_timeout: no reward for 0 s \(rollout.reward_timeout\)"):
+        scored(lambda: release.wait(30), timeout=0.05)
+    assert time.monotonic() - started < 5.0
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward")
+    release.set()
+
+
+def test_too_many_scores_that_hang_end_the_run_and_those_that_return_late_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scoring, "THREADS", 2)
+    monkeypatch.setattr(scoring, "MOST_HANGING", 3)
+
+    async def main() -> None:
+        release, scorer = threading.Event(), Scorer(0.05)
+        judge = Judge(lambda: release.wait(30))
+        found = await asyncio.gather(*(scorer.score(judge, "", {}) for _ in range(3)), return_exceptions=True)
+        assert [str(error)[:14] for error in found] == ["reward_timeout"] * 3  # room for the third: none waits for ever
+        with pytest.raises(AsyncRLError, match="3 calls of the reward function have not returned"):
+            await scorer.score(judge, "", {})
+        release.set()
+        while scorer.hanging:  # noqa: ASYNC110  nothing tells
+            await asyncio.sleep(0.001)
+        assert await scorer.score(judge, "", {}) == 1.0
+
+    asyncio.run(main())
+
+
+def test_cancelled_scores_give_their_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "THREADS", 1)
+
+    async def main() -> None:
+        release, scorer = threading.Event(), Scorer(0.2)
+        waiting = asyncio.ensure_future(scorer.score(Judge(lambda: release.wait(30)), "", {}))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        assert await asyncio.wait_for(scorer.score(Judge(lambda: 1.0), "", {}), 2) == 1.0
+        assert scorer.hanging == 1
+        release.set()
+
+    asyncio.run(main())
+
+
+# --- what is told of them -------------------------------------------------------------------------------------
+
+
+def test_flood_of_one_fault_is_told_in_part_and_counted_and_another_is_still_told() -> None:
+    now, told = 0.0, []
+    faults = Faults(lambda text, trace: told.append((text, trace)), clock=lambda: now)
+    for number in range(PER_MINUTE + 7):
+        faults.tell("judge", f"g{number}", EpisodeFailed("judge", "is down"))
+    assert len(told) == PER_MINUTE
+    assert told[0] == ("g0 failed: judge: is down", None)
+    faults.tell("agent_timeout", "g99", EpisodeFailed("agent_timeout"))
+    assert told[-1][0] == "g99 failed: agent_timeout"
+    now = 61.0
+    faults.tell("judge", "g100", EpisodeFailed("judge", "is down"))
+    assert told[-1][0] == "g100 failed: judge: is down (7 more of these were left out)"
+    faults.tell("judge", "g101", EpisodeFailed("judge", "is down"))
+    assert told[-1][0] == "g101 failed: judge: is down"
+
+
+def test_default_agent_is_an_agent_for_an_episode() -> None:
+    async def main() -> Trajectory:
+        return await Episode(FakeClient().generate(), Limits(60.0, 60.0, None)).play(SingleTurn(), PROMPT, one)
+
+    assert asyncio.run(main()).reward == 1.0

@@ -1,0 +1,64 @@
+"""Rank 0 at the rollout service's door: it asks until the batch is there, and says what it waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.trainer import feed
+from asyncrl.trainer.feed import RolloutDoor
+
+Answer = httpx.Response | Exception
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed.time, "sleep", lambda seconds: None)
+
+
+def door(*answers: Answer, timeout: float = 60.0) -> RolloutDoor:
+    """Gives these answers in turn, the last one for ever."""
+    left = list(answers)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    made = RolloutDoor("http://service", {}, timeout)
+    made._http.close()
+    made._http = httpx.Client(base_url="http://service", transport=httpx.MockTransport(handle))
+    return made
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("broken", [httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError])
+def test_batch_whose_transfer_broke_is_asked_for_again(broken: Callable[[str], Exception]) -> None:
+    assert door(broken("reset"), httpx.Response(200, content=b"batch")).batch(0, interrupt=never) == b"batch"
+
+
+def test_service_that_hangs_is_told_from_one_that_broke_off() -> None:
+    with pytest.raises(EngineError, match="the rollout service broke off: ReadTimeout"):
+        door(httpx.ReadTimeout("")).batch(0, interrupt=never)
+
+
+def test_wait_that_ends_says_what_the_rollout_side_waited_for() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"batch 3: step 3: g0 waits 63 s for its agent"):
+        door(httpx.Response(202, text="step 3: g0 waits 63 s for its agent"), timeout=0.0).batch(3, interrupt=never)
+
+
+def test_error_of_the_service_ends_the_wait_with_its_text() -> None:
+    text = "the ledger of tokens does not balance"
+    with pytest.raises(EngineError, match=text):
+        door(httpx.Response(500, text=text)).batch(0, interrupt=never)
+
+
+def test_wait_ends_when_no_batch_will_come() -> None:
+    assert door(httpx.Response(202)).batch(0, interrupt=lambda: True) == b""
