@@ -55,13 +55,9 @@ class Episode:
                     self._rest()
                     with raised_by("agent_error"):
                         trajectory = await agent.run(prompt, self)
+                        _check(trajectory, self._session.received)
                 finally:
                     self._silence = None  # requests that it left under way may end later
-            if trajectory.num_tokens > self._session.received:
-                raise EpisodeFailed(
-                    "agent_error",
-                    f"a trajectory of {trajectory.num_tokens} tokens, of which engines wrote {self._session.received}",
-                )
             self._session.wait_for(REWARD)
             reward = await score(trajectory)
             self._session.wait_for(NOTHING)
@@ -74,6 +70,14 @@ class Episode:
         if self._silence and not self._silence.expired():
             end = asyncio.get_running_loop().time() + self._limits.agent
             self._silence.reschedule(None if self._asking else end)
+
+
+def _check(trajectory: Trajectory, received: int) -> None:
+    """Token in, token out: an agent returns what engines wrote, and nothing else."""
+    if not trajectory.turns:
+        raise ValueError("a trajectory without a turn")
+    if trajectory.num_tokens > received:
+        raise ValueError(f"a trajectory of {trajectory.num_tokens} tokens, of which engines wrote {received}")
 
 
 @asynccontextmanager

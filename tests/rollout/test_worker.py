@@ -221,17 +221,25 @@ def test_agent_that_raises_every_time_ends_the_worker() -> None:
     asyncio.run(main())
 
 
-def test_agent_cannot_return_tokens_that_no_engine_wrote() -> None:
+@pytest.mark.parametrize(
+    ("turns", "text"),
+    [
+        (lambda found: [Turn([], found), Turn([1], found)], "a trajectory of 2 tokens, of which engines wrote 1"),
+        (lambda found: [], "a trajectory without a turn"),
+        (lambda found: None, "agent_error: TypeError"),
+    ],
+)
+def test_agent_can_return_only_what_engines_wrote(turns: Callable[[Any], Any], text: str) -> None:
     class Inventive:
         async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-            found = await generate(prompt.token_ids)
-            return Trajectory([Turn([], found), Turn([1], found)])
+            found = turns(await generate(prompt.token_ids))
+            return Trajectory([*found])
 
     async def main() -> None:
         site = Site(Inventive(), max_failures=1)
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
-        assert "a trajectory of 2 tokens, of which engines wrote 1" in str(list(leaves(caught.value)))
+        assert text in str(list(leaves(caught.value)))
 
     asyncio.run(main())
 
