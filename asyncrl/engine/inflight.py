@@ -173,7 +173,8 @@ class InFlight:
     ) -> list[Answer]:
         answers = [Answer(self.version) for _ in sessions]
         key, known = sessions[0].cached
-        self._needed += len(request["input_ids"]) - (known if key == request["extra_key"] and not begun else 0)
+        found = known if key == request["extra_key"] and not begun else 0
+        self._needed += len(request["input_ids"]) - found + len(sessions) - 1  # each prefills its last token itself
         why = "the stream ended before its last piece"
         try:
             async for piece in self._pieces(request, sessions[0].group or request["rid"]):

@@ -294,7 +294,7 @@ def test_session_says_whether_it_waits_for_a_publish_or_for_which_piece(monkeypa
 
 
 def test_what_must_be_prefilled_is_what_no_cache_can_hold() -> None:
-    """A prompt once for its siblings, of a later turn what is new, everything again under another key."""
+    """A prompt once for its siblings and its last token for each, of a later turn what is new, everything again under another key."""
     engine = FakeEngine(echo(3))
 
     async def play(client: Client) -> list[int]:
@@ -311,4 +311,4 @@ def test_what_must_be_prefilled_is_what_no_cache_can_hold() -> None:
         needed.append(client.inflight.take_needed())
         return [*needed, client.inflight.take_needed()]
 
-    assert asked(engine, play) == [3, 2, 9, 0]
+    assert asked(engine, play) == [3 + 3, 2, 9, 0]

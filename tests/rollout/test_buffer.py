@@ -13,7 +13,7 @@ from tests.rollout.schedules import Run, schedules
 
 
 @given(schedules(Run))
-@settings(max_examples=1000)
+@settings(max_examples=600)
 def test_every_schedule_keeps_the_bound_the_ledger_and_the_admission_and_ends(run: Run) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]

@@ -168,7 +168,7 @@ def played(world: str, in_play: int | None) -> Outcome:
     return simulate(Workload(episodes, BATCH, prompt=prompt, longest=12_000), setting, 12, warm=6)
 
 
-FIXED = (0, 64, 128, 256)
+FIXED = (0, 64, 256)
 """Episodes at once; 0: as many as the buffer admits."""
 
 

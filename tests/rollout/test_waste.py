@@ -55,7 +55,7 @@ wasteful = schedules(
 
 
 @given(wasteful)
-@settings(max_examples=1000)
+@settings(max_examples=600)
 def test_what_is_thrown_away_or_chosen_breaks_neither_bound_nor_ledger_nor_liveness(run: Wasteful) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]
