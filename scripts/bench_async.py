@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("overrides", nargs="*", help="--real: further settings of asyncrl-train, for both modes")
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=110)
     if options.real:
         print(json.dumps(rounded(real(options, console))))
         return

@@ -21,9 +21,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.planner.engine import EngineShape  # noqa: E402
-from asyncrl.planner.lengths import Lengths  # noqa: E402
-from asyncrl.planner.simulation import Episode, Outcome, Setting, Workload, simulate  # noqa: E402
+from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.lengths import Lengths
+from asyncrl.planner.simulation import Episode, Outcome, Setting, Workload, simulate
 
 BATCH, WARM = 32, 6
 FIXED = (64, 128, 256, 512, 1024)
