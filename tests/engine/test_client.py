@@ -294,7 +294,7 @@ def test_session_says_whether_it_waits_for_a_publish_or_for_which_piece(monkeypa
 
 
 def test_what_must_be_prefilled_is_what_no_cache_can_hold() -> None:
-    """A prompt once for its siblings and its last token for each; of a later turn what is new; all under another key."""
+    """A prompt once, and its last token for each sibling; of a later turn what is new; all under another key."""
     engine = FakeEngine(echo(3))
 
     async def play(client: Client) -> list[int]:
