@@ -30,7 +30,7 @@ run: setup  ## asyncrl-train ARGS="..."; without ARGS the embedded default
 test: unit integration  ## everything that needs no GPU
 
 unit: setup  ## the tests that start nothing
-	$(BIN)/pytest -q tests -m "not integration and not campaign and not gpu and not multi_gpu"
+	$(BIN)/pytest -q -n 2 tests -m "not integration and not campaign and not gpu and not multi_gpu"
 
 integration: setup  ## the tests on the real engine, router and Megatron
 	$(BIN)/pytest -q tests -m "integration and not campaign and not gpu and not multi_gpu"
