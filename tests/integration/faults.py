@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from asyncrl.addresses import Addresses
-from tests.integration.running import output, processes_of
+from tests.integration.running import descendants, output, processes_of
 
 KILLED, STOPPED, ROUTER_KILLED, ROUTER_STOPPED, CUT = (
     "engine killed",
@@ -73,6 +73,8 @@ class Injector:
         self._launcher, self._run_dir = launcher, run_dir
         self._timers: list[threading.Timer] = []
         self.done: Counter[str] = Counter()
+        self.seen: set[psutil.Process] = set()
+        """The run's processes around each fault."""
 
     def __enter__(self) -> Injector:
         return self
@@ -83,53 +85,54 @@ class Injector:
             timer.function(*timer.args)
 
     def inject(self, faults: Sequence[Fault]) -> None:
-        """All of them, each in its time; returns when the last stopped process may go on."""
+        """All of them, each in its time; those for which the run ends too early are left out."""
         for fault in faults:
             self._wait_for(fault.version)
             time.sleep(fault.delay)
             for name in [f"engine-{number}" for number in fault.engines] or ["router"]:
-                self._inject(fault, name)
-                self.done[fault.kind] += 1
-        for timer in self._timers:
-            timer.join()
+                self.done[fault.kind] += self._cut(fault, name) if fault.kind == CUT else self._hit(fault, name)
+            self._look()
 
     def _wait_for(self, version: int) -> None:
         file, deadline = self._run_dir / "ledger.json", time.monotonic() + WAIT
         while not file.exists() or json.loads(file.read_text())["version"] < version:
-            self._alive(f"version {version}")
-            assert time.monotonic() < deadline, f"no version {version} within {WAIT} s:\n{output(self._run_dir)}"
+            said = output(self._run_dir)[-5000:]
+            assert self._launcher.poll() is None, f"the run ended before version {version}:\n{said}"
+            assert time.monotonic() < deadline, f"no version {version} within {WAIT} s:\n{said}"
             time.sleep(0.02)
+        self._look()
 
-    def _inject(self, fault: Fault, name: str) -> None:
-        if fault.kind == CUT:
-            url = Addresses.read(self._run_dir).engines[int(name.removeprefix("engine-"))]
-            with suppress(httpx.TransportError):  # it is dead, or stopped
-                httpx.post(
-                    f"{url}/cut",
-                    json={"requests": fault.requests, "tokens": fault.tokens},
-                    timeout=2.0,
-                    trust_env=False,
-                )
-            return
+    def _look(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            self.seen |= set(descendants(self._launcher))
+
+    def _cut(self, fault: Fault, name: str) -> bool:
+        url = Addresses.read(self._run_dir).engines[int(name.removeprefix("engine-"))]
+        body = {"requests": fault.requests, "tokens": fault.tokens}
+        try:
+            httpx.post(f"{url}/cut", json=body, timeout=2.0, trust_env=False)
+        except httpx.TransportError:  # it is dead, or stopped
+            return False
+        return True
+
+    def _hit(self, fault: Fault, name: str) -> bool:
         members = self._members(name)
         _signal(members, signal.SIGKILL if fault.kind in (KILLED, ROUTER_KILLED) else signal.SIGSTOP)
         if fault.seconds:
             self._timers.append(threading.Timer(fault.seconds, _signal, [members, signal.SIGCONT]))
             self._timers[-1].start()
+        return bool(members)
 
     def _members(self, name: str) -> list[psutil.Process]:
-        """Its processes; waits until it was started again, if it is dead."""
+        """Its processes; waits until it was started again, if it is dead. None when the run has ended meanwhile."""
         deadline = time.monotonic() + WAIT
-        while True:
+        while self._launcher.poll() is None:
             with suppress(psutil.NoSuchProcess, KeyError):
                 leader = psutil.Process(processes_of(self._launcher, self._run_dir)[name])
                 return [leader, *leader.children(recursive=True)]
-            self._alive(f"the restart of {name}")
             assert time.monotonic() < deadline, f"{name} was not started again within {WAIT} s"
             time.sleep(0.05)
-
-    def _alive(self, before: str) -> None:
-        assert self._launcher.poll() is None, f"the run ended before {before}:\n{output(self._run_dir)[-5000:]}"
+        return []
 
 
 def _signal(processes: list[psutil.Process], number: int) -> None:
