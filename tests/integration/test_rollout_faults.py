@@ -87,7 +87,9 @@ def over_stubs(seed: int) -> Trial:
         "run.max_steps": STEPS,
         "engine.count": engines,
         "engine.request_timeout": 20,
-        "engine.request_fields": choose.choice(["{}", "{}", "{return_routed_experts:true}"]),  # past the router
+        **choose.choice(
+            [{}, {}, {"+engine.request_fields.return_routed_experts": "true"}]
+        ),  # the last: past the router
         "rollout.batch_groups": choose.randint(2, 4),
         "rollout.group_size": size,
         "rollout.max_staleness": bound,
