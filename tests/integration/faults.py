@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from asyncrl.addresses import Addresses
-from tests.integration.running import descendants, output, processes_of
+from tests.integration.running import TIMEOUT, descendants, output, processes_of
 
 KILLED, STOPPED, ROUTER_KILLED, ROUTER_STOPPED, CUT = (
     "engine killed",
@@ -27,8 +27,6 @@ KILLED, STOPPED, ROUTER_KILLED, ROUTER_STOPPED, CUT = (
     "router stopped",
     "streams reset",
 )
-WAIT = 120.0
-"""Seconds for a step, or for a process that was started again."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,11 @@ class Injector:
             self._look()
 
     def _wait_for(self, version: int) -> None:
-        file, deadline = self._run_dir / "ledger.json", time.monotonic() + WAIT
+        file, deadline = self._run_dir / "ledger.json", time.monotonic() + TIMEOUT
         while not file.exists() or json.loads(file.read_text())["version"] < version:
             said = output(self._run_dir)[-5000:]
             assert self._launcher.poll() is None, f"the run ended before version {version}:\n{said}"
-            assert time.monotonic() < deadline, f"no version {version} within {WAIT} s:\n{said}"
+            assert time.monotonic() < deadline, f"no version {version} within {TIMEOUT} s:\n{said}"
             time.sleep(0.02)
         self._look()
 
@@ -125,12 +123,12 @@ class Injector:
 
     def _members(self, name: str) -> list[psutil.Process]:
         """Its processes; waits until it was started again, if it is dead. None when the run has ended meanwhile."""
-        deadline = time.monotonic() + WAIT
+        deadline = time.monotonic() + TIMEOUT
         while self._launcher.poll() is None:
             with suppress(psutil.NoSuchProcess, KeyError):
                 leader = psutil.Process(processes_of(self._launcher, self._run_dir)[name])
                 return [leader, *leader.children(recursive=True)]
-            assert time.monotonic() < deadline, f"{name} was not started again within {WAIT} s"
+            assert time.monotonic() < deadline, f"{name} was not started again within {TIMEOUT} s"
             time.sleep(0.05)
         return []
 
