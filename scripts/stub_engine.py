@@ -13,9 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
+import socket
+import struct
 import sys
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +31,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from asyncrl.engine.control import RESTARTED
 from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine
 from asyncrl.planner.lengths import Lengths
 
@@ -43,7 +49,7 @@ class Sample:
     job: Job
     total: int
     told: int = 0
-    versions: list[list[int]] = field(default_factory=list)  # [version, start]
+    versions: list[tuple[str, int]] = field(default_factory=list)  # (version, start)
 
 
 @dataclass(eq=False)
@@ -53,15 +59,19 @@ class Stream:
     rid: str
     prompt: int
     samples: list[Sample]
-    events: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    cut_after: float = math.inf  # tokens
+    events: asyncio.Queue[tuple[bytes, int] | None] = field(default_factory=asyncio.Queue)  # with their tokens
 
 
 class Stub:
     """One engine."""
 
-    def __init__(self, shape: EngineShape, tokens: Callable[[Sequence[int], int, int], int], interval: int) -> None:
+    def __init__(
+        self, shape: EngineShape, tokens: Callable[[Sequence[int], int, int], int], interval: int, version: str = "0"
+    ) -> None:
         self._engine, self._tokens, self._interval = SimulatedEngine(shape), tokens, interval
-        self._version, self._label = 0, "0"
+        self._version = version
+        self._cuts: deque[int] = deque()
         self._streams: dict[Job, tuple[Stream, Sample]] = {}
         self._changed = asyncio.Event()
 
@@ -90,7 +100,9 @@ class Stub:
                 self._tell(*self._streams[job], "length" if job.finished else None)
 
     def _tell(self, stream: Stream, sample: Sample, finish: str | None) -> None:
-        upto = sample.total if finish == "length" else int(sample.job.done)
+        upto = sample.total if finish == "length" else min(sample.total, int(sample.job.done))
+        if upto == sample.total:
+            finish = "length"  # it was written before it was aborted
         ids = [*sample.header, *[0] * sample.total][sample.told : upto]
         meta: dict[str, Any] = {"id": stream.rid, "finish_reason": None}
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
@@ -101,9 +113,7 @@ class Stub:
             meta |= {
                 "finish_reason": {"type": finish},
                 "weight_versions": [
-                    {"version": str(version), "start": start, "end": end}
-                    for version, start, end in spans
-                    if end > start
+                    {"version": version, "start": start, "end": end} for version, start, end in spans if end > start
                 ],
                 "prompt_tokens": stream.prompt,
                 "completion_tokens": upto,
@@ -111,9 +121,8 @@ class Stub:
             }
             del self._streams[sample.job]
             stream.samples.remove(sample)
-        stream.events.put_nowait(
-            b"data: " + encode({"text": "", "output_ids": ids, "meta_info": meta, "index": sample.index}) + b"\n\n"
-        )
+        event = encode({"text": "", "output_ids": ids, "meta_info": meta, "index": sample.index})
+        stream.events.put_nowait((b"data: " + event + b"\n\n", len(ids)))
         if not stream.samples:
             stream.events.put_nowait(None)
 
@@ -122,11 +131,17 @@ class Stub:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Samples of one request stream side by side."""
         body = msgspec.json.decode(await request.read())
-        stream = self._accept(body)
+        stream, told = self._accept(body), 0
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
             await response.prepare(request)
-            while (event := await stream.events.get()) is not None:
+            while (item := await stream.events.get()) is not None:
+                event, tokens = item
+                told += tokens
+                if told > stream.cut_after:
+                    await response.write(event[: len(event) // 2])
+                    _reset(request.transport)
+                    return response
                 await response.write(event)
             await response.write(b"data: [DONE]\n\n")
         finally:
@@ -141,6 +156,8 @@ class Stub:
         prompt, said = split(ids)
         begun = said[-1]
         stream = Stream(body.get("rid", ""), len(ids), [])
+        if self._cuts:
+            stream.cut_after = self._cuts.popleft()
         for index in range(sampling["n"]):
             sibling = index if len(said) == 1 and not begun else (said[0] or [index])[0]
             length = self._tokens(prompt, sibling, len(said) - 1)
@@ -153,7 +170,7 @@ class Stub:
                 interval=self._interval,
             )
             header = [] if begun or len(said) > 1 else [sibling]
-            sample = Sample(index, header, job, total, versions=[[self._version, 0]])
+            sample = Sample(index, header, job, total, versions=[(self._version, 0)])
             stream.samples.append(sample)
             self._streams[job] = (stream, sample)
         now = asyncio.get_running_loop().time()
@@ -188,6 +205,16 @@ class Stub:
                 self._tell(stream, sample, "abort")
         self._changed.set()
 
+    async def flush(self, _: web.Request) -> web.Response:
+        """Nothing of an older version is kept under a name that a newer one would ask for."""
+        return web.json_response({"success": True})
+
+    async def cut(self, request: web.Request) -> web.Response:
+        """A fault: reset the connections of the next requests, each within the piece that exceeds so many tokens."""
+        body = await request.json()
+        self._cuts.extend([body["tokens"]] * body["requests"])
+        return web.json_response({"success": True})
+
     async def proceed(self, _: web.Request) -> web.Response:
         """Go on."""
         self._engine.resume(asyncio.get_running_loop().time())
@@ -196,16 +223,15 @@ class Stub:
 
     async def version(self, request: web.Request) -> web.Response:
         """The weights are others from here on."""
-        self._label = str((await request.json())["new_version"])
-        self._version = int(self._label)
+        self._version = str((await request.json())["new_version"])
         now = asyncio.get_running_loop().time()
         for job, (_, sample) in self._streams.items():
-            sample.versions.append([self._version, int(self._engine.written(job, now))])
-        return web.json_response({"success": True, "new_version": self._label})
+            sample.versions.append((self._version, min(sample.total, int(self._engine.written(job, now)))))
+        return web.json_response({"success": True, "new_version": self._version})
 
     async def model(self, _: web.Request) -> web.Response:
         """What it serves."""
-        return web.json_response({"model_path": "stub", "weight_version": self._label})
+        return web.json_response({"model_path": "stub", "weight_version": self._version})
 
     async def loads(self, _: web.Request) -> web.Response:
         """As SGLang's /v1/loads."""
@@ -249,7 +275,9 @@ class Stub:
                 web.post("/pause_generation", self.pause),
                 web.post("/continue_generation", self.proceed),
                 web.post("/abort_request", self.abort),
+                web.post("/flush_cache", self.flush),
                 web.post("/update_weight_version", self.version),
+                web.post("/cut", self.cut),
                 web.get("/model_info", self.model),
                 web.get("/v1/loads", self.loads),
                 web.get("/figures", self.figures),
@@ -265,6 +293,13 @@ def _end_with(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         traceback.print_exception(task.exception())
         os._exit(1)
+
+
+def _reset(connection: asyncio.BaseTransport | None) -> None:
+    """As a machine that goes down: what was not sent is lost, and the peer is told nothing but that."""
+    if isinstance(connection, asyncio.Transport):
+        connection.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.abort()
 
 
 def split(ids: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]]]:
@@ -293,6 +328,7 @@ def main() -> None:
     parser.add_argument("--shape", type=json.loads, default={}, help="asyncrl.planner.engine.EngineShape, as JSON")
     parser.add_argument("--interval", type=int, default=8, help="tokens of a piece")
     parser.add_argument("--core", type=int, help="processor to run on")
+    parser.add_argument("--start-after", type=float, default=0.0, help="seconds until it listens")
     options = parser.parse_args()
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})
@@ -301,7 +337,10 @@ def main() -> None:
     def tokens(prompt: Sequence[int], sibling: int, turn: int) -> int:
         return int(episodes(number_of(prompt))[sibling].turns[turn]) if episodes else options.tokens
 
-    asyncio.run(serve(options.ports, lambda: Stub(EngineShape(**options.shape), tokens, options.interval)))
+    restarts = int(os.environ.get("ASYNCRL_RESTARTS", "0"))  # as engine/serve.py: it has no version of the run's then
+    version = f"{RESTARTED}{restarts}" if restarts else "0"
+    time.sleep(options.start_after)
+    asyncio.run(serve(options.ports, lambda: Stub(EngineShape(**options.shape), tokens, options.interval, version)))
 
 
 async def serve(ports: Sequence[int], engine: Callable[[], Stub]) -> None:

@@ -39,7 +39,8 @@ from asyncrl.rollout.ledger import Ledger, Source
 from asyncrl.rollout.room import Room, Unbounded
 from asyncrl.types import Batch, Group, Prompt, encode
 
-POLL_SECONDS = 10.0
+POLL_SECONDS = 2.0
+"""Between two polls a trainer that waits looks for engines and routers that were started again (Fleet.reconcile)."""
 CHECK_SECONDS = 5.0
 """The ledger is checked at every batch and version, and between them when a group ends, but no oftener than this: it
 costs 0.8 ms with a thousand groups of 16 under way, 27 ms with ten thousand."""

@@ -18,9 +18,9 @@ TIMEOUT = 300.0
 
 
 @contextmanager
-def start(run_dir: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def start(run_dir: Path, *overrides: str, module: str = "asyncrl.launch.main") -> Iterator[subprocess.Popen[str]]:
     """asyncrl-train experiment=tiny with these overrides, its output in run_dir.out; ended when the block is left."""
-    command = [sys.executable, "-m", "asyncrl.launch.main", "experiment=tiny", f"run.dir={run_dir}", *overrides]
+    command = [sys.executable, "-m", module, "experiment=tiny", f"run.dir={run_dir}", *overrides]
     with run_dir.with_suffix(".out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
     try:
@@ -68,14 +68,14 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, time
 
 
 def processes_of(launcher: subprocess.Popen[str], run_dir: Path) -> dict[str, int]:
-    """Process ids by name: the launcher's own children, in the order in which it started them."""
-    names = [path.stem for path in sorted((run_dir / "logs").glob("*.log"), key=_order_of_start)]
-    children = sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.create_time())
-    return dict(zip(names, [child.pid for child in children], strict=True))
-
-
-def _order_of_start(log: Path) -> tuple[int, str]:
-    return ["engine", "router", "rollout", "trainer"].index(log.stem.partition("-")[0]), log.stem
+    """Process ids by name: the launcher's own children that live, each known by the log that it writes."""
+    found = {}
+    for child in psutil.Process(launcher.pid).children():
+        with suppress(OSError):  # it died meanwhile
+            log = Path(os.readlink(f"/proc/{child.pid}/fd/1"))
+            if log.parent == run_dir / "logs":
+                found[log.stem] = child.pid
+    return found
 
 
 def descendants(launcher: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -1,0 +1,55 @@
+"""A user's agents and reward, at fault where the question's record says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from asyncrl.agents.single_turn import SingleTurn
+from asyncrl.types import Generate, Prompt, Trajectory
+from scripts.slow_tools import SlowTools
+
+RAISES, HANGS = "reward raises", "agent hangs"
+"""Faults of a record."""
+
+
+def write_questions(path: Path, seed: int, *, raises: float, hangs: float) -> None:
+    """A thousand questions of three digits; these shares of them are at fault."""
+    choose = random.Random(seed)
+    faults = choose.choices([RAISES, HANGS, ""], [raises, hangs, 1 - raises - hangs], k=1000)
+    rows = [{"prompt": f"{number:03}", "answer": f"{number:03}", "fault": fault} for number, fault in enumerate(faults)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+async def _hang_where_told(prompt: Prompt, generate: Generate) -> None:
+    if prompt.question["row"]["fault"] == HANGS:
+        await generate(prompt.token_ids)
+        await asyncio.Event().wait()
+
+
+class OneTurn(SingleTurn):
+    """Against a real model."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """One turn, or none."""
+        await _hang_where_told(prompt, generate)
+        return await super().run(prompt, generate)
+
+
+class Turns(SlowTools):
+    """Against the stub: as many turns as the workload has."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """All turns, or none."""
+        await _hang_where_told(prompt, generate)
+        return await super().run(prompt, generate)
+
+
+def score(answer: str, row: dict[str, Any]) -> float:
+    """Whether the first digit was copied."""
+    if row["fault"] == RAISES:
+        raise KeyError("no reference")
+    return float(answer[:1] == row["prompt"][:1])

@@ -1,0 +1,49 @@
+"""asyncrl-train with stub engines (scripts/stub_engine.py) and a trainer that sleeps (stub_trainer.py).
+
+Everything else is the command's own: launcher, supervisor, watches and restarts, the router, the rollout process, the
+fleet and its publishes. `python -m tests.integration.stub_run OVERRIDES`, with a Workload in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncrl.launch import main as launcher
+from asyncrl.launch.plan import ProcessSpec, plan
+from tests.integration.workload import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+PIECE = 4
+"""Tokens between two pieces of a streamed answer."""
+
+
+def stubbed(*arguments: Any) -> list[ProcessSpec]:
+    """The plan of a run with other engines and another trainer."""
+    workload = Workload.read()
+    return [_stubbed(spec, workload) for spec in plan(*arguments)]
+
+
+def _stubbed(spec: ProcessSpec, workload: Workload) -> ProcessSpec:
+    if spec.ends_the_run:
+        return replace(spec, argv=[sys.executable, "-m", "tests.integration.stub_trainer", spec.argv[-1]])
+    if not spec.url:
+        return spec
+    stub = [
+        str(ROOT / "scripts/stub_engine.py"),
+        str(urlsplit(spec.url).port),
+        f"--lengths={json.dumps(workload.lengths)}",
+        f"--shape={json.dumps({'per_token': workload.per_token})}",
+        f"--interval={PIECE}",
+        f"--start-after={workload.start_after[int(spec.name.removeprefix('engine-'))]}",
+    ]
+    return replace(spec, argv=[sys.executable, *stub])
+
+
+if __name__ == "__main__":
+    launcher.plan = stubbed
+    launcher.main()

@@ -1,0 +1,124 @@
+"""A trainer that sleeps: python -m tests.integration.stub_trainer RUN_DIR.
+
+The loop, the door to the rollout process, the fleet and the publisher are the product's own (trainer/loop.py); what is
+missing is the arithmetic, and the bytes of the weights. Batches are kept in the run folder as they came.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from asyncrl import jsonl
+from asyncrl.addresses import LOST, Addresses
+from asyncrl.config import Config, read
+from asyncrl.engine.control import Fleet
+from asyncrl.engine.router import Workers
+from asyncrl.parallel import Parallel
+from asyncrl.trainer.feed import RolloutDoor
+from asyncrl.weights.bucket import Bucket
+from asyncrl.weights.publish import Publisher
+from asyncrl.weights.transport import Transport
+from tests.integration.publisher import ALONE
+from tests.integration.workload import Workload
+
+BATCHES = "batches"
+"""The folder with what the trainer received."""
+SIP, PAUSE = 256, 0.01
+"""Bytes that a slow reader takes at a time, and seconds between."""
+
+
+class NoWeights(Transport):
+    """A publish with all of its calls, and nothing to send."""
+
+    def described(self) -> Iterator[Any]:
+        """No tensors."""
+        return iter(())
+
+    def stream(self) -> Iterator[Any]:
+        """Nor their bytes."""
+        return iter(())
+
+    def send(self, flat: Tensor, bucket: Bucket) -> None:
+        """Never called."""
+        raise AssertionError("there is nothing to send")
+
+
+def main(run_dir: Path) -> None:
+    """Every batch of the run, as trainer/loop.py."""
+    config, addresses, workload = read(run_dir), Addresses.read(run_dir), Workload.read()
+    fleet = _fleet(config, addresses, run_dir)
+    door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
+    nothing: Any = NoWeights()
+    parallel = Parallel(**{**ALONE, "device": torch.device("cpu")})
+    publisher = Publisher(
+        parallel, fleet, nothing, nothing, config.weights, expected=_none, hold=door.hold, announce=door.announce
+    )
+    (run_dir / BATCHES).mkdir()
+    for version in range(config.run.max_steps):
+        time.sleep(workload.late.get(version, 0.0))
+        begun = read_slowly(addresses, version, workload.slow[version]) if version in workload.slow else b""
+        while not (data := door.batch(version, interrupt=fleet.needs_weights)):
+            publisher.publish(version)
+        assert data.startswith(begun), f"batch {version} was another when it was asked for again"
+        (run_dir / BATCHES / f"{version:06d}").write_bytes(data)
+        time.sleep(workload.train_seconds)
+        publisher.publish(version + 1)
+    jsonl.replace(run_dir / "summary.json", {"ledger": door.status()["ledger"]})
+
+
+def _fleet(config: Config, addresses: Addresses, run_dir: Path) -> Fleet:
+    """As trainer/__main__.py makes it."""
+    timeout = config.weights.timeout
+
+    def note(url: str, incarnation: str, reason: str) -> None:
+        jsonl.append(run_dir / LOST, {"engine": url, "incarnation": incarnation, "reason": reason, "time": time.time()})
+
+    router = Workers(addresses.router, addresses.api_key, timeout)
+    return Fleet(addresses.engines, addresses.api_key, timeout, router=router, on_lost=note)
+
+
+def _none() -> Any:
+    raise AssertionError("weights.verify is off")
+
+
+def read_slowly(addresses: Addresses, version: int, share: float) -> bytes:
+    """Read this share of a batch, some bytes at a time, and break off; returns what was read, nothing if there is none
+    yet."""
+    door = urlsplit(addresses.rollout)
+    reader = socket.socket()
+    with reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SIP)  # so that the sender feels it
+        reader.settimeout(30.0)
+        reader.connect((door.hostname, door.port))
+        authorization = f"Authorization: {addresses.headers['Authorization']}"
+        reader.sendall(f"GET /batch?version={version} HTTP/1.1\r\nHost: stub\r\n{authorization}\r\n\r\n".encode())
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            answer += reader.recv(SIP) or _closed()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            return b""
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        while len(body) < share * int(fields[b"content-length"]):
+            body += reader.recv(SIP) or _closed()
+            time.sleep(PAUSE)
+    return body
+
+
+def _closed() -> bytes:
+    raise AssertionError("the rollout service closed the connection of a slow reader")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,42 @@
+"""What the stub engines and the trainer of a stub run do (stub_run.py), handed on through the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from asyncrl.planner.lengths import Lengths
+from asyncrl.planner.simulation import Episode
+from scripts import slow_tools
+
+VARIABLE = "ASYNCRL_STUB_WORKLOAD"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the stubs do."""
+
+    lengths: dict[str, Any]  # planner.lengths.Lengths
+    per_token: float  # seconds of a decode step
+    start_after: list[float]  # of each engine: seconds until it listens
+    train_seconds: float
+    late: dict[int, float] = field(default_factory=dict)  # by version: seconds before its batch is asked for
+    slow: dict[int, float] = field(default_factory=dict)  # by version: share of its batch that is read at first
+
+    @classmethod
+    def read(cls) -> Workload:
+        """From the environment."""
+        values = json.loads(os.environ[VARIABLE])
+        by_version = {name: {int(key): value for key, value in values[name].items()} for name in ("late", "slow")}
+        return cls(**{**values, **by_version})
+
+    def environment(self) -> dict[str, str]:
+        """The inverse, and what the agent reads."""
+        return {VARIABLE: json.dumps(asdict(self)), slow_tools.VARIABLE: json.dumps(self.lengths)}
+
+    def episodes(self) -> Callable[[int], Sequence[Episode]]:
+        """The siblings of a question, by its number."""
+        return Lengths(**self.lengths).episodes()
