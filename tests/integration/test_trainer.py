@@ -200,7 +200,9 @@ def test_loss_gradient_and_new_weights_do_not_depend_on_the_layout(folder: Path,
             "tokens/trained",
             "correction/capped",
         ):
-            assert mine[name] == pytest.approx(theirs[name], rel=2e-5, abs=2e-6), name
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (
+                name
+            )  # TP sums in another order: 1e-5 here
     assert weights.keys() == reference_weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(
