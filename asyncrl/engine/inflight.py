@@ -28,7 +28,7 @@ Purpose = Literal["training", "evaluation"]
 HELD, FIRST, NEXT = "the end of a publish", "the first piece of an engine", "the next piece of an engine"
 """What a session waits for."""
 CAUSES = ("aborted", "broken", "overtaken")
-"""Why an answer is asked for anew: aborted by an update or its engine\'s loss, broken, or overtaken by a publish."""
+"""Why an answer is asked for anew: aborted by an update or its engine's loss, broken, or overtaken by a publish."""
 
 
 @dataclass
@@ -159,8 +159,10 @@ class InFlight:
             sent = _Request(asyncio.timeout(None), len(token_ids))
             self._opened(sent)
             try:
+                request = self._request(sessions, token_ids, begun)
+                self._needed += _needed(sessions, request, begun)
                 async with sent.scope:
-                    return await self._read(sent, sessions, self._request(sessions, token_ids, begun), begun)
+                    return await self._read(sent, sessions, request)
             except TimeoutError:
                 if not sent.scope.expired():
                     raise
@@ -168,13 +170,8 @@ class InFlight:
             finally:
                 self._closed(sent)
 
-    async def _read(
-        self, sent: _Request, sessions: Sequence[Listener], request: dict[str, Any], begun: int
-    ) -> list[Answer]:
+    async def _read(self, sent: _Request, sessions: Sequence[Listener], request: dict[str, Any]) -> list[Answer]:
         answers = [Answer(self.version) for _ in sessions]
-        key, known = sessions[0].cached
-        found = known if key == request["extra_key"] and not begun else 0
-        self._needed += len(request["input_ids"]) - found + len(sessions) - 1  # each prefills its last token itself
         why = "the stream ended before its last piece"
         try:
             async for piece in self._pieces(request, sessions[0].group or request["rid"]):
@@ -256,6 +253,13 @@ class InFlight:
             self._busy_since = now
         taken, self.figures = self.figures, Figures()
         return taken
+
+
+def _needed(sessions: Sequence[Listener], request: dict[str, Any], begun: int) -> int:
+    """Tokens that an engine must prefill for a request, however large its cache."""
+    key, known = sessions[0].cached
+    found = known if key == request["extra_key"] and not begun else 0
+    return len(request["input_ids"]) - found + len(sessions) - 1  # each sample prefills its last token itself
 
 
 def _all_wait_for(event: str, sessions: Sequence[Listener]) -> None:

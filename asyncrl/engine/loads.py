@@ -13,8 +13,6 @@ from asyncrl.errors import EngineError
 
 TIMEOUT = 5.0
 """Seconds; an engine that says nothing in time is left out."""
-ROOMY = 0.9
-"""Share of its cache in use below which an engine takes more."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,6 @@ class Load:
     """Tokens that it has prefilled so far, without those that it found in its cache."""
     prefill_seconds: float
     """Time that it spent on them."""
-
-    @property
-    def starved(self) -> bool:
-        """It would take more requests."""
-        return self.waiting == 0 and self.used < ROOMY * self.capacity
 
 
 class Loads:

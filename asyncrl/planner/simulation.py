@@ -135,7 +135,7 @@ class _Run:
         self.staleness: list[int] = []
         self._buffer = CohortBuffer(workload.batch_groups, setting.max_staleness, setting.lead, clock=lambda: self.now)
         self._engines = [SimulatedEngine(setting.shape) for _ in range(setting.engines)]
-        self._open = dict.fromkeys(range(setting.engines), 0)  # requests as the router counts them
+        self._open = dict.fromkeys(self._engines, 0)  # requests as the router counts them
         self._window = Window(workload.longest) if setting.in_play is None else None
         self._number = itertools.count()
         self._serial = itertools.count()
@@ -192,13 +192,12 @@ class _Run:
         size = len(self.workload.episodes(0))
         while self._may_start(size) and (ticket := self._buffer.admit()):
             episodes = self.workload.episodes(next(self._number))
-            number = min(self._open, key=self._open.__getitem__)  # the router's: the fewest requests
-            playing = _Playing(
-                ticket, len(episodes), sum(one.tokens for one in episodes), self._engines[number], -1, len(episodes)
-            )
-            self._in_play += len(episodes)
+            engine = min(self._open, key=self._open.__getitem__)  # the router's choice: the fewest requests
+            size, tokens = len(episodes), sum(one.tokens for one in episodes)
+            playing = _Playing(ticket, size, tokens, engine, -1, size)
+            self._in_play += size
             if self._window:
-                self._window.start(len(episodes))
+                self._window.start(size)
             self._send(partial(self._first_turns, playing, episodes))
 
     def _may_start(self, episodes: int) -> bool:
@@ -222,7 +221,7 @@ class _Run:
         session = id(episode) if len(episode.turns) > 1 else None
         job = Job(episode.turns[number], context, prefix, session, began=lambda: self._began(playing))
         self._jobs[job] = (playing, episode, number)
-        self._open[self._engines.index(playing.engine)] += 1
+        self._open[playing.engine] += 1
         playing.engine.submit(job, self.now)
 
     def _began(self, playing: _Playing) -> None:
@@ -231,7 +230,7 @@ class _Run:
 
     def _written(self, job: Job) -> None:
         playing, episode, number = self._jobs.pop(job)
-        self._open[self._engines.index(playing.engine)] -= 1
+        self._open[playing.engine] -= 1
         if number + 1 < len(episode.turns):
             context = job.context + job.tokens
             self._at(

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 
 from asyncrl.engine.loads import Load
 
+ROOMY = 0.9
+"""Share of its cache in use below which an engine takes more."""
 WASTED, MEMORY = 0.25, 0.9
 """Share of the engines' time that they may spend on prefilling again, and how much of an observation's weight the next
 one has: bursts are seen over ten."""
@@ -79,7 +81,7 @@ class Window:
             return
         if self.engines == 0:
             self.engines = max(1.0, sum(load.capacity for load in loads) / self._longest)
-        self._starved = any(load.starved for load in loads)
+        self._starved = any(load.waiting == 0 and load.used < ROOMY * load.capacity for load in loads)
         if not self._starved:
             self._growth = CAREFUL
         wasted = self._waste(loads, needed) / max(1e-9, seconds * len(loads))
@@ -101,9 +103,10 @@ class Window:
         """Seconds that engines spent on prefilling again, in sum."""
         before, self._seen = self._seen, list(loads)
         if len(before) != len(loads):
-            return 0.0  # an engine came or went
-        tokens = sum(now.prefilled - then.prefilled for then, now in zip(before, loads, strict=True))
-        spent = sum(now.prefill_seconds - then.prefill_seconds for then, now in zip(before, loads, strict=True))
+            return 0.0  # an engine came or went; one that was started again counts from 0
+        same = [(then, now) for then, now in zip(before, loads, strict=True) if then.prefilled <= now.prefilled]
+        tokens = sum(now.prefilled - then.prefilled for then, now in same)
+        spent = sum(now.prefill_seconds - then.prefill_seconds for then, now in same)
         return spent * max(0.0, 1.0 - needed / tokens) if tokens > 0 else 0.0
 
     def _cut(self, share: float) -> None:

@@ -1,9 +1,8 @@
 """Held-out accuracy: the engines that roll out answer questions that training never draws, beside training.
 
 Evaluation holds no ticket, and its tokens are counted apart; weights change under it, and its lines name the versions
-that answered.
-At most `eval.max_running` questions are in flight: what training's requests may find before them in an engine's queue,
-which serves both in the order of arrival, so that neither starves.
+that answered. At most `eval.max_running` questions are in flight: what training's requests may find before them in an
+engine's queue, which serves both in the order of arrival, so that neither starves.
 
 waits for     the answers (the client's deadlines), room under eval.max_running
 unblocked by  every question that is answered; the last evaluation of a run has the trainer's deadline

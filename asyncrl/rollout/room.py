@@ -1,6 +1,6 @@
 """Room for groups: who wants to start one waits here.
 
-waits for     a group to end, or the window to widen
+waits for     a group to end, or the window to widen; the deadline is the trainer's, for its batch
 unblocked by  `leave`, and `watch`, which asks the engines every PERIOD seconds
 """
 

@@ -44,12 +44,6 @@ def test_an_engine_is_the_sum_of_its_data_parallel_ranks() -> None:
     assert load_of([RANK, RANK]) == Load(6, 2, 1000.0, 2000.0, 1800.0, 5.0)
 
 
-def test_an_engine_takes_more_while_it_has_room_and_no_queue() -> None:
-    assert Load(3, 0, 500, 1000, 0, 0).starved
-    assert not Load(3, 1, 500, 1000, 0, 0).starved
-    assert not Load(3, 0, 950, 1000, 0, 0).starved
-
-
 def test_engines_that_are_dead_or_refuse_are_left_out() -> None:
     whole = httpx.Response(200, json={"loads": [RANK]})
     answers = {"a": whole, "b": httpx.ConnectError("refused"), "c": httpx.Response(503), "d": whole}

@@ -243,18 +243,12 @@ def check_real(trial: Trial, run_dir: Path) -> None:
     assert balanced(run_dir).groups.trained == REAL_STEPS * trial.overrides["rollout.batch_groups"]
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("seed", [7, 17])
+FEW = [pytest.param(seed, marks=pytest.mark.integration) for seed in (7, 17)]
+MANY = [pytest.param(seed, marks=pytest.mark.campaign) for seed in range(100, 100 + TRIALS)]
+
+
+@pytest.mark.parametrize("seed", [*FEW, *MANY])
 def test_faults_around_the_rollout_process_cost_no_token(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Counter[str]
-) -> None:
-    trial = over_stubs(seed)
-    check_batches(trial, play(trial, tmp_path, monkeypatch, tally))
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("seed", range(100, 100 + TRIALS))
-def test_faults_around_the_rollout_process_in_many_trials(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Counter[str]
 ) -> None:
     trial = over_stubs(seed)

@@ -82,14 +82,22 @@ def test_it_starts_with_what_fits_doubles_until_the_engines_are_full_then_grows_
     assert used_up(window, load(6000)) == pytest.approx(1.25 * full, rel=0.1)
 
 
-def test_an_engine_with_room_is_reason_enough_to_grow() -> None:
+@pytest.mark.parametrize(("used", "waiting", "grows"), [(3000, 0, True), (3000, 1, False), (9500, 0, False)])
+def test_one_engine_with_room_and_no_queue_is_reason_enough_to_grow(used: float, waiting: int, grows: bool) -> None:
     window = Window(longest=1000)
     used_up(window, load(3000))
     before = window.limit
     fill(window)
-    window.observe([load(9900, waiting=5), load(3000)], 1.0, 0.0)
+    window.observe([load(9900, waiting=5), load(used, waiting=waiting)], 1.0, 0.0)
     window.end(1)
-    assert window.limit > before
+    assert (window.limit > before) is grows
+
+
+def test_an_engine_that_was_started_again_counts_from_nothing_and_is_no_waste() -> None:
+    window = Window(longest=100)
+    for prefilled in (5000.0, 10.0, 20.0):
+        window.observe([load(prefilled=prefilled, prefill_seconds=prefilled / 10)], 1.0, 10.0)
+    assert window.wasted == 0.0
 
 
 def test_it_falls_once_for_what_is_in_play_when_every_queue_is_long() -> None:
