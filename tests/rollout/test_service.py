@@ -16,6 +16,7 @@ from asyncrl.errors import LedgerError
 from asyncrl.rollout import service as module
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.ledger import Ledger, Tokens
+from asyncrl.rollout.room import Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.types import decode_batch
 from tests.fakes import FakeClient, group, prompts
@@ -446,5 +447,34 @@ def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
         assert [ledger["version"] for ledger, _ in site.published] == list(range(1, 121))
         (told,) = [text for _, warnings in site.published for text in warnings]
         assert "mean length 2 against" in told
+
+    at(play)
+
+
+class Told(Unbounded):
+    """A room that keeps what it hears of batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int, bool]] = []
+
+    def taken(self, ready: int, batch: int, *, waited: bool) -> None:
+        self.batches.append((ready, batch, waited))
+
+
+def test_room_hears_of_every_batch_once_and_whether_the_trainer_had_to_wait() -> None:
+    async def play(site: Site) -> None:
+        site.service._room = room = Told()
+        await site.fill(4)
+        await site.http.get("/batch", params={"version": 0})
+        await site.http.get("/batch", params={"version": 0})  # the same bytes again
+        assert room.batches == [(2, 2, False)]
+        await site.http.post("/version", json={"version": 1})
+        await site.http.get("/batch", params={"version": 1})
+        await site.http.post("/version", json={"version": 2})
+        asking = asyncio.ensure_future(site.http.get("/batch", params={"version": 2}))
+        await asyncio.sleep(0.01)
+        await site.fill(2)
+        assert (await asking).status_code == 200
+        assert room.batches == [(2, 2, False), (0, 2, False), (0, 2, True)]
 
     at(play)
