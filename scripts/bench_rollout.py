@@ -31,10 +31,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from asyncrl.engine.client import Client  # noqa: E402
+from asyncrl.ports import free_port  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
 from asyncrl.rollout.ledger import Source  # noqa: E402
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
-from asyncrl.weights.distributed import free_port  # noqa: E402
 
 OWN_CORE, STUB_CORE = 0, 1
 PROMPT = [1, 2, 3, 4]

@@ -48,10 +48,11 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from asyncrl.config import Config  # noqa: E402
+from asyncrl.ports import free_port  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets  # noqa: E402
-from asyncrl.weights.distributed import free_port, group_beside_the_default  # noqa: E402
+from asyncrl.weights.distributed import group_beside_the_default  # noqa: E402
 from asyncrl.weights.layouts import dims_of  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
 from asyncrl.weights.reshard import Resharder  # noqa: E402

@@ -1,18 +1,13 @@
-"""What this machine offers: GPUs and free ports, found without torch."""
+"""What this machine offers a run: GPUs, found without torch, and ports."""
 
 from __future__ import annotations
 
 import os
-import random
-import socket
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError
 from asyncrl.launch.plan import Ports
-
-# below Linux's ephemeral range: no outgoing connection can take one meanwhile
-FIRST_PORT, LAST_PORT = 20000, 32000
+from asyncrl.ports import free_ports
 
 
 def count_gpus(configured: int | None) -> int:
@@ -26,27 +21,7 @@ def count_gpus(configured: int | None) -> int:
 
 
 def choose_ports(config: Config) -> Ports:
-    """Ports that were free a moment ago. SGLang derives further ports from its own, so engines stand apart."""
-    held: list[socket.socket] = []
-    try:
-        ports = [_free(config.cluster.host, held) for _ in range(config.engine.count + 4)]
-    finally:
-        for one in held:
-            one.close()
-    *engines, router, router_metrics, rollout, trainer = ports
-    return Ports(engines, router, router_metrics, rollout, trainer)
-
-
-def _free(host: str, held: list[socket.socket]) -> int:
-    for _ in range(200):
-        candidate = socket.socket()
-        try:
-            candidate.bind((host, random.SystemRandom().randrange(FIRST_PORT, LAST_PORT)))
-        except OSError:
-            candidate.close()
-            continue
-        held.append(candidate)
-        return int(candidate.getsockname()[1])
-    raise AsyncRLError(
-        f"no free port between {FIRST_PORT} and {LAST_PORT} on {host}: is cluster.host an address of this machine?"
-    )
+    """Ports for everything in the run that others connect to."""
+    engines = config.engine.count
+    found = free_ports(config.cluster.host, 2 * engines + 4)
+    return Ports(found[:engines], found[engines : 2 * engines], *found[2 * engines :])

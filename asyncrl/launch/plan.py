@@ -36,6 +36,7 @@ class Ports:
     """Free ports, chosen together."""
 
     engines: list[int]
+    engine_ranks: list[int]  # where the ranks of each engine find each other
     router: int
     router_metrics: int
     rollout: int
@@ -51,7 +52,7 @@ def plan(
     """
     numbers = visible_gpus.split(",") if visible_gpus else [str(number) for number in range(addresses.gpus)]
     return [
-        *_engines(config, addresses, numbers),
+        *_engines(config, addresses, ports, numbers),
         ProcessSpec(
             "router",
             router_argv(config.engine, addresses.router, ports.router_metrics),
@@ -91,10 +92,11 @@ def _shared_env(addresses: Addresses) -> dict[str, str]:
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
 
-def _engines(config: Config, addresses: Addresses, numbers: list[str]) -> list[ProcessSpec]:
+def _engines(config: Config, addresses: Addresses, ports: Ports, numbers: list[str]) -> list[ProcessSpec]:
     gpu = on_gpu(config.engine, addresses.gpus)
     first_gpu = config.trainer.world_size if on_gpu(config.trainer, addresses.gpus) else 0
     specs = []
+    one_group = int(config.engine.server_args.get("dp_size") or 1) == 1  # else SGLang wants a port for each replica
     by_ipc = config.weights.transport == "tensor"  # a handle opens only where the trainer's GPU is seen
     for number, url in enumerate(addresses.engines):
         first = first_gpu + number * config.engine.tensor_parallel
@@ -106,6 +108,7 @@ def _engines(config: Config, addresses: Addresses, numbers: list[str]) -> list[P
             seed=config.run.seed + number,
             custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
             base_gpu_id=first if gpu and by_ipc else None,
+            nccl_port=ports.engine_ranks[number] if one_group else None,
         )
         own = numbers if by_ipc else numbers[first : first + config.engine.tensor_parallel]
         visible = ",".join(own) if gpu else ""

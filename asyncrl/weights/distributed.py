@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from contextlib import suppress
 from datetime import timedelta
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from asyncrl.engine.control import Fleet, Refusal
 from asyncrl.errors import EngineError
+from asyncrl.ports import free_port
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.transport import Transport
 
@@ -124,13 +124,6 @@ class DistributedTransport(Transport):
             with suppress(RuntimeError):  # already broken
                 dist.destroy_process_group(self._group)
             self._group = None
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def group_beside_the_default(

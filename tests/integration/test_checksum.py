@@ -24,8 +24,8 @@ from omegaconf import OmegaConf
 
 from asyncrl.config import Config, load
 from asyncrl.engine.server import server_argv, server_env
-from asyncrl.launch.machine import choose_ports
 from asyncrl.launch.main import CONF
+from asyncrl.ports import free_port
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, parse
 from asyncrl.weights.folder import HFFolder
 
@@ -117,7 +117,7 @@ def engine_of(tp: int) -> Config:
 def serving(model: Path, tp: int) -> Iterator[str]:
     """The address of one engine, started as the launcher starts it and stopped when the block is left."""
     config = engine_of(tp)
-    url, log = f"http://127.0.0.1:{choose_ports(config).engines[0]}", model.with_suffix(".log")
+    url, log = f"http://127.0.0.1:{free_port('127.0.0.1')}", model.with_suffix(".log")
     argv, env = server_argv(config.engine, model, url, gpu=False, seed=0), server_env(config.engine, gpu=False)
     with log.open("w") as out:
         server = subprocess.Popen(argv, env={**os.environ, **env}, stdout=out, stderr=out, start_new_session=True)

@@ -18,7 +18,7 @@ from aiohttp import web
 from asyncrl.engine.choice import FORWARDED
 from asyncrl.engine.client import Client
 from asyncrl.engine.router import register, router_argv
-from asyncrl.weights.distributed import free_port
+from asyncrl.ports import free_ports
 from tests.fakes import completion, pieces, stream, tiny_config
 
 KEY = "the-run's-key"
@@ -39,7 +39,7 @@ class Recorder:
 
 @asynccontextmanager
 async def router_and_worker(folder: Path) -> AsyncIterator[tuple[str, Recorder]]:
-    worker_port, router_port, metrics_port = (free_port("127.0.0.1") for _ in range(3))
+    worker_port, router_port, metrics_port = free_ports("127.0.0.1", 3)
     recorder, app = Recorder(), web.Application()
     app.router.add_route("*", "/{path:.*}", recorder.handle)
     runner = web.AppRunner(app)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.machine import FIRST_PORT, LAST_PORT, choose_ports, count_gpus
+from asyncrl.launch.machine import choose_ports, count_gpus
 from asyncrl.launch.plan import Ports, ProcessSpec, plan
+from asyncrl.ports import FIRST_PORT, LAST_PORT
 from tests.fakes import addresses, tiny_config
 
-PORTS = Ports(engines=[20000, 20001, 20002], router=21000, router_metrics=21001, rollout=22000, trainer=23000)
+PORTS = Ports([20000, 20001, 20002], [24000, 24001, 24002], 21000, router_metrics=21001, rollout=22000, trainer=23000)
 RUN_DIR = Path("/runs/r")
 
 
@@ -147,9 +148,17 @@ def test_visible_devices_are_counted(visible: str, count: int, monkeypatch: pyte
 
 def test_ports_are_distinct_and_below_the_ephemeral_range() -> None:
     ports = choose_ports(tiny_config(**{"engine.count": 5}))
-    numbers = [*ports.engines, ports.router, ports.router_metrics, ports.rollout, ports.trainer]
-    assert len(set(numbers)) == 9
+    numbers = [*ports.engines, *ports.engine_ranks, ports.router, ports.router_metrics, ports.rollout, ports.trainer]
+    assert len(set(numbers)) == 14
     assert all(FIRST_PORT <= number < LAST_PORT for number in numbers)
+
+
+def test_the_ranks_of_an_engine_meet_at_a_port_of_ours() -> None:
+    """SGLang's own choice is ephemeral, and whoever connects somewhere in the seconds until it listens may get it."""
+    specs = made(2)
+    assert [flags(specs[f"engine-{i}"])["nccl-port"] for i in (0, 1)] == ["24000", "24001"]
+    replicas = made(2, **{"engine.server_args": {"dp_size": 2}})  # each of these needs one of its own
+    assert "nccl-port" not in flags(replicas["engine-0"])
 
 
 def test_addresses_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) -> None:
