@@ -72,10 +72,22 @@ class Generate(Protocol):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """`observation` is what was appended before the completion; empty in the first turn, which follows the prompt."""
+    """`observation` is what was appended before the completion; empty in the first turn, which follows the prompt.
+
+    Rewards of single turns and tokens stand beside that of the trajectory, and are added to it where an algorithm knows
+    only whole episodes.
+    """
 
     observation: list[int]
     completion: Completion
+    reward: float = 0.0
+    token_rewards: list[float] = []  # [T], or empty
+
+    def __post_init__(self) -> None:
+        if self.token_rewards and len(self.token_rewards) != len(self.completion.token_ids):
+            raise ValueError(
+                f"{len(self.token_rewards)} token rewards for {len(self.completion.token_ids)} tokens of a turn"
+            )
 
 
 class Trajectory(msgspec.Struct, frozen=True, array_like=True):

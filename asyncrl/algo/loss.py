@@ -1,12 +1,15 @@
-"""Policy losses per token, to be minimised. Notation (ALL in log space unless said otherwise, shape [T]):
+"""Policy losses per token, to be minimised. Adding one is one function and one row of LOSSES.
 
-    logprobs    l = log pi(token), the policy in training, with gradient
-    proximal    l_p, the policy that the step started from, no gradient
-    behaviour   l_mu, what the engine reported when it wrote the token
-    advantage   A
+    logprobs     l = log pi(token), the policy in training, with gradient           [T]
+    proximal     l_p, the policy that the optimizer steps of this batch started from [T]
+    behaviour    l_mu, what the engine reported when it wrote the token              [T]
+    advantages   A                                                                   [T]
 
-With one optimizer step per batch the proximal policy is the current one, so r = exp(l - l_p) = 1 and no extra forward
-pass is needed; the engine-trainer weight rho = exp(l_p - l_mu) carries staleness and numerical mismatch together.
+    r = pi / pi_p     how far this batch's own steps have gone: what clipping bounds
+    rho = pi_p / mu   engine against trainer, staleness and numerics together: what corrections weigh (correction.py)
+    w = pi / mu       both at once: losses that use it need no correction, and none may be added
+
+A micro-batch holds whole sequences, so that a loss of sequences finds all tokens of its own.
 """
 
 from __future__ import annotations
@@ -17,39 +20,143 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asyncrl.algo.table import TokenTable, known
+
+MAX_LOG_RATIO = 80.0  # exp of more leaves what float32 holds; closer bounds would end gradients that PPO keeps
+DPPO_MAX_RATIO = 20.0
+
 
 @dataclass(frozen=True)
 class LossParams:
     """The numbers that losses take."""
 
-    clip_low: float
-    clip_high: float
-    correction_cap: float
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+    dppo_trust: float = 0.2  # greatest distance between the two probabilities of a token
+    sapo_up: float = 1.0  # sapo's temperature where A > 0
+    sapo_down: float = 1.05  # and elsewhere
 
 
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor, LossParams], Tensor]
+Loss = Callable[[Tensor, TokenTable, LossParams], Tensor]
+"""(logprobs [T], the rows of the micro-batch, numbers) -> [T]."""
 
 
-def decoupled_ppo(
-    logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor, params: LossParams
-) -> Tensor:
-    """-min(rho, cap) * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+# -- against the proximal policy --------------------------------------------------------------------------------
 
-    Decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5), with clip-higher (DAPO,
-    arXiv 2503.14476) and the correction truncated as in TIS.
-    """
-    ratio = torch.exp(logprobs - proximal)
+
+def ppo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)): PPO, arXiv 1707.06347, with clip-higher (DAPO, arXiv
+    2503.14476); with `dual_clip` c, at most -A c where A < 0 (arXiv 1912.09729). With a correction of its own this is
+    decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5)."""
+    return _clipped(_ratio(logprobs, known(rows.proximal)), rows, params)
+
+
+def gspo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """PPO's loss of s = exp(mean over the sequence of log r), the same for all its tokens: GSPO, arXiv 2507.18071."""
+    ratio = torch.exp(_sequence_mean(logprobs - known(rows.proximal), rows))
+    return _clipped(ratio[rows.sample], rows, params)
+
+
+def gspo_token(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """The same value, its gradient through each token's own probability: GSPO-token, arXiv 2507.18071, section 4.3."""
+    ratio = torch.exp(_sequence_mean(logprobs.detach() - known(rows.proximal), rows))
+    return _clipped(ratio[rows.sample] * torch.exp(logprobs - logprobs.detach()), rows, params)
+
+
+def cispo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """-min(r, 1 + clip_high) A l, the weight without gradient: CISPO, arXiv 2506.13585, which has no lower bound."""
+    weight = _ratio(logprobs, known(rows.proximal)).detach().clamp(max=1.0 + params.clip_high)
+    return -weight * known(rows.advantages) * logprobs
+
+
+def sapo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """-4/t sigmoid(t (r - 1)) A, a soft gate with a temperature t for each sign of A: SAPO, arXiv 2511.20347."""
+    ratio = _ratio(logprobs, known(rows.proximal))
+    temperature = torch.where(known(rows.advantages) > 0, params.sapo_up, params.sapo_down)
+    return -4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0)) * known(rows.advantages)
+
+
+def policy_gradient(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """-r A l, the weight without gradient: the plain policy gradient, off the policy that the batch started from."""
+    return -_ratio(logprobs, known(rows.proximal)).detach() * known(rows.advantages) * logprobs
+
+
+def minirl(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """The same without the tokens that PPO's clip would give no gradient: MiniRL, arXiv 2512.01374 (whose weight pi/mu
+    is r rho: use it with a token correction)."""
+    ratio = _ratio(logprobs, known(rows.proximal)).detach()
+    gone = torch.where(known(rows.advantages) > 0, ratio > 1.0 + params.clip_high, ratio < 1.0 - params.clip_low)
+    return torch.where(gone, 0.0, -ratio * known(rows.advantages) * logprobs)
+
+
+# -- against what the engine wrote ------------------------------------------------------------------------------
+
+
+def dppo_tv(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """-min(w, 20) A l without gradient through the weight, where the token's probability has not yet moved by more
+    than dppo_trust in the direction that A wants: DPPO with binary total variation, arXiv 2602.04879."""
+    ratio = _ratio(logprobs, rows.behaviour).detach()
+    moved = logprobs.detach().exp() - rows.behaviour.exp()
+    gone = torch.where(known(rows.advantages) > 0, moved > params.dppo_trust, moved < -params.dppo_trust)
+    return torch.where(gone, 0.0, -ratio.clamp(max=DPPO_MAX_RATIO) * known(rows.advantages) * logprobs)
+
+
+def topr(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """-A l where A > 0, -min(w, 1) A l elsewhere: tapered off-policy REINFORCE, arXiv 2503.14286."""
+    weight = _ratio(logprobs, rows.behaviour).detach().clamp(max=1.0)
+    return -torch.where(known(rows.advantages) > 0, 1.0, weight) * known(rows.advantages) * logprobs
+
+
+def vespo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """-e^L W^k e^(-L W) A l, W = product of w over the sequence; (k, L) = (2, 3) where A >= 0, (3, 2) elsewhere. The
+    weight is 1 at W = 1, and has no gradient: VESPO, arXiv 2602.10693."""
+    log_ratio = rows.sum_per_sample(logprobs.detach() - rows.behaviour).clamp(max=MAX_LOG_RATIO)[rows.sample]
+    good = known(rows.advantages) >= 0
+    k, scale = torch.where(good, 2.0, 3.0), torch.where(good, 3.0, 2.0)
+    weight = torch.exp(scale + k * log_ratio - scale * log_ratio.exp())
+    return -weight * known(rows.advantages) * logprobs
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """A loss, and what must be known to use it rightly."""
+
+    loss: Loss
+    against: str  # "proximal": takes a correction; "behaviour": is one itself
+    sequences: bool = False  # its unit is the sequence: aggregation=sequence
+
+
+LOSSES: dict[str, LossRow] = {
+    "ppo": LossRow(ppo, "proximal"),
+    "gspo": LossRow(gspo, "proximal", sequences=True),
+    "gspo_token": LossRow(gspo_token, "proximal", sequences=True),
+    "cispo": LossRow(cispo, "proximal"),
+    "sapo": LossRow(sapo, "proximal"),
+    "policy_gradient": LossRow(policy_gradient, "proximal"),
+    "minirl": LossRow(minirl, "proximal"),
+    "dppo_tv": LossRow(dppo_tv, "behaviour"),
+    "topr": LossRow(topr, "behaviour"),
+    "vespo": LossRow(vespo, "behaviour"),
+}
+
+
+# -- parts ------------------------------------------------------------------------------------------------------
+
+
+def _ratio(logprobs: Tensor, other: Tensor) -> Tensor:
+    return torch.exp((logprobs - other).clamp(max=MAX_LOG_RATIO))
+
+
+def _sequence_mean(values: Tensor, rows: TokenTable) -> Tensor:
+    """[T] -> [S]; 0 for sequences that are not in this micro-batch."""
+    return rows.sum_per_sample(values) / rows.lengths().clamp(min=1)
+
+
+def _clipped(ratio: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    advantage = known(rows.advantages)
     clipped = ratio.clamp(1.0 - params.clip_low, 1.0 + params.clip_high)
-    return -_correction(proximal, behaviour, params) * torch.minimum(ratio * advantage, clipped * advantage)
-
-
-def tis(logprobs: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor, params: LossParams) -> Tensor:
-    """-min(rho, cap) * A * l: policy gradient with truncated importance sampling (Yao et al. 2025)."""
-    return -_correction(proximal, behaviour, params) * advantage * logprobs
-
-
-def _correction(proximal: Tensor, behaviour: Tensor, params: LossParams) -> Tensor:
-    return torch.exp(proximal - behaviour).clamp(max=params.correction_cap)
-
-
-LOSSES: dict[str, Loss] = {"decoupled_ppo": decoupled_ppo, "tis": tis}
+    loss = torch.maximum(-advantage * ratio, -advantage * clipped)
+    if params.dual_clip is None:
+        return loss
+    return torch.where(advantage < 0, torch.minimum(loss, -advantage * params.dual_clip), loss)

@@ -39,9 +39,7 @@ class Pack:
     logit_rows: Tensor  # [U] int64, row index of each hidden state that becomes logits
     row_of_target: Tensor  # [T] int64 into logit_rows
     targets: Tensor  # [T] int64
-    behaviour: Tensor  # [T] float32, the engine's log-probabilities
-    advantages: Tensor  # [T] float32
-    weights: Tensor  # [T] float32, share of the loss
+    table_rows: Tensor  # [T] int64, where the table of the batch holds what is known of them
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +100,7 @@ def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: in
     )
     positions = [*range(root), *(p for unit in units for p in unit.positions), *[0] * padding]
     index, visible, places = _attention(units, root, padding)
-    rows, row_of_target, trained = _targets(prompts, units)
+    rows, row_of_target, targets, table_rows = _targets(prompts, units)
     return Pack(
         torch.tensor(token_ids),
         torch.tensor(positions),
@@ -112,10 +110,8 @@ def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: in
         places,
         torch.tensor(rows, dtype=torch.int64),
         torch.tensor(row_of_target, dtype=torch.int64),
-        torch.tensor([sample.token_ids[t] for sample, t in trained], dtype=torch.int64),
-        torch.tensor([sample.logprobs[t] for sample, t in trained], dtype=torch.float32),
-        torch.tensor([sample.advantage for sample, _ in trained], dtype=torch.float32),
-        torch.tensor([sample.token_weight for sample, _ in trained], dtype=torch.float32),
+        torch.tensor(targets, dtype=torch.int64),
+        torch.tensor(table_rows, dtype=torch.int64),
     )
 
 
@@ -137,13 +133,12 @@ def _attention(units: list[_Unit], root: int, padding: int) -> tuple[Tensor, Ten
     return index, visible, torch.cat(places)
 
 
-def _targets(
-    prompts: list[Sequence[Sample]], units: list[_Unit]
-) -> tuple[list[int], list[int], list[tuple[Sample, int]]]:
-    """Which hidden states become logits, and which of them predicts each trained token."""
+def _targets(prompts: list[Sequence[Sample]], units: list[_Unit]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Which hidden states become logits; which of them predicts each trained token, the token, its row in the table."""
     rows: list[int] = []
     row_of_target: list[int] = []
-    trained: list[tuple[Sample, int]] = []
+    targets: list[int] = []
+    table_rows: list[int] = []
     for group, unit in zip(prompts, units, strict=True):
         last_of_prompt = len(rows)
         rows.append(unit.start + unit.prompt_len - 1)
@@ -156,8 +151,9 @@ def _targets(
                 else:
                     row_of_target.append(len(rows))
                     rows.append(unit.start + begin + t - 1)
-                trained.append((sample, t))
-    return rows, row_of_target, trained
+                targets.append(sample.token_ids[t])
+            table_rows += range(sample.first_row, sample.first_row + sample.num_trained)
+    return rows, row_of_target, targets, table_rows
 
 
 def _common_beginning(prompts: list[list[int]]) -> int:

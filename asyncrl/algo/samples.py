@@ -1,10 +1,14 @@
-"""Groups, as they came over the wire, into trainable samples with their advantages and their share of the loss."""
+"""Groups, as they came over the wire, into token sequences to train on, and each token's share of the loss."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.algo.advantage import ADVANTAGES
+import torch
+from torch import Tensor
+
+from asyncrl.algo.table import TokenTable
 from asyncrl.types import Group, Trajectory
 
 
@@ -12,16 +16,15 @@ from asyncrl.types import Group, Trajectory
 class Sample:
     """One token sequence after a prompt. `mask` marks what the policy wrote; only that is trained.
 
-    Example: a tool's answer [50, 51] between two completions [7, 8] and [9]:
-        token_ids [7, 8, 50, 51, 9]   mask [1, 1, 0, 0, 1]   logprobs [-.1, -.2, 0, 0, -.3]
+    Example: a tool's answer [50, 51] between two completions [7, 8] and [9], the third sample of a batch:
+        token_ids [7, 8, 50, 51, 9]   mask [1, 1, 0, 0, 1]   first_row 12: rows 12, 13 and 14 of the table
     """
 
     prompt_ids: list[int]  # [P]
     token_ids: list[int]  # [T]
     mask: list[bool]  # [T]
-    logprobs: list[float]  # [T] the engine's; 0 where mask is False
-    advantage: float
-    token_weight: float  # every trained token's share of the loss: the step's one denominator is inside
+    number: int  # of the sample in the table
+    first_row: int  # of its trained tokens in the table
 
     @property
     def num_trained(self) -> int:
@@ -29,39 +32,44 @@ class Sample:
         return sum(self.mask)
 
 
-def build_samples(groups: list[Group], *, advantage: str, aggregation: str, longest: int) -> list[list[Sample]]:
-    """Per group, its samples. The denominator counts every token or sequence of the batch, trained or not.
+def build_samples(groups: Sequence[Group]) -> list[list[Sample]]:
+    """Per group, its samples, in the order of `build_table`."""
+    found: list[list[Sample]] = []
+    number = row = 0
+    for group in groups:
+        found.append([])
+        for trajectory in group.trajectories:
+            found[-1].append(_sample(group.prompt_ids, trajectory, number, row))
+            number, row = number + 1, row + found[-1][-1].num_trained
+    return found
+
+
+def _sample(prompt_ids: list[int], trajectory: Trajectory, number: int, row: int) -> Sample:
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    for turn in trajectory.turns:
+        token_ids += [*turn.observation, *turn.completion.token_ids]
+        mask += [False] * len(turn.observation) + [True] * len(turn.completion.token_ids)
+    return Sample(prompt_ids, token_ids, mask, number, row)
+
+
+def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longest: int) -> Tensor:
+    """[N] each token's weight in the loss of one optimizer step over these samples; 0 for those of others.
 
     token:    loss = sum over tokens / N_tokens
     sequence: loss = sum over sequences of the mean over their tokens / N_sequences
     constant: loss = sum over tokens / (N_sequences * longest)      (Dr. GRPO, arXiv 2503.20783)
+
+    The denominator counts every token, or every sequence that has one, whether it will have a gradient or not.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    num_tokens = sum(trajectory.num_tokens for trajectory in trajectories)
-    num_sequences = sum(trajectory.num_tokens > 0 for trajectory in trajectories)
-
-    def token_weight(trajectory: Trajectory) -> float:
-        if aggregation == "token":
-            return 1.0 / max(1, num_tokens)
-        return 1.0 / max(1, num_sequences) / (max(1, trajectory.num_tokens) if aggregation == "sequence" else longest)
-
-    return [
-        [
-            _sample(group.prompt_ids, trajectory, value, token_weight(trajectory))
-            for trajectory, value in zip(
-                group.trajectories, ADVANTAGES[advantage]([t.reward for t in group.trajectories]), strict=True
-            )
-        ]
-        for group in groups
-    ]
-
-
-def _sample(prompt_ids: list[int], trajectory: Trajectory, advantage: float, token_weight: float) -> Sample:
-    token_ids: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    for turn in trajectory.turns:
-        token_ids += [*turn.observation, *turn.completion.token_ids]
-        mask += [False] * len(turn.observation) + [True] * len(turn.completion.token_ids)
-        logprobs += [0.0] * len(turn.observation) + turn.completion.logprobs
-    return Sample(prompt_ids, token_ids, mask, logprobs, advantage, token_weight)
+    chosen = torch.zeros(table.num_samples, dtype=torch.bool)
+    chosen[torch.tensor([sample.number for sample in samples], dtype=torch.int64)] = True
+    lengths = table.lengths() * chosen
+    num_tokens, num_sequences = max(1, int(lengths.sum())), max(1, int((lengths > 0).sum()))
+    if aggregation == "token":
+        of_sample = chosen / num_tokens
+    elif aggregation == "sequence":
+        of_sample = chosen / (lengths.clamp(min=1) * num_sequences)
+    else:
+        of_sample = chosen / (num_sequences * longest)
+    return table.per_token(of_sample.double())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.config.section import Count, Natural, NonNegative, Positive, Section, Share
 from asyncrl.errors import ConfigError
@@ -107,19 +107,85 @@ class Trainer(Section):
 
 
 class Algo(Section):
-    """Advantage, loss and correction."""
+    """Advantage, loss and corrections."""
 
-    advantage: Literal["grpo", "dr_grpo"]
-    """Group-relative advantage: divided by the group's standard deviation (grpo) or not (dr_grpo)."""
-    loss: Literal["decoupled_ppo", "tis"]
-    """decoupled_ppo: clipped surrogate times the capped engine correction; tis: policy gradient times it."""
+    advantage: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "maxrl",
+        "pass_at_k",
+        "grpo_passk",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "grpo_turn",
+    ]
+    """Estimator of advantages: one function of algo/advantage.py, which names its paper."""
+    discount: Share
+    """Decay of later rewards: per token in reinforce_pp, per turn in grpo_turn."""
+    pass_k: Count
+    """Of pass_at_k: the samples of which one must be right."""
+    correct_above: float
+    """Of pass_at_k: a sample is right when its reward is above this."""
+    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "policy_gradient", "minirl", "dppo_tv", "topr", "vespo"]
+    """Policy loss: one function of algo/loss.py, which names its paper."""
     clip_low: Share
     """Lower width of the clip: the ratio to the proximal policy stays above 1 - clip_low."""
     clip_high: NonNegative
     """Upper width of the clip: the ratio stays below 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None
+    """Where the advantage A is negative, the loss stays below -A times this; unset: it has no bound."""
+    dppo_trust: Positive
+    """Of dppo_tv: how far a token's probability may have moved from what the engine wrote it with."""
+    sapo_up: Positive
+    """Of sapo: temperature of the gate where the advantage is positive."""
+    sapo_down: Positive
+    """Of sapo: temperature of the gate elsewhere."""
+    proximal: Literal["start", "log_linear", "behaviour"]
+    """What clipping is measured from. start: the weights that the batch's steps start from (with one step they are the
+    current ones, and cost no pass of their own); log_linear: between the engine's and the current log-probabilities by
+    the tokens' age; behaviour: the engine's, in the place of any correction."""
+    correction: Literal["tis", "tis_sequence", "icepop"] | None
+    """Weight for the gap between engine and trainer; unset: none."""
     correction_cap: Positive
-    """Cap of the importance weight between the engine's and the trainer's probability (TIS)."""
+    """Largest weight: above it a token's is cut (tis), or the token masked (icepop)."""
+    correction_floor: NonNegative
+    """Smallest weight, in the same way."""
+    mask_sequence: tuple[NonNegative, Positive] | None
+    """Train only sequences whose weights multiply to a number between these; unset: all."""
+    mask_geometric: tuple[NonNegative, Positive] | None
+    """Train only sequences whose weights' geometric mean lies between these, as in [0.999, 1.001]; unset: all."""
+    mask_opsm: NonNegative | None
+    """Leave out sequences of negative advantage that have become less likely by more than this, nats per token."""
+    mask_lag: Natural | None
+    """Leave out tokens that are older than this, in versions."""
     aggregation: Literal["token", "sequence", "constant"]
     """Unit of the mean: tokens, sequences, or sequences of `rollout.max_new_tokens` tokens."""
     entropy_bonus: NonNegative
     """Coefficient of the entropy of the policy in the loss."""
+    mini_batches: Count
+    """Optimizer steps that share a batch, each with its part of the groups."""
+    epochs: Count
+    """How often a batch is gone through."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of one batch."""
+        return self.mini_batches * self.epochs
+
+    @model_validator(mode="after")
+    def _counts_nothing_twice(self) -> Algo:
+        itself = self.loss in ("dppo_tv", "topr", "vespo")  # tests hold this to LOSSES
+        if self.correction and (itself or self.proximal == "behaviour"):
+            with_what = f"algo.loss={self.loss}" if itself else f"algo.proximal={self.proximal}"
+            raise ConfigError(
+                "algo.correction", self.correction, f"{with_what} weighs this gap already: set algo.correction=null."
+            )
+        if self.loss in ("gspo", "gspo_token") and self.aggregation != "sequence":
+            raise ConfigError(
+                "algo.aggregation",
+                self.aggregation,
+                f"algo.loss={self.loss} is one of sequences: set sequence.",
+            )
+        return self

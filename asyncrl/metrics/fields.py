@@ -28,8 +28,13 @@ STEP = {
     "entropy": "mean entropy of the trained tokens; 0 unless algo.entropy_bonus is set",
     "logprob_gap/mean": "mean |log-probability of the trainer minus that of the engine| of the trained tokens",
     "logprob_gap/max": "its maximum",
+    "logprob_gap/p99": "its 99th percentile",
     "logprob_gap/kl": "k3 estimate of KL(engine || trainer)",
     "correction/capped": "share of tokens whose importance weight was cut at algo.correction_cap",
+    "correction/ess": "effective sample size of the importance weights, as a share of the tokens",
+    "correction/masked": "share of tokens that a correction took out",
+    "loss/clipped": "share of tokens whose ratio has left the clip in the direction that their advantage wants",
+    "steps/optimizer": "optimizer steps that were applied",
     "tokens/generated": "tokens that engines wrote for training since the step before, as the client counted them",
     "tokens/evaluation": "the same for evaluation",
     "tokens/running": "of groups in flight when the batch was taken (this and the next three: the ledger's)",
@@ -61,6 +66,9 @@ STEP = {
     "time/since_start": "since the command was given",
     "bytes/published": "bytes of weights sent by this rank",
 }
+
+# The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
+STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 
 # The same file, with rollout.max_running_groups=auto
 STEP_ADAPTIVE = {

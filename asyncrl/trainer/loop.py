@@ -34,7 +34,7 @@ def train(
                 publisher.publish(version)  # the engines that came back hold no weights of ours, and no other serves
 
         with log.span("train"):
-            figures = policy.update(batch.groups)
+            figures = policy.update(batch)
 
         version += 1
         with log.span("publish"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -37,8 +38,18 @@ def packs(draw: st.DrawFn) -> tuple[Groups, bool, int]:
 def _sample(prompt: list[int], rng: random.Random) -> Sample:
     length = rng.choice([0, 1, 1, 2, 5, 8])
     mask = [rng.random() < 0.8 for _ in range(length)]
-    logprobs = [-rng.random() if chosen else 0.0 for chosen in mask]
-    return Sample(prompt, [rng.randrange(VOCAB) for _ in range(length)], mask, logprobs, rng.gauss(0, 1), rng.random())
+    return Sample(prompt, [rng.randrange(VOCAB) for _ in range(length)], mask, 0, 0)
+
+
+def numbered(groups: Groups) -> Groups:
+    """The same samples at their rows of a table, with some rows between that are of others."""
+    row, found = 3, []
+    for group in groups:
+        found.append([])
+        for one in group:
+            found[-1].append(replace(one, first_row=row))
+            row += one.num_trained + 2
+    return found
 
 
 def seen_rows(p: Pack) -> list[set[int]]:
@@ -99,13 +110,11 @@ def _branches(groups: Groups, share: bool) -> list[list[int]]:
 
 
 @given(packs())
-def test_numbers_travel_with_their_tokens(case: tuple) -> None:
+def test_every_trained_token_knows_its_row_of_the_table(case: tuple) -> None:
     groups, share, multiple = case
-    p, expected = pack(groups, share=share, multiple=multiple), trained(groups)
-    torch.testing.assert_close(p.behaviour, torch.tensor([s.logprobs[t] for s, t in expected]))
-    torch.testing.assert_close(p.advantages, torch.tensor([s.advantage for s, _ in expected]))
-    torch.testing.assert_close(p.weights, torch.tensor([s.token_weight for s, _ in expected]))
-    assert {p.behaviour.dtype, p.advantages.dtype, p.weights.dtype} == {torch.float32}
+    groups = numbered(groups)
+    p = pack(groups, share=share, multiple=multiple)
+    assert p.table_rows.tolist() == [s.first_row + sum(s.mask[:t]) for s, t in trained(groups)]
     assert {p.token_ids.dtype, p.positions.dtype, p.targets.dtype, p.logit_rows.dtype} == {torch.int64}
 
 
@@ -182,7 +191,7 @@ def test_attention_over_the_pack_equals_attention_over_each_sequence(case: tuple
 
 
 def sample(prompt: list[int], tokens: list[int]) -> Sample:
-    return Sample(prompt, tokens, [True] * len(tokens), [-0.1] * len(tokens), 1.0, 1.0)
+    return Sample(prompt, tokens, [True] * len(tokens), 0, 0)
 
 
 def test_siblings_share_their_prompt() -> None:
@@ -215,7 +224,7 @@ def test_without_sharing_every_sample_has_its_own_prompt() -> None:
 
 
 def test_pack_without_a_trained_token_keeps_its_types() -> None:
-    p = pack([[Sample([1, 2], [3], [False], [0.0], 0.0, 0.0)]])
+    p = pack([[Sample([1, 2], [3], [False], 0, 0)]])
     assert (len(p.targets), len(p.row_of_target)) == (0, 0)
     assert p.targets.dtype == p.row_of_target.dtype == torch.int64
 

@@ -56,7 +56,7 @@ def groups() -> list[list[Sample]]:
     for tail in (3, 6):
         prompt = head + tokens(tail)
         ends = [tokens(count) for count in (5, 8)]
-        made.append([Sample(prompt, ids, [True] * len(ids), [0.0] * len(ids), 1.0, 1.0) for ids in ends])
+        made.append([Sample(prompt, ids, [True] * len(ids), 0, 0) for ids in ends])
     return made
 
 

@@ -63,9 +63,9 @@ class Bench:
         """Ask, train, publish, and so on."""
         config, trained, figures = self.config, [], []
         batches = synchronous.batches(ask, self.training, self.task, self.prompts.decode, config.rollout.batch_groups)
-        for groups in islice(batches, config.run.max_steps):
+        for version, groups in enumerate(islice(batches, config.run.max_steps)):
             trained.append(groups)
-            figures.append(self.policy.update(groups))
+            figures.append(self.policy.update(Batch(version, groups, {})))
             publish(len(trained))
         self.leave(trained, figures)
 

@@ -19,7 +19,7 @@ import msgspec  # noqa: E402
 from asyncrl.config import read  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.types import Group  # noqa: E402
+from asyncrl.types import Batch, Group  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 
 
@@ -29,7 +29,7 @@ def main(name: str, folders: list[Path]) -> None:
         config = read(folder)
         policy = Policy(config, folder / "model", parallel)
         groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
-        figures = [policy.update(groups) for _ in range(2)]
+        figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
         save_hf(folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer.dtype)
         if parallel.is_first:
             (folder / f"figures-{name}.json").write_text(json.dumps(figures))

@@ -159,9 +159,7 @@ def _updated(folder: Path, layout: str) -> dict[str, Outcome]:
 
 def _launch(folder: Path, name: str, models: list[str], settings: dict[str, Any]) -> dict[str, Outcome]:
     with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(
-            compose("train", ["experiment=tiny", "algo.loss=decoupled_ppo"]), resolve=True
-        )
+        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
     raw["trainer"].update(settings)
     raw["rollout"]["temperature"] = 0.8
     raw["trainer"]["optimizer"]["eps"] = (
@@ -243,10 +241,13 @@ def test_the_loss_is_that_of_transformers_and_plain_autograd(folder: Path, name:
     """An independent implementation: HF's model, one sequence at a time, the formula written out."""
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.algo.samples import build_samples
+    from asyncrl.algo.advantage import AdvantageParams, grpo
+    from asyncrl.algo.samples import build_samples, shares
+    from asyncrl.algo.table import build_table
 
     model = AutoModelForCausalLM.from_pretrained(folder / name / "model", dtype=torch.float32)
-    samples = [s for g in build_samples(_groups(3), advantage="grpo", aggregation="token", longest=3) for s in g]
+    table, samples = build_table(_groups(3), 0), [s for g in build_samples(_groups(3)) for s in g]
+    advantages, weights = grpo(table, AdvantageParams()), shares(table, samples, "token", 3)
     loss = torch.zeros(())
     for sample in samples:
         ids = torch.tensor([sample.prompt_ids + sample.token_ids])
@@ -254,10 +255,11 @@ def test_the_loss_is_that_of_transformers_and_plain_autograd(folder: Path, name:
         every = torch.log_softmax(logits, -1)
         chosen = every.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         mask = torch.tensor(sample.mask)
-        weight = (chosen.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=2.0)
-        entropy = -(every.exp() * every).sum(-1)
-        ratio = (chosen - chosen.detach()).exp()
-        loss = loss + sample.token_weight * ((-weight * ratio * sample.advantage - 0.01 * entropy) * mask).sum()
+        rows = slice(sample.first_row, sample.first_row + sample.num_trained)
+        weight = (chosen.detach()[mask] - table.behaviour[rows]).exp().clamp(max=2.0)
+        entropy = -(every.exp() * every).sum(-1)[mask]
+        ratio = (chosen - chosen.detach()).exp()[mask]
+        loss = loss + (weights[rows] * (-weight * ratio * advantages[rows] - 0.01 * entropy)).sum()
     loss.backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
     first = _updated(folder, "single")[name][0][0]

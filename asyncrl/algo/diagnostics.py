@@ -1,0 +1,57 @@
+"""What a batch's log-probabilities say about the gap between engine and trainer, and about what the loss left out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.table import TokenTable, known
+
+MAX_LAG = 8
+
+
+def gap_figures(table: TokenTable, seen: Tensor) -> dict[str, float]:
+    """Of the tokens that went through the model (`seen`, [N] bool), in natural logarithms.
+
+    logprob_gap/kl is the k3 estimate of KL(engine || trainer); correction/ess the effective sample size of the weights
+    pi / mu, as a share (Kong 1992); logprob_gap/lag<k> the mean gap of tokens that are k versions old (the last: or
+    more).
+    """
+    gap = (known(table.proximal) - table.behaviour)[seen]
+    if not len(gap):
+        names = ("mean", "max", "p99", "kl")
+        return {**{f"logprob_gap/{name}": 0.0 for name in names}, "correction/ess": 1.0}
+    size, weight = gap.abs(), gap.clamp(max=40.0).exp()
+    figures = {
+        "logprob_gap/mean": float(size.mean()),
+        "logprob_gap/max": float(size.max()),
+        "logprob_gap/p99": float(size.kthvalue(math.ceil(0.99 * len(size))).values),
+        "logprob_gap/kl": float((weight - 1 - gap).mean()),
+        "correction/ess": float(weight.sum() ** 2 / (weight.square().sum() * len(weight))),
+    }
+    lag = table.lag[seen].clamp(max=MAX_LAG)
+    return figures | {f"logprob_gap/lag{k}": float(size[lag == k].mean()) for k in torch.unique(lag).tolist()}
+
+
+def loss_figures(
+    table: TokenTable, logprobs: Tensor, factor: Tensor, seen: Tensor, *, cap: float, clip: tuple[float, float]
+) -> dict[str, float]:
+    """Shares of the tokens that went through the model: whose weight pi_p / mu lies above `cap`, whose correction is
+    zero, and whose ratio pi / pi_p has left `clip` (low, high) in the direction that their advantage wants."""
+    if not bool(seen.any()):
+        return dict.fromkeys(("correction/capped", "correction/masked", "loss/clipped"), 0.0)
+    rho = (known(table.proximal) - table.behaviour)[seen]
+    ratio = (logprobs - known(table.proximal))[seen].exp()
+    advantage = known(table.advantages)[seen]
+    clipped = ((advantage > 0) & (ratio > 1 + clip[1])) | ((advantage < 0) & (ratio < 1 - clip[0]))
+    return {
+        "correction/capped": _share(rho > math.log(cap)),
+        "correction/masked": _share(factor[seen] == 0),
+        "loss/clipped": _share(clipped),
+    }
+
+
+def _share(chosen: Tensor) -> float:
+    return float(chosen.double().mean())

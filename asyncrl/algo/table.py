@@ -1,0 +1,141 @@
+"""What the trainer knows of a batch: one row for every token that the policy wrote, in one order on every rank.
+
+    row        0 1 2 | 3 4 | 5 6 7 8 |           sample 3 wrote nothing: it has no row, and counts as a sample
+    sample     0 0 0   1 1   2 2 2 2
+    group      sample -> group, so that siblings are found by number and never by position
+
+The stages of a step (trainer/step.py) fill in the columns that the algorithm needs; packs refer to tokens by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.types import Group, Turn
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """N tokens of S samples of G groups. Numbers are float64: they are small, and differences of them matter."""
+
+    sample: Tensor  # [N] int64, ascending
+    turn: Tensor  # [N] int64, ascending within a sample
+    behaviour: Tensor  # [N] the engine's log-probabilities
+    lag: Tensor  # [N] int64, version in training minus the version that wrote the token
+    group: Tensor  # [S] int64
+    reward: Tensor  # [S] of the whole episode
+    truncated: Tensor  # [S] bool, ended by length
+    token_reward: Tensor  # [N] given to single tokens or, at their last token, to turns; beside `reward`
+    # filled in by the step
+    proximal: Tensor | None = None  # [N] log-probabilities of the policy that the step starts from
+    reference: Tensor | None = None  # [N] of the reference model
+    teacher: Tensor | None = None  # [N] of the teacher
+    values: Tensor | None = None  # [N] of the critic, before the update
+    advantages: Tensor | None = None  # [N]
+    keep: Tensor | None = None  # [N] bool, False where a decision over the whole batch takes a token out
+    weights: Tensor | None = None  # [N] each token's share of the loss: the optimizer step's one denominator is inside
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.sample)
+
+    @property
+    def num_samples(self) -> int:
+        """S."""
+        return len(self.group)
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return int(self.group.max()) + 1 if len(self.group) else 0
+
+    def lengths(self) -> Tensor:
+        """[S] trained tokens of each sample."""
+        return torch.bincount(self.sample, minlength=self.num_samples)
+
+    def per_token(self, of_samples: Tensor) -> Tensor:
+        """[S] -> [N]: what is a sample's holds for each of its tokens."""
+        return of_samples[self.sample]
+
+    def sum_per_sample(self, of_tokens: Tensor) -> Tensor:
+        """[N] -> [S]."""
+        return of_tokens.new_zeros(self.num_samples).index_add(0, self.sample, of_tokens)
+
+    def last_rows(self) -> Tensor:
+        """Rows of the last token of each sample that wrote any."""
+        lengths = self.lengths()
+        return (lengths.cumsum(0) - 1)[lengths > 0]
+
+    def rows(self, where: Tensor, dtype: torch.dtype) -> TokenTable:
+        """The rows [T] of a micro-batch, numbers as `dtype`; the columns of samples stay whole, and so do numbers."""
+
+        def chosen(name: str, column: Tensor) -> Tensor:
+            column = column if name in PER_SAMPLE else column.index_select(0, where)
+            return column.to(dtype) if column.is_floating_point() else column
+
+        return self._with_columns(chosen)
+
+    def to(self, device: torch.device) -> TokenTable:
+        """The same on another device."""
+        return self._with_columns(lambda _, column: column.to(device))
+
+    def _with_columns(self, change: Callable[[str, Tensor], Tensor]) -> TokenTable:
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: x if x is None else change(name, x) for name, x in columns.items()}
+        return TokenTable(**changed)
+
+
+def known(column: Tensor | None) -> Tensor:
+    """A column that the step has filled in."""
+    assert column is not None
+    return column
+
+
+PER_SAMPLE = ("group", "reward", "truncated")
+
+
+def build_table(groups: Sequence[Group], version: int) -> TokenTable:
+    """The table of the groups that version `version` is trained on, in order, and their trajectories in order."""
+    sample: list[int] = []
+    turn: list[int] = []
+    behaviour: list[float] = []
+    lag: list[int] = []
+    token_reward: list[float] = []
+    trajectories = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories]
+    for row, (_, trajectory) in enumerate(trajectories):
+        for place, one in enumerate(trajectory.turns):
+            written = one.completion
+            sample += [row] * len(written.token_ids)
+            turn += [place] * len(written.token_ids)
+            behaviour += written.logprobs
+            for span in written.versions:
+                lag += [version - span.version] * (span.end - span.start)
+            token_reward += _turn_rewards(one)
+    return TokenTable(
+        torch.tensor(sample, dtype=torch.int64),
+        torch.tensor(turn, dtype=torch.int64),
+        torch.tensor(behaviour, dtype=torch.float64),
+        torch.tensor(lag, dtype=torch.int64),
+        torch.tensor([number for number, _ in trajectories], dtype=torch.int64),
+        torch.tensor([trajectory.reward for _, trajectory in trajectories], dtype=torch.float64),
+        torch.tensor(
+            [bool(t.turns) and t.turns[-1].completion.finish_reason == "length" for _, t in trajectories],
+            dtype=torch.bool,
+        ),
+        torch.tensor(token_reward, dtype=torch.float64),
+    )
+
+
+def _turn_rewards(turn: Turn) -> list[float]:
+    """One number for each token of a turn: its own, and the turn's at the last."""
+    length = len(turn.completion.token_ids)
+    rewards = list(turn.token_rewards) or [0.0] * length
+    if length:
+        rewards[-1] += turn.reward
+    return rewards

@@ -1,0 +1,113 @@
+"""Megatron's GPT on this rank: its chunks of layers, and passes over packs with or without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from asyncrl.algo.pack import Pack
+from asyncrl.config import Trainer
+from asyncrl.parallel import Parallel
+from asyncrl.trainer import model as megatron
+from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.reshard import Resharder
+
+Visit = Callable[[Tensor, Pack], Tensor]
+"""What the last stage does with the logits [U, V / tp] of a pack; returns the loss, or anything in a pass without
+gradient."""
+
+
+class Network:
+    """Under data parallelism, with gradients in float32. Under virtual pipelining a rank holds several chunks of
+    layers, each a model of its own."""
+
+    def __init__(self, trainer: Trainer, folder: Path, parallel: Parallel) -> None:
+        self.hf = megatron.read_hf_config(folder)
+        self.config = megatron.transformer_config(self.hf, trainer)
+        stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
+        chunks = [megatron.build_model(self.hf, self.config, stage).to(parallel.device) for stage in stages]
+        half = trainer.dtype == "bfloat16"
+        inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
+        self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
+        self.weights.load(folder)  # after the cast, which could round what stays float32
+        self.sharded = parallel.dp > 1  # with one replica the distributed optimizer only adds copies of every buffer
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.sharded)
+        for chunk in chunks:
+            _mark_experts(chunk)
+        self.wrapped = [DistributedDataParallel(self.config, ddp, module) for module in inner]
+        self._inner = dict(zip(self.wrapped, chunks, strict=True))
+        # Two stages are each other's next and previous: without overlap one batch would mix both directions' shapes.
+        self.config.overlap_p2p_comm = len(chunks) > 1
+        self.config.finalize_model_grads_func = finalize_model_grads
+        for chunk in self.wrapped:
+            chunk.train()
+
+    def train(self, packs: list[Pack], visit: Visit) -> None:
+        """Accumulate the gradient of the sum of all losses, in the gradient buffers, over all ranks."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self._run(packs, visit, forward_only=False)
+
+    @torch.no_grad()
+    def score(self, packs: list[Pack], visit: Visit) -> None:
+        """The same packs without gradient."""
+        self._run(packs, visit, forward_only=True)
+
+    @contextmanager
+    def holding(self, weights: Mapping[torch.nn.Parameter, Tensor]) -> Iterator[None]:
+        """Other weights in the same network, for passes without gradient."""
+        own = {parameter: parameter.data for parameter in weights}
+        try:
+            for parameter, data in weights.items():
+                parameter.data = data.to(parameter.device, non_blocking=True)
+            yield
+        finally:
+            for parameter, data in own.items():
+                parameter.data = data
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """All of this rank."""
+        for chunk in self.wrapped:
+            yield from chunk.parameters()
+
+    def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
+        def forward_step(batches: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            batch = next(batches)
+
+            def loss_function(logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                loss = visit(logits[0], batch)
+                # zero tokens: Megatron must not divide again, the weights hold the step's one denominator
+                return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
+
+            return megatron.forward(model, self._inner[model], batch), loss_function
+
+        interleaved = len(self.wrapped) > 1
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(packs) for _ in self.wrapped] if interleaved else iter(packs),
+            model=self.wrapped if interleaved else self.wrapped[0],
+            num_microbatches=len(packs),
+            seq_length=max(pack.num_tokens for pack in packs),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+def _mark_experts(chunk: torch.nn.Module) -> None:
+    """Sum the gradients of routed experts over their own replicas. Megatron 0.16 marks them under expert parallelism
+    only, and would sum shards that differ, or miss tokens, where expert_tensor_parallel is not tensor_parallel."""
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]

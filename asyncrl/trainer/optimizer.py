@@ -1,0 +1,99 @@
+"""AdamW with fp32 master weights, its schedule, and steps that are refused when their gradient is bad."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from asyncrl.config import Trainer
+from asyncrl.errors import BadStep
+from asyncrl.trainer.network import Network
+
+
+class Optimizer:
+    """The optimizer of one network. `max_steps` is where the decay ends, unless decay_steps says otherwise."""
+
+    def __init__(self, trainer: Trainer, network: Network, max_steps: int) -> None:
+        self._trainer, self._network = trainer, network
+        settings = trainer.optimizer
+        self._optimizer: Any = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.eps,
+                weight_decay=settings.weight_decay,
+                clip_grad=settings.clip_grad,
+                bf16=trainer.dtype == "bfloat16",
+                params_dtype=getattr(torch, trainer.dtype),
+                use_distributed_optimizer=network.sharded,
+            ),
+            network.wrapped,
+        )
+        network.config.grad_scale_func = self._optimizer.scale_loss
+        if next(network.parameters()).device.type == "cpu":
+            for part in self._parts():  # torch's default loops over tensors; fused halves the optimizer's time
+                for group in part.optimizer.param_groups:
+                    group["fused"], group["foreach"] = True, False
+        self._schedule = OptimizerParamScheduler(
+            self._optimizer,
+            init_lr=0.0,
+            max_lr=settings.lr,
+            min_lr=settings.min_lr if settings.schedule != "constant" else 0.0,
+            lr_warmup_steps=settings.warmup_steps,
+            lr_decay_steps=settings.decay_steps or max_steps,
+            lr_decay_style=settings.schedule,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+        )
+        self._schedule.step(increment=1)  # update k takes the rate of step k: none is spent at a warm-up's zero
+        self._bad_steps = 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        """Before the gradient of a step is accumulated."""
+        self._optimizer.zero_grad()
+
+    def step(self) -> tuple[float, bool]:
+        """Apply the gradient, unless it is bad. Returns its norm before clipping, and whether it was applied."""
+        trainer = self._trainer
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        bad = not math.isfinite(norm) or (trainer.bad_grad_norm is not None and norm > trainer.bad_grad_norm)
+        if bad:
+            self._bad_steps += 1
+            if trainer.on_bad_step == "stop" or self._bad_steps >= trainer.max_bad_steps:
+                raise BadStep(self._describe(norm))
+            return norm, False
+        self._bad_steps = 0
+        if trainer.optimizer.clip_grad > 0:
+            for optimizer in self._parts():
+                if parameters := optimizer.get_parameters():  # a stage may hold no expert
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=trainer.optimizer.clip_grad, total_norm=norm)
+        self._optimizer.step_with_ready_grads()
+        self._schedule.step(increment=1)
+        return norm, True
+
+    def _parts(self) -> list[Any]:
+        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+
+    def _describe(self, norm: float) -> str:
+        t = self._trainer
+        return (
+            f"gradient norm {norm}, bad step {self._bad_steps} in a row (trainer.bad_grad_norm={t.bad_grad_norm}, "
+            f"trainer.on_bad_step={t.on_bad_step}, trainer.max_bad_steps={t.max_bad_steps}). "
+            "Lower trainer.optimizer.lr, or look at reward and logprob_gap of the last steps in metrics.jsonl."
+        )
