@@ -164,6 +164,21 @@ class Algo(Section):
     """Unit of the mean: tokens, sequences, or sequences of `rollout.max_new_tokens` tokens."""
     entropy_bonus: NonNegative
     """Coefficient of the entropy of the policy in the loss."""
+    kl_coefficient: NonNegative
+    """Weight of the KL to the reference model."""
+    kl_estimator: Literal["k1", "k2", "k3", "ratio"]
+    """Estimator of it: one function of algo/kl.py, which tells what each is good for."""
+    kl_place: Literal["reward", "loss"]
+    """Taken off the reward of each token, or added to its loss."""
+    kl_meter_every: Natural
+    """Measure the KL to the reference every so many batches, as kl/reference; 0: only where kl_coefficient needs it."""
+    reference_path: str | None
+    """The reference model: an HF folder of the policy's architecture; unset: the model that training starts from."""
+    reference_offload: bool
+    """Keep the reference's weights in host memory between its passes."""
+    trust_region: Positive | None
+    """Leave out a batch's further optimizer steps once the policy has moved this far from where they started, as the
+    mean over tokens of KL(start || policy); unset: no bound."""
     mini_batches: Count
     """Optimizer steps that share a batch, each with its part of the groups."""
     epochs: Count
@@ -181,6 +196,10 @@ class Algo(Section):
             with_what = f"algo.loss={self.loss}" if itself else f"algo.proximal={self.proximal}"
             raise ConfigError(
                 "algo.correction", self.correction, f"{with_what} weighs this gap already: set algo.correction=null."
+            )
+        if self.kl_coefficient and self.kl_place == "loss" and self.kl_estimator == "k1":
+            raise ConfigError(
+                "algo.kl_estimator", "k1", "Its gradient is zero in expectation: take k2 or ratio, or kl_place=reward."
             )
         if self.loss in ("gspo", "gspo_token") and self.aggregation != "sequence":
             raise ConfigError(

@@ -67,6 +67,9 @@ STEP = {
     "bytes/published": "bytes of weights sent by this rank",
 }
 
+# The same file, where algo.kl_coefficient or algo.kl_meter_every asks for a reference
+STEP_REFERENCE = {"kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the step's start"}
+
 # The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
 STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 

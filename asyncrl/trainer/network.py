@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +64,10 @@ class Network:
         """The same packs without gradient."""
         self._run(packs, visit, forward_only=True)
 
-    @contextmanager
-    def holding(self, weights: Mapping[torch.nn.Parameter, Tensor]) -> Iterator[None]:
-        """Other weights in the same network, for passes without gradient."""
-        own = {parameter: parameter.data for parameter in weights}
-        try:
-            for parameter, data in weights.items():
-                parameter.data = data.to(parameter.device, non_blocking=True)
-            yield
-        finally:
-            for parameter, data in own.items():
-                parameter.data = data
+    def tensors(self) -> list[Tensor]:
+        """Every parameter and persistent buffer: what a checkpoint holds, itself and not a copy."""
+        states = [chunk.state_dict(keep_vars=True) for chunk in self._inner.values()]
+        return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All of this rank."""

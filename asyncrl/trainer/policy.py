@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.correction import CorrectionParams, correction, log_linear_proximal
 from asyncrl.algo.diagnostics import gap_figures, loss_figures
+from asyncrl.algo.kl import ESTIMATORS, k3
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import Sample, build_samples, shares
@@ -22,6 +23,7 @@ from asyncrl.trainer.logprobs import token_entropy, token_logprobs
 from asyncrl.trainer.microbatches import packs_of_rank
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.optimizer import Optimizer
+from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.seen import Seen
 from asyncrl.types import Batch
 
@@ -36,6 +38,8 @@ class Policy:
         self.network = Network(config.trainer, folder, parallel)
         self.weights, self.hf = self.network.weights, self.network.hf
         self._optimizer = Optimizer(config.trainer, self.network, config.run.max_steps)
+        wanted = config.algo.kl_coefficient > 0 or config.algo.kl_meter_every > 0
+        self._reference = self._load_reference(folder) if wanted else None
         self._advantage = _taken(AdvantageParams, config.algo)
         self._correction = _taken(CorrectionParams, config.algo)
         self._clip = _taken(LossParams, config.algo)
@@ -49,8 +53,13 @@ class Policy:
         """The optimizer steps of one batch. Returns its figures, the same on every rank."""
         algo = self.config.algo
         table, groups = build_table(batch.groups, batch.version), build_samples(batch.groups)
-        if algo.steps > 1:  # with one step the policy that it starts from is the one that it runs
+        if self._reference and (algo.kl_coefficient or batch.version % max(1, algo.kl_meter_every) == 0):
+            with self._reference.in_place():
+                table = replace(table, reference=self._score(groups, table))
+        if algo.steps > 1 or self._kl_in("reward"):  # one step starts from the policy that it runs
             table = replace(table, proximal=self._score(groups, table))
+        if self._kl_in("reward"):
+            table = replace(table, token_reward=table.token_reward - self._kl(known(table.proximal), table))
         table = replace(table, advantages=ADVANTAGES[algo.advantage](table, self._advantage))
         return self._train(groups, table)
 
@@ -70,9 +79,9 @@ class Policy:
         return columns["logprobs"]
 
     def _train(self, groups: Groups, table: TokenTable) -> dict[str, float]:
-        seen = Seen(table.num_tokens, self.parallel)
+        algo, seen = self.config.algo, Seen(table.num_tokens, self.parallel)
         lr, norms, bad, trained = self._optimizer.lr, [0.0], 0, 0
-        for chosen in self._mini_batches(groups):
+        for number, chosen in enumerate(self._mini_batches(groups)):
             table = replace(table, weights=self._shares(chosen, table))
             if not (chosen := self._with_signal(chosen, table)):
                 continue
@@ -80,6 +89,8 @@ class Policy:
             self._optimizer.zero_grad()
             self.network.train(packs, self._visit(table.to(self.parallel.device), seen))
             seen.add("packed", sum(pack.num_tokens for pack in packs))
+            if number and algo.trust_region and self._distance(table, seen) > algo.trust_region:
+                break
             norm, applied = self._optimizer.step()
             norms.append(norm)
             bad, trained = bad + (not applied), trained + len(chosen)
@@ -107,12 +118,28 @@ class Policy:
             if algo.entropy_bonus:
                 noted["entropy"] = entropy = token_entropy(logits, log_z, pack, **self._where)
                 losses = losses - algo.entropy_bonus * entropy
+            if self._kl_in("loss"):
+                losses = losses + self._kl(logprobs, rows)
             loss = (known(rows.weights) * losses).sum()
             seen.note(pack.table_rows, **noted)
             seen.add("loss", loss)
             return loss
 
         return visit
+
+    def _kl_in(self, place: str) -> bool:
+        return self.config.algo.kl_coefficient > 0 and self.config.algo.kl_place == place
+
+    def _kl(self, logprobs: Tensor, rows: TokenTable) -> Tensor:
+        """What the distance to the reference costs each token."""
+        algo = self.config.algo
+        return algo.kl_coefficient * ESTIMATORS[algo.kl_estimator](logprobs, known(rows.reference), rows.behaviour)
+
+    def _distance(self, table: TokenTable, seen: Seen) -> float:
+        """Mean over the tokens of the last mini-batch of KL(start || policy), as k3."""
+        columns, _ = seen.gather(("logprobs", "proximal"))
+        ran = columns["seen"] & (known(table.weights) > 0)
+        return float(k3(columns["proximal"], columns["logprobs"], table.behaviour)[ran].mean())
 
     def _proximal(self, logprobs: Tensor, rows: TokenTable) -> Tensor:
         if self.config.algo.proximal == "behaviour":
@@ -137,7 +164,7 @@ class Policy:
 
     def _with_signal(self, groups: Groups, table: TokenTable) -> Groups:
         """A group without advantage has no gradient: it stays in the denominator and is not run."""
-        if self.config.algo.entropy_bonus:
+        if self.config.algo.entropy_bonus or self._kl_in("loss"):
             return groups
         signal = set(table.sample[known(table.advantages) != 0].tolist())
         return [group for group in groups if any(sample.number in signal for sample in group)]
@@ -154,9 +181,21 @@ class Policy:
             "tokens/trained": float(ran.sum()),
             "tokens/packed": totals["packed"],
             "entropy": float(columns["entropy"][ran].mean()) if bool(ran.any()) else 0.0,
+            **self._forgetting(start, table, ran),
             **gap_figures(replace(table, proximal=start), ran),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=algo.correction_cap, clip=clip),
         }
+
+    def _forgetting(self, logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
+        """How far the policy has gone from the reference, as k3; where it was measured, and a token ran."""
+        if table.reference is None or not bool(ran.any()):
+            return {}
+        return {"kl/reference": float(k3(logprobs, table.reference, table.behaviour)[ran].mean())}
+
+    def _load_reference(self, folder: Path) -> Reference:
+        algo = self.config.algo
+        path = Path(algo.reference_path).expanduser() if algo.reference_path else folder
+        return Reference(self.network, path, offload=algo.reference_offload)
 
 
 def _taken(kind: type[Any], algo: Algo) -> Any:

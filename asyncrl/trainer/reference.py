@@ -1,0 +1,45 @@
+"""Frozen weights that are scored in the policy's own network: they take its place for a pass, and cost their own memory
+and no second model (slime switches actor and reference in the same way)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncrl.trainer.network import Network
+
+
+class Reference:
+    """The weights of an HF folder of the policy's architecture, in the policy's precision."""
+
+    def __init__(self, network: Network, folder: Path, *, offload: bool) -> None:
+        """Offloaded weights wait in pinned host memory between passes."""
+        places = network.tensors()
+        own = [place.data for place in places]
+        for place in places:
+            place.data = torch.empty_like(place.data)
+        network.weights.load(folder)
+        self._places = places
+        self._weights = [_offloaded(place.data) if offload else place.data for place in places]
+        for place, data in zip(places, own, strict=True):
+            place.data = data
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The network computes with these weights; without gradient only."""
+        own = [place.data for place in self._places]
+        try:
+            for place, data in zip(self._places, self._weights, strict=True):
+                place.data = data.to(place.device, non_blocking=True)
+            yield
+        finally:
+            for place, data in zip(self._places, own, strict=True):
+                place.data = data
+
+
+def _offloaded(data: Tensor) -> Tensor:
+    return data.cpu().pin_memory() if data.is_cuda else data
