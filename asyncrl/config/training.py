@@ -179,6 +179,13 @@ class Algo(Section):
     trust_region: Positive | None
     """Leave out a batch's further optimizer steps once the policy has moved this far from where they started, as the
     mean over tokens of KL(start || policy); unset: no bound."""
+    replay_groups: Natural
+    """Past groups that are trained again with each batch, as long as rollout.max_staleness allows; 0: none."""
+    reset_every: Count | None
+    """Draw the weights back towards those that training started from, and forget the optimizer's moments, every so many
+    batches (LoRR, arXiv 2508.06412: against what high replay overfits to); unset: never."""
+    reset_share: Share
+    """How far: 0 keeps the weights, 1 returns to the start."""
     mini_batches: Count
     """Optimizer steps that share a batch, each with its part of the groups."""
     epochs: Count

@@ -13,6 +13,7 @@ STEP = {
     "reward/std": "their standard deviation",
     "groups/signal": "share of groups whose rewards differ",
     "groups/trained": "groups that went through the model",
+    "groups/replayed": "groups of earlier batches that were trained again, beside those of the batch",
     "groups/running": "groups in flight when the batch was taken",
     "groups/ready": "groups waiting for their batch when it was taken",
     "groups/rejected": "groups rejected so far",

@@ -231,7 +231,7 @@ class CohortBuffer:
                 rejected=self._tokens["rejected"],
                 discarded=self._tokens["discarded"] + source.late,
             ),
-            events=Events(self._requeued, retried or {}, reused=0, evaluation_tokens=source.evaluation),
+            events=Events(self._requeued, retried or {}, reused=source.reused, evaluation_tokens=source.evaluation),
         )
 
     @property

@@ -52,6 +52,7 @@ class Source:
     running: int  # of these, for groups that are being played
     late: int  # of these, for groups that had ended
     evaluation: int = 0  # received for evaluation, and not among these
+    reused: int = 0  # groups that the trainer took again, as it tells
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Events:
 
     requeued: int = 0  # slots played anew, with another prompt
     retried: dict[str, int] = field(default_factory=dict)  # requests asked anew, by cause
-    reused: int = 0  # groups trained more than once: none so far
+    reused: int = 0  # groups that the trainer took again after their batch
     evaluation_tokens: int = 0  # written for evaluation
 
 

@@ -76,7 +76,7 @@ class Service:
         self._changed = asyncio.Condition()
         self._audit, self._publish = Audit(), publish
         self._rewards: list[float] = []
-        self._drawn = 0
+        self._drawn, self._reused = 0, 0
         self._playing: dict[Ticket, Sequence[Session]] = {}
         self._encoded: _Encoded | None = None
         self._retried: Counter[str] = Counter()
@@ -186,7 +186,9 @@ class Service:
 
     async def version(self, request: Request) -> Response:
         """A version is published."""
-        version = int((await request.json())["version"])
+        told = await request.json()
+        version = int(told["version"])
+        self._reused = int(told.get("reused", 0))
         new = version != self._buffer.version  # the same version again: weights were sent anew, nothing was trained
         if new:
             self._buffer.publish(version)
@@ -222,7 +224,7 @@ class Service:
         """The books, checked. Raises LedgerError."""
         tokens, late = self._client.inflight.tokens, self._client.inflight.late_tokens
         running = sum(session.received for siblings in self._playing.values() for session in siblings)
-        source = Source(self._drawn, tokens["training"], running, late, tokens["evaluation"])
+        source = Source(self._drawn, tokens["training"], running, late, tokens["evaluation"], self._reused)
         ledger = self._buffer.ledger(source, dict(self._retried + self._client.inflight.figures.continued))
         ledger.check()
         self._checked = time.monotonic()

@@ -67,7 +67,7 @@ def main(run_dir: Path) -> None:
             device=engine_device,
         ),
         hold=door.hold,
-        announce=door.announce,
+        announce=lambda version: door.announce(version, policy.reused),
     )
     publisher.prepare()
     log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at, tasks=tuple(config.mixture))

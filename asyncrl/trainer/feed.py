@@ -61,9 +61,9 @@ class RolloutDoor:
                     "the answers in flight (weights.pause_mode=drain)", self._batch_timeout, response.text
                 )
 
-    def announce(self, version: int) -> None:
-        """Every engine serves `version`."""
-        self._ask("POST", "/version", {"version": version})
+    def announce(self, version: int, reused: int = 0) -> None:
+        """Every engine serves `version`; `reused` groups were trained more than once so far."""
+        self._ask("POST", "/version", {"version": version, "reused": reused})
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
         """Answer the held-out questions now: a line of eval.jsonl for every set."""

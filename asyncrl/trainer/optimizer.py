@@ -87,6 +87,12 @@ class Optimizer:
         self._schedule.step(increment=1)
         return norm, True
 
+    def start_anew(self) -> None:
+        """After the weights were changed from outside: the masters follow them, and moments start from zero."""
+        self._optimizer.reload_model_params()
+        for part in self._parts():
+            part.optimizer.state.clear()
+
     def _parts(self) -> list[Any]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 

@@ -15,6 +15,7 @@ from asyncrl.algo.diagnostics import gap_figures, loss_figures
 from asyncrl.algo.kl import ESTIMATORS, k3
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.pack import Pack
+from asyncrl.algo.replay import Replay
 from asyncrl.algo.samples import Sample, build_samples, shares
 from asyncrl.algo.table import TokenTable, build_table, known
 from asyncrl.config import Algo, Config
@@ -24,6 +25,7 @@ from asyncrl.trainer.microbatches import packs_of_rank
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.optimizer import Optimizer
 from asyncrl.trainer.reference import Reference
+from asyncrl.trainer.resets import Resets
 from asyncrl.trainer.seen import Seen
 from asyncrl.types import Batch
 
@@ -40,6 +42,8 @@ class Policy:
         self._optimizer = Optimizer(config.trainer, self.network, config.run.max_steps)
         wanted = config.algo.kl_coefficient > 0 or config.algo.kl_meter_every > 0
         self._reference = self._load_reference(folder) if wanted else None
+        self._replay = Replay(config.algo.replay_groups, config.rollout.max_staleness, config.run.seed)
+        self._resets = Resets(config.algo.reset_every, config.algo.reset_share, self.network, self._optimizer)
         self._advantage = _taken(AdvantageParams, config.algo)
         self._correction = _taken(CorrectionParams, config.algo)
         self._clip = _taken(LossParams, config.algo)
@@ -49,10 +53,18 @@ class Policy:
             "parallel": parallel,
         }
 
+    @property
+    def reused(self) -> int:
+        """Groups that were trained again so far."""
+        return self._replay.reused
+
     def update(self, batch: Batch) -> dict[str, float]:
         """The optimizer steps of one batch. Returns its figures, the same on every rank."""
         algo = self.config.algo
-        table, groups = build_table(batch.groups, batch.version), build_samples(batch.groups)
+        replayed = self._replay.draw(batch.version)
+        self._replay.keep(batch.groups)
+        table = build_table([*batch.groups, *replayed], batch.version)
+        groups = build_samples([*batch.groups, *replayed])
         if self._reference and (algo.kl_coefficient or batch.version % max(1, algo.kl_meter_every) == 0):
             with self._reference.in_place():
                 table = replace(table, reference=self._score(groups, table))
@@ -61,7 +73,9 @@ class Policy:
         if self._kl_in("reward"):
             table = replace(table, token_reward=table.token_reward - self._kl(known(table.proximal), table))
         table = replace(table, advantages=ADVANTAGES[algo.advantage](table, self._advantage))
-        return self._train(groups, table)
+        figures = self._train(groups, table)
+        self._resets.after(batch.version + 1)
+        return {"groups/replayed": float(len(replayed)), **figures}
 
     # -- passes --------------------------------------------------------------------------------------------
 
