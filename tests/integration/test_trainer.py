@@ -112,7 +112,7 @@ CASES = [
 ]  # Megatron trains experts under tensor parallelism with sequence parallelism only
 
 
-def _groups(seed: int) -> list[Group]:
+def drawn_groups(seed: int) -> list[Group]:
     """Groups of unequal prompts and answers, some with a tool's words in between, one without signal."""
     draw = random.Random(seed)
 
@@ -142,7 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab": VOCAB, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
     for name, model in MODELS.items():
         write_random_model(made / name / "model", **{**sizes, "tied": False, "seed": 1, "dtype": "float32", **model})
-        (made / name / "groups.msgpack").write_bytes(msgspec.msgpack.encode(_groups(seed=3)))
+        (made / name / "groups.msgpack").write_bytes(msgspec.msgpack.encode(drawn_groups(seed=3)))
     return made
 
 
@@ -154,13 +154,17 @@ Outcome = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 def _updated(folder: Path, layout: str) -> dict[str, Outcome]:
     """What comes of every model that has a case in this layout, in one launch."""
     models = list(MODELS) if layout == "single" else [model for name, model in CASES if name == layout]
-    return _launch(folder, layout, models, LAYOUTS[layout])
+    return launch(folder, layout, models, LAYOUTS[layout])
 
 
-def _launch(folder: Path, name: str, models: list[str], settings: dict[str, Any]) -> dict[str, Outcome]:
+def launch(
+    folder: Path, name: str, models: list[str], settings: dict[str, Any], algo: dict[str, Any] | None = None
+) -> dict[str, Outcome]:
+    """Two updates of each model, under these settings of the trainer and the algorithm."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
     raw["trainer"].update(settings)
+    raw["algo"].update(algo or {})
     raw["rollout"]["temperature"] = 0.8
     raw["trainer"]["optimizer"]["eps"] = (
         1e-3  # a smooth update: with a tiny eps, Adam's first steps are signs of rounding
@@ -226,7 +230,7 @@ def test_a_bad_step_leaves_the_weights_and_the_schedule_as_they_were(
 ) -> None:
     """In bfloat16 the router's bias stays float32, to the bit."""
     bad = {"bad_grad_norm": 1e-9, "on_bad_step": "skip"}
-    figures, weights = _launch(folder, "bad", [model], {**settings, **bad})[model]
+    figures, weights = launch(folder, "bad", [model], {**settings, **bad})[model]
     assert [step["step/bad"] for step in figures] == [1.0, 1.0]
     assert figures[0]["grad_norm"] == figures[1]["grad_norm"] > 1e-9
     start = load_file(folder / model / "model" / "model.safetensors")
@@ -246,7 +250,7 @@ def test_the_loss_is_that_of_transformers_and_plain_autograd(folder: Path, name:
     from asyncrl.algo.table import build_table
 
     model = AutoModelForCausalLM.from_pretrained(folder / name / "model", dtype=torch.float32)
-    table, samples = build_table(_groups(3), 0), [s for g in build_samples(_groups(3)) for s in g]
+    table, samples = build_table(drawn_groups(3), 0), [s for g in build_samples(drawn_groups(3)) for s in g]
     advantages, weights = grpo(table, AdvantageParams()), shares(table, samples, "token", 3)
     loss = torch.zeros(())
     for sample in samples:

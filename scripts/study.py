@@ -1,0 +1,114 @@
+"""Learning curves of several settings of the same task, in one picture: python scripts/study.py STUDY FOLDER
+
+    algorithms    four estimators and losses on the tiny task
+    staleness     how much staleness the tiny model tolerates, with each correction
+
+Each setting is a whole run of asyncrl-train on real engines, some forty seconds on two cores. Prints one line of JSON
+for each, and leaves FOLDER/STUDY.svg and FOLDER/STUDY.jsonl. --steps and --seeds make it shorter or surer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+Overrides = list[str]
+WINDOW = 5  # steps that a point of a curve is the mean of
+QUIET = ["eval.questions=0"]
+
+ALGORITHMS: dict[str, Overrides] = {
+    "GRPO, PPO clip, TIS": [],
+    "RLOO, policy gradient": ["algo.advantage=rloo", "algo.loss=policy_gradient"],
+    "Dr. GRPO, CISPO": ["algo.advantage=dr_grpo", "algo.loss=cispo", "algo.aggregation=constant"],
+    "GRPO, GSPO": ["algo.loss=gspo", "algo.aggregation=sequence", "algo.clip_low=3e-4", "algo.clip_high=4e-4"],
+}
+BOUNDS = (0, 2, 8, 16)
+CORRECTIONS: dict[str, Overrides] = {
+    "none": ["algo.correction=null"],
+    "TIS": ["algo.correction=tis"],
+    "IcePop": ["algo.correction=icepop", "algo.correction_floor=0.5", "algo.correction_cap=5.0"],
+    "OPSM": ["algo.correction=null", "algo.mask_opsm=0.5"],
+}
+
+
+def settings(study: str) -> dict[str, Overrides]:
+    """By name, what each curve of a study sets."""
+    if study == "algorithms":
+        return ALGORITHMS
+    return {
+        f"bound {bound}, {name}": [f"rollout.max_staleness={bound}", *chosen]
+        for bound, (name, chosen) in product(BOUNDS, CORRECTIONS.items())
+    }
+
+
+def rewards(overrides: Overrides, steps: int, seed: int, extra: Overrides) -> list[float]:
+    """Mean reward of each trained batch of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        own = ["experiment=tiny", f"run.dir={run_dir}", f"run.max_steps={steps}", f"run.seed={seed}", *QUIET]
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncrl.launch.main", *own, *overrides, *extra], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise SystemExit(f"{overrides} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return [json.loads(line)["reward/mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Running means over the last WINDOW values."""
+    return [statistics.fmean(values[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(values))]
+
+
+def main() -> None:
+    """Run every setting, then draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=["algorithms", "staleness"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--overrides", nargs="*", default=[], help="further settings of every run")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    with (arguments.folder / f"{arguments.study}.jsonl").open("w") as file:
+        for name, overrides in settings(arguments.study).items():
+            runs = [rewards(overrides, arguments.steps, seed, arguments.overrides) for seed in range(arguments.seeds)]
+            curve = smooth([statistics.fmean(values) for values in zip(*runs, strict=True)])
+            found.append({"name": name, "curve": [round(value, 4) for value in curve]})
+            file.write(json.dumps(found[-1]) + "\n")
+            file.flush()
+            print(json.dumps({"name": name, "at_half": curve[len(curve) // 2], "at_end": curve[-1]}), flush=True)
+    draw(arguments.study, found, arguments.folder / f"{arguments.study}.svg")
+
+
+def draw(study: str, found: list[dict[str, Any]], file: Path) -> None:
+    """One panel for each bound of the staleness study, one in all of the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for one in found:
+        panel, _, label = one["name"].rpartition(", ") if study == "staleness" else ("", "", one["name"])
+        panels.setdefault(panel, []).append({**one, "label": label})
+    columns = min(2, len(panels))
+    figure, axes = pyplot.subplots(-(-len(panels) // columns), columns, squeeze=False, sharey=True, layout="tight")
+    figure.set_size_inches(4.2 * columns + 1, 3.2 * len(axes))
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+        for one in curves:
+            axis.plot(range(1, len(one["curve"]) + 1), one["curve"], label=one["label"])
+        axis.set(title=title, xlabel="batch", ylabel="mean reward")
+        axis.legend(fontsize="small")
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    main()
