@@ -67,6 +67,8 @@ class Trainer(Section):
     """Precision of the weights in forward and backward; the master weights are always float32."""
     micro_batch_tokens: Count
     """Upper limit of packed tokens in one forward pass. A larger group runs alone."""
+    logit_rows: Count
+    """Upper limit of tokens whose logits over the vocabulary exist at a time; those of more are made twice."""
     share_prompts: bool
     """Run the prompt of a group once and let its completions attend to it (exact; off only to compare)."""
     threads: Count

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -98,6 +99,18 @@ class HeadNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
+class PredictingRows(ColumnParallelLinear):
+    """Megatron's output layer, which keeps the weight and makes no logits: trainer/head.py does."""
+
+    rows: Tensor
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[N (/ tp under sequence parallelism), 1, H] -> [U, 1, H], the rows that predict a token."""
+        if self.config.sequence_parallel:  # the head's gradient is the sum of all ranks' already
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden.index_select(0, self.rows), None
+
+
 class ExactBiasRouter(TopKRouter):
     """Keeps the bias that chooses experts in float32 when the model is cast: the checkpoint's bits must come back."""
 
@@ -142,9 +155,7 @@ def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | N
         elif isinstance(module, MLASelfAttention):
             sum_rotary_gradients(module)
     if model.post_process:
-        model.output_layer.register_forward_pre_hook(_select_rows, with_kwargs=True)
-        model.output_layer.sequence_parallel = False  # _select_rows has gathered the sequence
-        model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
+        model.output_layer.__class__ = PredictingRows
     return model
 
 
@@ -164,19 +175,22 @@ def padded_vocab(vocab: int, tp: int) -> int:
     return -(-vocab // tp) * tp
 
 
-def _select_rows(output_layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Only the rows that predict a token become logits."""
-    hidden, *rest = args
-    if output_layer.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    return (hidden.index_select(0, output_layer.logit_rows), *rest), kwargs
-
-
 def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack) -> Tensor:
-    """Logits [1, U, V / tp] on the last stage, hidden states [N, 1, H] before. `wrapped` is `model` in its DDP."""
+    """Hidden states: of the rows that predict [1, U, H] on the last stage, [N, 1, H] before. `wrapped` is `model` in
+    its DDP."""
     for rotary in model.ropes:
         rotary.positions = pack.positions
     if model.post_process:
-        model.output_layer.logit_rows = pack.logit_rows
-    out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack)  # the pack travels as the attention mask
+        model.output_layer.rows = pack.logit_rows
+    precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy them
+    # the pack travels as the attention mask
+    out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack, **precision)
     return out
+
+
+def head_weight(model: GPTModel) -> Tensor:
+    """What the last stage multiplies hidden states with, [V / tp, H]: the embedding where they are tied (a copy where
+    another stage holds it)."""
+    tied = model.share_embeddings_and_output_weights
+    weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    return weight

@@ -12,6 +12,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -20,12 +21,12 @@ from asyncrl.algo.pack import Pack
 from asyncrl.config import Trainer
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
+from asyncrl.trainer.head import Head
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.reshard import Resharder
 
-Visit = Callable[[Tensor, Pack], Tensor]
-"""What the last stage does with the logits [U, V / tp] of a pack; returns the loss, or anything in a pass without
-gradient."""
+Visit = Callable[[Head, Pack], Tensor]
+"""What the last stage does with a pack; returns the loss, or anything in a pass without gradient."""
 
 
 class Network:
@@ -33,6 +34,7 @@ class Network:
     layers, each a model of its own."""
 
     def __init__(self, trainer: Trainer, folder: Path, parallel: Parallel) -> None:
+        self._trainer, self._parallel = trainer, parallel
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
@@ -76,14 +78,14 @@ class Network:
 
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
         def forward_step(batches: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            batch = next(batches)
+            batch, inner = next(batches), self._inner[model]
 
-            def loss_function(logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                loss = visit(logits[0], batch)
+            def loss_function(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                loss = visit(self._head(inner, hidden[0]), batch)
                 # zero tokens: Megatron must not divide again, the weights hold the step's one denominator
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
-            return megatron.forward(model, self._inner[model], batch), loss_function
+            return megatron.forward(model, inner, batch), loss_function
 
         interleaved = len(self.wrapped) > 1
         get_forward_backward_func()(
@@ -95,6 +97,10 @@ class Network:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _head(self, model: GPTModel, hidden: Tensor) -> Head:
+        rows = self._trainer.logit_rows
+        return Head(hidden, megatron.head_weight(model), self.hf["vocab_size"], rows, self._parallel)
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:

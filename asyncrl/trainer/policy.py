@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from asyncrl.algo.samples import Sample, build_samples, shares
 from asyncrl.algo.table import TokenTable, build_table, known
 from asyncrl.config import Algo, Config
 from asyncrl.parallel import Parallel
-from asyncrl.trainer.logprobs import token_entropy, token_logprobs
+from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import packs_of_rank
-from asyncrl.trainer.network import Network
+from asyncrl.trainer.network import Network, Visit
 from asyncrl.trainer.optimizer import Optimizer
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.resets import Resets
@@ -47,11 +47,6 @@ class Policy:
         self._advantage = _taken(AdvantageParams, config.algo)
         self._correction = _taken(CorrectionParams, config.algo)
         self._clip = _taken(LossParams, config.algo)
-        self._where = {
-            "vocab": self.hf["vocab_size"],
-            "temperature": config.rollout.temperature,
-            "parallel": parallel,
-        }
 
     @property
     def reused(self) -> int:
@@ -83,8 +78,8 @@ class Policy:
         """[N] log-probabilities of the weights as they are."""
         seen = Seen(table.num_tokens, self.parallel)
 
-        def visit(logits: Tensor, pack: Pack) -> Tensor:
-            logprobs, _ = token_logprobs(logits, pack, **self._where)
+        def visit(head: Head, pack: Pack) -> Tensor:
+            logprobs, _ = head.score(pack, self.config.rollout.temperature)
             seen.note(pack.table_rows, logprobs=logprobs)
             return logprobs.sum()
 
@@ -118,19 +113,19 @@ class Policy:
             **self._figures(table, seen),
         }
 
-    def _visit(self, table: TokenTable, seen: Seen) -> Callable[[Tensor, Pack], Tensor]:
+    def _visit(self, table: TokenTable, seen: Seen) -> Visit:
         """The loss of a micro-batch: sum of weight * loss over its tokens; the weights carry the step's denominator."""
         algo = self.config.algo
 
-        def visit(logits: Tensor, pack: Pack) -> Tensor:
-            logprobs, log_z = token_logprobs(logits, pack, **self._where)
+        def visit(head: Head, pack: Pack) -> Tensor:
+            logprobs, entropy = head.score(pack, self.config.rollout.temperature, entropy=algo.entropy_bonus > 0)
             rows = table.rows(pack.table_rows, logprobs.dtype)
             rows = replace(rows, proximal=self._proximal(logprobs, rows))
             factor = correction(rows, self._correction)
             losses = factor * LOSSES[algo.loss].loss(logprobs, rows, self._clip)
             noted = {"logprobs": logprobs, "proximal": known(rows.proximal), "factor": factor}
-            if algo.entropy_bonus:
-                noted["entropy"] = entropy = token_entropy(logits, log_z, pack, **self._where)
+            if entropy is not None:
+                noted["entropy"] = entropy
                 losses = losses - algo.entropy_bonus * entropy
             if self._kl_in("loss"):
                 losses = losses + self._kl(logprobs, rows)

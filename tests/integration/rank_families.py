@@ -24,6 +24,7 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -61,8 +62,9 @@ class Rank:
         def forward_step(packs: Iterator[Pack], wrapped: torch.nn.Module) -> tuple[Tensor, Any]:
             one = next(packs)
 
-            def loss_function(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                mine = logits[0][one.row_of_target]
+            def loss_function(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                hidden = copy_to_tensor_model_parallel_region(hidden[0][one.row_of_target])
+                mine = hidden @ megatron.head_weight(self.model).t()
                 found.append(self._whole(mine.detach()))
                 start = self.parallel.tp_rank * mine.shape[1]
                 factor_here = factor[:, start : start + mine.shape[1]]

@@ -1,0 +1,86 @@
+"""Log-probability and entropy over a vocabulary split over 1, 2 and 4 processes, in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.integration.rank_head import CHUNK_ROWS, TEMPERATURE, VOCAB
+
+pytestmark = pytest.mark.integration
+
+ROWS, WIDTH, TARGETS = 9, 4, 14
+DEGREES = [1, 2, 4]  # 31 tokens: the last rank of 2 and of 4 pads its part
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that every rank reads."""
+    draw = torch.Generator().manual_seed(2)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=draw, dtype=torch.float64)
+
+    file = tmp_path_factory.mktemp("head") / "given.safetensors"
+    tensors = {
+        "hidden": normal(ROWS, WIDTH),
+        "weight": normal(VOCAB, WIDTH),
+        "rows": torch.randint(0, ROWS, (TARGETS,), generator=draw),
+        "targets": torch.randint(0, VOCAB, (TARGETS,), generator=draw),
+        "of_logprobs": normal(TARGETS),
+        "of_entropy": normal(TARGETS),
+    }
+    save_file(tensors, file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def outcome(given: Path) -> Any:
+    """What a degree of tensor parallelism makes of it."""
+
+    @cache
+    def run(tp: int) -> dict[str, Tensor]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
+        command += [str(Path(__file__).with_name("rank_head.py")), str(given)]
+        root = str(Path(__file__).parents[2])
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root}
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return load_file(given.with_name(f"tp{tp}.safetensors"))
+
+    return run
+
+
+@pytest.mark.parametrize("kind", CHUNK_ROWS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_values_and_gradients_are_those_of_log_softmax_over_the_whole(
+    tp: int, kind: str, given: Path, outcome: Any
+) -> None:
+    x = load_file(given)
+    hidden, weight = x["hidden"].requires_grad_(), x["weight"].requires_grad_()
+    every = torch.log_softmax(hidden @ weight.t() / TEMPERATURE, -1)[x["rows"]]
+    logprobs, entropy = every.gather(1, x["targets"][:, None])[:, 0], -(every.exp() * every).sum(-1)
+    ((x["of_logprobs"] * logprobs).sum() + (x["of_entropy"] * entropy.square()).sum()).backward()
+    found = {name: outcome(tp)[f"{kind}/{name}"] for name in ("logprobs", "entropy", "hidden", "weight")}
+    assert not found["weight"][VOCAB:].any()
+    found["weight"] = found["weight"][:VOCAB]
+    expected = {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_gradients_are_those_of_finite_differences(tp: int, outcome: Any) -> None:
+    for name, rows in (("hidden", ROWS), ("weight", VOCAB)):
+        mine, differences = outcome(tp)[f"chunks/{name}"], outcome(tp)[f"differences/{name}"]
+        torch.testing.assert_close(mine[:rows], differences, rtol=0, atol=1e-8)
