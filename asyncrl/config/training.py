@@ -122,10 +122,21 @@ class Algo(Section):
         "reinforce_pp",
         "reinforce_pp_baseline",
         "grpo_turn",
+        "gae",
     ]
     """Estimator of advantages: one function of algo/advantage.py, which names its paper."""
     discount: Share
     """Decay of later rewards: per token in reinforce_pp, per turn in grpo_turn."""
+    gae_lambda: Share
+    """Of gae: decay of later errors of the critic; 1 takes whole returns."""
+    critic_path: str | None
+    """Of gae: HF folder of the policy's architecture that the critic starts from; unset: model.path."""
+    critic_lr: Positive
+    """Of gae: peak learning rate of the critic."""
+    critic_warmup: Natural
+    """Of gae: first batches that train the critic alone."""
+    value_clip: Positive | None
+    """Of gae: how far a value may move in one step before its loss is cut; unset: as far as it likes."""
     pass_k: Count
     """Of pass_at_k: the samples of which one must be right."""
     correct_above: float

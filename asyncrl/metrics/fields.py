@@ -71,6 +71,15 @@ STEP = {
 # The same file, where algo.kl_coefficient or algo.kl_meter_every asks for a reference
 STEP_REFERENCE = {"kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the step's start"}
 
+# The same file, with algo.advantage=gae
+STEP_CRITIC = {
+    "critic/loss": "the critic's loss",
+    "critic/grad_norm": "its gradient norm before clipping",
+    "critic/skipped": "1 if its update was not applied",
+    "critic/explained_variance": "1 - Var(returns - values) / Var(returns), before the update",
+    "critic/value": "mean value before the update",
+}
+
 # The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
 STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
+from asyncrl.algo.table import known
 from asyncrl.parallel import Parallel
 
 NOT_A_TOKEN = -1e30  # logit of a column that only splits the vocabulary evenly; not -inf: 0 * inf is NaN
@@ -34,10 +35,17 @@ class Head:
     """The end of the network for one pack, not yet run. Losses that need more of the distribution ask here for it."""
 
     hidden: Tensor  # [U, H], equal on all tensor-parallel ranks
-    weight: Tensor  # [V / tp, H], this rank's tokens of the vocabulary, the last rank's with padding
+    weight: Tensor | None  # [V / tp, H], this rank's tokens of the vocabulary, the last rank's with padding
     vocab: int
     chunk_rows: int  # most rows whose logits exist at a time
     parallel: Parallel
+    value_head: torch.nn.Module | None = None  # of a critic, which has no vocabulary
+
+    def values(self, pack: Pack) -> Tensor:
+        """[T] in float32 (or the model's float64), of the states that the targets were chosen in."""
+        assert self.value_head is not None
+        values = self.value_head(self.hidden)[:, 0]
+        return values.to(torch.promote_types(values.dtype, torch.float32)).index_select(0, pack.row_of_target)
 
     def score(self, pack: Pack, temperature: float, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """log pi of each target [T], and if asked the entropy of the distribution that it was drawn from [T].
@@ -46,7 +54,7 @@ class Head:
         """
         rows = pack.row_of_target
         shard = _Shard(self.vocab, temperature, self.chunk_rows, self.parallel)
-        logprobs, of_rows = _Scores.apply(self.hidden, self.weight, rows, pack.targets, shard, entropy)
+        logprobs, of_rows = _Scores.apply(self.hidden, known(self.weight), rows, pack.targets, shard, entropy)
         return logprobs, of_rows.index_select(0, rows) if entropy else None
 
 
@@ -129,7 +137,7 @@ class _Scores(torch.autograd.Function):
         of_log_z = torch.zeros_like(log_z).index_add_(0, rows, of_chosen).neg_()
         of_entropy = of_entropy / shard.temperature if of_entropy is not None else None
         of_hidden = torch.empty_like(hidden)
-        of_weight = getattr(weight, "main_grad", None)
+        of_weight: Any = getattr(weight, "main_grad", None)
         passed_on = torch.zeros_like(weight, dtype=log_z.dtype) if of_weight is None else None
         for chunk in reversed(shard.chunks(len(hidden))):
             s = ctx.kept.pop() if ctx.kept else shard.scaled(hidden[chunk], weight)

@@ -9,11 +9,13 @@ from asyncrl.algo.samples import Sample
 from asyncrl.config import Trainer
 from asyncrl.parallel import Parallel
 
+Groups = Sequence[list[Sample]]
+
 IDLE = [[Sample([0], [0], [False], number=0, first_row=0)]]
 """Fills a place without work: a token that is not trained."""
 
 
-def packs_of_rank(groups: Sequence[list[Sample]], trainer: Trainer, parallel: Parallel) -> list[Pack]:
+def packs_of_rank(groups: Groups, trainer: Trainer, parallel: Parallel) -> list[Pack]:
     """At least one. Ranks that share experts meet in every micro-batch, and interleaved stages run whole rounds: there
     every rank has as many as the one with the most."""
     p = parallel

@@ -188,6 +188,17 @@ def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack) -> Tensor:
     return out
 
 
+def add_value_head(model: GPTModel) -> None:
+    """Turn a stage of a model into one of a critic. Its vocabulary layer, where it has one, is let go."""
+    model.share_embeddings_and_output_weights = False  # or Megatron would sum their gradients over stages
+    if model.post_process:
+        model.output_layer.weight = None
+        parameter = next(model.parameters())
+        model.value_head = torch.nn.Linear(model.config.hidden_size, 1, dtype=parameter.dtype, device=parameter.device)
+        torch.nn.init.zeros_(model.value_head.weight)  # no value is known yet
+        torch.nn.init.zeros_(model.value_head.bias)
+
+
 def head_weight(model: GPTModel) -> Tensor:
     """What the last stage multiplies hidden states with, [V / tp, H]: the embedding where they are tied (a copy where
     another stage holds it)."""

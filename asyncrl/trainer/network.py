@@ -33,7 +33,8 @@ class Network:
     """Under data parallelism, with gradients in float32. Under virtual pipelining a rank holds several chunks of
     layers, each a model of its own."""
 
-    def __init__(self, trainer: Trainer, folder: Path, parallel: Parallel) -> None:
+    def __init__(self, trainer: Trainer, folder: Path, parallel: Parallel, *, value_head: bool = False) -> None:
+        """The model of an HF folder; with `value_head` a number for each token in the place of the vocabulary."""
         self._trainer, self._parallel = trainer, parallel
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
@@ -44,6 +45,9 @@ class Network:
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
         self.weights.load(folder)  # after the cast, which could round what stays float32
         self.sharded = parallel.dp > 1  # with one replica the distributed optimizer only adds copies of every buffer
+        if value_head:
+            for chunk in chunks:
+                megatron.add_value_head(chunk)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.sharded)
         for chunk in chunks:
             _mark_experts(chunk)
@@ -100,7 +104,8 @@ class Network:
 
     def _head(self, model: GPTModel, hidden: Tensor) -> Head:
         rows = self._trainer.logit_rows
-        return Head(hidden, megatron.head_weight(model), self.hf["vocab_size"], rows, self._parallel)
+        weight = None if hasattr(model, "value_head") else megatron.head_weight(model)
+        return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, getattr(model, "value_head", None))
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:

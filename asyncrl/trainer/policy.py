@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw
 from asyncrl.algo.correction import CorrectionParams, correction, log_linear_proximal
 from asyncrl.algo.diagnostics import gap_figures, loss_figures
 from asyncrl.algo.kl import ESTIMATORS, k3
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.replay import Replay
-from asyncrl.algo.samples import Sample, build_samples, shares
+from asyncrl.algo.samples import build_samples, shares
 from asyncrl.algo.table import TokenTable, build_table, known
 from asyncrl.config import Algo, Config
 from asyncrl.parallel import Parallel
+from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.microbatches import packs_of_rank
+from asyncrl.trainer.microbatches import Groups, packs_of_rank
 from asyncrl.trainer.network import Network, Visit
 from asyncrl.trainer.optimizer import Optimizer
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.resets import Resets
 from asyncrl.trainer.seen import Seen
 from asyncrl.types import Batch
-
-Groups = Sequence[list[Sample]]
 
 
 class Policy:
@@ -44,6 +43,8 @@ class Policy:
         self._reference = self._load_reference(folder) if wanted else None
         self._replay = Replay(config.algo.replay_groups, config.rollout.max_staleness, config.run.seed)
         self._resets = Resets(config.algo.reset_every, config.algo.reset_share, self.network, self._optimizer)
+        self._critic = Critic(config, folder, parallel) if config.algo.advantage == "gae" else None
+        self._warm_at = config.algo.critic_warmup if self._critic else 0
         self._advantage = _taken(AdvantageParams, config.algo)
         self._correction = _taken(CorrectionParams, config.algo)
         self._clip = _taken(LossParams, config.algo)
@@ -67,8 +68,13 @@ class Policy:
             table = replace(table, proximal=self._score(groups, table))
         if self._kl_in("reward"):
             table = replace(table, token_reward=table.token_reward - self._kl(known(table.proximal), table))
+        if self._critic:
+            table = replace(table, values=self._critic.values(groups, table))
         table = replace(table, advantages=ADVANTAGES[algo.advantage](table, self._advantage))
-        figures = self._train(groups, table)
+        figures = self._train(groups if batch.version >= self._warm_at else [], table)
+        if self._critic:
+            returns = known(table.values) + gae_raw(table, self._advantage)
+            figures |= self._critic.train(groups, replace(table, weights=self._shares(groups, table)), returns)
         self._resets.after(batch.version + 1)
         return {"groups/replayed": float(len(replayed)), **figures}
 
@@ -162,7 +168,7 @@ class Policy:
     def _mini_batches(self, groups: Groups) -> Iterator[Groups]:
         """Whole groups in the order of the batch, once for every epoch."""
         algo = self.config.algo
-        size = -(-len(groups) // algo.mini_batches)
+        size = max(1, -(-len(groups) // algo.mini_batches))
         for _ in range(algo.epochs):
             for start in range(0, len(groups), size):
                 yield groups[start : start + size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,56 @@ def test_replayed_groups_are_trained_beside_the_batch_and_counted(folder: Path) 
     first, second = trained(folder, "replay", {"replay_groups": 3})[0]
     assert (first["groups/replayed"], second["groups/replayed"]) == (0.0, 3.0)
     assert second["groups/trained"] == first["groups/trained"] + 3
+
+
+GAE = {"advantage": "gae", "discount": 0.9, "gae_lambda": 0.8, "critic_lr": 1e-2, "entropy_bonus": 0.0}
+
+
+def test_critic_that_knows_nothing_has_the_loss_and_gradient_of_the_plain_returns(folder: Path) -> None:
+    """Values start at zero, so returns are GAE's with V = 0, and only the head has a gradient."""
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.algo.advantage import AdvantageParams, gae_raw
+    from asyncrl.algo.samples import build_samples, shares
+    from asyncrl.algo.table import build_table
+
+    first = trained(folder, "critic", {**GAE, "value_clip": None})[0][0]
+    table = build_table(drawn_groups(3), 0)
+    samples = [sample for group in build_samples(drawn_groups(3)) for sample in group]
+    zero = torch.zeros(table.num_tokens, dtype=torch.float64)
+    returns = gae_raw(replace(table, values=zero), AdvantageParams(discount=0.9, gae_lambda=0.8))
+    weights = shares(table, samples, "token", 3)
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy" / "model", dtype=torch.float32)
+    states = torch.cat([states_of(model, sample) for sample in samples]).double()
+    of_weight, of_bias = -(weights * returns) @ states, -(weights * returns).sum()
+    assert first["critic/loss"] == pytest.approx((weights * returns**2 / 2).sum().item(), rel=1e-5)
+    assert first["critic/grad_norm"] == pytest.approx(torch.sqrt((of_weight**2).sum() + of_bias**2).item(), rel=1e-4)
+    assert first["critic/value"] == 0.0
+
+
+def states_of(model: Any, sample: Any) -> torch.Tensor:
+    """What the policy chose each trained token in: the last hidden state before it."""
+    ids = torch.tensor([sample.prompt_ids + sample.token_ids])
+    states = model.model(ids).last_hidden_state[0, len(sample.prompt_ids) - 1 : -1]
+    return states[torch.tensor(sample.mask)].detach()
+
+
+def test_critic_learns_and_does_not_depend_on_the_layout(folder: Path) -> None:
+    alone = trained(folder, "critic-alone", GAE)
+    assert alone[0][1]["critic/loss"] < alone[0][0]["critic/loss"]
+    for name, layout in {
+        "critic-dp2": {"data_parallel": 2},
+        "critic-tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
+        "critic-pp2": {"pipeline_parallel": 2, "micro_batch_tokens": 60},
+    }.items():
+        other = trained(folder, name, GAE, **layout)
+        same(other, alone, atol=2e-5)
+        for mine, theirs in zip(other[0], alone[0], strict=True):
+            for figure in ("critic/loss", "critic/grad_norm", "critic/explained_variance"):
+                assert mine[figure] == pytest.approx(theirs[figure], rel=1e-3, abs=1e-5), figure
+
+
+def test_warm_up_trains_the_critic_alone(folder: Path) -> None:
+    steps, _ = trained(folder, "warm-up", {**GAE, "critic_warmup": 1})
+    assert [step["steps/optimizer"] for step in steps] == [0.0, 1.0]
+    assert steps[0]["critic/grad_norm"] > 0

@@ -1,0 +1,74 @@
+"""PPO's critic: a second network, which predicts for each token what the rest of its episode will be worth.
+
+Its value at a token is read from the state before the token, where the policy chose it. Tokens that the policy did not
+write have no value and are skipped: the table does not know them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from asyncrl.algo.pack import Pack
+from asyncrl.algo.table import TokenTable, known
+from asyncrl.algo.value import explained_variance, value_loss
+from asyncrl.config import Config
+from asyncrl.parallel import Parallel
+from asyncrl.trainer.head import Head
+from asyncrl.trainer.microbatches import Groups, packs_of_rank
+from asyncrl.trainer.network import Network
+from asyncrl.trainer.optimizer import Optimizer
+from asyncrl.trainer.seen import Seen
+
+
+class Critic:
+    """One per rank, in the policy's layout."""
+
+    def __init__(self, config: Config, folder: Path, parallel: Parallel) -> None:
+        self._config, self._parallel = config, parallel
+        start = Path(config.algo.critic_path).expanduser() if config.algo.critic_path else folder
+        self._network = Network(config.trainer, start, parallel, value_head=True)
+        optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic_lr})
+        trainer = config.trainer.model_copy(update={"optimizer": optimizer})
+        self._optimizer = Optimizer(trainer, self._network, config.run.max_steps)
+
+    def values(self, groups: Groups, table: TokenTable) -> Tensor:
+        """[N] as the critic is now."""
+        seen = Seen(table.num_tokens, self._parallel)
+
+        def visit(head: Head, pack: Pack) -> Tensor:
+            values = head.values(pack)
+            seen.note(pack.table_rows, values=values)
+            return values.sum()
+
+        self._network.score(packs_of_rank(groups, self._config.trainer, self._parallel), visit)
+        columns, _ = seen.gather(("values",))
+        return columns["values"]
+
+    def train(self, groups: Groups, table: TokenTable, returns: Tensor) -> dict[str, float]:
+        """One step towards `returns` [N], on all tokens whose weight is not 0. `table` holds the values before it."""
+        seen = Seen(table.num_tokens, self._parallel)
+        # returns travel where advantages do in the policy's step
+        rows_of = replace(table, advantages=returns).to(self._parallel.device)
+
+        def visit(head: Head, pack: Pack) -> Tensor:
+            values = head.values(pack)
+            rows = rows_of.rows(pack.table_rows, values.dtype)
+            losses = value_loss(values, known(rows.values), known(rows.advantages), self._config.algo.value_clip)
+            loss = (known(rows.weights) * losses).sum()
+            seen.add("loss", loss)
+            return loss
+
+        self._optimizer.zero_grad()
+        self._network.train(packs_of_rank(groups, self._config.trainer, self._parallel), visit)
+        norm, applied = self._optimizer.step()
+        _, totals = seen.gather((), ("loss",))
+        return {
+            "critic/loss": totals["loss"],
+            "critic/grad_norm": norm,
+            "critic/skipped": float(not applied),
+            "critic/explained_variance": explained_variance(known(table.values), returns),
+            "critic/value": float(known(table.values).mean()) if table.num_tokens else 0.0,
+        }
