@@ -26,6 +26,8 @@ from asyncrl.launch.restarts import RestartPolicy
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 COMPANION_SECONDS = 1.0  # a death drags others along: wait this long to tell the first from the rest
+SWEEP_SECONDS = 0.5  # the manager frees what its clients had as they go; then it waits two seconds for others
+SWEEP_GRACE = 2.0
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -133,13 +135,13 @@ class Supervisor:
     def _sweep(self) -> None:
         """Kill what left its process group but carries the run's id (torch's shared-memory manager does)."""
         mark = f"ASYNCRL_RUN_ID={self._run_id}".encode()
-        deadline = time.monotonic() + 2.0  # the manager leaves by itself once its clients are gone, and cleans up then
+        deadline = time.monotonic() + SWEEP_SECONDS
         while (left := _carrying(mark)) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        while left and _carrying(mark) and time.monotonic() < deadline + 2.0:
+        while left and _carrying(mark) and time.monotonic() < deadline + SWEEP_GRACE:
             time.sleep(POLL_SECONDS)
 
 
