@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import platform
 import sys
@@ -34,6 +35,7 @@ def install() -> None:
     sys.meta_path.append(_AbsentKernels())  # appended: a package that is really installed wins
     torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it whatever the device
     _keep_mappings()
+    _fork_children()
     sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", _no_host_registration))
     sys.meta_path.insert(0, _AfterImport("sglang.srt.layers.attention.attention_registry", _register_attention))
 
@@ -179,6 +181,17 @@ def _keep_mappings() -> None:
         return storage
 
     reductions.rebuild_storage_filename = keep
+
+
+def _fork_children() -> None:
+    """SGLang spawns its scheduler and detokenizer for CUDA's sake, and each would import everything once more: most of
+    the time that an engine takes to start on a CPU. Nothing here forbids a fork: no thread runs yet."""
+    set_start_method = multiprocessing.set_start_method
+
+    def fork(method: str | None, force: bool = False) -> None:
+        set_start_method("fork" if method == "spawn" else method, force)
+
+    multiprocessing.set_start_method = fork
 
 
 def _no_host_registration(module: types.ModuleType) -> None:

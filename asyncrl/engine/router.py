@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
@@ -144,8 +145,15 @@ async def _healthy_workers(router: httpx.AsyncClient) -> int:
 
 
 if __name__ == "__main__":
-    from sglang_router.launch_router import main
+    # as sglang_router.launch_router does, which imports torch and half of SGLang for a balancer that nobody asked for
+    import setproctitle
+    from sglang_router.router import Router
+    from sglang_router.router_args import RouterArgs
 
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
     if key := os.environ.get("ASYNCRL_API_KEY"):
         sys.argv += ["--api-key", key]
-    main()
+    arguments = RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)
+    setproctitle.setproctitle("sglang::router")
+    Router.from_args(arguments).start()

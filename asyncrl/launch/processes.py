@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.errors import ProcessDied
+from asyncrl.launch.leftovers import shared_files, sweep
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
 
@@ -119,6 +120,7 @@ class Supervisor:
 
     def _stop_all(self) -> None:
         """The stop signal to each process group, then SIGKILL after the grace; then the sweep."""
+        files = shared_files(child.pid for child in self._children.values())
         for name, child in reversed(self._children.items()):
             _signal_group(child.pid, self._specs[name].stop_signal)
         deadline = time.monotonic() + self._grace
@@ -128,19 +130,7 @@ class Supervisor:
         for child in self._children.values():
             _signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has gone
             child.wait()
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Kill what left its process group but carries the run's id (torch's shared-memory manager does)."""
-        mark = f"ASYNCRL_RUN_ID={self._run_id}".encode()
-        deadline = time.monotonic() + 2.0  # the manager leaves by itself once its clients are gone, and cleans up then
-        while (left := _carrying(mark)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        while left and _carrying(mark) and time.monotonic() < deadline + 2.0:
-            time.sleep(POLL_SECONDS)
+        sweep(self._run_id, files)
 
 
 def _die_with_parent() -> None:
@@ -150,17 +140,6 @@ def _die_with_parent() -> None:
 def _signal_group(leader: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, number)
-
-
-def _carrying(mark: bytes) -> list[int]:
-    """Living processes, other than this one, whose environment holds the mark."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
-        with contextlib.suppress(OSError):  # not ours to read, or gone meanwhile
-            if pid != os.getpid() and mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
 
 
 def how(code: int) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -25,8 +24,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield started
 
 
-async def greedy(fleet: Engines, during: Callable[[Client], None] | None) -> tuple[list[Completion], Client]:
-    """Every prompt's greedy answer; `during` is called when a quarter of the tokens is there."""
+async def greedy(fleet: Engines, during: Callable[[], Awaitable[None]] | None) -> tuple[list[Completion], Client]:
+    """Every prompt's greedy answer; `during` comes when the first tokens of every one are there."""
     client = Client(
         fleet.addresses.router,
         run="continuation",
@@ -41,16 +40,16 @@ async def greedy(fleet: Engines, during: Callable[[Client], None] | None) -> tup
     sessions = [client.generate(0.0, group=f"g{number:02d}") for number in range(len(PROMPTS))]
     asking = asyncio.gather(*[session(prompt) for session, prompt in zip(sessions, PROMPTS, strict=True)])
     if during:
-        while sum(session.received for session in sessions) < LENGTH * len(PROMPTS) / 4:  # noqa: ASYNC110  nothing tells
-            await asyncio.sleep(0.005)
-        await asyncio.to_thread(during, client)
+        while not all(session.received for session in sessions):  # noqa: ASYNC110  nothing tells
+            await asyncio.sleep(0.002)
+        await during()
     found = await asking
     await client.close()
     assert [session.received for session in sessions] == [len(one.token_ids) for one in found]
     return found, client
 
 
-def whole_again(fleet: Engines, during: Callable[[Client], None]) -> Client:
+def whole_again(fleet: Engines, during: Callable[[], Awaitable[None]]) -> Client:
     """Asks twice, the second time with a fault, and compares; returns the client that met the fault."""
     (expected, _), (found, client) = (asyncio.run(greedy(fleet, fault)) for fault in (None, during))
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
@@ -63,10 +62,10 @@ def whole_again(fleet: Engines, during: Callable[[Client], None]) -> Client:
 
 @pytest.mark.integration
 def test_router_is_killed_and_started_again(fleet: Engines) -> None:
-    def restart(_: Client) -> None:
+    async def restart() -> None:
         fleet.kill("router")
         fleet.start("router")
-        asyncio.run(wait_until_ready(fleet.addresses, START))
+        await wait_until_ready(fleet.addresses, START)
 
     client = whole_again(fleet, restart)
     assert client.inflight.figures.continued["broken"] >= len(PROMPTS)
@@ -76,9 +75,9 @@ def test_router_is_killed_and_started_again(fleet: Engines) -> None:
 def test_engine_is_stopped_then_killed_and_the_other_goes_on_from_what_was_streamed(fleet: Engines) -> None:
     """Ends the module: the fleet is left with one engine."""
 
-    def hang(_: Client) -> None:
+    async def hang() -> None:
         fleet.signal("engine-0", signal.SIGSTOP)
-        time.sleep(0.5)  # the other goes on meanwhile
+        await asyncio.sleep(0.5)  # the other goes on meanwhile
         fleet.kill("engine-0")
 
     figures = whole_again(fleet, hang).inflight.figures

@@ -6,8 +6,6 @@ One launch per number of ranks covers all layouts and models.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from asyncrl.convert.cli import main
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import tiny_config
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -70,10 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def found(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """What each rank found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    script = Path(__file__).with_name("rank_convert.py")
-    done = subprocess.run([*command, str(script), str(folder)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("rank_convert.py", str(folder), world=ranks, timeout=300)
     of_ranks: list[dict[str, Any]] = json.loads((folder / f"found-{ranks}.json").read_text())
     return of_ranks
 

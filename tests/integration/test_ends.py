@@ -10,12 +10,17 @@ import pytest
 from tests.integration.running import finish, lines, nothing_is_left, run, start
 
 pytestmark = pytest.mark.integration
+BUDGET = 60_000  # tokens: some sixty steps
 
 
-def test_the_exported_folder_serves_and_trains_on_where_the_run_ended(tmp_path: Path) -> None:
+def test_the_exported_folder_serves_and_trains_on_where_a_token_budget_ended_the_run(tmp_path: Path) -> None:
     """The last published weights and the exported ones give the same greedy answers, at another parallelism too."""
     first, second = tmp_path / "first", tmp_path / "second"
-    run(first, "run.max_steps=60")
+    steps = run(first, f"run.token_budget={BUDGET}", "trainer.optimizer.warmup_steps=4", "trainer.save_hf_every=40")
+    assert f"reached run.token_budget {BUDGET}" in json.loads((first / "summary.json").read_text())["reason"]
+    assert sum(step["tokens/generated"] for step in steps[:-1]) < BUDGET
+    assert [step["lr"] for step in steps[:5]] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+    assert {path.name for path in first.glob("hf*")} >= {"hf", "hf-000040"}
     steps = run(
         second, f"model.path={first / 'hf'}", "engine.tensor_parallel=2", "rollout.max_staleness=0", "run.max_steps=3"
     )
@@ -34,13 +39,3 @@ def test_too_many_bad_steps_end_the_run_and_say_so(tmp_path: Path) -> None:
     assert "bad step 3 in a row (trainer.bad_grad_norm=1e-09, trainer.on_bad_step=skip" in text
     assert [step["step/bad"] for step in lines(run_dir / "metrics.jsonl")] == [1.0, 1.0]
     nothing_is_left(run_dir)
-
-
-def test_a_reached_token_budget_ends_the_run_well(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    warm_up = ["trainer.optimizer.warmup_steps=4", "trainer.optimizer.schedule=linear"]
-    steps = run(run_dir, "run.token_budget=4000", "eval.questions=0", "trainer.save_hf_every=3", *warm_up)
-    assert "reached run.token_budget 4000" in json.loads((run_dir / "summary.json").read_text())["reason"]
-    assert sum(step["tokens/generated"] for step in steps[:-1]) < 4000
-    assert [step["lr"] for step in steps[:4]] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
-    assert {path.name for path in run_dir.glob("hf*")} >= {"hf", "hf-000003"}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from torch import Tensor
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
 from tests.integration.families import CHOOSES, EXPERTS, MODELS, factors, groups
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -68,13 +66,7 @@ def megatron(folder: Path) -> Any:
         trainer = {**config["trainer"], **settings}
         (folder / f"{layout}.json").write_text(json.dumps({"trainer": trainer, "models": models}))
         ranks = trainer["tensor_parallel"] * trainer["pipeline_parallel"] * trainer["data_parallel"]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(Path(__file__).with_name("rank_families.py")), str(folder), layout]
-        root = str(Path(__file__).parents[2])
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": root}
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_ranks("rank_families.py", str(folder), layout, world=ranks)
 
     return run
 

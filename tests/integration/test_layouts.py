@@ -18,7 +18,6 @@ pytestmark = pytest.mark.integration
 
 LAYOUTS = {
     "tp2-two-engines": ["trainer.tensor_parallel=2", "engine.count=2"],
-    "pp2": ["trainer.pipeline_parallel=2"],
     "dp2-over-disk": ["trainer.data_parallel=2", "weights.transport=disk"],
     "tp2-sp-over-broadcast": [
         "trainer.tensor_parallel=2",

@@ -7,8 +7,6 @@ layouts are also Megatron's own is what test_families.py (logits) and test_train
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from safetensors import safe_open
 
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import tiny_config
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -112,10 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def launched(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """What each rank found in each case."""
-    script = Path(__file__).with_name("rank_reshard.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
-    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_ranks("rank_reshard.py", str(folder), world=ranks, timeout=400)
     found: list[dict[str, Any]] = json.loads((folder / f"found-{ranks}.json").read_text())
     return found
 

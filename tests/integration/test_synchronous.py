@@ -4,9 +4,6 @@ trains, publishes and only then goes on."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from asyncrl.models import catalog
 from asyncrl.types import Group
 from tests.fakes import tiny_config
 from tests.integration.fleet import engines
+from tests.integration.ranks import run_ranks
 from tests.integration.recorder import FILE
 from tests.integration.running import run
 from tests.rollout.machinery import without_versions
@@ -47,15 +45,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def driven(how: str, folder: Path) -> None:
     """Runs the rank, which leaves an outcome for each driver."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
-    done = subprocess.run(
-        [*command, "tests.integration.rank_synchronous", how, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": ROOT},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("rank_synchronous.py", how, str(folder), world=1)
 
 
 def same_training(figures: list[dict[str, float]], mine: dict[str, torch.Tensor], plain: Outcome) -> None:

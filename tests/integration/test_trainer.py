@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -173,12 +172,8 @@ def launch(
     for model in models:
         check_model(config, json.loads((folder / model / "model" / "config.json").read_text()))
         (folder / model / "config.json").write_text(config.model_dump_json())
-    ranks = f"--nproc-per-node={config.trainer.world_size}"
-    script = str(Path(__file__).with_name("rank_update.py"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, script, name]
     folders = [str(folder / model) for model in models]
-    done = subprocess.run([*command, *folders], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("rank_update.py", name, *folders, world=config.trainer.world_size)
     return {model: _outcome(folder / model, name) for model in models}
 
 

@@ -19,8 +19,9 @@ import pytest
 from asyncrl.addresses import LOST, READY
 from asyncrl.errors import ProcessDied
 from asyncrl.launch import processes
+from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.processes import Stopped, Supervisor, _carrying
+from asyncrl.launch.processes import Stopped, Supervisor
 
 FOREVER = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -46,7 +47,7 @@ def run_id(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def alive(run_id: str) -> list[int]:
-    return _carrying(f"ASYNCRL_RUN_ID={run_id}".encode())
+    return carrying(f"ASYNCRL_RUN_ID={run_id}".encode())
 
 
 def spec(run_id: str, name: str, code: str, *, ends: bool = False) -> ProcessSpec:
