@@ -3,6 +3,7 @@
 Siblings are found by their group's number. Standard deviations are unbiased (ddof 1) and EPSILON is added to them, as
 slime and verl do; over a batch, whitening divides by sqrt(variance + WHITEN_EPSILON), as verl's masked_whiten does. A
 group whose rewards are all equal, or that has a single member, carries no signal: group-relative advantages are zero.
+Estimators that whiten over the batch take the mean over tokens off every token, also in such a group.
 Tokens that the policy did not write (observations) are not in the table, so every recursion over tokens skips them.
 """
 
@@ -156,7 +157,7 @@ def token_rewards(table: TokenTable) -> Tensor:
 
 def whiten(values: Tensor) -> Tensor:
     """Zero mean and unit variance over all tokens of the batch; a long sample weighs more than a short one."""
-    if len(values) < 2:
+    if len(values) < 2 or bool((values == values[0]).all()):
         return torch.zeros_like(values)
     return (values - values.mean()) / torch.sqrt(values.var() + WHITEN_EPSILON)
 

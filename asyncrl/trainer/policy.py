@@ -15,6 +15,8 @@ from asyncrl.algo.diagnostics import gap_figures, loss_figures
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import Sample, build_samples, shares
+from asyncrl.algo.selection import SELECTIONS, SelectionParams
+from asyncrl.algo.shaping import ShapingParams, shaped, trainable
 from asyncrl.algo.table import TokenTable, build_table, known
 from asyncrl.config import Algo, Config
 from asyncrl.parallel import Parallel
@@ -39,6 +41,8 @@ class Policy:
         self._advantage = _taken(AdvantageParams, config.algo)
         self._correction = _taken(CorrectionParams, config.algo)
         self._clip = _taken(LossParams, config.algo)
+        self._selection = _taken(SelectionParams, config.algo)
+        self._shaping = _taken(ShapingParams, config.algo)
         self._where = {
             "vocab": self.hf["vocab_size"],
             "temperature": config.rollout.temperature,
@@ -47,11 +51,15 @@ class Policy:
 
     def update(self, batch: Batch) -> dict[str, float]:
         """The optimizer steps of one batch. Returns its figures, the same on every rank."""
-        algo = self.config.algo
+        algo, longest = self.config.algo, self.config.rollout.max_new_tokens
         table, groups = build_table(batch.groups, batch.version), build_samples(batch.groups)
-        if algo.steps > 1:  # with one step the policy that it starts from is the one that it runs
+        table = replace(table, reward=shaped(table, self._shaping, longest), keep=trainable(table, self._shaping))
+        selection = LOSSES[algo.loss].selection
+        if algo.steps > 1 or selection:  # with one step the policy that it starts from is the one that it runs
             table = replace(table, proximal=self._score(groups, table))
         table = replace(table, advantages=ADVANTAGES[algo.advantage](table, self._advantage))
+        if selection:
+            table = replace(table, keep=SELECTIONS[selection](table, self._selection))
         return self._train(groups, table)
 
     # -- passes --------------------------------------------------------------------------------------------
@@ -73,7 +81,7 @@ class Policy:
         seen = Seen(table.num_tokens, self.parallel)
         lr, norms, bad, trained = self._optimizer.lr, [0.0], 0, 0
         for chosen in self._mini_batches(groups):
-            table = replace(table, weights=self._shares(chosen, table))
+            table = replace(table, weights=self._shares(chosen, table) * known(table.keep))
             if not (chosen := self._with_signal(chosen, table)):
                 continue
             packs = packs_of_rank(chosen, self.config.trainer, self.parallel)
@@ -101,7 +109,7 @@ class Policy:
             logprobs, log_z = token_logprobs(logits, pack, **self._where)
             rows = table.rows(pack.table_rows, logprobs.dtype)
             rows = replace(rows, proximal=self._proximal(logprobs, rows))
-            factor = correction(rows, self._correction)
+            factor = correction(logprobs, rows, self._correction) * known(rows.keep)
             losses = factor * LOSSES[algo.loss].loss(logprobs, rows, self._clip)
             noted = {"logprobs": logprobs, "proximal": known(rows.proximal), "factor": factor}
             if algo.entropy_bonus:
@@ -136,10 +144,10 @@ class Policy:
         return shares(table, samples, self.config.algo.aggregation, self.config.rollout.max_new_tokens)
 
     def _with_signal(self, groups: Groups, table: TokenTable) -> Groups:
-        """A group without advantage has no gradient: it stays in the denominator and is not run."""
+        """A group whose kept tokens have no advantage has no gradient: it stays in the denominator and is not run."""
         if self.config.algo.entropy_bonus:
             return groups
-        signal = set(table.sample[known(table.advantages) != 0].tolist())
+        signal = set(table.sample[known(table.keep) & (known(table.advantages) != 0)].tolist())
         return [group for group in groups if any(sample.number in signal for sample in group)]
 
     def _figures(self, table: TokenTable, seen: Seen) -> dict[str, float]:
