@@ -91,9 +91,9 @@ def pass_at_k(table: TokenTable, params: AdvantageParams) -> Tensor:
         if not 0 < mean < 1:
             continue  # every k of them, or none, has a right answer: no sample makes a difference
         deviation = (mean * (1 - mean)) ** 0.5
-        of_wrong = (1 - mean - comb(w - 1, k - 1) / comb(n - 1, k - 1)) / deviation
         these = (groups.sizes == n) & (wrong == w)
-        found = torch.where(these, torch.where(correct, (1 - mean) / deviation, of_wrong), found)
+        found[these & correct] = (1 - mean) / deviation
+        found[these & ~correct] = (1 - mean - comb(w - 1, k - 1) / comb(n - 1, k - 1)) / deviation
     return table.per_token(found)
 
 

@@ -68,7 +68,7 @@ WEIGHTS: dict[str, Correction] = {"tis": tis, "tis_sequence": tis_sequence, "ice
 
 
 def mask_sequence(logprobs: Tensor, rows: TokenTable, bounds: tuple[float, float]) -> Tensor:
-    """Sequences whose product of rho lies within the bounds (verl's rollout_rs=seq_sum_k1: its k1 is -log rho, so that its
+    """Sequences whose product of rho lies within the bounds (verl's seq_sum_k1: its k1 is -log rho, so that its
     bounds are those of 1 / rho)."""
     return _within(_of_sequence(rows), bounds)
 

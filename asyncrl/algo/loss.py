@@ -77,8 +77,8 @@ def cispo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
 def sapo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
     """-4/t sigmoid(t (r - 1)) A, a soft gate with a temperature t for each sign of A: SAPO, arXiv 2511.20347."""
     ratio = _ratio(logprobs, known(rows.proximal))
-    temperature = torch.where(known(rows.advantages) > 0, params.sapo_up, params.sapo_down)
-    return -4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0)) * known(rows.advantages)
+    up, down = (_gate(ratio, temperature) for temperature in (params.sapo_up, params.sapo_down))
+    return -torch.where(known(rows.advantages) > 0, up, down) * known(rows.advantages)
 
 
 def policy_gradient(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
@@ -160,6 +160,10 @@ LOSSES: dict[str, LossRow] = {
 
 def _ratio(logprobs: Tensor, other: Tensor) -> Tensor:
     return torch.exp((logprobs - other).clamp(max=MAX_LOG_RATIO))
+
+
+def _gate(ratio: Tensor, temperature: float) -> Tensor:
+    return 4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0))
 
 
 def _sequence_mean(values: Tensor, rows: TokenTable) -> Tensor:
