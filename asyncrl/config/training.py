@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.section import Count, Natural, NonNegative, Positive, Section, Share
+from asyncrl.config.section import Bounds, Count, Natural, NonNegative, Positive, Section, Share
 from asyncrl.errors import ConfigError
 
 
@@ -179,9 +179,9 @@ class Algo(Section):
     """Largest weight: above it a token's is cut (tis), or the token masked (icepop)."""
     correction_floor: NonNegative
     """Smallest weight, in the same way."""
-    mask_sequence: tuple[NonNegative, Positive] | None
+    mask_sequence: Bounds | None
     """Train only sequences whose weights multiply to a number between these; unset: all."""
-    mask_geometric: tuple[NonNegative, Positive] | None
+    mask_geometric: Bounds | None
     """Train only sequences whose weights' geometric mean lies between these, as in [0.999, 1.001]; unset: all."""
     mask_opsm: NonNegative | None
     """Leave out sequences of negative advantage that have become less likely by more than this, nats per token."""
@@ -221,9 +221,15 @@ class Algo(Section):
     def _acts(self) -> Algo:
         """What is set must be able to do what it says."""
         for mask in ("mask_sequence", "mask_geometric"):
-            if getattr(self, mask) and self.proximal == "behaviour":
+            bounds = getattr(self, mask)
+            if bounds and bounds[0] > bounds[1]:
+                raise ConfigError(f"algo.{mask}", bounds, "Nothing lies between these: give the lower one first.")
+            if bounds and self.proximal == "behaviour":
                 remedy = "algo.proximal=behaviour leaves it no gap to measure: set start, or leave it unset."
-                raise ConfigError(f"algo.{mask}", getattr(self, mask), remedy)
+                raise ConfigError(f"algo.{mask}", bounds, remedy)
+        if self.correction_floor > self.correction_cap:
+            remedy = f"Must not exceed algo.correction_cap ({self.correction_cap})."
+            raise ConfigError("algo.correction_floor", self.correction_floor, remedy)
         if self.advantage in ("maxrl", "pass_at_k"):
             for shaping in ("overlong_buffer", "length_penalty", "normalize_rewards"):
                 if value := getattr(self, shaping):

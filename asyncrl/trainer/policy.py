@@ -168,5 +168,5 @@ class Policy:
 
 
 def _taken(kind: type[Any], algo: Algo) -> Any:
-    """The numbers of `kind` under the same names in the configuration."""
-    return kind(**{field.name: getattr(algo, field.name) for field in fields(kind)})
+    """The numbers of `kind` under the same names in the configuration; gae's wait for a critic."""
+    return kind(**{one.name: getattr(algo, one.name) for one in fields(kind) if one.name in Algo.model_fields})
