@@ -5,14 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import ValidationError
 
 from asyncrl import config as module
-from asyncrl.config import load, read
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
+from asyncrl.algo.correction import MASKS, WEIGHTS, CorrectionParams
+from asyncrl.algo.loss import LOSSES, LossParams
+from asyncrl.algo.selection import SelectionParams
+from asyncrl.algo.shaping import ShapingParams
+from asyncrl.config import Algo, load, read
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_devices, check_model
 from asyncrl.launch.main import CONF
@@ -108,7 +114,16 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
         ("rollout.max_staleness", -1, "greater than or equal to 0"),
         ("rollout.temperature", 0.0, "greater than 0"),
         ("algo.clip_low", 1.5, "less than or equal to 1"),
-        ("algo.loss", "ppo", "'decoupled_ppo' or 'tis'"),
+        ("algo.loss", "decoupled_ppo", "'ppo', 'gspo'"),
+        ("algo.advantage", "gae", "'grpo', 'dr_grpo'"),  # there is no critic
+        ("algo.correction", "mis", "'tis', 'tis_sequence' or 'icepop'"),
+        ("algo.dual_clip", 1.0, "greater than 1"),
+        ("algo.mask_lag", -1, "greater than or equal to 0"),
+        ("algo.reward_clip", 0.0, "greater than 0"),
+        ("algo.overlong_buffer", 4, r"Must not exceed rollout.max_new_tokens \(3\)"),
+        ("algo.mask_sequence", (2.0, 0.5), "Nothing lies between these"),
+        ("algo.mask_geometric", (1.5, 0.5), "Nothing lies between these"),
+        ("algo.correction_floor", 2.5, r"Must not exceed algo.correction_cap \(2.0\)"),
         ("trainer.dtype", "float16", "'bfloat16' or 'float32'"),
         ("run.overwrite", "yes", "valid boolean"),
         ("run.max_steps", True, "valid integer"),
@@ -150,6 +165,84 @@ def test_warm_up_beyond_the_decay_is_refused() -> None:
 
 def test_file_task_without_a_file_is_refused() -> None:
     assert refusal(**{"task.kind": "file"}).field == "task.train_file"
+
+
+# --- the algorithm ------------------------------------------------------------------------------------------
+
+CHOICES = {
+    "advantage": ADVANTAGES.keys() - {"gae"},  # there is no critic
+    "loss": LOSSES.keys(),
+    "correction": WEIGHTS.keys(),
+}
+
+
+@pytest.mark.parametrize("field", CHOICES)
+def test_names_of_the_algorithm_are_the_rows_of_its_tables(field: str) -> None:
+    annotation = Algo.model_fields[field].annotation
+    literals = [one for one in (annotation, *get_args(annotation)) if get_origin(one) is Literal]
+    assert {name for one in literals for name in get_args(one)} == CHOICES[field]
+
+
+def test_every_mask_is_a_setting_and_off_until_it_is_set() -> None:
+    algo = tiny_config().algo
+    assert [getattr(algo, name) for name in MASKS] == [None] * len(MASKS)
+
+
+@pytest.mark.parametrize("kind", [AdvantageParams, CorrectionParams, LossParams, SelectionParams, ShapingParams])
+def test_every_number_of_the_algorithm_is_a_setting_of_the_same_default(kind: type) -> None:
+    algo, plain = tiny_config().algo, kind()
+    changed = {"pass_k": 4}  # 1 is grpo
+    names = {field.name for field in fields(kind)} - {"gae_lambda"}
+    assert names <= Algo.model_fields.keys()
+    assert {name: getattr(algo, name) for name in names} == {
+        name: changed.get(name, getattr(plain, name)) for name in names
+    }
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_that_weighs_the_gap_itself_takes_no_correction(name: str) -> None:
+    settings = {"algo.loss": name, "algo.aggregation": "sequence"}
+    if LOSSES[name].against == "behaviour":
+        error = refusal(**settings)
+        assert (error.field, error.value) == ("algo.correction", "tis")
+        assert f"algo.loss={name} weighs this gap already" in error.remedy
+    else:
+        tiny_config(**settings)
+    tiny_config(**settings, **{"algo.correction": None})
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_of_sequences_takes_the_mean_of_sequences(name: str) -> None:
+    settings = {"algo.loss": name, "algo.aggregation": "token", "algo.correction": None}
+    if LOSSES[name].sequences:
+        assert refusal(**settings).field == "algo.aggregation"
+    else:
+        tiny_config(**settings)
+
+
+def test_engine_as_proximal_policy_leaves_nothing_to_correct() -> None:
+    engine = {"algo.proximal": "behaviour", "algo.correction": None}
+    tiny_config(**engine, **{"algo.mask_opsm": 0.1, "algo.mask_lag": 2})
+    assert refusal(**engine | {"algo.correction": "tis"}).field == "algo.correction"
+    for mask in ("mask_sequence", "mask_geometric"):
+        assert refusal(**engine, **{f"algo.{mask}": [0.5, 2.0]}).field == f"algo.{mask}"
+
+
+@pytest.mark.parametrize("name", ["maxrl", "pass_at_k"])
+@pytest.mark.parametrize(
+    ("field", "value"), [("overlong_buffer", 1), ("length_penalty", 0.1), ("normalize_rewards", True)]
+)
+def test_advantage_of_right_and_wrong_takes_no_shaped_rewards(name: str, field: str, value: Any) -> None:
+    error = refusal(**{"algo.advantage": name, f"algo.{field}": value})
+    assert (error.field, error.value) == (f"algo.{field}", value)
+    tiny_config(**{"algo.advantage": "grpo", f"algo.{field}": value})
+
+
+def test_bounds_are_lists_of_two_in_yaml_and_json(tmp_path: Path) -> None:
+    config = load(compose_values("algo.mask_geometric=[0.999,1.001]", "algo.mask_sequence=[0,2]"))
+    assert (config.algo.mask_geometric, config.algo.mask_sequence) == ((0.999, 1.001), (0.0, 2.0))
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    assert read(tmp_path) == config
 
 
 # --- several tasks ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Siblings are found by their group's number. Standard deviations are unbiased (ddof 1) and EPSILON is added to them, as
 slime and verl do; over a batch, whitening divides by sqrt(variance + WHITEN_EPSILON), as verl's masked_whiten does. A
 group whose rewards are all equal, or that has a single member, carries no signal: group-relative advantages are zero.
+Estimators that whiten over the batch take the mean over tokens off every token, also in such a group.
 Tokens that the policy did not write (observations) are not in the table, so every recursion over tokens skips them.
 """
 
@@ -90,9 +91,9 @@ def pass_at_k(table: TokenTable, params: AdvantageParams) -> Tensor:
         if not 0 < mean < 1:
             continue  # every k of them, or none, has a right answer: no sample makes a difference
         deviation = (mean * (1 - mean)) ** 0.5
-        of_wrong = (1 - mean - comb(w - 1, k - 1) / comb(n - 1, k - 1)) / deviation
         these = (groups.sizes == n) & (wrong == w)
-        found = torch.where(these, torch.where(correct, (1 - mean) / deviation, of_wrong), found)
+        found[these & correct] = (1 - mean) / deviation
+        found[these & ~correct] = (1 - mean - comb(w - 1, k - 1) / comb(n - 1, k - 1)) / deviation
     return table.per_token(found)
 
 
@@ -156,7 +157,7 @@ def token_rewards(table: TokenTable) -> Tensor:
 
 def whiten(values: Tensor) -> Tensor:
     """Zero mean and unit variance over all tokens of the batch; a long sample weighs more than a short one."""
-    if len(values) < 2:
+    if len(values) < 2 or bool((values == values[0]).all()):
         return torch.zeros_like(values)
     return (values - values.mean()) / torch.sqrt(values.var() + WHITEN_EPSILON)
 

@@ -2,9 +2,9 @@
 "Approximating KL divergence", 2020).
 
 What they are good for as a loss (tests/algo/test_kl.py shows it): over tokens of pi itself, the gradient of k1 is zero
-in expectation, that of k2 is the gradient of the KL, that of k3 is that of another divergence, and `ratio`, k3 times
-pi / mu with gradient through both, is the gradient of the KL again, also for tokens of an older mu (DeepSeek-V3.2,
-arXiv 2512.02556).
+in expectation, that of k2 is the gradient of the KL, that of k3 is the gradient of KL(reference || pi), and that of
+`ratio`, k3 times pi / mu with gradient through both, is the gradient of the KL again, also over tokens of an older mu
+(DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from __future__ import annotations

@@ -53,19 +53,23 @@ def ppo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
 
 
 def gspo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
-    """PPO's loss of s = exp(mean over the sequence of log r), the same for all its tokens: GSPO, arXiv 2507.18071."""
-    ratio = torch.exp(_sequence_mean(logprobs - known(rows.proximal), rows))
+    """PPO's loss of s = exp(mean over the sequence of log r), the same for all its tokens: GSPO, arXiv 2507.18071. Its
+    clip is of another size (3e-4 and 4e-4, section 5.1)."""
+    log_ratio = _sequence_mean(logprobs - known(rows.proximal), rows)
+    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
     return _clipped(ratio[rows.sample], rows, params)
 
 
 def gspo_token(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
     """The same value, its gradient through each token's own probability: GSPO-token, arXiv 2507.18071, section 4.3."""
-    ratio = torch.exp(_sequence_mean(logprobs.detach() - known(rows.proximal), rows))
+    log_ratio = _sequence_mean(logprobs.detach() - known(rows.proximal), rows)
+    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
     return _clipped(ratio[rows.sample] * torch.exp(logprobs - logprobs.detach()), rows, params)
 
 
 def cispo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
-    """-min(r, 1 + clip_high) A l, the weight without gradient: CISPO, arXiv 2506.13585, which has no lower bound."""
+    """-min(r, 1 + clip_high) A l, the weight without gradient: CISPO, arXiv 2506.13585, which has no lower bound (verl
+    bounds it below, too; TRL's epsilon_high is 1 + clip_high)."""
     weight = _ratio(logprobs, known(rows.proximal)).detach().clamp(max=1.0 + params.clip_high)
     return -weight * known(rows.advantages) * logprobs
 
@@ -73,8 +77,8 @@ def cispo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
 def sapo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
     """-4/t sigmoid(t (r - 1)) A, a soft gate with a temperature t for each sign of A: SAPO, arXiv 2511.20347."""
     ratio = _ratio(logprobs, known(rows.proximal))
-    temperature = torch.where(known(rows.advantages) > 0, params.sapo_up, params.sapo_down)
-    return -4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0)) * known(rows.advantages)
+    up, down = (_gate(ratio, temperature) for temperature in (params.sapo_up, params.sapo_down))
+    return -torch.where(known(rows.advantages) > 0, up, down) * known(rows.advantages)
 
 
 def policy_gradient(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
@@ -95,7 +99,8 @@ def minirl(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
 
 def dppo_tv(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
     """-min(w, 20) A l without gradient through the weight, where the token's probability has not yet moved by more
-    than dppo_trust in the direction that A wants: DPPO with binary total variation, arXiv 2602.04879."""
+    than dppo_trust in the direction that A wants: DPPO with binary total variation, arXiv 2602.04879 (verl's dppo_tv;
+    20 is its bound on the weight)."""
     ratio = _ratio(logprobs, rows.behaviour).detach()
     moved = logprobs.detach().exp() - rows.behaviour.exp()
     gone = torch.where(known(rows.advantages) > 0, moved > params.dppo_trust, moved < -params.dppo_trust)
@@ -103,19 +108,26 @@ def dppo_tv(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
 
 
 def topr(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
-    """-A l where A > 0, -min(w, 1) A l elsewhere: tapered off-policy REINFORCE, arXiv 2503.14286."""
-    weight = _ratio(logprobs, rows.behaviour).detach().clamp(max=1.0)
+    """-A l where A > 0, -min(W, 1) A l elsewhere, W = product of w over the sequence: tapered off-policy REINFORCE,
+    arXiv 2503.14286, whose weight is that of the whole answer (ROLL and Trinity take each token's own)."""
+    log_weight = rows.sum_per_sample(logprobs.detach() - rows.behaviour)[rows.sample]
+    weight = torch.exp(log_weight.clamp(max=0.0))
     return -torch.where(known(rows.advantages) > 0, 1.0, weight) * known(rows.advantages) * logprobs
 
 
 def vespo(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
     """-e^L W^k e^(-L W) A l, W = product of w over the sequence; (k, L) = (2, 3) where A >= 0, (3, 2) elsewhere. The
-    weight is 1 at W = 1, and has no gradient: VESPO, arXiv 2602.10693."""
+    weight is 1 at W = 1, and has no gradient: VESPO, arXiv 2602.10693 (the numbers are TRL's)."""
     log_ratio = rows.sum_per_sample(logprobs.detach() - rows.behaviour).clamp(max=MAX_LOG_RATIO)[rows.sample]
     good = known(rows.advantages) >= 0
     k, scale = torch.where(good, 2.0, 3.0), torch.where(good, 3.0, 2.0)
     weight = torch.exp(scale + k * log_ratio - scale * log_ratio.exp())
     return -weight * known(rows.advantages) * logprobs
+
+
+def m2po(logprobs: Tensor, rows: TokenTable, params: LossParams) -> Tensor:
+    """-w A of the tokens that its selection keeps (selection.py), with no other bound: M2PO, arXiv 2510.01161."""
+    return -_ratio(logprobs, rows.behaviour) * known(rows.advantages)
 
 
 @dataclass(frozen=True)
@@ -125,6 +137,7 @@ class LossRow:
     loss: Loss
     against: str  # "proximal": takes a correction; "behaviour": is one itself
     sequences: bool = False  # its unit is the sequence: aggregation=sequence
+    selection: str | None = None  # one of SELECTIONS that belongs to it
 
 
 LOSSES: dict[str, LossRow] = {
@@ -138,6 +151,7 @@ LOSSES: dict[str, LossRow] = {
     "dppo_tv": LossRow(dppo_tv, "behaviour"),
     "topr": LossRow(topr, "behaviour"),
     "vespo": LossRow(vespo, "behaviour"),
+    "m2po": LossRow(m2po, "behaviour", selection="m2po"),
 }
 
 
@@ -146,6 +160,10 @@ LOSSES: dict[str, LossRow] = {
 
 def _ratio(logprobs: Tensor, other: Tensor) -> Tensor:
     return torch.exp((logprobs - other).clamp(max=MAX_LOG_RATIO))
+
+
+def _gate(ratio: Tensor, temperature: float) -> Tensor:
+    return 4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0))
 
 
 def _sequence_mean(values: Tensor, rows: TokenTable) -> Tensor:

@@ -62,8 +62,8 @@ def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longe
 
     The denominator counts every token, or every sequence that has one, whether it will have a gradient or not.
     """
-    chosen = torch.zeros(table.num_samples, dtype=torch.bool)
-    chosen[torch.tensor([sample.number for sample in samples], dtype=torch.int64)] = True
+    chosen = torch.zeros(table.num_samples, dtype=torch.float64)
+    chosen[torch.tensor([sample.number for sample in samples], dtype=torch.int64)] = 1.0
     lengths = table.lengths() * chosen
     num_tokens, num_sequences = max(1, int(lengths.sum())), max(1, int((lengths > 0).sum()))
     if aggregation == "token":
@@ -72,4 +72,4 @@ def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longe
         of_sample = chosen / (lengths.clamp(min=1) * num_sequences)
     else:
         of_sample = chosen / (num_sequences * longest)
-    return table.per_token(of_sample.double())
+    return table.per_token(of_sample)

@@ -4,7 +4,7 @@
     sample     0 0 0   1 1   2 2 2 2
     group      sample -> group, so that siblings are found by number and never by position
 
-The stages of a step (trainer/step.py) fill in the columns that the algorithm needs; packs refer to tokens by row.
+The stages of a step (trainer/policy.py) fill in the columns that the algorithm needs; packs refer to tokens by row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.types import Group, Turn
+from asyncrl.types import Group, Trajectory, Turn
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,18 @@ def build_table(groups: Sequence[Group], version: int) -> TokenTable:
         torch.tensor(behaviour, dtype=torch.float64),
         torch.tensor(lag, dtype=torch.int64),
         torch.tensor([number for number, _ in trajectories], dtype=torch.int64),
-        torch.tensor([trajectory.reward for _, trajectory in trajectories], dtype=torch.float64),
+        torch.tensor([_episode_reward(trajectory) for _, trajectory in trajectories], dtype=torch.float64),
         torch.tensor(
             [bool(t.turns) and t.turns[-1].completion.finish_reason == "length" for _, t in trajectories],
             dtype=torch.bool,
         ),
         torch.tensor(token_reward, dtype=torch.float64),
     )
+
+
+def _episode_reward(trajectory: Trajectory) -> float:
+    """With those of turns that wrote nothing: no token can hold them."""
+    return trajectory.reward + sum(turn.reward for turn in trajectory.turns if not turn.completion.token_ids)
 
 
 def _turn_rewards(turn: Turn) -> list[float]:

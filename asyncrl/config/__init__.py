@@ -65,6 +65,9 @@ class Config(Section):
                 lead,
                 f"Must not exceed rollout.max_staleness ({bound}): lower it, or leave it unset.",
             )
+        buffer, longest = self.algo.overlong_buffer, self.rollout.max_new_tokens
+        if buffer is not None and buffer > longest:
+            raise ConfigError("algo.overlong_buffer", buffer, f"Must not exceed rollout.max_new_tokens ({longest}).")
         optimizer = self.trainer.optimizer
         if optimizer.min_lr > optimizer.lr:
             raise ConfigError(

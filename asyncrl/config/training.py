@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.section import Count, Natural, NonNegative, Positive, Section, Share
+from asyncrl.config.section import Bounds, Count, Natural, NonNegative, Positive, Section, Share
 from asyncrl.errors import ConfigError
 
 
@@ -141,7 +141,31 @@ class Algo(Section):
     """Of pass_at_k: the samples of which one must be right."""
     correct_above: float
     """Of pass_at_k: a sample is right when its reward is above this."""
-    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "policy_gradient", "minirl", "dppo_tv", "topr", "vespo"]
+    overlong_buffer: Count | None
+    """Tokens below rollout.max_new_tokens from which on an answer's reward falls, as in DAPO; unset: it does not."""
+    overlong_penalty: NonNegative
+    """How far it has fallen at rollout.max_new_tokens."""
+    length_penalty: NonNegative
+    """Taken off the reward of an answer of rollout.max_new_tokens, and of a shorter one in proportion."""
+    reward_clip: Positive | None
+    """Rewards are cut at this and at its negative; unset: they are not."""
+    normalize_rewards: bool
+    """Give the rewards of a batch mean 0 and standard deviation 1 before advantages are made of them."""
+    mask_truncated: bool
+    """Leave out answers that ended by length; their rewards still count for their siblings."""
+    loss: Literal[
+        "ppo",
+        "gspo",
+        "gspo_token",
+        "cispo",
+        "sapo",
+        "policy_gradient",
+        "minirl",
+        "dppo_tv",
+        "topr",
+        "vespo",
+        "m2po",
+    ]
     """Policy loss: one function of algo/loss.py, which names its paper."""
     clip_low: Share
     """Lower width of the clip: the ratio to the proximal policy stays above 1 - clip_low."""
@@ -155,6 +179,9 @@ class Algo(Section):
     """Of sapo: temperature of the gate where the advantage is positive."""
     sapo_down: Positive
     """Of sapo: temperature of the gate elsewhere."""
+    m2_threshold: Positive
+    """Of m2po: largest mean square of the logarithm of the ratio to what the engine wrote a token with; the tokens that
+    lie furthest out are left out until the others meet it."""
     proximal: Literal["start", "log_linear", "behaviour"]
     """What clipping is measured from. start: the weights that the batch's steps start from (with one step they are the
     current ones, and cost no pass of their own); log_linear: between the engine's and the current log-probabilities by
@@ -165,9 +192,9 @@ class Algo(Section):
     """Largest weight: above it a token's is cut (tis), or the token masked (icepop)."""
     correction_floor: NonNegative
     """Smallest weight, in the same way."""
-    mask_sequence: tuple[NonNegative, Positive] | None
+    mask_sequence: Bounds | None
     """Train only sequences whose weights multiply to a number between these; unset: all."""
-    mask_geometric: tuple[NonNegative, Positive] | None
+    mask_geometric: Bounds | None
     """Train only sequences whose weights' geometric mean lies between these, as in [0.999, 1.001]; unset: all."""
     mask_opsm: NonNegative | None
     """Leave out sequences of negative advantage that have become less likely by more than this, nats per token."""
@@ -211,7 +238,7 @@ class Algo(Section):
 
     @model_validator(mode="after")
     def _counts_nothing_twice(self) -> Algo:
-        itself = self.loss in ("dppo_tv", "topr", "vespo")  # tests hold this to LOSSES
+        itself = self.loss in ("dppo_tv", "topr", "vespo", "m2po")  # tests hold this to LOSSES
         if self.correction and (itself or self.proximal == "behaviour"):
             with_what = f"algo.loss={self.loss}" if itself else f"algo.proximal={self.proximal}"
             raise ConfigError(
@@ -227,4 +254,24 @@ class Algo(Section):
                 self.aggregation,
                 f"algo.loss={self.loss} is one of sequences: set sequence.",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _acts(self) -> Algo:
+        """What is set must be able to do what it says."""
+        for mask in ("mask_sequence", "mask_geometric"):
+            bounds = getattr(self, mask)
+            if bounds and bounds[0] > bounds[1]:
+                raise ConfigError(f"algo.{mask}", bounds, "Nothing lies between these: give the lower one first.")
+            if bounds and self.proximal == "behaviour":
+                remedy = "algo.proximal=behaviour leaves it no gap to measure: set start, or leave it unset."
+                raise ConfigError(f"algo.{mask}", bounds, remedy)
+        if self.correction_floor > self.correction_cap:
+            remedy = f"Must not exceed algo.correction_cap ({self.correction_cap})."
+            raise ConfigError("algo.correction_floor", self.correction_floor, remedy)
+        if self.advantage in ("maxrl", "pass_at_k"):
+            for shaping in ("overlong_buffer", "length_penalty", "normalize_rewards"):
+                if value := getattr(self, shaping):
+                    remedy = f"algo.advantage={self.advantage} takes rewards as the task gave them: turn it off."
+                    raise ConfigError(f"algo.{shaping}", value, remedy)
         return self

@@ -33,7 +33,7 @@ STEP = {
     "logprob_gap/kl": "k3 estimate of KL(engine || trainer)",
     "correction/capped": "share of tokens whose importance weight was cut at algo.correction_cap",
     "correction/ess": "effective sample size of the importance weights, as a share of the tokens",
-    "correction/masked": "share of tokens that a correction took out",
+    "correction/masked": "share of tokens that a correction, a selection or algo.mask_truncated took out",
     "loss/clipped": "share of tokens whose ratio has left the clip in the direction that their advantage wants",
     "steps/optimizer": "optimizer steps that were applied",
     "tokens/generated": "tokens that engines wrote for training since the step before, as the client counted them",

@@ -17,6 +17,8 @@ from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.replay import Replay
 from asyncrl.algo.samples import build_samples, shares
+from asyncrl.algo.selection import SELECTIONS, SelectionParams
+from asyncrl.algo.shaping import ShapingParams, shaped, trainable
 from asyncrl.algo.table import TokenTable, build_table, known
 from asyncrl.config import Algo, Config
 from asyncrl.parallel import Parallel
@@ -48,6 +50,8 @@ class Policy:
         self._advantage = _taken(AdvantageParams, config.algo)
         self._correction = _taken(CorrectionParams, config.algo)
         self._clip = _taken(LossParams, config.algo)
+        self._selection = _taken(SelectionParams, config.algo)
+        self._shaping = _taken(ShapingParams, config.algo)
 
     @property
     def reused(self) -> int:
@@ -56,21 +60,25 @@ class Policy:
 
     def update(self, batch: Batch) -> dict[str, float]:
         """The optimizer steps of one batch. Returns its figures, the same on every rank."""
-        algo = self.config.algo
+        algo, longest = self.config.algo, self.config.rollout.max_new_tokens
         replayed = self._replay.draw(batch.version)
         self._replay.keep(batch.groups)
         table = build_table([*batch.groups, *replayed], batch.version)
         groups = build_samples([*batch.groups, *replayed])
+        table = replace(table, reward=shaped(table, self._shaping, longest), keep=trainable(table, self._shaping))
         if self._reference and (algo.kl_coefficient or batch.version % max(1, algo.kl_meter_every) == 0):
             with self._reference.in_place():
                 table = replace(table, reference=self._score(groups, table))
-        if algo.steps > 1 or self._kl_in("reward"):  # one step starts from the policy that it runs
+        selection = LOSSES[algo.loss].selection
+        if algo.steps > 1 or selection or self._kl_in("reward"):  # one step starts from the policy that it runs
             table = replace(table, proximal=self._score(groups, table))
         if self._kl_in("reward"):
             table = replace(table, token_reward=table.token_reward - self._kl(known(table.proximal), table))
         if self._critic:
             table = replace(table, values=self._critic.values(groups, table))
         table = replace(table, advantages=ADVANTAGES[algo.advantage](table, self._advantage))
+        if selection:
+            table = replace(table, keep=SELECTIONS[selection](table, self._selection))
         figures = self._train(groups if batch.version >= self._warm_at else [], table)
         if self._critic:
             returns = known(table.values) + gae_raw(table, self._advantage)
@@ -97,7 +105,7 @@ class Policy:
         algo, seen = self.config.algo, Seen(table.num_tokens, self.parallel)
         lr, norms, bad, trained = self._optimizer.lr, [0.0], 0, 0
         for number, chosen in enumerate(self._mini_batches(groups)):
-            table = replace(table, weights=self._shares(chosen, table))
+            table = replace(table, weights=self._shares(chosen, table) * known(table.keep))
             if not (chosen := self._with_signal(chosen, table)):
                 continue
             packs = packs_of_rank(chosen, self.config.trainer, self.parallel)
@@ -127,7 +135,7 @@ class Policy:
             logprobs, entropy = head.score(pack, self.config.rollout.temperature, entropy=algo.entropy_bonus > 0)
             rows = table.rows(pack.table_rows, logprobs.dtype)
             rows = replace(rows, proximal=self._proximal(logprobs, rows))
-            factor = correction(rows, self._correction)
+            factor = correction(logprobs, rows, self._correction) * known(rows.keep)
             losses = factor * LOSSES[algo.loss].loss(logprobs, rows, self._clip)
             noted = {"logprobs": logprobs, "proximal": known(rows.proximal), "factor": factor}
             if entropy is not None:
@@ -178,10 +186,10 @@ class Policy:
         return shares(table, samples, self.config.algo.aggregation, self.config.rollout.max_new_tokens)
 
     def _with_signal(self, groups: Groups, table: TokenTable) -> Groups:
-        """A group without advantage has no gradient: it stays in the denominator and is not run."""
+        """A group whose kept tokens have no advantage has no gradient: it stays in the denominator and is not run."""
         if self.config.algo.entropy_bonus or self._kl_in("loss"):
             return groups
-        signal = set(table.sample[known(table.advantages) != 0].tolist())
+        signal = set(table.sample[known(table.keep) & (known(table.advantages) != 0)].tolist())
         return [group for group in groups if any(sample.number in signal for sample in group)]
 
     def _figures(self, table: TokenTable, seen: Seen) -> dict[str, float]:
@@ -214,5 +222,5 @@ class Policy:
 
 
 def _taken(kind: type[Any], algo: Algo) -> Any:
-    """The numbers of `kind` under the same names in the configuration."""
-    return kind(**{field.name: getattr(algo, field.name) for field in fields(kind)})
+    """The numbers of `kind` under the same names in the configuration; gae's wait for a critic."""
+    return kind(**{one.name: getattr(algo, one.name) for one in fields(kind) if one.name in Algo.model_fields})

@@ -1,54 +1,311 @@
-"""Advantages against numbers worked out by hand, and what must hold for every group."""
+"""Advantages against numbers worked out by hand, and what must hold for every batch."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.advantage import ADVANTAGES, EPSILON, dr_grpo, grpo
+from asyncrl.algo.advantage import (
+    ADVANTAGES,
+    EPSILON,
+    WHITEN_EPSILON,
+    AdvantageParams,
+    gae_raw,
+    token_rewards,
+    whiten,
+)
+from asyncrl.algo.table import TokenTable, known
+from asyncrl.errors import ConfigError
+from tests.algo.tables import few, make, numbers, quarters, reordered, tables, with_empty
 
-groups = st.lists(st.integers(-20, 20).map(lambda n: n / 4), min_size=2, max_size=8)
+PLAIN = AdvantageParams()
+WHITENED = ["reinforce_pp", "reinforce_pp_baseline", "gae"]
+RELATIVE = [name for name in ADVANTAGES if name not in WHITENED]
+TOKENS = ["reinforce_pp", "gae", "grpo_turn"]  # whose numbers differ within a sample
+positive = st.integers(0, 20).map(lambda n: n / 4)
 
 
-def test_grpo_divides_by_the_unbiased_deviation() -> None:
-    # mean 0.25, deviation sqrt((3 * 0.0625 + 0.5625) / 3) = 0.5
-    assert grpo([1.0, 0.0, 0.0, 0.0]) == pytest.approx([0.75 / (0.5 + EPSILON)] + [-0.25 / (0.5 + EPSILON)] * 3)
-    # mean 2, deviation sqrt(2)
-    assert grpo([1.0, 3.0]) == pytest.approx([-1 / (math.sqrt(2) + EPSILON), 1 / (math.sqrt(2) + EPSILON)])
+def found(name: str, table: TokenTable, params: AdvantageParams = PLAIN) -> list[float]:
+    advantages = ADVANTAGES[name](table, params)
+    assert advantages.dtype == torch.float64
+    assert advantages.shape == (table.num_tokens,)
+    return advantages.tolist()
 
 
-def test_dr_grpo_only_takes_the_mean_off() -> None:
-    assert dr_grpo([1.0, 0.0, 0.0, 0.0]) == [0.75, -0.25, -0.25, -0.25]
-    assert dr_grpo([4.0, 1.0, 1.0]) == [2.0, -1.0, -1.0]
+def whitened(*values: float) -> list[float]:
+    mean = sum(values) / len(values)
+    variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    return [(v - mean) / math.sqrt(variance + WHITEN_EPSILON) for v in values]
+
+
+# -- by hand ------------------------------------------------------------------------------------------------------
+
+# Group 0: rewards 1 0 0 0, mean 1/4, unbiased deviation 1/2. Group 1: rewards 4 and 1, mean 5/2, deviation 3/sqrt(2).
+TWO = make([1, 2, 1, 1, 1, 3], [1.0, 0.0, 0.0, 0.0, 4.0, 1.0], [0, 0, 0, 0, 1, 1])
+SMALL, LARGE = 0.5 + EPSILON, 3 / math.sqrt(2) + EPSILON
+HAND = {
+    "grpo": [0.75 / SMALL] + [-0.25 / SMALL] * 4 + [1.5 / LARGE] + [-1.5 / LARGE] * 3,
+    "dr_grpo": [0.75] + [-0.25] * 4 + [1.5] + [-1.5] * 3,
+    "rloo": [1.0] + [-1 / 3] * 4 + [3.0] + [-3.0] * 3,
+    "opo": [4 / 5] + [-1 / 5] * 4 + [9 / 4] + [-3 / 4] * 3,  # baselines 1/5 and (4 + 3 * 1) / 4
+    "maxrl": [3.0] + [-1.0] * 4 + [3 / 5] + [-3 / 5] * 3,
+    # k = 2: group 0 has 3 wrong of 4, p = 1 - 3/6, s = 1/2, and a wrong one 1/2 - C(2,1)/C(3,1); group 1 is all right
+    "pass_at_k": [0.5 / 0.5] + [(0.5 - 2 / 3) / 0.5] * 4 + [0.0] * 4,
+    "grpo_passk": [1.0 / SMALL] + [0.0] * 4 + [3.0 / LARGE] + [0.0] * 3,
+    "reinforce_pp": whitened(1, 0, 0, 0, 0, 4, 0.25, 0.5, 1),  # gamma 1/2: the last sample's 1 is 1/2 and 1/4 before
+    "reinforce_pp_baseline": whitened(0.75, *[-0.25] * 4, 1.5, *[-1.5] * 3),
+    "grpo_turn": [0.75 / SMALL] + [-0.25 / SMALL] * 4 + [1.5 / LARGE] + [-1.5 / LARGE] * 3,  # single turns
+    "gae": whitened(1, 0, 0, 0, 0, 4, 0.25, 0.5, 1),  # values 0, lambda 1
+}
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@given(groups)
-def test_group_sums_to_zero_and_keeps_the_order_of_rewards(name: str, rewards: list[float]) -> None:
-    found = ADVANTAGES[name](rewards)
-    assert sum(found) == pytest.approx(0, abs=1e-9)
-    pairs = [(a, b) for a in range(len(rewards)) for b in range(len(rewards)) if rewards[a] < rewards[b]]
-    assert all(found[a] < found[b] for a, b in pairs)
+def test_numbers_by_hand(name: str) -> None:
+    params = AdvantageParams(discount=0.5, pass_k=2)
+    table = replace(TWO, values=torch.zeros(TWO.num_tokens, dtype=torch.float64))
+    assert found(name, table, params) == pytest.approx(HAND[name], abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-@given(groups, st.integers(-8, 8))
-def test_shift_of_all_rewards_changes_nothing(name: str, rewards: list[float], shift: int) -> None:
-    found = ADVANTAGES[name]([reward + shift for reward in rewards])
-    assert found == pytest.approx(ADVANTAGES[name](rewards), abs=1e-9)
+def test_pass_at_k_beyond_the_group_asks_for_one_of_all() -> None:
+    assert found("pass_at_k", TWO, AdvantageParams(pass_k=9)) == [0.0] * 9  # any 4 of group 0 hold the right one
+    wrong = make([1, 1, 1], [0.0, 0.0, 1.0])
+    assert found("pass_at_k", wrong, AdvantageParams(pass_k=1)) == pytest.approx(
+        [-(1 / 3) / math.sqrt(2 / 9)] * 2 + [(2 / 3) / math.sqrt(2 / 9)]
+    )
 
 
-@given(groups, st.sampled_from([0.5, 2.0, 10.0]))
-def test_scale_of_rewards_cancels_in_grpo_and_stays_in_dr_grpo(rewards: list[float], scale: float) -> None:
-    scaled = [scale * reward for reward in rewards]
-    assert grpo(scaled) == pytest.approx(grpo(rewards), abs=1e-4)  # EPSILON does not scale
-    assert dr_grpo(scaled) == pytest.approx([scale * value for value in dr_grpo(rewards)], abs=1e-9)
+def test_pass_at_k_counts_rewards_above_the_threshold_as_right() -> None:
+    table = make([1, 1], [0.5, 1.0])
+    assert found("pass_at_k", table, AdvantageParams(correct_above=0.5)) == pytest.approx([-1.0, 1.0])
+    assert found("pass_at_k", table, AdvantageParams(correct_above=0.25)) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+def test_best_of_a_group_counts_only_when_it_is_alone() -> None:
+    deviation = math.sqrt(1 / 3) + EPSILON
+    assert found("grpo_passk", make([1, 1, 1], [1.0, 1.0, 0.0])) == [0.0, 0.0, 0.0]
+    assert found("grpo_passk", make([1, 1, 1], [0.0, 1.0, 0.0])) == pytest.approx([0.0, 1 / deviation, 0.0])
+
+
+def test_maxrl_refuses_negative_rewards() -> None:
+    with pytest.raises(ConfigError, match=r"needs rewards of 0 or more, and one is -0\.5"):
+        found("maxrl", make([1, 1], [1.0, -0.5]))
+
+
+def test_rewards_of_turns_and_tokens_count_for_the_episode() -> None:
+    table = make([2, 1], [1.0, 0.0], token_reward=[0.5, 0.5, 0.0])
+    assert found("dr_grpo", table) == [1.0, 1.0, -1.0]
+
+
+def test_turns_are_normalised_among_all_turns_of_the_group_and_added_up() -> None:
+    # Sample 0 has turns of 2 and 1 tokens, sample 1 one turn. Rewards of turns: 3, 1 (the episode's), 2; mean 2, std 1.
+    table = make([3, 1], [1.0, 2.0], turn=[0, 0, 1, 0], token_reward=[0.0, 3.0, 0.0, 0.0])
+    one = 1 / (1 + EPSILON)
+    assert found("grpo_turn", table) == pytest.approx([one - one, one - one, -one, 0.0], abs=1e-12)
+    half = AdvantageParams(discount=0.5)
+    assert found("grpo_turn", table, half) == pytest.approx([one / 2, one / 2, -one, 0.0], abs=1e-12)
+
+
+def test_generalised_advantages_by_hand() -> None:
+    # gamma 1/2, lambda 1/2; rewards 0 1 | 2, values 1 2 | 3: deltas 0 + 1 - 1, 1 - 2 | 2 - 3, then -1/4 of the next
+    table = make([2, 1], [0.0, 2.0], token_reward=[0.0, 1.0, 0.0], values=[1.0, 2.0, 3.0])
+    params = AdvantageParams(discount=0.5, gae_lambda=0.5)
+    assert gae_raw(table, params).tolist() == [-0.25, -1.0, -1.0]
+    assert found("gae", table, params) == pytest.approx(whitened(-0.25, -1.0, -1.0))
+
+
+def test_reward_of_the_episode_is_at_its_last_token_beside_those_of_turns() -> None:
+    table = make([2, 0, 1], [1.0, 5.0, 2.0], token_reward=[0.25, 0.5, 0.0])
+    assert token_rewards(table).tolist() == [0.25, 1.5, 2.0]
+
+
+# -- for every batch ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k"])
+@few
+@given(table=tables(min_length=1, rewards=positive), k=st.integers(1, 4))
+def test_advantages_of_a_group_sum_to_zero(name: str, table: TokenTable, k: int) -> None:
+    advantages = ADVANTAGES[name](table, AdvantageParams(pass_k=k, correct_above=2.0))[table.last_rows()]
+    sums = torch.zeros(table.num_groups, dtype=torch.float64).index_add(0, table.group, advantages)
+    torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-9)
+
+
+@few
+@given(tables())
+def test_opo_sums_to_zero_over_the_tokens_of_a_group(table: TokenTable) -> None:
+    group = table.group[table.sample]
+    sums = torch.zeros(table.num_groups, dtype=torch.float64).index_add(0, group, ADVANTAGES["opo"](table, PLAIN))
+    torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", WHITENED)
+@few
+@given(table=tables(min_length=1))
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name: str, table: TokenTable) -> None:
+    advantages = ADVANTAGES[name](table, PLAIN)
+    assert float(advantages.mean()) == pytest.approx(0, abs=1e-9)
+    if bool((advantages != 0).any()):
+        assert float(advantages.var()) == pytest.approx(1, abs=1e-4)  # but for WHITEN_EPSILON
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "grpo_turn", *WHITENED[:2]])
+@few
+@given(table=tables(), shift=st.integers(-8, 8))
+def test_shift_of_all_rewards_changes_nothing(name: str, table: TokenTable, shift: int) -> None:
+    shifted = replace(table, reward=table.reward + shift)
+    assert found(name, shifted) == pytest.approx(found(name, table), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_turn", "grpo_passk", "maxrl", "pass_at_k", *WHITENED[:2]])
+@few
+@given(table=tables(rewards=positive), scale=st.sampled_from([0.5, 2.0, 8.0]))
+def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: TokenTable, scale: float) -> None:
+    scaled = replace(table, reward=scale * table.reward)
+    assert found(name, scaled) == pytest.approx(found(name, table), abs=1e-4)  # the epsilons do not scale
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo"])
+@few
+@given(table=tables(), scale=st.sampled_from([0.5, 2.0, 8.0]))
+def test_scale_of_rewards_stays_where_they_are_not(name: str, table: TokenTable, scale: float) -> None:
+    expected = [scale * value for value in found(name, table)]
+    assert found(name, replace(table, reward=scale * table.reward)) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl"])
+@few
+@given(table=tables(min_length=1, rewards=positive))
+def test_higher_reward_in_a_group_has_the_higher_advantage(name: str, table: TokenTable) -> None:
+    advantages = ADVANTAGES[name](table, PLAIN)[table.last_rows()]
+    higher = (table.reward[:, None] > table.reward) & (table.group[:, None] == table.group)
+    assert bool((advantages[:, None] > advantages)[higher].all())
+
+
+@pytest.mark.parametrize("name", RELATIVE)
 @pytest.mark.parametrize("rewards", [[], [3.0], [0.1] * 7, [0.0, 0.0]])
-def test_group_without_differences_has_no_signal(name: str, rewards: list[float]) -> None:
-    assert ADVANTAGES[name](rewards) == [0.0] * len(rewards)
+def test_group_without_differences_has_exactly_no_advantage(name: str, rewards: list[float]) -> None:
+    other, sizes = [1.0, 0.0, 0.0], [2, 1, 3]
+    table = make([2] * len(rewards) + sizes, [*rewards, *other], [0] * len(rewards) + [1] * 3)
+    assert found(name, table)[: 2 * len(rewards)] == [0.0] * 2 * len(rewards)
+    assert any(found(name, table)[2 * len(rewards) :])
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("rewards", [[], [3.0], [0.1] * 7, [0.0, 0.0]])
+def test_batch_without_differences_has_exactly_no_advantage(name: str, rewards: list[float]) -> None:
+    assert found(name, make([2] * len(rewards), rewards)) == [0.0] * 2 * len(rewards)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@few
+@given(table=tables(turns=3, rewards=positive), shuffler=st.randoms())
+def test_order_of_groups_and_members_does_not_matter(name: str, table: TokenTable, shuffler) -> None:
+    params = AdvantageParams(discount=0.9, gae_lambda=0.8, pass_k=2)
+    moved, where = reordered(table, shuffler.sample(range(table.num_samples), table.num_samples))
+    expected = ADVANTAGES[name](table, params)[where]
+    torch.testing.assert_close(ADVANTAGES[name](moved, params), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@few
+@given(table=tables(turns=2, rewards=positive))
+def test_appending_a_sample_that_wrote_nothing_changes_nothing(name: str, table: TokenTable) -> None:
+    assert found(name, with_empty(table)) == found(name, table)
+
+
+def test_sample_that_wrote_nothing_is_a_sibling_where_samples_count_and_none_where_tokens_do() -> None:
+    table = make([1, 1], [1.0, 0.0])
+    assert found("dr_grpo", with_empty(table, group=0)) == pytest.approx([1 - 8 / 3, -8 / 3])  # its reward is 7
+    assert found("opo", with_empty(table, group=0)) == found("opo", table)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name not in TOKENS])
+@few
+@given(table=tables(turns=2, rewards=positive))
+def test_tokens_of_a_sample_share_one_advantage(name: str, table: TokenTable) -> None:
+    advantages = ADVANTAGES[name](table, PLAIN)
+    assert advantages.tolist() == table.per_token(_last(advantages, table)).tolist()
+
+
+def _last(values: torch.Tensor, table: TokenTable) -> torch.Tensor:
+    of_samples = torch.zeros(table.num_samples, dtype=values.dtype)
+    rows = table.last_rows()
+    of_samples[table.sample[rows]] = values[rows]
+    return of_samples
+
+
+@few
+@given(tables())
+def test_rloo_is_dr_grpo_times_n_over_n_minus_one(table: TokenTable) -> None:
+    sizes = torch.bincount(table.group)[table.group][table.sample].double()
+    expected = ADVANTAGES["dr_grpo"](table, PLAIN) * sizes / (sizes - 1).clamp(min=1)
+    torch.testing.assert_close(ADVANTAGES["rloo"](table, PLAIN), expected, rtol=1e-12, atol=1e-12)
+
+
+@few
+@given(tables())
+def test_opo_of_answers_of_one_length_is_dr_grpo(table: TokenTable) -> None:
+    even = make([3] * table.num_samples, table.reward.tolist(), table.group.tolist())
+    assert found("opo", even) == pytest.approx(found("dr_grpo", even), abs=1e-12)
+
+
+@few
+@given(tables())
+def test_turns_of_one_are_episodes(table: TokenTable) -> None:
+    full = make([1] * table.num_samples, table.reward.tolist(), table.group.tolist())
+    assert found("grpo_turn", full) == pytest.approx(found("grpo", full), abs=1e-12)
+
+
+@few
+@given(st.lists(st.booleans(), min_size=2, max_size=8))
+def test_pass_at_one_of_two_kinds_of_answers_is_grpo_with_the_biased_deviation(right: list[bool]) -> None:
+    table = make([1] * len(right), [float(one) for one in right])
+    unbiased = math.sqrt(len(right) / (len(right) - 1))
+    expected = [unbiased * value for value in found("grpo", table)]
+    assert found("pass_at_k", table) == pytest.approx(expected, abs=1e-4)  # grpo's EPSILON
+
+
+# -- with a critic --------------------------------------------------------------------------------------------------
+
+
+@few
+@given(tables())
+def test_lambda_one_and_gamma_one_give_the_return_minus_the_value(table: TokenTable) -> None:
+    rewards = token_rewards(table)
+    ends = table.sum_per_sample(rewards)[table.sample]
+    before = torch.tensor(
+        [float(rewards[:i][table.sample[:i] == table.sample[i]].sum()) for i in range(table.num_tokens)],
+        dtype=torch.float64,
+    )
+    found = gae_raw(table, AdvantageParams(discount=1.0, gae_lambda=1.0))
+    torch.testing.assert_close(found, ends - before - known(table.values), rtol=0, atol=1e-9)
+
+
+@few
+@given(tables(), st.sampled_from([0.5, 0.9, 1.0]))
+def test_lambda_zero_gives_the_error_of_one_step(table: TokenTable, gamma: float) -> None:
+    values, sample = known(table.values).tolist(), table.sample.tolist()
+    after = [values[i + 1] if i + 1 < len(sample) and sample[i + 1] == sample[i] else 0.0 for i in range(len(sample))]
+    expected = token_rewards(table) + gamma * numbers(after) - known(table.values)
+    found = gae_raw(table, AdvantageParams(discount=gamma, gae_lambda=0.0))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@few
+@given(tables())
+def test_right_values_leave_no_advantage(table: TokenTable) -> None:
+    exact = gae_raw(replace(table, values=torch.zeros(table.num_tokens, dtype=torch.float64)), PLAIN)
+    found = gae_raw(replace(table, values=exact), AdvantageParams(gae_lambda=0.7))
+    torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-9)
+
+
+@few
+@given(st.lists(quarters, min_size=2, max_size=9))
+def test_whitening_twice_is_whitening_once(values: list[float]) -> None:
+    once = whiten(numbers(values))
+    torch.testing.assert_close(whiten(once), once, rtol=0, atol=1e-6)

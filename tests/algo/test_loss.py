@@ -1,76 +1,257 @@
-"""Losses against numbers worked out by hand, and their gradients at the policy that the step started from."""
+"""Losses against numbers worked out by hand, their gradients where the steps start, and whatever split they meet."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
-from asyncrl.algo.loss import LOSSES, LossParams, decoupled_ppo, tis
+from asyncrl.algo.correction import CorrectionParams, correction
+from asyncrl.algo.loss import LOSSES, LossParams
+from asyncrl.algo.table import TokenTable, known
+from tests.algo.tables import few, logs, make, numbers, rows_of, tables
 
-PARAMS = LossParams(clip_low=0.2, clip_high=0.3, correction_cap=2.0)
-
-
-def logs(*probabilities: float) -> torch.Tensor:
-    return torch.tensor([math.log(p) for p in probabilities], dtype=torch.float64)
-
-
-def test_decoupled_ppo_by_hand() -> None:
-    # ratios 1, 2 (above 1.3), 2, 0.5 (below 0.8), 0.5, 1.1 (inside); corrections 1 but for the last, 0.5
-    proximal = logs(0.2, 0.2, 0.2, 0.2, 0.2, 0.2)
-    logprobs = logs(0.2, 0.4, 0.4, 0.1, 0.1, 0.22)
-    behaviour = logs(0.2, 0.2, 0.2, 0.2, 0.2, 0.4)
-    advantage = torch.tensor([3.0, 1.0, -1.0, 1.0, -1.0, 2.0], dtype=torch.float64)
-    found = decoupled_ppo(logprobs, proximal, behaviour, advantage, PARAMS)
-    expected = [-3.0, -1.3, 2.0, -0.5, 0.8, -0.5 * 2.2]
-    assert found.tolist() == pytest.approx(expected)
+PARAMS = LossParams(clip_low=0.2, clip_high=0.3)
+SEQUENCES = [name for name, row in LOSSES.items() if row.sequences]
 
 
-def test_tis_by_hand() -> None:
-    proximal, behaviour = logs(0.2, 0.4, 0.9), logs(0.4, 0.4, 0.1)  # corrections 0.5, 1, 9 -> 2
-    found = tis(logs(0.5, 0.5, 0.5), proximal, behaviour, torch.tensor([1.0, -2.0, 1.0]), PARAMS)
-    assert found.tolist() == pytest.approx([0.5 * math.log(2), -2 * math.log(2), 2 * math.log(2)])
+def batch(lengths: list[int], old: list[float], advantages: list[float]) -> TokenTable:
+    """Tokens that engine and proximal policy gave these probabilities."""
+    made = make(lengths, [0.0] * len(lengths), advantages=advantages)
+    return replace(made, behaviour=logs(*old), proximal=logs(*old))
 
 
-def gradient(name: str, params: LossParams = PARAMS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient at l = l_p, with the correction and the advantage it should be the product of."""
-    generator = torch.Generator().manual_seed(3)
-    at = torch.randn(200, dtype=torch.float64, generator=generator) - 2
-    behaviour = at + torch.randn(200, dtype=torch.float64, generator=generator)
-    advantage = torch.randn(200, dtype=torch.float64, generator=generator)
-    logprobs = at.clone().requires_grad_()
-    LOSSES[name](logprobs, at, behaviour, advantage, params).sum().backward()
-    assert logprobs.grad is not None
-    weight = torch.exp(at - behaviour)
-    assert bool((weight > params.correction_cap).any())
-    return logprobs.grad, weight.clamp(max=params.correction_cap), advantage
+def both(name: str, logprobs: Tensor, rows: TokenTable, params: LossParams = PARAMS) -> tuple[list[float], list[float]]:
+    """Losses, and the gradient of their sum, per token."""
+    leaf = logprobs.detach().clone().requires_grad_()
+    losses = LOSSES[name].loss(leaf, rows, params)
+    losses.sum().backward()
+    assert leaf.grad is not None
+    return losses.tolist(), leaf.grad.tolist()
+
+
+# -- by hand ------------------------------------------------------------------------------------------------------
+
+# Ratios 1, 2 (above 1.3), 2, 1/2 (below 0.8), 1/2 and 1.1 of single tokens, each a sample of its own.
+NEW = [0.2, 0.4, 0.4, 0.1, 0.1, 0.22]
+SINGLE = batch([1] * 6, [0.2] * 6, [3.0, 1.0, -1.0, 1.0, -1.0, 2.0])
+LOGS = [math.log(p) for p in NEW]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def gate(ratio: float, temperature: float) -> float:
+    return 4 / temperature * sigmoid(temperature * (ratio - 1))
+
+
+def slope(ratio: float, temperature: float) -> float:
+    """Of the gate, by log r."""
+    s = sigmoid(temperature * (ratio - 1))
+    return 4 * s * (1 - s) * ratio
+
+
+def phi(weight: float, k: int, scale: int) -> float:
+    return math.exp(scale) * weight**k * math.exp(-scale * weight)
+
+
+CLIPPED = ([-3.0, -1.3, 2.0, -0.5, 0.8, -2.2], [-3.0, 0.0, 2.0, -0.5, 0.0, -2.2])
+VESPO = [-3.0, -phi(2, 2, 3), phi(2, 3, 2), -phi(0.5, 2, 3), phi(0.5, 3, 2), -2 * phi(1.1, 2, 3)]
+CISPO = [-3.0, -1.3, 1.3, -0.5, 0.5, -2.2]
+PLAIN = [-3.0, -2.0, 2.0, -0.5, 0.5, -2.2]
+MINIRL = [-3.0, 0.0, 2.0, -0.5, 0.0, -2.2]
+TOPR = [-3.0, -1.0, 1.0, -1.0, 0.5, -2.0]
+
+
+def times_logs(weights: list[float]) -> tuple[list[float], list[float]]:
+    """Loss and gradient of fixed weights times log pi."""
+    return [weight * value for weight, value in zip(weights, LOGS, strict=True)], weights
+
+
+HAND = {
+    "ppo": CLIPPED,
+    "gspo": CLIPPED,  # of single tokens
+    "gspo_token": CLIPPED,
+    "cispo": times_logs(CISPO),
+    "sapo": (
+        [-3 * gate(1, 1), -gate(2, 1), gate(2, 2), -gate(0.5, 1), gate(0.5, 2), -2 * gate(1.1, 1)],
+        [-3.0, -slope(2, 1), slope(2, 2), -slope(0.5, 1), slope(0.5, 2), -2 * slope(1.1, 1)],
+    ),
+    "policy_gradient": times_logs(PLAIN),
+    "minirl": times_logs(MINIRL),
+    # probabilities moved by 0, 0.2, 0.2, -0.1, -0.1, 0.02: the second by more than 0.15 the way its advantage wants
+    "dppo_tv": times_logs([-3.0, 0.0, 2.0, -0.5, 0.5, -2.2]),
+    "topr": times_logs(TOPR),
+    "vespo": times_logs(VESPO),
+    "m2po": (PLAIN, PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_numbers_and_gradients_by_hand(name: str) -> None:
+    losses, gradient = both(name, logs(*NEW), SINGLE, replace(PARAMS, dppo_trust=0.15, sapo_down=2.0))
+    assert losses == pytest.approx(HAND[name][0], abs=1e-12)
+    assert gradient == pytest.approx(HAND[name][1], abs=1e-12)
+
+
+def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
+    # Sequence ratios sqrt(2 * 1/2) = 1 and sqrt(2 * 2) = 2
+    rows = batch([2, 2], [0.2] * 4, [1.0, 1.0, 1.0, 1.0])
+    losses, gradient = both("gspo", logs(0.4, 0.1, 0.4, 0.4), rows)
+    assert losses == pytest.approx([-1.0, -1.0, -1.3, -1.3])
+    assert gradient == pytest.approx([-1.0, -1.0, 0.0, 0.0])  # of the sum of both losses: s/2 from each
+
+
+def test_gspo_shares_its_gradient_and_gspo_token_keeps_it_with_its_advantage() -> None:
+    rows = batch([2], [0.2, 0.2], [1.0, 3.0])
+    assert both("gspo", logs(0.2, 0.2), rows)[1] == pytest.approx([-2.0, -2.0])
+    assert both("gspo_token", logs(0.2, 0.2), rows)[1] == pytest.approx([-1.0, -3.0])
+    moved = logs(0.2 * 1.1, 0.2 * 1.2)
+    assert both("gspo_token", moved, rows)[0] == pytest.approx(both("gspo", moved, rows)[0])
+
+
+@few
+@given(tables(min_length=1))
+def test_gspo_and_gspo_token_agree_where_a_sequence_has_one_advantage(table: TokenTable) -> None:
+    table = replace(table, advantages=table.per_token(table.reward))
+    one, other = (both(name, table.behaviour, table) for name in SEQUENCES)
+    assert one[0] == pytest.approx(other[0], abs=1e-12)
+    assert one[1] == pytest.approx(other[1], abs=1e-12)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_alone() -> None:
+    rows = batch([1] * 3, [0.1] * 3, [-1.0, -1.0, 1.0])
+    losses, gradient = both("ppo", logs(0.5, 0.2, 0.5), rows, replace(PARAMS, dual_clip=3.0))
+    assert losses == pytest.approx([3.0, 2.0, -1.3])  # 5 is cut at 3
+    assert gradient == pytest.approx([0.0, 2.0, 0.0])
+
+
+def test_dppo_trusts_each_direction_and_bounds_its_weight() -> None:
+    rows = batch([1] * 4, [0.3, 0.3, 0.3, 0.01], [1.0, -1.0, -1.0, -1.0])
+    _, gradient = both("dppo_tv", logs(0.25, 0.05, 0.15, 0.5), rows)  # moved by -0.05, -0.25, -0.15, 0.49
+    assert gradient == pytest.approx([-0.25 / 0.3, 0.0, 0.5, 20.0])
+
+
+def test_topr_and_vespo_weigh_the_whole_answer() -> None:
+    rows = batch([2, 2], [0.2] * 4, [-1.0, -1.0, 1.0, 1.0])
+    logprobs = logs(0.1, 0.3, 0.1, 0.3)  # the product is 3/4
+    assert both("topr", logprobs, rows)[1] == pytest.approx([0.75, 0.75, -1.0, -1.0])
+    expected = [phi(0.75, 3, 2)] * 2 + [-phi(0.75, 2, 3)] * 2
+    assert both("vespo", logprobs, rows)[1] == pytest.approx(expected)
+
+
+def test_losses_of_the_proximal_policy_do_not_see_the_engine_and_the_others_see_nothing_else() -> None:
+    rows = replace(SINGLE, behaviour=logs(*[0.3] * 6))
+    for name, row in LOSSES.items():
+        same = both(name, logs(*NEW), rows) == both(name, logs(*NEW), SINGLE)
+        assert same == (row.against == "proximal")
+        other = replace(SINGLE, proximal=logs(*[0.3] * 6))
+        assert (both(name, logs(*NEW), other) == both(name, logs(*NEW), SINGLE)) == (row.against == "behaviour")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("gap", [200.0, -200.0])
+def test_far_tokens_stay_finite_in_single_precision(name: str, advantage: float, gap: float) -> None:
+    rows = replace(make([2, 1], [0.0, 0.0]), proximal=numbers([-1.0] * 3), advantages=numbers([advantage] * 3))
+    logprobs = rows.behaviour + gap
+    losses, gradient = both(name, logprobs.float(), rows.rows(torch.arange(3), torch.float32))
+    assert all(map(math.isfinite, losses + gradient))
+
+
+# -- where the steps start ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_gradient_at_the_start_is_policy_gradient_times_the_capped_weight(name: str, clip: float) -> None:
-    found, weight, advantage = gradient(name, LossParams(clip, clip, 2.0))
-    torch.testing.assert_close(found, -weight * advantage, rtol=1e-12, atol=1e-12)
+@few
+@given(table=tables(min_length=1))
+def test_gradient_at_the_start_is_the_plain_policy_gradient(name: str, clip: float, table: TokenTable) -> None:
+    if LOSSES[name].sequences:
+        table = replace(table, advantages=table.per_token(table.reward))
+    start = table.behaviour
+    _, gradient = both(name, start, replace(table, proximal=start), LossParams(clip, clip, dppo_trust=0.1))
+    assert gradient == pytest.approx((-known(table.advantages)).tolist(), abs=1e-12)
 
 
-def test_all_losses_have_one_gradient_at_the_start() -> None:
-    torch.testing.assert_close(gradient("tis")[0], gradient("decoupled_ppo")[0], rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.against == "proximal"])
+@few
+@given(table=tables(min_length=1))
+def test_corrected_gradient_at_the_start_is_that_times_the_capped_weight(name: str, table: TokenTable) -> None:
+    if LOSSES[name].sequences:
+        table = replace(table, advantages=table.per_token(table.reward))
+    leaf = known(table.proximal).clone().requires_grad_()
+    factor = correction(leaf, table, CorrectionParams("tis_sequence", correction_cap=1.1))
+    (factor * LOSSES[name].loss(leaf, table, PARAMS)).sum().backward()
+    weight = table.per_token(table.sum_per_sample(known(table.proximal) - table.behaviour).exp().clamp(max=1.1))
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, -weight * known(table.advantages), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("weight", ["tis", "tis_sequence", "icepop"])
+@few
+@given(table=tables())
+def test_correction_between_equal_policies_changes_no_bit(name: str, weight: str, table: TokenTable) -> None:
+    table = replace(table, proximal=table.behaviour)
+    logprobs = table.behaviour + 0.1 * known(table.values)
+    losses = LOSSES[name].loss(logprobs, table, PARAMS)
+    assert (correction(logprobs, table, CorrectionParams(weight)) * losses).tolist() == losses.tolist()
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_token", "minirl"])
 @pytest.mark.parametrize(("ratio", "advantage"), [(2.0, 1.0), (0.5, -1.0)])
-def test_step_that_has_gone_far_enough_has_no_gradient(ratio: float, advantage: float) -> None:
-    proximal = logs(0.2)
-    logprobs = (proximal + math.log(ratio)).requires_grad_()
-    decoupled_ppo(logprobs, proximal, proximal, torch.tensor([advantage]), PARAMS).sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == 0.0
+def test_step_that_has_gone_far_enough_has_no_gradient(name: str, ratio: float, advantage: float) -> None:
+    assert both(name, logs(0.2 * ratio), batch([1], [0.2], [advantage]))[1] == [0.0]
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_token", "minirl"])
 @pytest.mark.parametrize(("ratio", "advantage"), [(2.0, -1.0), (0.5, 1.0)])
-def test_step_in_the_wrong_direction_is_never_clipped(ratio: float, advantage: float) -> None:
-    proximal = logs(0.2)
-    logprobs = (proximal + math.log(ratio)).requires_grad_()
-    decoupled_ppo(logprobs, proximal, proximal, torch.tensor([advantage]), PARAMS).sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == pytest.approx(-ratio * advantage)
+def test_step_in_the_wrong_direction_is_never_clipped(name: str, ratio: float, advantage: float) -> None:
+    gradient = both(name, logs(0.2 * ratio), batch([1], [0.2], [advantage]))[1]
+    assert gradient == pytest.approx([-ratio * advantage])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_token_without_advantage_has_no_gradient(name: str) -> None:
+    assert both(name, logs(0.1, 0.5), batch([1, 1], [0.2, 0.2], [0.0, 0.0]))[1] == [0.0, 0.0]
+
+
+# -- whatever the split -----------------------------------------------------------------------------------------------
+
+EVERYTHING = CorrectionParams("tis_sequence", 1.5, 0.5, (0.5, 3.0), (0.8, 1.2), 0.2, 3)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@few
+@given(table=tables(), weight=st.sampled_from(["tis", "tis_sequence", "icepop"]), data=st.data())
+def test_loss_and_gradient_do_not_depend_on_split_and_order(
+    name: str, table: TokenTable, weight: str, data: st.DataObject
+) -> None:
+    params = replace(EVERYTHING, correction=weight)
+    table = replace(table, weights=known(table.values).abs())
+    order = data.draw(st.permutations(range(table.num_samples)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, table.num_samples), max_size=3)))
+
+    def run(parts: list[list[int]]) -> tuple[float, Tensor]:
+        leaf = (table.behaviour + 0.3 * known(table.values)).requires_grad_()
+        total = torch.zeros((), dtype=torch.float64)
+        for part in parts:
+            where = rows_of(table, part)
+            rows, logprobs = table.rows(where, torch.float64), leaf[where]
+            losses = correction(logprobs, rows, params) * LOSSES[name].loss(logprobs, rows, PARAMS)
+            total = total + (known(rows.weights) * losses).sum()
+        total.backward()
+        assert leaf.grad is not None
+        return float(total), leaf.grad
+
+    whole = run([list(range(table.num_samples))])
+    split = run([list(order[i:j]) for i, j in zip([0, *cuts], [*cuts, len(order)], strict=True)])
+    assert split[0] == pytest.approx(whole[0], rel=1e-12, abs=1e-12)
+    torch.testing.assert_close(split[1], whole[1], rtol=1e-12, atol=1e-12)

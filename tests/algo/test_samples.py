@@ -3,90 +3,99 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.samples import build_samples
+from asyncrl.algo.samples import Sample, build_samples, shares
+from asyncrl.algo.table import build_table
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.fakes import completion
 
 AGGREGATIONS = ["token", "sequence", "constant"]
+LONGEST = 10
 
 
-def group(slot: int, lengths: list[int], rewards: list[float]) -> Group:
-    members = [
-        Trajectory([Turn([], completion(tokens=length))], reward)
-        for length, reward in zip(lengths, rewards, strict=True)
-    ]
-    return Group(f"g{slot}", slot, [12, slot, 11], members, "made")
+def group(slot: int, lengths: list[int]) -> Group:
+    answers = [completion(tokens=n) if n else Completion([], [], [], "stop") for n in lengths]
+    return Group(f"g{slot}", slot, [12, slot, 11], [Trajectory([Turn([], one)]) for one in answers], "made")
 
 
-def build(groups: list[Group], aggregation: str, advantage: str = "dr_grpo") -> list[list[Any]]:
-    return build_samples(groups, advantage=advantage, aggregation=aggregation, longest=10)
+def weights(groups: list[Group], aggregation: str, chosen: list[Sample] | None = None) -> torch.Tensor:
+    """[N] of a step over all samples, or those chosen."""
+    samples = chosen if chosen is not None else [sample for one in build_samples(groups) for sample in one]
+    return shares(build_table(groups, 0), samples, aggregation, LONGEST)
 
 
 def test_denominators_by_hand() -> None:
-    groups = [group(0, [1, 3], [0.0, 1.0]), group(1, [2, 4], [1.0, 1.0])]  # 10 tokens, 4 sequences
-    weights = {name: [[sample.token_weight for sample in one] for one in build(groups, name)] for name in AGGREGATIONS}
-    assert weights["token"] == [[0.1, 0.1], [0.1, 0.1]]
-    assert weights["sequence"] == [[1 / 4, 1 / 12], [1 / 8, 1 / 16]]
-    assert weights["constant"] == [[1 / 40] * 2] * 2
+    groups = [group(0, [1, 3]), group(1, [2, 4])]  # 10 tokens, 4 sequences
+    assert weights(groups, "token").tolist() == [1 / 10] * 10
+    assert weights(groups, "sequence").tolist() == [1 / 4] + [1 / 12] * 3 + [1 / 8] * 2 + [1 / 16] * 4
+    assert weights(groups, "constant").tolist() == [1 / 40] * 10
 
 
-def test_advantages_are_those_of_the_own_group() -> None:
-    found = build([group(0, [1, 1], [0.0, 1.0]), group(1, [1, 1], [5.0, 9.0])], "token")
-    assert [[sample.advantage for sample in one] for one in found] == [[-0.5, 0.5], [-2.0, 2.0]]
+def test_step_over_some_samples_has_their_denominator_and_gives_the_others_nothing() -> None:
+    groups = [group(0, [1, 3]), group(1, [2, 4])]
+    second = build_samples(groups)[1]  # 6 tokens, 2 sequences
+    assert weights(groups, "token", second).tolist() == [0.0] * 4 + [1 / 6] * 6
+    assert weights(groups, "sequence", second).tolist() == [0.0] * 4 + [1 / 4] * 2 + [1 / 8] * 4
+    assert weights(groups, "constant", second).tolist() == [0.0] * 4 + [1 / 20] * 6
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_step_over_no_sample_gives_nothing(aggregation: str) -> None:
+    assert weights([group(0, [2, 3])], aggregation, []).tolist() == [0.0] * 5
 
 
 def test_turns_are_joined_and_only_what_the_policy_wrote_is_trained() -> None:
     first = Completion([7, 8], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop")
     second = Completion([9], [-0.3], [VersionSpan(1, 0, 1)], "stop")
     played = Trajectory([Turn([], first), Turn([50, 51], second)], 1.0)
-    ((sample, _),) = build([Group("g", 0, [12, 11], [played, Trajectory([Turn([], first)], 0.0)], "made")], "token")
+    groups = [Group("g", 0, [12, 11], [played, Trajectory([Turn([], first)], 0.0)], "made")]
+    ((sample, sibling),) = build_samples(groups)
     assert sample.prompt_ids == [12, 11]
     assert sample.token_ids == [7, 8, 50, 51, 9]
     assert sample.mask == [True, True, False, False, True]
-    assert sample.logprobs == [-0.1, -0.2, 0.0, 0.0, -0.3]
-    assert sample.num_trained == 3
-    assert sample.token_weight == 1 / 5  # 3 of this one and 2 of its sibling; observations do not count
+    assert (sample.number, sample.first_row, sample.num_trained) == (0, 0, 3)
+    assert (sibling.number, sibling.first_row, sibling.num_trained) == (1, 3, 2)
+    assert weights(groups, "token").tolist() == [1 / 5] * 5  # observations do not count
 
 
-lengths = st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=4), min_size=1, max_size=5)
+def test_rows_and_numbers_go_on_from_group_to_group() -> None:
+    found = build_samples([group(0, [2, 0]), group(1, [3])])
+    assert [[(one.number, one.first_row) for one in samples] for samples in found] == [[(0, 0), (1, 2)], [(2, 2)]]
+
+
+lengths = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
 @given(lengths, st.sampled_from(AGGREGATIONS), st.randoms())
 def test_weights_do_not_depend_on_the_order_of_groups_and_members(sizes, aggregation, shuffler: random.Random) -> None:
-    groups = [group(i, one, [float(j) for j in range(len(one))]) for i, one in enumerate(sizes)]
+    groups = [group(i, one) for i, one in enumerate(sizes)]
     shuffled = [
         Group(g.uid, g.slot, g.prompt_ids, shuffler.sample(g.trajectories, len(g.trajectories)), g.task) for g in groups
     ]
     shuffler.shuffle(shuffled)
 
-    def shares(of: list[Group]) -> list[tuple]:
-        return sorted(
-            (s.prompt_ids[1], len(s.token_ids), s.advantage, s.token_weight)
-            for one in build(of, aggregation)
-            for s in one
-        )
+    def by_sample(of: list[Group]) -> list[tuple]:
+        found = weights(of, aggregation)
+        samples = [sample for one in build_samples(of) for sample in one]
+        return sorted((s.prompt_ids[1], s.num_trained, float(found[s.first_row])) for s in samples)
 
-    assert shares(groups) == shares(shuffled)
+    assert by_sample(groups) == by_sample(shuffled)
 
 
 @given(lengths)
 def test_shares_add_up_to_one_step(sizes: list[list[int]]) -> None:
-    groups = [group(i, one, [0.0] * len(one)) for i, one in enumerate(sizes)]
+    groups = [group(i, one) for i, one in enumerate(sizes)]
     for aggregation in ("token", "sequence"):
-        total = sum(s.token_weight * s.num_trained for one in build(groups, aggregation) for s in one)
-        assert total == pytest.approx(1.0)
+        assert float(weights(groups, aggregation).sum()) == pytest.approx(1.0, abs=1e-14)  # float32 would miss
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_empty_answer_changes_no_weight_of_the_others(aggregation: str) -> None:
-    full = group(0, [2, 3], [0.0, 1.0])
-    empty = Trajectory([Turn([], Completion([], [], [], "stop"))], 0.0)
-    with_empty = Group("g", 1, [12, 1, 11], [empty, empty], "made")
-    alone, beside = build([full], aggregation), build([full, with_empty], aggregation)
-    assert [s.token_weight for s in alone[0]] == [s.token_weight for s in beside[0]]
+    full = weights([group(0, [2, 3])], aggregation).tolist()
+    assert weights([group(0, [2, 3]), group(1, [0, 0])], aggregation).tolist() == full
+    assert weights([group(0, [2, 0, 3])], aggregation).tolist() == full

@@ -1,0 +1,104 @@
+"""Tables of tokens, made by hand or drawn, and the same tables in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncrl.algo.table import PER_SAMPLE, TokenTable
+
+few = settings(max_examples=25, deadline=None)  # a table is large; the tests over them are many
+quarters = st.integers(-20, 20).map(lambda n: n / 4)
+
+
+def numbers(values: Sequence[float]) -> Tensor:
+    """As a column of the table."""
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+def logs(*probabilities: float) -> Tensor:
+    """Their logarithms."""
+    return numbers(probabilities).log()
+
+
+def make(
+    lengths: Sequence[int], rewards: Sequence[float], group: Sequence[int] | None = None, **columns: Any
+) -> TokenTable:
+    """Samples of these lengths, one group unless told otherwise; `columns` replace what is filled in plainly."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths), dtype=torch.int64))
+    count = len(sample)
+    plain = TokenTable(
+        sample,
+        torch.zeros(count, dtype=torch.int64),
+        torch.full((count,), -1.0, dtype=torch.float64),
+        torch.zeros(count, dtype=torch.int64),
+        torch.tensor(list(group) if group is not None else [0] * len(lengths), dtype=torch.int64),
+        numbers(rewards),
+        torch.zeros(len(lengths), dtype=torch.bool),
+        torch.zeros(count, dtype=torch.float64),
+        keep=torch.ones(count, dtype=torch.bool),
+    )
+    kinds = {"lag": torch.int64, "turn": torch.int64, "truncated": torch.bool, "keep": torch.bool}
+    made = {name: torch.tensor(values, dtype=kinds.get(name, torch.float64)) for name, values in columns.items()}
+    return replace(plain, **made)
+
+
+@st.composite
+def tables(draw: st.DrawFn, min_length: int = 0, turns: int = 1, rewards: st.SearchStrategy = quarters) -> TokenTable:
+    """Up to four groups of up to five samples of up to six tokens; the numbers of tokens are random."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    group = [number for number, size in enumerate(sizes) for _ in range(size)]
+    lengths = [draw(st.integers(min_length, 6)) for _ in group]
+    made = make(lengths, [draw(rewards) for _ in group], group)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    count = made.num_tokens
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(count, dtype=torch.float64, generator=generator)
+
+    turn = torch.randint(0, turns, (count,), generator=generator)
+    behaviour = -1.0 - noise(0.5).abs()
+    return replace(
+        made,
+        turn=torch.cat([turn[made.sample == i].sort().values for i in range(len(group))]),
+        behaviour=behaviour,
+        proximal=behaviour + noise(0.3),
+        lag=torch.randint(0, 5, (count,), generator=generator),
+        values=noise(1.0),
+        advantages=noise(1.0),
+        truncated=torch.rand(len(group), generator=generator) < 0.3,
+    )
+
+
+def rows_of(table: TokenTable, samples: Sequence[int]) -> Tensor:
+    """Rows of the table that these samples hold, sample after sample."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *((table.sample == i).nonzero()[:, 0] for i in samples)])
+
+
+def reordered(table: TokenTable, order: Sequence[int]) -> tuple[TokenTable, Tensor]:
+    """The table with its samples in another order, and the old row of each new one."""
+    where = rows_of(table, order)
+    place = torch.empty(len(order), dtype=torch.int64)
+    place[torch.tensor(list(order), dtype=torch.int64)] = torch.arange(len(order))
+    moved = {
+        name: column[torch.tensor(list(order))] if name in PER_SAMPLE else column[where]
+        for name, column in vars(table).items()
+        if column is not None
+    }
+    return replace(TokenTable(**moved), sample=place[table.sample][where]), where
+
+
+def with_empty(table: TokenTable, group: int | None = None) -> TokenTable:
+    """One more sample, which wrote nothing; of a group of its own unless told otherwise."""
+    return replace(
+        table,
+        group=torch.cat([table.group, torch.tensor([table.num_groups if group is None else group])]),
+        reward=torch.cat([table.reward, numbers([7.0])]),
+        truncated=torch.cat([table.truncated, torch.tensor([False])]),
+    )
