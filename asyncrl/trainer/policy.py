@@ -18,6 +18,7 @@ from asyncrl.algo.samples import Sample, build_samples, shares
 from asyncrl.algo.table import TokenTable, build_table, known
 from asyncrl.config import Algo, Config
 from asyncrl.parallel import Parallel
+from asyncrl.trainer.costs import costs_of
 from asyncrl.trainer.logprobs import token_entropy, token_logprobs
 from asyncrl.trainer.microbatches import packs_of_rank
 from asyncrl.trainer.network import Network
@@ -36,6 +37,7 @@ class Policy:
         self.network = Network(config.trainer, folder, parallel)
         self.weights, self.hf = self.network.weights, self.network.hf
         self._optimizer = Optimizer(config.trainer, self.network, config.run.max_steps)
+        self._costs = costs_of(self.hf)
         self._advantage = _taken(AdvantageParams, config.algo)
         self._correction = _taken(CorrectionParams, config.algo)
         self._clip = _taken(LossParams, config.algo)
@@ -65,7 +67,7 @@ class Policy:
             seen.note(pack.table_rows, logprobs=logprobs)
             return logprobs.sum()
 
-        self.network.score(packs_of_rank(groups, self.config.trainer, self.parallel), visit)
+        self.network.score(self._packs(groups), visit)
         columns, _ = seen.gather(("logprobs",))
         return columns["logprobs"]
 
@@ -76,10 +78,11 @@ class Policy:
             table = replace(table, weights=self._shares(chosen, table))
             if not (chosen := self._with_signal(chosen, table)):
                 continue
-            packs = packs_of_rank(chosen, self.config.trainer, self.parallel)
+            packs = self._packs(chosen)
             self._optimizer.zero_grad()
             self.network.train(packs, self._visit(table.to(self.parallel.device), seen))
             seen.add("packed", sum(pack.num_tokens for pack in packs))
+            seen.add("apart", sum(pack.tokens_apart for pack in packs))
             norm, applied = self._optimizer.step()
             norms.append(norm)
             bad, trained = bad + (not applied), trained + len(chosen)
@@ -121,6 +124,9 @@ class Policy:
             return log_linear_proximal(logprobs, rows)
         return logprobs.detach() if rows.proximal is None else rows.proximal
 
+    def _packs(self, groups: Groups) -> list[Pack]:
+        return packs_of_rank(groups, self.config.trainer, self.parallel, self._costs)
+
     # -- which tokens --------------------------------------------------------------------------------------
 
     def _mini_batches(self, groups: Groups) -> Iterator[Groups]:
@@ -144,7 +150,7 @@ class Policy:
 
     def _figures(self, table: TokenTable, seen: Seen) -> dict[str, float]:
         algo = self.config.algo
-        columns, totals = seen.gather(("logprobs", "proximal", "factor", "entropy"), ("loss", "packed"))
+        columns, totals = seen.gather(("logprobs", "proximal", "factor", "entropy"), ("loss", "packed", "apart"))
         ran = columns["seen"]
         used = replace(table, proximal=columns["proximal"])
         start = columns["logprobs"] if table.proximal is None else table.proximal
@@ -153,6 +159,7 @@ class Policy:
             "loss": totals["loss"],
             "tokens/trained": float(ran.sum()),
             "tokens/packed": totals["packed"],
+            "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
             "entropy": float(columns["entropy"][ran].mean()) if bool(ran.any()) else 0.0,
             **gap_figures(replace(table, proximal=start), ran),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=algo.correction_cap, clip=clip),
