@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -21,6 +17,7 @@ from asyncrl.algo.pack import Pack
 from asyncrl.config import Trainer
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
+from asyncrl.trainer.replica import Replica
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.reshard import Resharder
 
@@ -46,7 +43,7 @@ class Network:
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.sharded)
         for chunk in chunks:
             _mark_experts(chunk)
-        self.wrapped = [DistributedDataParallel(self.config, ddp, module) for module in inner]
+        self.wrapped = [Replica(self.config, ddp, module) for module in inner]
         self._inner = dict(zip(self.wrapped, chunks, strict=True))
         # Two stages are each other's next and previous: without overlap one batch would mix both directions' shapes.
         self.config.overlap_p2p_comm = len(chunks) > 1
