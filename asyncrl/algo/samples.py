@@ -31,6 +31,14 @@ class Sample:
         """Tokens under the mask."""
         return sum(self.mask)
 
+    @property
+    def num_inputs(self) -> int:
+        """Tokens before the last one under the mask, which is predicted from them; 0 if none is."""
+        if True not in self.mask:
+            return 0
+        after = self.mask[::-1].index(True)
+        return len(self.prompt_ids) + len(self.mask) - 1 - after
+
 
 def build_samples(groups: Sequence[Group]) -> list[list[Sample]]:
     """Per group, its samples, in the order of `build_table`."""

@@ -1,4 +1,4 @@
-"""Attention over a pack, for Megatron's layer spec: shared prompts, completions as branches, explicit positions."""
+"""Attention over a pack, for Megatron's layer spec: shared beginnings, explicit positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -19,16 +18,14 @@ from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.models.architectures import rope
+from asyncrl.trainer.tree_attention import attend
 
 # megatron-core 0.16.1 without TransformerEngine holds a mock in its place here, and calls isinstance with it
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's core attention on torch's SDPA. The pack arrives in the place of the attention mask.
-
-    Two calls a layer, whatever the number of groups: the root on itself, and all units as one padded batch.
-    """
+    """Megatron's core attention over a pack, which arrives in the place of the attention mask."""
 
     def __init__(
         self,
@@ -47,38 +44,7 @@ class PackedAttention(MegatronModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Pack, **_: Any) -> Tensor:
         """query [N, 1, heads, d], key [N, 1, kv_heads, d], value [N, 1, kv_heads, v] -> [N, 1, heads * v]."""
-        repeats = query.shape[2] // key.shape[2]
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
-        query, key, value = query[:, 0], key[:, 0], value[:, 0]  # [N, h, d]
-        root = attention_mask.root
-        parts = []
-        if root:
-            q, k, v = (x[:root].transpose(0, 1)[None] for x in (query, key, value))
-            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)[0].transpose(0, 1))
-        parts.append(self._units(query, key, value, attention_mask))
-        return torch.cat(parts).flatten(1)[:, None]
-
-    def _units(self, query: Tensor, key: Tensor, value: Tensor, pack: Pack) -> Tensor:
-        """All tokens after the root: [N - root, h, v]."""
-        count, longest = pack.units.shape
-        flat = pack.units.flatten()
-
-        def batched(x: Tensor) -> Tensor:  # [N, h, d] -> [G, h, n, d]
-            return x.index_select(0, flat).unflatten(0, (count, longest)).transpose(1, 2)
-
-        def with_root(x: Tensor) -> Tensor:  # [G, h, root + n, d]
-            own = batched(x)
-            return (
-                torch.cat([x[: pack.root].transpose(0, 1)[None].expand(count, -1, -1, -1), own], 2)
-                if pack.root
-                else own
-            )
-
-        out = F.scaled_dot_product_attention(
-            batched(query), with_root(key), with_root(value), attn_mask=pack.visible, scale=self.scale
-        )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, pack.places)
+        return attend(query[:, 0], key[:, 0], value[:, 0], attention_mask, self.scale).flatten(1)[:, None]
 
 
 class PositionRope(RotaryEmbedding):

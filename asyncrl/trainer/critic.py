@@ -17,7 +17,7 @@ from asyncrl.algo.value import explained_variance, value_loss
 from asyncrl.config import Config
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.microbatches import Groups, packs_of_rank
+from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.optimizer import Optimizer
 from asyncrl.trainer.seen import Seen
@@ -43,7 +43,7 @@ class Critic:
             seen.note(pack.table_rows, values=values)
             return values.sum()
 
-        self._network.score(packs_of_rank(groups, self._config.trainer, self._parallel), visit)
+        self._network.score(self._network.packs(groups), visit)
         columns, _ = seen.gather(("values",))
         return columns["values"]
 
@@ -62,7 +62,7 @@ class Critic:
             return loss
 
         self._optimizer.zero_grad()
-        self._network.train(packs_of_rank(groups, self._config.trainer, self._parallel), visit)
+        self._network.train(self._network.packs(groups), visit)
         norm, applied = self._optimizer.step()
         _, totals = seen.gather((), ("loss",))
         return {

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -21,7 +17,10 @@ from asyncrl.algo.pack import Pack
 from asyncrl.config import Trainer
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
+from asyncrl.trainer.costs import costs_of
 from asyncrl.trainer.head import Head
+from asyncrl.trainer.microbatches import Groups, packs_of_rank
+from asyncrl.trainer.replica import Replica
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.reshard import Resharder
 
@@ -51,13 +50,22 @@ class Network:
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.sharded)
         for chunk in chunks:
             _mark_experts(chunk)
-        self.wrapped = [DistributedDataParallel(self.config, ddp, module) for module in inner]
+        if not value_head:
+            for chunk in chunks:
+                if chunk.post_process:
+                    megatron.head_weight(chunk).adds_its_own_gradient = True  # type: ignore[attr-defined]
+        self._costs = costs_of(self.hf)
+        self.wrapped = [Replica(self.config, ddp, module) for module in inner]
         self._inner = dict(zip(self.wrapped, chunks, strict=True))
         # Two stages are each other's next and previous: without overlap one batch would mix both directions' shapes.
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.finalize_model_grads_func = finalize_model_grads
         for chunk in self.wrapped:
             chunk.train()
+
+    def packs(self, groups: Groups) -> list[Pack]:
+        """This rank's micro-batches of these groups."""
+        return packs_of_rank(groups, self._trainer, self._parallel, self._costs)
 
     def train(self, packs: list[Pack], visit: Visit) -> None:
         """Accumulate the gradient of the sum of all losses, in the gradient buffers, over all ranks."""

@@ -38,7 +38,8 @@ class Optimizer:
             network.wrapped,
         )
         network.config.grad_scale_func = self._optimizer.scale_loss
-        if next(network.parameters()).device.type == "cpu":
+        self._fused = next(network.parameters()).device.type == "cpu"
+        if self._fused:
             for part in self._parts():  # torch's default loops over tensors; fused halves the optimizer's time
                 for group in part.optimizer.param_groups:
                     group["fused"], group["foreach"] = True, False
@@ -80,9 +81,7 @@ class Optimizer:
             return norm, False
         self._bad_steps = 0
         if trainer.optimizer.clip_grad > 0:
-            for optimizer in self._parts():
-                if parameters := optimizer.get_parameters():  # a stage may hold no expert
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=trainer.optimizer.clip_grad, total_norm=norm)
+            self._clip(norm, trainer.optimizer.clip_grad)
         self._optimizer.step_with_ready_grads()
         self._schedule.step(increment=1)
         return norm, True
@@ -92,6 +91,14 @@ class Optimizer:
         self._optimizer.reload_model_params()
         for part in self._parts():
             part.optimizer.state.clear()
+
+    def _clip(self, norm: float, most: float) -> None:
+        """As Megatron does; torch's fused AdamW scales gradients as it reads them, without a pass of their own."""
+        for part in self._parts():
+            if self._fused:
+                part.optimizer.grad_scale = torch.tensor(max(1.0, (norm + 1e-6) / most))  # divides
+            elif parameters := part.get_parameters():  # a stage may hold no expert
+                clip_grad_by_total_norm_fp32(parameters, max_norm=most, total_norm=norm)
 
     def _parts(self) -> list[Any]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))

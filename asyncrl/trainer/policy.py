@@ -24,7 +24,7 @@ from asyncrl.config import Algo, Config
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.microbatches import Groups, packs_of_rank
+from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network, Visit
 from asyncrl.trainer.optimizer import Optimizer
 from asyncrl.trainer.reference import Reference
@@ -97,7 +97,7 @@ class Policy:
             seen.note(pack.table_rows, logprobs=logprobs)
             return logprobs.sum()
 
-        self.network.score(packs_of_rank(groups, self.config.trainer, self.parallel), visit)
+        self.network.score(self.network.packs(groups), visit)
         columns, _ = seen.gather(("logprobs",))
         return columns["logprobs"]
 
@@ -108,12 +108,13 @@ class Policy:
             table = replace(table, weights=self._shares(chosen, table) * known(table.keep))
             if not (chosen := self._with_signal(chosen, table)):
                 continue
-            packs = packs_of_rank(chosen, self.config.trainer, self.parallel)
+            packs = self.network.packs(chosen)
             self._optimizer.zero_grad()
             self.network.train(packs, self._visit(table.to(self.parallel.device), seen))
             seen.add("packed", sum(pack.num_tokens for pack in packs))
             if number and algo.trust_region and self._distance(table, seen) > algo.trust_region:
                 break
+            seen.add("apart", sum(pack.tokens_apart for pack in packs))
             norm, applied = self._optimizer.step()
             norms.append(norm)
             bad, trained = bad + (not applied), trained + len(chosen)
@@ -194,7 +195,7 @@ class Policy:
 
     def _figures(self, table: TokenTable, seen: Seen) -> dict[str, float]:
         algo = self.config.algo
-        columns, totals = seen.gather(("logprobs", "proximal", "factor", "entropy"), ("loss", "packed"))
+        columns, totals = seen.gather(("logprobs", "proximal", "factor", "entropy"), ("loss", "packed", "apart"))
         ran = columns["seen"]
         used = replace(table, proximal=columns["proximal"])
         start = columns["logprobs"] if table.proximal is None else table.proximal
@@ -203,6 +204,7 @@ class Policy:
             "loss": totals["loss"],
             "tokens/trained": float(ran.sum()),
             "tokens/packed": totals["packed"],
+            "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
             "entropy": float(columns["entropy"][ran].mean()) if bool(ran.any()) else 0.0,
             **self._forgetting(start, table, ran),
             **gap_figures(replace(table, proximal=start), ran),

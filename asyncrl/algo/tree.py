@@ -1,0 +1,72 @@
+"""Sequences with common beginnings as a tree of stretches, each of which stands once. Only lengths are looked at.
+
+Sequences in sorted order (so that those with a longer common beginning are neighbours) and what neighbours share:
+
+    A B C x y     A B C x z z     A B q         lengths 5 6 3      common 4 2
+    stretches, a parent before its children: A B | C x | y | z z | q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+WORTH = 16
+"""Rows that may attend to a stretch on its own, for each token that this saves. Such a row and layer costs some passes
+over its heads; a token and layer costs the products with all weights, 20 times as much in the smallest real model."""
+
+
+class Stretch(NamedTuple):
+    """Tokens start..stop-1 of the sequences first..last-1."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    parent: int  # number of the stretch before it, or -1
+
+
+def stretches(lengths: Sequence[int], common: Sequence[int]) -> list[Stretch]:
+    """In depth-first order. `common[i]` is how many first tokens sequences i and i + 1 share.
+
+    A common stretch stands once where that saves enough, and otherwise once before each part of what follows it.
+    """
+    found: list[Stretch] = []
+    todo = [(0, len(lengths), 0, -1)]
+    while todo:
+        first, last, start, parent = todo.pop()
+        if last - first == 1:
+            if lengths[first] > start:
+                found.append(Stretch(first, last, start, lengths[first], parent))
+            continue
+        stop = min(common[first : last - 1])
+        parts = [first, *(i + 1 for i in range(first, last - 1) if common[i] == stop), last]
+        saved = (len(parts) - 2) * (stop - start)
+        below = sum(lengths[first:last]) - (last - first) * stop
+        if saved > 0 and WORTH * saved >= below:
+            found.append(Stretch(first, last, start, stop, parent))
+            start, parent = stop, len(found) - 1
+        todo += [(*part, start, parent) for part in reversed(list(pairwise(parts)))]
+    return found
+
+
+def exits(parents: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """For stretches laid out one after the other: where the last one below each ends. `ends` are their own."""
+    found = list(ends)
+    for child in range(len(parents) - 1, -1, -1):
+        if parents[child] >= 0:
+            found[parents[child]] = max(found[parents[child]], found[child])
+    return found
+
+
+def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two lists share: by halves, so that lists are compared in C."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,165 @@
+"""A model over a pack has the values and gradients that it has over each sequence, whatever is shared."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncrl.algo.pack import Pack, pack
+from asyncrl.algo.samples import Sample
+from asyncrl.trainer.tree_attention import attend, block_mask, plan
+from tests.algo.test_pack import Groups, packs, words
+
+DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, p: Pack, scale: float) -> Tensor:
+    """The definition, with a mask of rows by rows."""
+    row = torch.arange(p.num_tokens)
+    seen = (row <= row[:, None]) & (row[:, None] < p.ends)
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    return torch.einsum("hnm,mhe->nhe", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+
+
+def drawn(p: Pack, seed: int, dtype: torch.dtype, value_width: int = 8) -> list[Tensor]:
+    """Queries of four heads, keys and values of two, and a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(4, 8), (2, 8), (2, value_width), (4, value_width)]
+    return [torch.randn(p.num_tokens, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [*DTYPES.items(), (torch.bfloat16, 0.1)])
+@given(case=packs(), seed=st.integers(0, 99), value_width=st.sampled_from([8, 6, 10]))
+@settings(max_examples=40, deadline=None)
+def test_attention_and_its_gradient_are_those_of_the_dense_mask(
+    case: tuple, seed: int, value_width: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    groups, share, multiple = case
+    p = pack(groups, share=share, multiple=multiple)
+    *inputs, grad = drawn(p, seed, dtype, value_width)
+    mine = [x.clone().requires_grad_() for x in inputs]
+    theirs = [x.double().requires_grad_() for x in inputs]
+    out, expected = attend(*mine, p, 0.3), dense(*theirs, p, 0.3)
+    out.backward(grad)
+    expected.backward(grad.double())
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=tolerance)
+
+
+def test_calls_are_few_and_cover_every_pair_once() -> None:
+    rng = random.Random(0)
+    head = words(rng, 40)
+    groups = []
+    for g in range(20):
+        prompt = [*head, g, *words(rng, 9)]
+        groups.append([sample(prompt, [s, *words(rng, 3)]) for s in range(8)])
+    p = pack(groups)
+    calls = plan(p.branches)
+    assert len(calls.own) + len(calls.above) <= 5  # beginning, prompts, answers; answers on prompts, all on beginning
+    assert sum(len(call.rows) if call.alone is None else call.alone.queries[1] for call in calls.own) == p.num_tokens
+
+
+def sample(prompt: list[int], tokens: list[int]) -> Sample:
+    return Sample(prompt, tokens, [True] * len(tokens), 0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@given(case=packs())
+@settings(max_examples=10, deadline=None)
+def test_the_mask_for_gpus_has_the_same_values(case: tuple) -> None:
+    """FlexAttention's own reference runs on CPU, forward only."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    groups, share, _ = case
+    p = pack(groups, share=share)
+    q, k, v, _ = drawn(p, 0, torch.float32)
+    batched = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = flex_attention(*batched, block_mask=block_mask(p), scale=0.3, enable_gqa=True)[0].transpose(0, 1)
+    torch.testing.assert_close(out, dense(q, k, v, p, 0.3), rtol=0, atol=3e-5)
+
+
+# --- a whole model ------------------------------------------------------------------------------------------
+
+VOCAB, WIDTH, HEADS, LAYERS = 23, 16, 2, 3
+
+
+def model(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A small transformer's weights."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (VOCAB, WIDTH), "head": (VOCAB, WIDTH)}
+    for layer in range(LAYERS):
+        shapes |= {f"{name}{layer}": (WIDTH, WIDTH) for name in ("q", "k", "v", "o", "up", "down")}
+    found = {name: torch.randn(*shape, generator=generator, dtype=torch.float64) / 4 for name, shape in shapes.items()}
+    return {name: weight.to(dtype).requires_grad_() for name, weight in found.items()}
+
+
+def hidden(w: dict[str, Tensor], token_ids: Tensor, positions: Tensor, attention: object) -> Tensor:
+    """[N, width]; `attention` takes and gives [N, heads, d]."""
+    frequencies = torch.arange(WIDTH, dtype=w["embed"].dtype) / WIDTH + 0.1
+    x = w["embed"][token_ids]
+    x = x + torch.sin(positions[:, None] * frequencies)
+    for layer in range(LAYERS):
+        n = torch.nn.functional.rms_norm(x, (WIDTH,))
+        q, k, v = ((n @ w[f"{name}{layer}"]).unflatten(1, (HEADS, -1)) for name in "qkv")
+        x = x + attention(q, k, v).flatten(1) @ w[f"o{layer}"]
+        x = x + torch.tanh(x @ w[f"up{layer}"]) @ w[f"down{layer}"]
+    return x
+
+
+def loss_of_pack(w: dict[str, Tensor], p: Pack, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities by row of the table, and a loss that gives every trained token a weight of its own."""
+    scale = 1 / math.sqrt(WIDTH / HEADS)
+    x = hidden(w, p.token_ids, p.positions, lambda q, k, v: attend(q, k, v, p, scale))
+    logprobs = torch.log_softmax(x[p.logit_rows] @ w["head"].T, -1)[p.row_of_target, p.targets]
+    by_row = torch.zeros(len(weights), dtype=logprobs.dtype).index_add(0, p.table_rows, logprobs)
+    return by_row, (weights[p.table_rows] * logprobs).sum()
+
+
+def loss_apart(w: dict[str, Tensor], groups: Groups, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by one plain causal pass over each sequence."""
+    by_row, loss = torch.zeros_like(weights), torch.zeros((), dtype=weights.dtype)
+    for one in (s for group in groups for s in group):
+        ids = torch.tensor(one.prompt_ids + one.token_ids)
+        x = hidden(w, ids, torch.arange(len(ids)), causal)
+        logprobs = torch.log_softmax(x @ w["head"].T, -1)[len(one.prompt_ids) - 1 : -1]
+        own = logprobs.gather(1, torch.tensor(one.token_ids, dtype=torch.int64)[:, None])[:, 0]
+        own = own[torch.tensor(one.mask, dtype=torch.bool)]
+        rows = slice(one.first_row, one.first_row + one.num_trained)
+        by_row[rows] = own.detach()
+        loss = loss + (weights[rows] * own).sum()
+    return by_row, loss
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("nhd,mhd->hnm", q, k) / math.sqrt(WIDTH / HEADS)
+    ahead = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return torch.einsum("hnm,mhd->nhd", scores.masked_fill(ahead, -math.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items())
+@given(case=packs(), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_a_model_has_the_values_and_gradients_of_separate_sequences(
+    case: tuple, seed: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    groups, share, multiple = case
+    last = max(s.first_row + s.num_trained for group in groups for s in group)
+    weights = torch.randn(last, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    weights = weights / last
+    mine, theirs = model(seed, dtype), model(seed, torch.float64)
+    found, loss = loss_of_pack(mine, pack(groups, share=share, multiple=multiple), weights)
+    expected, plain = loss_apart(theirs, groups, weights.double())
+    loss.backward()
+    plain.backward()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(mine[name].grad.double(), weight.grad, rtol=0, atol=tolerance, msg=name)
