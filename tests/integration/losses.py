@@ -1,0 +1,102 @@
+"""The layouts, the algorithms and the batch of test_losses.py, as its ranks see them too."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from asyncrl.algo.correction import MASKS, WEIGHTS
+from asyncrl.algo.loss import LOSSES
+from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+
+VOCAB = 33  # padded by two ranks and by four
+SMALL = 48  # tokens of a micro-batch: a group or two
+VERSION = 4  # that the batch trains
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "single": {},
+        "unshared": {"share_prompts": False},
+        "micro-batches": {"micro_batch_tokens": SMALL},
+        "shuffled": {"micro_batch_tokens": SMALL},
+        "chunks": {"logit_rows": 3},
+    },
+    2: {
+        "tp2": {"tensor_parallel": 2},
+        "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_tokens": SMALL},
+        "pp2": {"pipeline_parallel": 2, "micro_batch_tokens": SMALL},
+        "dp2": {"data_parallel": 2},
+    },
+    4: {
+        "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2, "micro_batch_tokens": SMALL},
+        "dp2-tp2-sp": {"data_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+        "dp2-pp2": {"data_parallel": 2, "pipeline_parallel": 2, "micro_batch_tokens": SMALL},
+        "tp4": {"tensor_parallel": 4, "logit_rows": 7},
+    },
+}
+"""By the number of processes; settings of the trainer."""
+
+BOUNDS: dict[str, Any] = {
+    "mask_sequence": [0.5, 4.0],
+    "mask_geometric": [0.8, 1.2],
+    "mask_opsm": 0.05,
+    "mask_lag": 2,
+}
+"""Of the batch's sequences, each takes out some."""
+
+
+def _of_loss(name: str) -> dict[str, Any]:
+    """Two steps: in the second the policy is not the proximal one any more."""
+    row = LOSSES[name]
+    return {
+        "loss": name,
+        "aggregation": "sequence" if row.sequences else "token",
+        "correction": "tis" if row.against == "proximal" else None,
+        "epochs": 2,
+    }
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    **{f"loss-{name}": _of_loss(name) for name in LOSSES},
+    **{f"weight-{name}": {"correction": name, "correction_floor": 0.7, "correction_cap": 1.5} for name in WEIGHTS},
+    **{f"mask-{name}": {"correction": None, name: BOUNDS[name]} for name in MASKS},
+    "all-masks": {"correction": "icepop", **BOUNDS},
+    "constant": {"aggregation": "constant", "correction": None},
+    "sequence": {"aggregation": "sequence"},
+    "dual-clip": {"dual_clip": 1.1, "epochs": 2},
+    "log-linear": {"proximal": "log_linear", "correction": None},
+    "behaviour": {"proximal": "behaviour", "correction": None},
+    "entropy": {"entropy_bonus": 0.1, "mini_batches": 2},
+}
+"""Settings of the algorithm, beside the defaults."""
+
+DEPENDS_ON_ORDER = {"entropy"}  # which groups share a mini-batch
+
+
+def groups(shuffled: bool) -> list[Group]:
+    """Unequal prompts with a common beginning, unequal answers of several versions, some with a tool's words in
+    between, a group without signal and one of a single member. Shuffled, the same in another order."""
+    draw = random.Random(11)
+
+    def tokens(low: int, high: int) -> list[int]:
+        return [draw.randrange(VOCAB) for _ in range(draw.randint(low, high))]
+
+    def completion(ids: list[int]) -> Completion:
+        cut, newest = draw.randint(0, len(ids)), draw.randint(1, VERSION)
+        spans = [VersionSpan(newest - 1, 0, cut), VersionSpan(newest, cut, len(ids))]
+        return Completion(ids, [-3.5 + 0.4 * draw.gauss(0, 1) for _ in ids], spans, "stop")
+
+    head = tokens(9, 9)
+    made = []
+    for slot, size in enumerate((3, 1, 2, 4, 3)):
+        trajectories = []
+        for _ in range(size):
+            turns = [Turn([], completion(tokens(1, 6)))]
+            if draw.random() < 0.4:
+                turns.append(Turn(tokens(2, 3), completion(tokens(1, 4))))
+            trajectories.append(Trajectory(turns, 0.5 if slot == 2 else draw.random()))
+        if shuffled:
+            trajectories.reverse()
+        made.append(Group(f"g{slot:08d}", slot, head + tokens(2, 7), trajectories, "drawn"))
+    if shuffled:
+        random.Random(0).shuffle(made)
+    return made

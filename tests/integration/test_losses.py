@@ -1,0 +1,104 @@
+"""Every loss, correction and aggregation in float64: figures and gradients do not depend on the split into
+micro-batches, their order, packing, and data, tensor, sequence and pipeline parallelism over 1, 2 and 4 processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.algo.correction import MASKS, WEIGHTS
+from asyncrl.algo.loss import LOSSES
+from asyncrl.launch.main import CONF
+from asyncrl.models.tiny import write_random_model
+from tests.integration.losses import ALGORITHMS, BOUNDS, DEPENDS_ON_ORDER, LAYOUTS, VOCAB
+
+pytestmark = pytest.mark.integration
+
+CLOSE = 1e-12  # gradients are up to about 1
+NOT_OF_THE_ALGORITHM = {"tokens/packed"}
+SAME = {"loss-gspo": {"loss-gspo_token"}, "loss-gspo_token": {"loss-gspo"}}  # with one advantage for all tokens
+PARALLEL = [layout for layouts in LAYOUTS.values() for layout in layouts if layout != "single"]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Figures and gradients of a layout, by algorithm; a launch for each number of processes."""
+    folder = tmp_path_factory.mktemp("losses")
+    sizes = {"vocab": VOCAB, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 24}
+    write_random_model(folder / "model", "qwen3", **sizes, tied=True, seed=4, dtype="float32", spread=0.15)
+    with initialize_config_dir(str(CONF), version_base=None):
+        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
+    raw["rollout"]["temperature"] = 0.8
+    (folder / "config.json").write_text(json.dumps(raw))
+
+    @cache
+    def launch(ranks: int) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(Path(__file__).with_name("rank_losses.py")), str(folder)]
+        root = str(Path(__file__).parents[2])
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": root}
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    @cache
+    def run(layout: str) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
+        launch(next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts))
+        stages = [load_file(file) for file in folder.glob(f"{layout}-?.safetensors")]
+        gradients = {key: tensor for stage in stages for key, tensor in stage.items()}
+        return json.loads((folder / f"{layout}.json").read_text()), gradients
+
+    return run
+
+
+def test_every_loss_and_correction_has_a_case() -> None:
+    assert {settings["loss"] for settings in ALGORITHMS.values() if "loss" in settings} == LOSSES.keys()
+    assert {settings.get("correction") for settings in ALGORITHMS.values()} >= WEIGHTS.keys()
+    assert BOUNDS.keys() == MASKS.keys()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_figures_and_gradients_do_not_depend_on_the_layout(layout: str, algorithm: str, outcome: Any) -> None:
+    if layout == "shuffled" and algorithm in DEPENDS_ON_ORDER:
+        pytest.skip("mini-batches are parts of the batch in its order")
+    (figures, gradients), (reference, expected) = outcome(layout), outcome("single")
+    for name, value in reference[algorithm].items():
+        if name not in NOT_OF_THE_ALGORITHM:
+            assert figures[algorithm][name] == pytest.approx(value, rel=0, abs=CLOSE), name
+    mine = {name: tensor for name, tensor in gradients.items() if name.startswith(f"{algorithm}/")}
+    theirs = {name: tensor for name, tensor in expected.items() if name.startswith(f"{algorithm}/")}
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert tensor.dtype == torch.float64
+        torch.testing.assert_close(
+            mine[name], tensor, rtol=0, atol=CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_weight_has_a_gradient_and_every_algorithm_its_own(algorithm: str, outcome: Any) -> None:
+    """Or agreement between layouts would say little."""
+    _, gradients = outcome("single")
+    settings = ALGORITHMS[algorithm]
+    steps = settings.get("epochs", 1) * settings.get("mini_batches", 1)
+    mine = {name: tensor for name, tensor in gradients.items() if name.startswith(f"{algorithm}/")}
+    assert {int(name.split("/")[1]) for name in mine} == set(range(steps))
+    for name, tensor in mine.items():
+        assert float(tensor.abs().max()) > 1e-6, name
+    of_norm = gradients[f"{algorithm}/{steps - 1}/model.norm.weight"]
+    for other in ALGORITHMS.keys() - {algorithm} - SAME.get(algorithm, set()):
+        theirs = gradients.get(f"{other}/{steps - 1}/model.norm.weight")
+        assert theirs is None or not torch.allclose(of_norm, theirs, rtol=0, atol=1e-6), other
