@@ -51,20 +51,21 @@ class Engine:
                 await self._reply(writer, 200 if self.up else 503, b"")
                 return
             size = int(head.partition("content-length: ")[2].partition("\r\n")[0])
-            self.requests.append(json.loads(await reader.readexactly(size)))
+            request = json.loads(await reader.readexactly(size))
+            self.requests.append(request)
             self.keys.append(head.partition("authorization: ")[2].partition("\r\n")[0])
             self.running += 1
             self.most = max(self.most, self.running)
             await asyncio.sleep(0.01)
-            await self._behave(writer, self.faults.pop(0) if self.faults else {})
+            await self._behave(writer, request, self.faults.pop(0) if self.faults else {})
             self.running -= 1
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
 
-    async def _behave(self, writer: asyncio.StreamWriter, fault: Fault) -> None:
-        body = json.dumps(answer(self.requests[-1], **(fault if isinstance(fault, dict) else {}))).encode()
+    async def _behave(self, writer: asyncio.StreamWriter, request: dict[str, Any], fault: Fault) -> None:
+        body = json.dumps(answer(request, **(fault if isinstance(fault, dict) else {}))).encode()
         if fault == "reset":
             writer.transport.abort()
         elif fault == "hang":

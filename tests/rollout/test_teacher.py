@@ -23,8 +23,9 @@ class Scored:
 
     async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
         self.asked.append((token_ids, start, key))
+        number = len(self.asked)
         await asyncio.sleep(0)
-        if error := self._fault(len(self.asked)):
+        if error := self._fault(number):
             raise error
         return [-float(place) for place in range(start, len(token_ids))]
 
