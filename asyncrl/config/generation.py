@@ -33,7 +33,7 @@ class Engine(Section):
     """How the router picks an engine. manual: a new group goes to the engine with the fewest requests, and all of its
     requests and turns stay there, with the cache of what they share."""
     start_timeout: Positive
-    """Seconds that an engine or the router may take until it is ready."""
+    """Seconds that an engine, the teacher's too, or the router may take until it is ready."""
     request_timeout: Positive
     """Seconds without a byte after which a request to the router has broken."""
     retry_timeout: Positive
