@@ -62,7 +62,7 @@ class Figures:
     retried: int = 0
 
 
-class Scorer:
+class TeacherEngines:
     """The only way to a teacher. One per rollout process."""
 
     def __init__(

@@ -20,7 +20,7 @@ from asyncrl.config import Config, Rollout, read
 from asyncrl.engine.client import Client, Session
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
-from asyncrl.engine.scorer import Scorer
+from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.concurrency import Window
@@ -48,8 +48,8 @@ async def main(run_dir: Path) -> None:
     prompts = Prompts(config, played, tokenizer, model_length)
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer))
     rollout, loads = config.rollout, Loads(addresses.engines, addresses.headers)
-    scorer = _scorer(config, addresses)
-    teacher = Teacher(scorer) if scorer else None
+    teachers = _teacher_engines(config, addresses)
+    teacher = Teacher(teachers) if teachers else None
 
     async def play(prompt: Prompt, session: Session) -> Trajectory:
         return await worker.episode(prompt, session)
@@ -97,8 +97,8 @@ async def main(run_dir: Path) -> None:
 
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout)
-        if scorer:
-            await scorer.wait_until_ready(config.engine.start_timeout)
+        if teachers:
+            await teachers.wait_until_ready(config.engine.start_timeout)
         (run_dir / READY).touch()
         await evaluations.now()  # alone on version 0, before the first rollout
         async with asyncio.TaskGroup() as working:
@@ -121,8 +121,8 @@ async def main(run_dir: Path) -> None:
     finally:
         await client.close()
         await loads.close()
-        if scorer:
-            await scorer.close()
+        if teachers:
+            await teachers.close()
 
 
 def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> Client:
@@ -142,12 +142,12 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> 
     )
 
 
-def _scorer(config: Config, addresses: Addresses) -> Scorer | None:
+def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | None:
     """None without a teacher. Engines of others have a key of their own, which no file of the run holds."""
     if not addresses.teachers:
         return None
     teacher = config.teacher
-    return Scorer(
+    return TeacherEngines(
         addresses.teachers,
         api_key=os.environ.get(TEACHER_KEY, "") if teacher.urls else addresses.api_key,
         max_running=teacher.max_running,

@@ -21,7 +21,7 @@ REASON = "teacher"
 
 
 class Engines(Protocol):
-    """engine.scorer.Scorer."""
+    """engine.scorer.TeacherEngines."""
 
     async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
         """Of token_ids[start:]."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engine.scorer import Scorer
+from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.errors import DeadlineExceeded, EngineError
 
 TOKENS = [12, 1, 2, 11, 5, 6, 15]
@@ -84,15 +84,15 @@ class Engine:
 
 
 def scored(
-    *engines: Engine, ask: Callable[[Scorer], Awaitable[Any]] | None = None, **settings: Any
-) -> tuple[Any, Scorer]:
+    *engines: Engine, ask: Callable[[TeacherEngines], Awaitable[Any]] | None = None, **settings: Any
+) -> tuple[Any, TeacherEngines]:
     """What came of one request, or of `ask`."""
 
-    async def main() -> tuple[Any, Scorer]:
+    async def main() -> tuple[Any, TeacherEngines]:
         async with AsyncExitStack() as stack:
             urls = [(await stack.enter_async_context(engine)).url for engine in engines]
             options = {"api_key": "key0", "max_running": 8, "request_timeout": 0.2, "retry_timeout": 5.0} | settings
-            scorer = Scorer(urls, **options)
+            scorer = TeacherEngines(urls, **options)
             stack.push_async_callback(scorer.close)
             async with asyncio.timeout(20):
                 return await (ask(scorer) if ask else scorer.logprobs(TOKENS, START, "g1")), scorer
@@ -152,7 +152,7 @@ def test_engine_that_stays_away_is_given_up_after_the_deadline_with_its_last_wor
 
 
 def test_engine_that_refuses_connections_fails_over_at_once() -> None:
-    async def ask(scorer: Scorer) -> Any:
+    async def ask(scorer: TeacherEngines) -> Any:
         return [await scorer.logprobs(TOKENS, START, f"g{i}") for i in range(8)]
 
     dead, alive = Engine(), Engine()
@@ -162,7 +162,7 @@ def test_engine_that_refuses_connections_fails_over_at_once() -> None:
             pass
         async with alive:  # the other's port is closed
             options = {"api_key": "", "max_running": 8, "request_timeout": 5.0, "retry_timeout": 5.0}
-            scorer = Scorer([dead.url, alive.url], **options)
+            scorer = TeacherEngines([dead.url, alive.url], **options)
             async with asyncio.timeout(5):
                 found = await ask(scorer)
             await scorer.close()
@@ -199,7 +199,7 @@ def test_refused_request_is_an_error_with_the_engines_words() -> None:
 def test_siblings_share_an_engine_and_groups_are_spread() -> None:
     engines = [Engine() for _ in range(3)]
 
-    async def ask(scorer: Scorer) -> None:
+    async def ask(scorer: TeacherEngines) -> None:
         prompts = [(f"g{group}", [group, 0, 0, 11, member]) for group in range(30) for member in range(3)]
         await asyncio.gather(*[scorer.logprobs(ids, START, key) for key, ids in prompts])
 
@@ -212,7 +212,7 @@ def test_siblings_share_an_engine_and_groups_are_spread() -> None:
 def test_no_more_requests_are_under_way_than_allowed() -> None:
     engine = Engine()
 
-    async def ask(scorer: Scorer) -> None:
+    async def ask(scorer: TeacherEngines) -> None:
         await asyncio.gather(*[scorer.logprobs(TOKENS, START, "g") for _ in range(20)])
 
     scored(engine, ask=ask, max_running=3, request_timeout=5.0)
@@ -223,7 +223,7 @@ def test_readiness_waits_for_every_engine_and_names_those_that_are_missing() -> 
     up, down = Engine(), Engine()
     down.up = False
 
-    async def ask(scorer: Scorer) -> None:
+    async def ask(scorer: TeacherEngines) -> None:
         with pytest.raises(DeadlineExceeded, match="engines of the teacher") as caught:
             await scorer.wait_until_ready(0.3)
         assert down.url in str(caught.value)

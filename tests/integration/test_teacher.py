@@ -1,4 +1,4 @@
-"""A teacher on real engines: one that is the policy teaches nothing, another one is learnt, also when its engine dies."""
+"""A teacher on real engines: one that is the policy teaches nothing, another is learnt, also when its engine dies."""
 
 from __future__ import annotations
 
