@@ -26,18 +26,22 @@ class Addresses:
     rollout: str
     gpus: int
     started_at: float  # time.time() of the command
+    teacher: Path | None = None
+    teachers: tuple[str, ...] = ()  # engines of the teacher, whoever started them
 
     def write(self, run_dir: Path) -> None:
         """Readable by the owner only: it holds the run's API key."""
         descriptor = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump({**asdict(self), "model": str(self.model)}, file, indent=2)
+            teacher = str(self.teacher) if self.teacher else None
+            json.dump({**asdict(self), "model": str(self.model), "teacher": teacher}, file, indent=2)
 
     @classmethod
     def read(cls, run_dir: Path) -> Addresses:
         """The inverse of `write`."""
         values = json.loads((run_dir / FILE).read_text())
-        return cls(**{**values, "model": Path(values["model"]), "engines": tuple(values["engines"])})
+        paths = {name: Path(values[name]) if values[name] else None for name in ("model", "teacher")}
+        return cls(**{**values, **paths, **{name: tuple(values[name]) for name in ("engines", "teachers")}})
 
     @property
     def headers(self) -> dict[str, str]:

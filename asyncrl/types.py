@@ -82,8 +82,13 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     completion: Completion
     reward: float = 0.0
     token_rewards: list[float] = []  # [T], or empty
+    teacher: list[float] = []  # [T] the teacher's log-probabilities of the completion's tokens, or empty without one
 
     def __post_init__(self) -> None:
+        if self.teacher and len(self.teacher) != len(self.completion.token_ids):
+            raise ValueError(
+                f"{len(self.teacher)} log-probabilities of the teacher for {len(self.completion.token_ids)} tokens"
+            )
         if self.token_rewards and len(self.token_rewards) != len(self.completion.token_ids):
             raise ValueError(
                 f"{len(self.token_rewards)} token rewards for {len(self.completion.token_ids)} tokens of a turn"

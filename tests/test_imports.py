@@ -47,7 +47,7 @@ ALLOWED = {
 ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
-    ("rollout", "engine"): {"engine.client", "engine.router", "engine.loads"},
+    ("rollout", "engine"): {"engine.client", "engine.router", "engine.loads", "engine.scorer"},
     ("weights", "engine"): {"engine.control", "engine.update", "engine.server"},
     ("trainer", "models"): {"models.architectures"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.concurrency"},

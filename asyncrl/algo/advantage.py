@@ -37,6 +37,11 @@ Advantage = Callable[[TokenTable, AdvantageParams], Tensor]
 """[N] float64."""
 
 
+def none(table: TokenTable, params: AdvantageParams) -> Tensor:
+    """0: rewards count for nothing, and what else there is (a teacher: algo/distill.py) trains alone."""
+    return torch.zeros_like(table.behaviour)
+
+
 # -- whole episodes against their siblings ---------------------------------------------------------------------
 
 
@@ -124,13 +129,13 @@ def grpo_turn(table: TokenTable, params: AdvantageParams) -> Tensor:
     turns = _turns(table)
     group = table.group[table.sample[turns.last]]
     normal = _normalised(turns.rewards, group)
-    to_go = _returns(normal, table.sample[turns.last], params.discount)
+    to_go = returns(normal, table.sample[turns.last], params.discount)
     return to_go[turns.of_token]
 
 
 def reinforce_pp(table: TokenTable, params: AdvantageParams) -> Tensor:
     """The discounted rewards from each token on, whitened over the tokens of the batch: REINFORCE++, 2501.03262."""
-    return whiten(_returns(token_rewards(table), table.sample, params.discount))
+    return whiten(returns(token_rewards(table), table.sample, params.discount))
 
 
 def gae(table: TokenTable, params: AdvantageParams) -> Tensor:
@@ -145,7 +150,7 @@ def gae_raw(table: TokenTable, params: AdvantageParams) -> Tensor:
     after = torch.cat([values[1:], values.new_zeros(1)])
     after[table.last_rows()] = 0.0
     delta = token_rewards(table) + params.discount * after - values
-    return _returns(delta, table.sample, params.discount * params.gae_lambda)
+    return returns(delta, table.sample, params.discount * params.gae_lambda)
 
 
 def token_rewards(table: TokenTable) -> Tensor:
@@ -163,6 +168,7 @@ def whiten(values: Tensor) -> Tensor:
 
 
 ADVANTAGES: dict[str, Advantage] = {
+    "none": none,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
@@ -222,14 +228,14 @@ def _turns(table: TokenTable) -> _Turns:
     return _Turns(torch.bincount(of_token, minlength=count).cumsum(0) - 1, of_token, rewards)
 
 
-def _returns(rewards: Tensor, owner: Tensor, decay: float) -> Tensor:
-    """G_i = r_i + decay * G_(i+1) within each owner. [n] -> [n]."""
+def returns(rewards: Tensor, owner: Tensor, decay: float) -> Tensor:
+    """G_i = r_i + decay * G_(i+1) within each owner, whose entries stand together. [n] -> [n]."""
     found = rewards.tolist()
     owners = owner.tolist()
     for i in range(len(found) - 2, -1, -1):
         if owners[i] == owners[i + 1]:
             found[i] += decay * found[i + 1]
-    return torch.tensor(found, dtype=rewards.dtype)
+    return torch.tensor(found, dtype=rewards.dtype, device=rewards.device)
 
 
 def _normalised(values: Tensor, group: Tensor) -> Tensor:

@@ -129,12 +129,24 @@ def build_table(groups: Sequence[Group], version: int) -> TokenTable:
             dtype=torch.bool,
         ),
         torch.tensor(token_reward, dtype=torch.float64),
+        teacher=_teacher(groups, len(sample)),
     )
 
 
 def _episode_reward(trajectory: Trajectory) -> float:
     """With those of turns that wrote nothing: no token can hold them."""
     return trajectory.reward + sum(turn.reward for turn in trajectory.turns if not turn.completion.token_ids)
+
+
+def _teacher(groups: Sequence[Group], tokens: int) -> Tensor | None:
+    """[N], or None where no teacher was asked. ValueError where it was asked for some tokens alone."""
+    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    found = [logprob for turn in turns for logprob in turn.teacher]
+    if not found:
+        return None
+    if len(found) != tokens:
+        raise ValueError(f"the teacher has scored {len(found)} of the batch's {tokens} tokens")
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def _turn_rewards(turn: Turn) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from asyncrl.config.generation import Engine, Eval, Rollout, Task
+from asyncrl.config.generation import Engine, Eval, Rollout, Task, Teacher
 from asyncrl.config.running import Cluster, Metrics, Run, Weights
 from asyncrl.config.section import Name, Section
 from asyncrl.config.training import Algo, Model, Optimizer, Trainer
@@ -31,6 +31,7 @@ __all__ = [
     "Rollout",
     "Run",
     "Task",
+    "Teacher",
     "Trainer",
     "Weights",
     "load",
@@ -46,6 +47,7 @@ class Config(Section):
     model: Model
     trainer: Trainer
     engine: Engine
+    teacher: Teacher
     rollout: Rollout
     algo: Algo
     task: Task
@@ -83,6 +85,7 @@ class Config(Section):
                 f"Must be below the end of the decay ({decay_steps}).",
             )
         self._check_sets()
+        self._check_teacher()
         for name, task in (self.mixture | self.eval.sets).items():
             asked = task.eval_file if name in self.eval.sets else None
             if task.kind == "file" and task.train_file is None and asked is None:
@@ -90,7 +93,7 @@ class Config(Section):
                 raise ConfigError(field, None, "task.kind=file needs the path of a .jsonl or .parquet file.")
         sizes = {f"{self.field_of(name)}.group_size": task.group_size for name, task in self.mixture.items()}
         for field, size in {"rollout.group_size": self.rollout.group_size, **sizes}.items():
-            if size == 1:
+            if size == 1 and self.algo.advantage != "none":
                 raise ConfigError(field, 1, "Group-relative advantages need 2 or more completions of a prompt.")
         return self
 
@@ -99,6 +102,26 @@ class Config(Section):
             raise ConfigError("eval.questions", 0, f"The sets {sorted(self.eval.sets)} would not be asked: raise it.")
         if twice := sorted(self.eval.sets.keys() & self.mixture.keys()):
             raise ConfigError("eval.sets", twice[0], "A task has this name, and its held-out questions: take another.")
+
+    def _check_teacher(self) -> None:
+        algo, teacher = self.algo, self.teacher
+        if teacher.model is None:
+            by = [("teacher.urls", teacher.urls), ("algo.distill_coefficient", algo.distill_coefficient)]
+            by += [("algo.reference", algo.reference if algo.reference == "teacher" else None)]
+            for field, value in by:
+                if value:
+                    remedy = "It needs a teacher: set teacher=sglang teacher.model=FOLDER."
+                    raise ConfigError(field, value, remedy)
+        elif self.rollout.temperature != 1.0:
+            raise ConfigError(
+                "rollout.temperature",
+                self.rollout.temperature,
+                "SGLang gives the log-probabilities of given tokens at temperature 1, whatever a request asks for, and "
+                "the policy's must be at the same one to be compared with a teacher's: set 1.0.",
+            )
+        for url in teacher.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError("teacher.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
 
     @property
     def mixture(self) -> dict[str, Task]:
@@ -156,6 +179,6 @@ def _explained(error: ValidationError) -> ConfigError:
     return ConfigError(first.field, first.value, remedy)
 
 
-def on_gpu(section: Trainer | Engine, gpus: int) -> bool:
+def on_gpu(section: Trainer | Engine | Teacher, gpus: int) -> bool:
     """Whether the processes of this section run on GPUs."""
     return section.device == "cuda" or (section.device == "auto" and gpus > 0)

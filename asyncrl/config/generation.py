@@ -33,12 +33,47 @@ class Engine(Section):
     """How the router picks an engine. manual: a new group goes to the engine with the fewest requests, and all of its
     requests and turns stay there, with the cache of what they share."""
     start_timeout: Positive
-    """Seconds that an engine or the router may take until it is ready."""
+    """Seconds that an engine, the teacher's too, or the router may take until it is ready."""
     request_timeout: Positive
     """Seconds without a byte after which a request to the router has broken."""
     retry_timeout: Positive
     """Seconds for which the rest of a broken answer is asked for anew while no token comes; then its group is given up.
     Longer than an engine takes to start again."""
+
+
+class Teacher(Section):
+    """A frozen model on engines of its own that says how likely it finds each token of an episode: to distil from
+    (algo.distill_coefficient), or as the reference of the KL (algo.reference)."""
+
+    model: str | None
+    """Its HF folder, or a built-in, with the tokenizer of model.path; unset: no teacher."""
+    urls: list[str]
+    """Engines that serve it already, elsewhere; empty: this run starts `count`. Their API key is taken from the
+    environment, ASYNCRL_TEACHER_API_KEY; `model` is then read for its tokenizer and context alone."""
+    count: Count
+    """Number of engines that are started."""
+    tensor_parallel: Count
+    """GPUs (or CPU processes) of one of them."""
+    device: Literal["auto", "cpu", "cuda"]
+    """Where they run; auto takes CUDA when the machine has it."""
+    dtype: Literal["bfloat16", "float32"]
+    """Precision of its weights."""
+    max_total_tokens: Count
+    """Tokens of the KV cache of one engine; no episode may be longer."""
+    max_running: Count
+    """Requests that may be under way to its engines at once, in all."""
+    server_args: dict[str, Any]
+    """Further SGLang arguments, as name: value (true for a bare flag)."""
+    request_timeout: Positive
+    """Seconds that one request may take; then another engine is asked."""
+    retry_timeout: Positive
+    """Seconds for which an episode is sent anew while no engine answers; then its group is given up, with `teacher` as
+    the reason. Longer than an engine takes to start again."""
+
+    @property
+    def started(self) -> int:
+        """Engines that the launcher starts."""
+        return self.count if self.model and not self.urls else 0
 
 
 class Rollout(Section):

@@ -112,6 +112,7 @@ class Algo(Section):
     """Advantage, loss and corrections."""
 
     advantage: Literal[
+        "none",
         "grpo",
         "dr_grpo",
         "rloo",
@@ -124,7 +125,8 @@ class Algo(Section):
         "grpo_turn",
         "gae",
     ]
-    """Estimator of advantages: one function of algo/advantage.py, which names its paper."""
+    """Estimator of advantages: one function of algo/advantage.py, which names its paper. none: rewards count for
+    nothing, as in pure distillation."""
     discount: Share
     """Decay of later rewards: per token in reinforce_pp, per turn in grpo_turn."""
     gae_lambda: Share
@@ -212,8 +214,19 @@ class Algo(Section):
     """Taken off the reward of each token, or added to its loss."""
     kl_meter_every: Natural
     """Measure the KL to the reference every so many batches, as kl/reference; 0: only where kl_coefficient needs it."""
+    distill_coefficient: NonNegative
+    """On-policy distillation: weight of the KL to the teacher (teacher.model); 0: off. Alone with advantage=none."""
+    distill_place: Literal["advantage", "loss"]
+    """Taken off the advantage of each token, where clipping bounds it like the rest, or added to its loss as the
+    estimator `ratio` (algo/kl.py). Without clipping and discount, both have one gradient (algo/distill.py)."""
+    distill_discount: Share
+    """In the advantage: each token answers for its own difference to the teacher, and for the later ones with this
+    decay per token; 0: for its own alone."""
+    reference: Literal["weights", "teacher"]
+    """Who the reference of the KL is. weights: frozen ones in the trainer; teacher: the teacher's engines, which score
+    every episode anyway, so that the trainer holds no second weights and makes no second pass."""
     reference_path: str | None
-    """The reference model: an HF folder of the policy's architecture; unset: the model that training starts from."""
+    """Of weights: an HF folder of the policy's architecture; unset: the model that training starts from."""
     reference_offload: bool
     """Keep the reference's weights in host memory between its passes."""
     trust_region: Positive | None
@@ -248,6 +261,20 @@ class Algo(Section):
             raise ConfigError(
                 "algo.kl_estimator", "k1", "Its gradient is zero in expectation: take k2 or ratio, or kl_place=reward."
             )
+        if self.reference == "teacher" and self.reference_path:
+            raise ConfigError(
+                "algo.reference_path", self.reference_path, "algo.reference=teacher needs no weights: leave it unset."
+            )
+        if self.distill_discount and self.distill_place == "loss":
+            raise ConfigError(
+                "algo.distill_discount", self.distill_discount, "It belongs to algo.distill_place=advantage: set 0."
+            )
+        if self.advantage == "none" and not self.distill_coefficient:
+            raise ConfigError(
+                "algo.advantage", "none", "Nothing would be learnt: set algo.distill_coefficient, or another estimator."
+            )
+        if self.advantage == "none" and self.kl_coefficient and self.kl_place == "reward":
+            raise ConfigError("algo.kl_place", "reward", "algo.advantage=none reads no rewards: set loss.")
         if self.loss in ("gspo", "gspo_token") and self.aggregation != "sequence":
             raise ConfigError(
                 "algo.aggregation",

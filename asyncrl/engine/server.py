@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.config import Engine
+from asyncrl.config import Engine, Teacher
 
 # What the pure-PyTorch path on CPU needs; SGLang's defaults name CUDA backends.
 CPU_ARGS: dict[str, Any] = {
@@ -26,25 +26,40 @@ DELTA_LOADER = "asyncrl.engine.delta.load"
 
 def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, **more: str | int | None) -> list[str]:
     """Arguments of one engine; `more` are further ones of SGLang's, `engine.server_args` wins over everything."""
+    return _argv(
+        engine,
+        model,
+        url,
+        gpu=gpu,
+        max_running_requests=engine.max_running_requests,
+        weight_version="0",  # version 0 is what the run starts from
+        incremental_streaming_output=True,
+        stream_interval=engine.stream_interval,
+        random_seed=seed,
+        **more,
+    )
+
+
+def teacher_argv(teacher: Teacher, model: Path, url: str, *, gpu: bool, **more: str | int | None) -> list[str]:
+    """The same of an engine of the teacher, which prefills and writes nothing."""
+    return _argv(teacher, model, url, gpu=gpu, max_running_requests=teacher.max_running, **more)
+
+
+def _argv(section: Engine | Teacher, model: Path, url: str, *, gpu: bool, **own: str | int | None) -> list[str]:
     address = urlsplit(url)
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "host": address.hostname,
         "port": address.port,
-        "dtype": engine.dtype,
-        "tp_size": engine.tensor_parallel,
-        "max_total_tokens": engine.max_total_tokens,
-        "max_running_requests": engine.max_running_requests,
-        "weight_version": "0",  # version 0 is what the run starts from
+        "dtype": section.dtype,
+        "tp_size": section.tensor_parallel,
+        "max_total_tokens": section.max_total_tokens,
         "skip_tokenizer_init": True,  # token ids in, token ids out: text never enters an engine
         "skip_server_warmup": True,
-        "incremental_streaming_output": True,
-        "stream_interval": engine.stream_interval,
-        "random_seed": seed,
         "log_level": "warning",
-        **more,
+        **own,
         **({} if gpu else CPU_ARGS),
-        **engine.server_args,
+        **section.server_args,
     }
     return [sys.executable, "-m", "asyncrl.engine.serve", *_flags(arguments)]
 
@@ -60,7 +75,7 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
     return flags
 
 
-def server_env(engine: Engine, *, gpu: bool) -> dict[str, str]:
+def server_env(engine: Engine | Teacher, *, gpu: bool) -> dict[str, str]:
     """Environment of one engine."""
     if gpu:
         return {}

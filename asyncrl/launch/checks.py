@@ -107,7 +107,10 @@ def check_devices(config: Config, gpus: int) -> None:
     for name, section, ranks in (
         ("trainer", config.trainer, config.trainer.world_size),
         ("engine", config.engine, config.engine.count * config.engine.tensor_parallel),
+        ("teacher", config.teacher, config.teacher.started * config.teacher.tensor_parallel),
     ):
+        if not ranks:
+            continue
         if section.device == "cuda" and gpus == 0:
             raise ConfigError(f"{name}.device", "cuda", "This machine shows no GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
@@ -116,7 +119,8 @@ def check_devices(config: Config, gpus: int) -> None:
             "trainer × engine ranks",
             wanted,
             f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel or data_parallel "
-            f"({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel.",
+            f"({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel"
+            + (", or teacher.count × teacher.tensor_parallel." if config.teacher.started else "."),
         )
 
 

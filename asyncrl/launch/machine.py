@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from pathlib import Path
 
 from asyncrl.config import Config
@@ -22,6 +23,15 @@ def count_gpus(configured: int | None) -> int:
 
 def choose_ports(config: Config) -> Ports:
     """Ports for everything in the run that others connect to."""
-    engines = config.engine.count
-    found = free_ports(config.cluster.host, 2 * engines + 4)
-    return Ports(found[:engines], found[engines : 2 * engines], *found[2 * engines :])
+    engines, teachers = config.engine.count, config.teacher.started
+    found = iter(free_ports(config.cluster.host, 2 * (engines + teachers) + 4))
+    return Ports(
+        engines=list(islice(found, engines)),
+        engine_ranks=list(islice(found, engines)),
+        teachers=list(islice(found, teachers)),
+        teacher_ranks=list(islice(found, teachers)),
+        router=next(found),
+        router_metrics=next(found),
+        rollout=next(found),
+        trainer=next(found),
+    )

@@ -31,6 +31,7 @@ from asyncrl.launch.machine import choose_ports, count_gpus
 from asyncrl.launch.plan import plan
 from asyncrl.launch.processes import Stopped, Supervisor
 from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.teacher import check_teacher
 from asyncrl.launch.watch import Watch
 from asyncrl.metrics.console import Console
 
@@ -90,6 +91,9 @@ def launch(config: Config) -> None:
     run_dir = Path(config.run.dir).expanduser().absolute()
     model = catalog.resolve(config.model.path)
     check_model(config, json.loads((model / "config.json").read_text()))
+    teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
+    if teacher:
+        check_teacher(config, model, teacher)
     prepare_run_dir(run_dir, overwrite=config.run.overwrite)  # last: a refused run must not empty a folder
     (run_dir / "logs").mkdir(parents=True)
     (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
@@ -104,6 +108,8 @@ def launch(config: Config) -> None:
         rollout=f"http://{host}:{ports.rollout}",
         gpus=gpus,
         started_at=STARTED_AT,
+        teacher=teacher,
+        teachers=tuple(config.teacher.urls) or tuple(f"http://{host}:{port}" for port in ports.teachers),
     )
     addresses.write(run_dir)
     specs = plan(config, addresses, ports, run_dir, os.environ.get("CUDA_VISIBLE_DEVICES"))

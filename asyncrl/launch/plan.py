@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.addresses import Addresses
-from asyncrl.config import Config, on_gpu
+from asyncrl.config import Config, Engine, Teacher, on_gpu
 from asyncrl.engine.router import router_argv
-from asyncrl.engine.server import DELTA_LOADER, server_argv, server_env
+from asyncrl.engine.server import DELTA_LOADER, server_argv, server_env, teacher_argv
 
 ROUTER_PATIENCE = 30.0
 """Seconds: it computes nothing, but a machine may be busy."""
@@ -25,7 +25,7 @@ class ProcessSpec:
     env: dict[str, str]
     ends_the_run: bool = False  # its clean exit is the run's success; any other end is a failure
     restarts: int = 0  # how often it is started again when it dies while the run is under way
-    url: str = ""  # where an engine listens
+    url: str = ""  # where an engine of the policy listens
     watch: str = ""  # what is asked to tell whether it hangs
     patience: float = 0.0  # seconds that it may take to answer
     stop_signal: int = signal.SIGTERM
@@ -41,18 +41,22 @@ class Ports:
     router_metrics: int
     rollout: int
     trainer: int
+    teachers: list[int] = field(default_factory=list)
+    teacher_ranks: list[int] = field(default_factory=list)
 
 
 def plan(
     config: Config, addresses: Addresses, ports: Ports, run_dir: Path, visible_gpus: str | None
 ) -> list[ProcessSpec]:
-    """Engines, router, rollout process, trainer ranks: all started at once, side by side.
+    """Engines, those of the teacher, router, rollout process, trainer ranks: all started at once, side by side.
 
-    `visible_gpus` is the launcher's own CUDA_VISIBLE_DEVICES, or None: trainers get the first, engines the next.
+    `visible_gpus` is the launcher's own CUDA_VISIBLE_DEVICES, or None: trainers get the first, engines the next, and
+    the teacher's engines those after them.
     """
     numbers = visible_gpus.split(",") if visible_gpus else [str(number) for number in range(addresses.gpus)]
     return [
         *_engines(config, addresses, ports, numbers),
+        *_teachers(config, addresses, ports, numbers),
         ProcessSpec(
             "router",
             router_argv(config.engine, addresses.router, ports.router_metrics),
@@ -94,9 +98,8 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), 
 
 def _engines(config: Config, addresses: Addresses, ports: Ports, numbers: list[str]) -> list[ProcessSpec]:
     gpu = on_gpu(config.engine, addresses.gpus)
-    first_gpu = config.trainer.world_size if on_gpu(config.trainer, addresses.gpus) else 0
+    first_gpu = _gpus_of_trainers(config, addresses.gpus)
     specs = []
-    one_group = int(config.engine.server_args.get("dp_size") or 1) == 1  # else SGLang wants a port for each replica
     by_ipc = config.weights.transport == "tensor"  # a handle opens only where the trainer's GPU is seen
     for number, url in enumerate(addresses.engines):
         first = first_gpu + number * config.engine.tensor_parallel
@@ -108,7 +111,7 @@ def _engines(config: Config, addresses: Addresses, ports: Ports, numbers: list[s
             seed=config.run.seed + number,
             custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
             base_gpu_id=first if gpu and by_ipc else None,
-            nccl_port=ports.engine_ranks[number] if one_group else None,
+            nccl_port=_meeting(config.engine, ports.engine_ranks[number]),
         )
         own = numbers if by_ipc else numbers[first : first + config.engine.tensor_parallel]
         visible = ",".join(own) if gpu else ""
@@ -132,6 +135,49 @@ def _engines(config: Config, addresses: Addresses, ports: Ports, numbers: list[s
             )
         )
     return specs
+
+
+def _teachers(config: Config, addresses: Addresses, ports: Ports, numbers: list[str]) -> list[ProcessSpec]:
+    """Frozen, and asked directly: neither the router nor the trainer's publishes know them."""
+    teacher = config.teacher
+    if teacher.started == 0:
+        return []
+    assert addresses.teacher is not None
+    gpu = on_gpu(teacher, addresses.gpus)
+    first_gpu = _gpus_of_trainers(config, addresses.gpus)
+    if on_gpu(config.engine, addresses.gpus):
+        first_gpu += config.engine.count * config.engine.tensor_parallel
+    specs = []
+    for number, url in enumerate(addresses.teachers):
+        first = first_gpu + number * teacher.tensor_parallel
+        meeting = _meeting(teacher, ports.teacher_ranks[number])
+        env = {
+            **_shared_env(addresses),
+            **({} if gpu else KEEP_MEMORY),
+            **server_env(teacher, gpu=gpu),
+            "CUDA_VISIBLE_DEVICES": ",".join(numbers[first : first + teacher.tensor_parallel]) if gpu else "",
+        }
+        specs.append(
+            ProcessSpec(
+                f"teacher-{number}",
+                teacher_argv(teacher, addresses.teacher, url, gpu=gpu, nccl_port=meeting),
+                env,
+                stop_signal=signal.SIGKILL,
+                restarts=_restarts(config),
+                watch=f"{url}/server_info",
+                patience=config.weights.timeout,
+            )
+        )
+    return specs
+
+
+def _gpus_of_trainers(config: Config, gpus: int) -> int:
+    return config.trainer.world_size if on_gpu(config.trainer, gpus) else 0
+
+
+def _meeting(section: Engine | Teacher, port: int) -> int | None:
+    """Where the ranks of an engine meet; with replicas SGLang wants a port for each of them."""
+    return port if int(section.server_args.get("dp_size") or 1) == 1 else None
 
 
 def _trainers(

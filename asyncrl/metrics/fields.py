@@ -81,6 +81,16 @@ STEP_CRITIC = {
     "critic/value": "mean value before the update",
 }
 
+# The same file, where there is a teacher
+STEP_TEACHER = {
+    "kl/teacher": "k3 estimate of KL(policy || teacher) over the trained tokens, at the step's start",
+    "teacher/gap": "mean log-probability of the policy minus that of the teacher over them: the k1 estimate",
+    "teacher/tokens": "tokens that its engines were sent since the step before",
+    "teacher/cached": "share of them that they found in their caches",
+    "teacher/retried": "requests that were sent again since the step before",
+    "time/teacher": "mean time from an episode's end until the teacher has scored it, since the step before",
+}
+
 # The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
 STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 

@@ -50,22 +50,22 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "asyncrl"
 
 
-def resolve(path: str) -> Path:
-    """The absolute HF folder that `path` names, made first if it is a built-in not yet in the cache."""
+def resolve(path: str, field: str = "model.path") -> Path:
+    """The absolute HF folder that the setting `field` names, made first if it is a built-in not yet in the cache."""
     if path.startswith(PREFIX):
-        return _resolve_builtin(path)
+        return _resolve_builtin(path, field)
     folder = Path(path).expanduser().absolute()
     if not (folder / "config.json").is_file():
         names = ", ".join(PREFIX + name for name in BUILTIN)
         remedy = f"Give a folder with config.json (download a hub model into one first), or one of {names}."
-        raise ConfigError("model.path", path, remedy)
+        raise ConfigError(field, path, remedy)
     return folder
 
 
-def _resolve_builtin(path: str) -> Path:
+def _resolve_builtin(path: str, field: str) -> Path:
     name = path.removeprefix(PREFIX)
     if name not in BUILTIN:
-        raise ConfigError("model.path", path, f"The built-in models are {', '.join(BUILTIN)}.")
+        raise ConfigError(field, path, f"The built-in models are {', '.join(BUILTIN)}.")
     folder = cache_dir() / "models" / f"{name}-v{BUILTIN[name].version}"
     if not _complete(folder):
         _make(name, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from functools import partial
@@ -19,6 +20,7 @@ from asyncrl.config import Config, Rollout, read
 from asyncrl.engine.client import Client, Session
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
+from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.concurrency import Window
@@ -30,8 +32,11 @@ from asyncrl.rollout.hooks import load
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.room import Adaptive, Fixed, Room, Unbounded
 from asyncrl.rollout.service import Service
+from asyncrl.rollout.teacher import Teacher
 from asyncrl.rollout.worker import Worker
 from asyncrl.types import Prompt, Trajectory
+
+TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
 
 
 async def main(run_dir: Path) -> None:
@@ -43,6 +48,8 @@ async def main(run_dir: Path) -> None:
     prompts = Prompts(config, played, tokenizer, model_length)
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer))
     rollout, loads = config.rollout, Loads(addresses.engines, addresses.headers)
+    teachers = _teacher_engines(config, addresses)
+    teacher = Teacher(teachers) if teachers else None
 
     async def play(prompt: Prompt, session: Session) -> Trajectory:
         return await worker.episode(prompt, session)
@@ -69,6 +76,7 @@ async def main(run_dir: Path) -> None:
         room=room,
         drain=config.weights.pause_mode == "drain",
         publish=publish,
+        figures=teacher.take_figures if teacher else dict,
     )
     worker = Worker(
         service,
@@ -84,10 +92,13 @@ async def main(run_dir: Path) -> None:
         faults=Faults(warn),
         accept=load(rollout.accept, "rollout.accept"),
         max_rejections=rollout.max_rejections,
+        teacher=teacher,
     )
 
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout)
+        if teachers:
+            await teachers.wait_until_ready(config.engine.start_timeout)
         (run_dir / READY).touch()
         await evaluations.now()  # alone on version 0, before the first rollout
         async with asyncio.TaskGroup() as working:
@@ -110,6 +121,8 @@ async def main(run_dir: Path) -> None:
     finally:
         await client.close()
         await loads.close()
+        if teachers:
+            await teachers.close()
 
 
 def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> Client:
@@ -126,6 +139,20 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> 
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
+    )
+
+
+def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | None:
+    """None without a teacher. Engines of others have a key of their own, which no file of the run holds."""
+    if not addresses.teachers:
+        return None
+    teacher = config.teacher
+    return TeacherEngines(
+        addresses.teachers,
+        api_key=os.environ.get(TEACHER_KEY, "") if teacher.urls else addresses.api_key,
+        max_running=teacher.max_running,
+        request_timeout=teacher.request_timeout,
+        retry_timeout=teacher.retry_timeout,
     )
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
-AGENT, REWARD, NOTHING = "its agent", "its reward", ""
+AGENT, REWARD, TEACHER, NOTHING = "its agent", "its reward", "its teacher", ""
 """What a session waits for between its requests; NOTHING once its episode has ended."""
 NAMED = 4
 """Groups that a diagnosis names."""

@@ -1,23 +1,27 @@
 """One episode within its time limits: whoever hangs, the agent, its environment or the reward, costs its group alone.
 
 waits for     the agent (agent_timeout between two requests), engines (their own deadlines: engine/client.py), the
-              reward (reward_timeout), and all of it (episode_timeout)
+              reward (reward_timeout), the teacher (engine/scorer.py), and all of it (episode_timeout)
 on a hang     EpisodeFailed with the name of the limit
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from asyncrl.engine.client import Session
 from asyncrl.errors import EpisodeFailed
-from asyncrl.rollout.activity import AGENT, NOTHING, REWARD
+from asyncrl.rollout.activity import AGENT, NOTHING, REWARD, TEACHER
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.faults import raised_by
-from asyncrl.types import Completion, Prompt, Trajectory
+from asyncrl.types import Completion, Prompt, Trajectory, Turn
+
+Score = Callable[[Trajectory], Awaitable[float]]
+Teach = Callable[[Sequence[Turn]], Awaitable[list[Turn]]]
+"""What adds the teacher's log-probabilities to the turns."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,9 @@ class Episode:
             self._asking -= 1
             self._rest()
 
-    async def play(self, agent: Agent, prompt: Prompt, score: Callable[[Trajectory], Awaitable[float]]) -> Trajectory:
-        """Play and score. Raises EpisodeFailed, or the EngineError that the agent let through."""
+    async def play(self, agent: Agent, prompt: Prompt, score: Score, teach: Teach | None = None) -> Trajectory:
+        """Play and score, by the teacher at the same time. Raises EpisodeFailed, or the EngineError that the agent let
+        through."""
         async with _within(self._limits.episode, "episode_timeout", "it has not ended"):
             async with _within(self._limits.agent, "agent_timeout", "its agent has asked for nothing") as self._silence:
                 try:
@@ -58,10 +63,17 @@ class Episode:
                         _check(trajectory, self._session.received)
                 finally:
                     self._silence = None  # requests that it left under way may end later
-            self._session.wait_for(REWARD)
-            reward = await score(trajectory)
+            taught = asyncio.ensure_future(teach(trajectory.turns)) if teach else None
+            try:
+                self._session.wait_for(REWARD)
+                reward = await score(trajectory)
+                self._session.wait_for(TEACHER)
+                turns = await taught if taught else trajectory.turns
+            finally:
+                if taught and not taught.cancel() and not taught.cancelled():
+                    taught.exception()  # whoever raised first is heard
             self._session.wait_for(NOTHING)
-            return Trajectory(trajectory.turns, reward)
+            return Trajectory(turns, reward)
 
     def _rest(self) -> None:
         """The agent's time runs while nothing is asked of an engine."""

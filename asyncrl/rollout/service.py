@@ -68,13 +68,14 @@ class Service:
         room: Room | None = None,
         drain: bool = False,
         publish: Callable[[dict[str, Any], list[str]], None] = lambda ledger, warnings: None,
+        figures: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`publish` gets the ledger, and what must be told, at every version."""
+        """`publish` gets the ledger, and what must be told, at every version; `figures` adds some to a batch's."""
         self._buffer, self._client, self._api_key = buffer, client, api_key
         self._evaluations, self._drain = evaluations, drain
         self._room, self._waited = room or Unbounded(), False
         self._changed = asyncio.Condition()
-        self._audit, self._publish = Audit(), publish
+        self._audit, self._publish, self._more_figures = Audit(), publish, figures
         self._rewards: list[float] = []
         self._drawn, self._reused = 0, 0
         self._playing: dict[Ticket, Sequence[Session]] = {}
@@ -264,6 +265,7 @@ class Service:
             "tokens/refilled": seen.refilled_tokens,
             "tokens/inferred": seen.inferred_tokens,
             **{f"requests/{cause}": count for cause, count in seen.continued.items()},
+            **self._more_figures(),
         }
 
     async def fail(self) -> None:

@@ -9,7 +9,7 @@ on death      an error that is neither an EpisodeFailed (all that a user's code 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from asyncrl.engine.client import Client, Session
@@ -23,8 +23,9 @@ from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.room import Room
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.service import Service
+from asyncrl.rollout.teacher import Teacher
 from asyncrl.tasks import Task
-from asyncrl.types import Group, Prompt, Trajectory
+from asyncrl.types import Group, Prompt, Trajectory, Turn
 
 
 class Worker:
@@ -46,13 +47,15 @@ class Worker:
         faults: Faults,
         accept: Accept = accept_all,
         max_rejections: int = 1000,
+        teacher: Teacher | None = None,
     ) -> None:
-        """`tasks` score the answers to their own prompts, of training and evaluation; `group_sizes` are by task."""
+        """`tasks` score the answers to their own prompts, of training and evaluation; `group_sizes` are by task; the
+        teacher scores what is trained."""
         self._service, self._client, self._agent, self._tasks = service, client, agent, tasks
         self._mixer, self._decode = mixer, decode
         self._group_sizes, self._max_failures = group_sizes, max_failures
         self._limits, self._faults, self._scorer = limits, faults, Scorer(limits.reward)
-        self._room, self._accept, self._max_rejections = room, accept, max_rejections
+        self._room, self._accept, self._max_rejections, self._teacher = room, accept, max_rejections, teacher
         self._failures_in_a_row = self._rejections_in_a_row = 0
         self._playing: dict[Ticket, asyncio.Task[None]] = {}
         self._stopped: dict[Ticket, str] = {}
@@ -111,7 +114,12 @@ class Worker:
             answer = self._decode(trajectory.turns[-1].completion.token_ids)
             return await self._scorer.score(self._tasks[prompt.task], answer, prompt.question)
 
-        return await Episode(session, self._limits).play(self._agent, prompt, score)
+        async def teach(turns: Sequence[Turn]) -> list[Turn]:
+            assert self._teacher is not None
+            return await self._teacher.score(prompt.token_ids, turns, session.group)
+
+        taught = teach if self._teacher and session.purpose == "training" else None
+        return await Episode(session, self._limits).play(self._agent, prompt, score, taught)
 
     async def _hand_in(self, ticket: Ticket, group: Group) -> None:
         """A group that is accepted waits for its batch; another takes the place of one that is not."""

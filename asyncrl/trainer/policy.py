@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw
 from asyncrl.algo.correction import CorrectionParams, correction, log_linear_proximal
 from asyncrl.algo.diagnostics import gap_figures, loss_figures
+from asyncrl.algo.distill import distillation_loss, distilled_advantages
 from asyncrl.algo.kl import ESTIMATORS, k3
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.pack import Pack
@@ -41,8 +42,7 @@ class Policy:
         self.network = Network(config.trainer, folder, parallel)
         self.weights, self.hf = self.network.weights, self.network.hf
         self._optimizer = Optimizer(config.trainer, self.network, config.run.max_steps)
-        wanted = config.algo.kl_coefficient > 0 or config.algo.kl_meter_every > 0
-        self._reference = self._load_reference(folder) if wanted else None
+        self._reference = self._load_reference(folder)
         self._replay = Replay(config.algo.replay_groups, config.rollout.max_staleness, config.run.seed)
         self._resets = Resets(config.algo.reset_every, config.algo.reset_share, self.network, self._optimizer)
         self._critic = Critic(config, folder, parallel) if config.algo.advantage == "gae" else None
@@ -66,9 +66,8 @@ class Policy:
         table = build_table([*batch.groups, *replayed], batch.version)
         groups = build_samples([*batch.groups, *replayed])
         table = replace(table, reward=shaped(table, self._shaping, longest), keep=trainable(table, self._shaping))
-        if self._reference and (algo.kl_coefficient or batch.version % max(1, algo.kl_meter_every) == 0):
-            with self._reference.in_place():
-                table = replace(table, reference=self._score(groups, table))
+        if algo.kl_coefficient or (algo.kl_meter_every and batch.version % algo.kl_meter_every == 0):
+            table = replace(table, reference=self._of_reference(groups, table))
         selection = LOSSES[algo.loss].selection
         if algo.steps > 1 or selection or self._kl_in("reward"):  # one step starts from the policy that it runs
             table = replace(table, proximal=self._score(groups, table))
@@ -87,6 +86,13 @@ class Policy:
         return {"groups/replayed": float(len(replayed)), **figures}
 
     # -- passes --------------------------------------------------------------------------------------------
+
+    def _of_reference(self, groups: Groups, table: TokenTable) -> Tensor:
+        """[N] of frozen weights, or of the teacher, whose engines have told."""
+        if self._reference is None:
+            return known(table.teacher)
+        with self._reference.in_place():
+            return self._score(groups, table)
 
     def _score(self, groups: Groups, table: TokenTable) -> Tensor:
         """[N] log-probabilities of the weights as they are."""
@@ -135,15 +141,22 @@ class Policy:
         def visit(head: Head, pack: Pack) -> Tensor:
             logprobs, entropy = head.score(pack, self.config.rollout.temperature, entropy=algo.entropy_bonus > 0)
             rows = table.rows(pack.table_rows, logprobs.dtype)
+            if self._distils_in("advantage"):
+                start = logprobs.detach() if rows.proximal is None else rows.proximal
+                advantages = distilled_advantages(start, rows, algo.distill_coefficient, algo.distill_discount)
+                rows = replace(rows, advantages=advantages)
             rows = replace(rows, proximal=self._proximal(logprobs, rows))
             factor = correction(logprobs, rows, self._correction) * known(rows.keep)
             losses = factor * LOSSES[algo.loss].loss(logprobs, rows, self._clip)
             noted = {"logprobs": logprobs, "proximal": known(rows.proximal), "factor": factor}
+            noted["advantages"] = known(rows.advantages)
             if entropy is not None:
                 noted["entropy"] = entropy
                 losses = losses - algo.entropy_bonus * entropy
             if self._kl_in("loss"):
                 losses = losses + self._kl(logprobs, rows)
+            if self._distils_in("loss"):
+                losses = losses + distillation_loss(logprobs, rows, algo.distill_coefficient)
             loss = (known(rows.weights) * losses).sum()
             seen.note(pack.table_rows, **noted)
             seen.add("loss", loss)
@@ -153,6 +166,9 @@ class Policy:
 
     def _kl_in(self, place: str) -> bool:
         return self.config.algo.kl_coefficient > 0 and self.config.algo.kl_place == place
+
+    def _distils_in(self, place: str) -> bool:
+        return self.config.algo.distill_coefficient > 0 and self.config.algo.distill_place == place
 
     def _kl(self, logprobs: Tensor, rows: TokenTable) -> Tensor:
         """What the distance to the reference costs each token."""
@@ -188,16 +204,18 @@ class Policy:
 
     def _with_signal(self, groups: Groups, table: TokenTable) -> Groups:
         """A group whose kept tokens have no advantage has no gradient: it stays in the denominator and is not run."""
-        if self.config.algo.entropy_bonus or self._kl_in("loss"):
+        algo = self.config.algo
+        if algo.entropy_bonus or self._kl_in("loss") or algo.distill_coefficient:  # whatever the rewards
             return groups
         signal = set(table.sample[known(table.keep) & (known(table.advantages) != 0)].tolist())
         return [group for group in groups if any(sample.number in signal for sample in group)]
 
     def _figures(self, table: TokenTable, seen: Seen) -> dict[str, float]:
         algo = self.config.algo
-        columns, totals = seen.gather(("logprobs", "proximal", "factor", "entropy"), ("loss", "packed", "apart"))
+        names = ("logprobs", "proximal", "factor", "entropy", "advantages")
+        columns, totals = seen.gather(names, ("loss", "packed", "apart"))
         ran = columns["seen"]
-        used = replace(table, proximal=columns["proximal"])
+        used = replace(table, proximal=columns["proximal"], advantages=columns["advantages"])
         start = columns["logprobs"] if table.proximal is None else table.proximal
         clip = (algo.clip_low, algo.clip_high)
         return {
@@ -206,21 +224,33 @@ class Policy:
             "tokens/packed": totals["packed"],
             "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
             "entropy": float(columns["entropy"][ran].mean()) if bool(ran.any()) else 0.0,
-            **self._forgetting(start, table, ran),
+            **_distances(start, table, ran),
             **gap_figures(replace(table, proximal=start), ran),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=algo.correction_cap, clip=clip),
         }
 
-    def _forgetting(self, logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
-        """How far the policy has gone from the reference, as k3; where it was measured, and a token ran."""
-        if table.reference is None or not bool(ran.any()):
-            return {}
-        return {"kl/reference": float(k3(logprobs, table.reference, table.behaviour)[ran].mean())}
-
-    def _load_reference(self, folder: Path) -> Reference:
+    def _load_reference(self, folder: Path) -> Reference | None:
+        """Where the KL to frozen weights is wanted."""
         algo = self.config.algo
+        if algo.reference == "teacher" or not (algo.kl_coefficient or algo.kl_meter_every):
+            return None
         path = Path(algo.reference_path).expanduser() if algo.reference_path else folder
         return Reference(self.network, path, offload=algo.reference_offload)
+
+
+def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
+    """How far the policy is from reference and teacher, as k3; where they were asked, and a token ran."""
+    others = {"kl/reference": table.reference, "kl/teacher": table.teacher}
+    if not bool(ran.any()):
+        return {}
+    found = {
+        name: float(k3(logprobs, other, table.behaviour)[ran].mean())
+        for name, other in others.items()
+        if other is not None
+    }
+    if table.teacher is not None:
+        found["teacher/gap"] = float((logprobs - table.teacher)[ran].mean())
+    return found
 
 
 def _taken(kind: type[Any], algo: Algo) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,65 @@ def test_cpu_processes_keep_the_memory_that_they_free() -> None:
     for name, spec in made().items():
         assert ("MALLOC_MMAP_MAX_" in spec.env) == name.startswith(("engine", "trainer"))
     assert not any("MALLOC_MMAP_MAX_" in spec.env for spec in made(gpus=4).values())
+
+
+# --- a teacher ----------------------------------------------------------------------------------------------
+
+
+def taught(gpus: int = 0, teachers: int = 2, **changes: object) -> dict[str, ProcessSpec]:
+    config = tiny_config(**{"teacher.model": "/teacher", "teacher.count": teachers, **changes})
+    urls = tuple(f"http://127.0.0.1:{25000 + i}" for i in range(teachers))
+    ours = addresses(config.engine.count, gpus, teacher=Path("/teacher"), teachers=urls)
+    ports = replace(PORTS, teachers=[25000, 25001], teacher_ranks=[26000, 26001])
+    return {spec.name: spec for spec in plan(config, ours, ports, RUN_DIR, None)}
+
+
+def test_teachers_are_engines_of_their_own_that_no_one_publishes_to() -> None:
+    specs = taught(**{"teacher.server_args": {"context_length": 64}, "teacher.max_running": 9})
+    assert list(specs)[:4] == ["engine-0", "teacher-0", "teacher-1", "router"]
+    found = flags(specs["teacher-1"])
+    assert (found["model-path"], found["port"], found["nccl-port"]) == ("/teacher", "25001", "26001")
+    assert (found["max-running-requests"], found["context-length"]) == ("9", "64")
+    assert found["dtype"] == "bfloat16"  # the policy's engines have one of their own
+    assert not {"weight-version", "custom-weight-loader", "stream-interval"} & found.keys()
+    assert flags(specs["engine-0"])["model-path"] == "/model"
+    assert specs["teacher-0"].url == ""  # the router need not forget it, nor the trainer find it
+
+
+def test_teachers_are_watched_and_started_again_like_engines() -> None:
+    specs = taught(**{"cluster.max_restarts": 4, "weights.timeout": 77.0})
+    engine, teacher = specs["engine-0"], specs["teacher-0"]
+    assert (teacher.restarts, teacher.patience, teacher.stop_signal) == (4, 77.0, engine.stop_signal)
+    assert teacher.watch == "http://127.0.0.1:25000/server_info"
+    assert taught(**{"cluster.on_engine_death": "fail"})["teacher-0"].restarts == 0
+
+
+def test_teachers_get_the_gpus_after_the_policys_engines() -> None:
+    changes = {"trainer.data_parallel": 2, "engine.tensor_parallel": 2, "teacher.tensor_parallel": 2}
+    specs = taught(8, **changes)
+    seen = {name: specs[name].env["CUDA_VISIBLE_DEVICES"] for name in ("engine-0", "teacher-0", "teacher-1")}
+    assert seen == {"engine-0": "2,3", "teacher-0": "4,5", "teacher-1": "6,7"}
+    alone = taught(4, **{"trainer.device": "cpu", "engine.device": "cpu"})
+    assert [alone[f"teacher-{i}"].env["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["0", "1"]
+    on_cpu = taught(8, **{"teacher.device": "cpu"})["teacher-0"]
+    assert on_cpu.env["CUDA_VISIBLE_DEVICES"] == ""
+    assert flags(on_cpu)["device"] == "cpu"
+
+
+def test_engines_elsewhere_are_not_started() -> None:
+    specs = taught(**{"teacher.urls": ["http://gpu1:30000"]})
+    assert not [name for name in specs if name.startswith("teacher")]
+    assert not [name for name in made() if name.startswith("teacher")]
+
+
+def test_teachers_have_ports_of_their_own() -> None:
+    ports = choose_ports(tiny_config(**{"teacher.model": "/teacher", "teacher.count": 3}))
+    numbers = [*ports.engines, *ports.engine_ranks, *ports.teachers, *ports.teacher_ranks, ports.router, ports.trainer]
+    assert (len(ports.teachers), len(ports.teacher_ranks), len(set(numbers))) == (3, 3, 10)
+    assert choose_ports(tiny_config(**{"teacher.count": 3})).teachers == []
+
+
+def test_addresses_of_a_teacher_are_read_back(tmp_path: Path) -> None:
+    ours = addresses(1, teacher=Path("/teacher"), teachers=("http://gpu1:30000",))
+    ours.write(tmp_path)
+    assert type(ours).read(tmp_path) == ours

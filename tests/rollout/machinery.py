@@ -48,8 +48,8 @@ def without_versions(groups: list[Group]) -> Any:
     records = msgspec.to_builtins(groups)
     for group in records:
         for turns, _ in group[3]:
-            for _, completion in turns:
-                completion[2] = []
+            for turn in turns:
+                turn[1][2] = []
     return records
 
 

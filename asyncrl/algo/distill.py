@@ -1,0 +1,45 @@
+"""On-policy distillation: the policy's own tokens, each judged by a teacher (Lu et al., "On-Policy Distillation",
+Thinking Machines 2025; GKD, arXiv 2306.13649, with reverse KL and samples of the student alone).
+
+With x_t = l_t - l_teacher,t at the tokens that the policy wrote, E_pi[x] is KL(pi || teacher) of one position, and its
+gradient is E_pi[x grad l] (grad l has mean zero, so the gradient of x itself adds nothing). Two forms of it:
+
+    advantage    A_t <- A_t - c sum_(k >= t) discount^(k-t) sg(x_k)       the policy loss weighs, corrects and clips it
+    loss         + c w_t k3(x_t), w = pi / mu, gradient through both      algo/kl.py, `ratio`: gradient w x grad l
+
+At discount 0, without clipping and with an uncapped correction, they are one gradient (tests/algo/test_distill.py). A
+discount above 0 lets a token answer for where it leads, at the price of variance.
+
+l is that of the policy which the batch's steps start from, and not the engine's mu, which other implementations take: x
+measured with mu is that of the policy that wrote the token, up to max_staleness versions ago, and its expectation under
+the weights pi / mu is not the KL of any. It costs no pass: with one step the weights in training are that policy, with
+several it is scored anyway. So a teacher that equals the policy gives no advantage, but for the gap between engine and
+trainer.
+
+Without the stop-gradient the term vanishes: the teacher's part has no gradient, and l's own has mean zero.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from asyncrl.algo.advantage import returns
+from asyncrl.algo.kl import ratio
+from asyncrl.algo.table import TokenTable, known
+
+
+def distilled_advantages(start: Tensor, rows: TokenTable, coefficient: float, discount: float) -> Tensor:
+    """[T] the rows' advantages less what their distance to the teacher costs; `start` [T] is l, without gradient.
+
+    Tokens that the policy did not write are in no row: the discounted sum goes past them without decay. Rows of one
+    sample stand together, in order, and are all there, as in every micro-batch.
+    """
+    differences = start.detach() - known(rows.teacher)
+    if discount:
+        differences = returns(differences, rows.sample, discount)
+    return known(rows.advantages) - coefficient * differences
+
+
+def distillation_loss(logprobs: Tensor, rows: TokenTable, coefficient: float) -> Tensor:
+    """[T] to be added to the policy's loss; `logprobs` [T] carry the gradient."""
+    return coefficient * ratio(logprobs, known(rows.teacher), rows.behaviour)

@@ -1,0 +1,77 @@
+"""What rules a teacher out: it must read the same token ids as the policy, and whole episodes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+
+FIELD = "teacher.model"
+NAMED = 3
+"""Tokens that differ, of which so many are named."""
+
+
+def check_teacher(config: Config, model: Path, teacher: Path) -> None:
+    """Refuse a teacher that cannot score the policy's episodes; both are HF folders. Token ids alone travel, so every
+    id must mean the same token to both; merges, templates and the ids that end an answer may differ (a base model may
+    learn from its instruct version)."""
+    mine, its = _config(model), _config(teacher)
+    _check_vocabulary(str(config.teacher.model), model, teacher)
+    for what, name, own, theirs in (
+        ("vocabulary", "vocab_size", mine["vocab_size"], its["vocab_size"]),
+        ("context", "max_position_embeddings", *_contexts(config, mine, its)),
+    ):
+        if theirs < own:
+            remedy = f"Its {what} ({name} {theirs}) must not be smaller than the model's ({own}): take another teacher"
+            more = ", or set engine.server_args.context_length." if what == "context" else "."
+            raise ConfigError(FIELD, config.teacher.model, remedy + more)
+    heads, degree = its["num_attention_heads"], config.teacher.tensor_parallel
+    if config.teacher.started and heads % degree:
+        raise ConfigError("teacher.tensor_parallel", degree, f"Must divide the teacher's {heads} attention heads.")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Of its language model: engines serve more kinds of models than the trainer trains."""
+    hf: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return {**hf, **(hf.get("text_config") or {})}
+
+
+def _contexts(config: Config, mine: dict[str, Any], its: dict[str, Any]) -> tuple[int, int]:
+    """Tokens that the engines of the policy, and of the teacher, take."""
+    own, other = (
+        int(section.server_args.get("context_length") or hf["max_position_embeddings"])
+        for section, hf in ((config.engine, mine), (config.teacher, its))
+    )
+    return own, other
+
+
+def _check_vocabulary(named: str, model: Path, teacher: Path) -> None:
+    mine, its = (_tokens(folder) for folder in (model, teacher))
+    if mine is None or its is None:
+        folder = model if mine is None else teacher
+        raise ConfigError(FIELD, named, f"{folder} has no tokenizer.json, and both are compared: put it there.")
+    differing = sorted(number for number in mine.keys() | its.keys() if mine.get(number) != its.get(number))
+    if differing:
+        some = "; ".join(f"{n} is {mine.get(n)!r} and {its.get(n)!r}" for n in differing[:NAMED])
+        raise ConfigError(
+            FIELD,
+            named,
+            f"Its tokenizer.json must have the model's vocabulary, and {len(differing)} token ids differ ({some}): "
+            "take a teacher of the same family.",
+        )
+
+
+def _tokens(folder: Path) -> dict[int, str] | None:
+    """What every id of a tokenizer.json stands for, special tokens included; None where there is no such file."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    pairs = vocabulary.items() if isinstance(vocabulary, dict) else [(one[0], i) for i, one in enumerate(vocabulary)]
+    return {number: token for token, number in pairs} | {
+        one["id"]: one["content"] for one in tokenizer.get("added_tokens", [])
+    }

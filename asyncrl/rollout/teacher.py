@@ -1,0 +1,80 @@
+"""What the teacher thinks of an episode: its log-probability of every token that the policy wrote, asked for when the
+episode has ended, beside the reward.
+
+waits for     an engine of the teacher (engine/scorer.py, which owns the deadline)
+on a failure  EpisodeFailed("teacher"): the group is rejected for it, and its slot played anew
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from asyncrl.engine.scorer import Figures
+from asyncrl.errors import EngineError, EpisodeFailed
+from asyncrl.types import Turn
+
+REASON = "teacher"
+
+
+class Engines(Protocol):
+    """engine.scorer.TeacherEngines."""
+
+    async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
+        """Of token_ids[start:]."""
+        ...
+
+    def take_figures(self) -> Figures:
+        """Since the last call."""
+        ...
+
+
+class Teacher:
+    """Scores whole episodes: one request for each, whatever its number of turns."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self._seconds, self._episodes = 0.0, 0
+
+    async def score(self, prompt_ids: list[int], turns: Sequence[Turn], group: str) -> list[Turn]:
+        """The turns, each with the teacher's log-probabilities of its completion. Siblings of a group share an engine,
+        and with it the prompt's cache."""
+        began = time.monotonic()
+        token_ids, places = _joined(prompt_ids, turns)
+        if not any(turn.completion.token_ids for turn in turns):
+            return list(turns)
+        start = next(first for first, end in places if end > first)
+        try:
+            found = await self._engines.logprobs(token_ids, start, group)
+        except EngineError as error:
+            raise EpisodeFailed(REASON, str(error)) from None
+        self._seconds += time.monotonic() - began
+        self._episodes += 1
+        return [
+            msgspec.structs.replace(turn, teacher=found[first - start : end - start] if end > first else [])
+            for turn, (first, end) in zip(turns, places, strict=True)
+        ]
+
+    def take_figures(self) -> dict[str, float]:
+        """Since the last call, under their names in metrics.jsonl."""
+        engines, seconds, episodes = self._engines.take_figures(), self._seconds, self._episodes
+        self._seconds, self._episodes = 0.0, 0
+        return {
+            "teacher/tokens": engines.tokens,
+            "teacher/cached": engines.cached / max(1, engines.tokens),
+            "teacher/retried": engines.retried,
+            "time/teacher": seconds / max(1, episodes),
+        }
+
+
+def _joined(prompt_ids: list[int], turns: Sequence[Turn]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The episode as one sequence, as the trainer sees it (algo/samples.py), and where each completion is in it."""
+    token_ids, places = list(prompt_ids), []
+    for turn in turns:
+        token_ids += turn.observation
+        places.append((len(token_ids), len(token_ids) + len(turn.completion.token_ids)))
+        token_ids += turn.completion.token_ids
+    return token_ids, places

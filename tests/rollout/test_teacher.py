@@ -1,0 +1,160 @@
+"""The teacher beside the reward: what is asked of it, for whom, and what its failures cost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncrl.engine.scorer import Figures
+from asyncrl.errors import EngineError, EpisodeFailed
+from asyncrl.rollout.teacher import Teacher
+from asyncrl.types import Completion, Prompt, Trajectory, Turn, VersionSpan
+from tests.rollout.test_worker import Site
+
+
+class Scored:
+    """Gives every token the number of its place, as a negative logarithm, unless `fault` says otherwise."""
+
+    def __init__(self, fault: Any = lambda number: None) -> None:
+        self.asked: list[tuple[list[int], int, str]] = []
+        self._fault = fault
+
+    async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
+        self.asked.append((token_ids, start, key))
+        number = len(self.asked)
+        await asyncio.sleep(0)
+        if error := self._fault(number):
+            raise error
+        return [-float(place) for place in range(start, len(token_ids))]
+
+    def take_figures(self) -> Figures:
+        return Figures(tokens=20, cached=5, retried=1)
+
+
+def turn(*token_ids: int, observation: list[int] | None = None) -> Turn:
+    spans = [VersionSpan(0, 0, len(token_ids))] if token_ids else []
+    return Turn(observation or [], Completion(list(token_ids), [-0.5] * len(token_ids), spans, "stop"), reward=2.0)
+
+
+def taught(turns: list[Turn]) -> tuple[list[Turn], Scored]:
+    engines = Scored()
+    return asyncio.run(Teacher(engines).score([12, 1, 11], turns, "g7")), engines
+
+
+def test_turns_get_the_teachers_of_their_own_tokens_and_keep_everything_else() -> None:
+    turns = [turn(3, 4), turn(5, observation=[50, 51])]
+    found, engines = taught(turns)
+    assert engines.asked == [([12, 1, 11, 3, 4, 50, 51, 5], 3, "g7")]
+    assert [one.teacher for one in found] == [[-3.0, -4.0], [-7.0]]
+    assert [(one.observation, one.completion, one.reward) for one in found] == [
+        (one.observation, one.completion, one.reward) for one in turns
+    ]
+
+
+def test_scoring_starts_at_the_first_token_of_the_policy_and_skips_empty_turns() -> None:
+    found, engines = taught([turn(), turn(5, 6, observation=[50]), turn()])
+    assert engines.asked == [([12, 1, 11, 50, 5, 6], 4, "g7")]
+    assert [one.teacher for one in found] == [[], [-4.0, -5.0], []]
+
+
+def test_episode_without_a_token_is_not_asked_for() -> None:
+    found, engines = taught([turn()])
+    assert engines.asked == []
+    assert found == [turn()]
+
+
+def test_failure_of_the_engines_is_the_episodes_with_a_reason_of_its_own() -> None:
+    teacher = Teacher(Scored(lambda _: EngineError("down")))
+    with pytest.raises(EpisodeFailed, match="teacher: down") as caught:
+        asyncio.run(teacher.score([12], [turn(1)], "g"))
+    assert caught.value.reason == "teacher"
+
+
+def test_figures_have_the_names_of_the_metrics() -> None:
+    assert Teacher(Scored()).take_figures() == {
+        "teacher/tokens": 20,
+        "teacher/cached": 0.25,
+        "teacher/retried": 1,
+        "time/teacher": 0.0,
+    }
+
+
+# --- in the worker ------------------------------------------------------------------------------------------
+
+
+def test_every_committed_group_is_scored_and_siblings_ask_under_their_groups_name() -> None:
+    engines = Scored()
+
+    async def main() -> None:
+        site = Site(teacher=Teacher(engines))
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        groups = site.buffer.take() or []
+        for group in groups:
+            for one in group.trajectories:
+                assert [len(turn.teacher) for turn in one.turns] == [
+                    len(turn.completion.token_ids) for turn in one.turns
+                ]
+                assert one.turns[0].teacher[0] == -len(group.prompt_ids)
+
+    asyncio.run(main())
+    assert len(engines.asked) >= 4 * 3
+
+
+def test_group_that_the_teacher_fails_is_rejected_for_it_and_nothing_is_lost() -> None:
+    async def main() -> None:
+        engines = Scored(lambda number: EngineError("down") if number == 2 else None)
+        site = Site(teacher=Teacher(engines))
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        ledger = site.ledger()
+        assert ledger.groups.rejected == {"teacher": 1}
+        assert ledger.groups.issued == 5
+        assert ledger.tokens.rejected > 0
+        assert any("teacher: down" in text for text, _ in site.told)
+
+    asyncio.run(main())
+
+
+def test_teacher_is_asked_while_the_reward_is_worked_out() -> None:
+    order: list[str] = []
+
+    class Watched(Scored):
+        async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
+            order.append("teacher")
+            return await super().logprobs(token_ids, start, key)
+
+    async def main() -> Trajectory:
+        from asyncrl.agents.single_turn import SingleTurn
+        from asyncrl.rollout.episode import Episode, Limits
+        from tests.fakes import FakeClient
+
+        teacher = Teacher(Watched())
+
+        async def score(_: Trajectory) -> float:
+            await asyncio.sleep(0.02)
+            order.append("reward")
+            return 1.0
+
+        prompt = Prompt("p", [12, 1, 11], {}, "length")
+        session: Any = FakeClient().generate()
+        episode = Episode(session, Limits(60.0, 60.0, None))
+        return await episode.play(SingleTurn(), prompt, score, lambda turns: teacher.score([12, 1, 11], turns, "g"))
+
+    found = asyncio.run(main())
+    assert order == ["teacher", "reward"]
+    assert found.reward == 1.0
+    assert found.turns[0].teacher == [-3.0, -4.0]
+
+
+def test_answers_of_an_evaluation_are_not_scored() -> None:
+    engines = Scored()
+
+    async def main() -> None:
+        site = Site(teacher=Teacher(engines))
+        session = site.client.generate(purpose="evaluation")
+        found = await site.worker.episode(Prompt("p", [12, 1, 11], {}, "length"), session)
+        assert found.turns[0].teacher == []
+
+    asyncio.run(main())
+    assert engines.asked == []
