@@ -40,6 +40,7 @@ class Pack:
     row_of_target: Tensor  # [T] int64 into logit_rows
     targets: Tensor  # [T] int64
     table_rows: Tensor  # [T] int64, where the table of the batch holds what is known of them
+    keys: Tensor | None = None  # [N] int64 on the host, each token's place in algo/routes.py, or -1
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +50,7 @@ class Pack:
     def to(self, device: torch.device) -> Pack:
         """The same on another device."""
         moved: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        return Pack(**moved)
+        return Pack(**{**moved, "keys": self.keys})
 
 
 class _Unit:
@@ -112,7 +113,19 @@ def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: in
         torch.tensor(row_of_target, dtype=torch.int64),
         torch.tensor(targets, dtype=torch.int64),
         torch.tensor(table_rows, dtype=torch.int64),
+        _keys(prompts, root, padding),
     )
+
+
+def _keys(prompts: list[Sequence[Sample]], root: int, padding: int) -> Tensor | None:
+    """Each token's key, in the order of the row; None where samples have none (routing is not replayed)."""
+    parts = [] if not root or prompts[0][0].keys is None else [prompts[0][0].keys[:root]]
+    for group in prompts:
+        for number, sample in enumerate(group):
+            if sample.keys is None:
+                return None
+            parts.append(sample.keys[len(sample.prompt_ids) if number else root :])
+    return torch.cat([*parts, torch.full((padding,), -1)])
 
 
 def _attention(units: list[_Unit], root: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,6 +71,12 @@ STEP = {
 # The same file, where algo.kl_coefficient or algo.kl_meter_every asks for a reference
 STEP_REFERENCE = {"kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the step's start"}
 
+# The same file, with algo.routing_replay; of each token in each layer with experts, in the passes with gradient
+STEP_ROUTER = {
+    "router/differs": "share whose experts are not those that the trainer's own router would have chosen",
+    "router/overlap": "mean share of the experts that are",
+}
+
 # The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
 STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 

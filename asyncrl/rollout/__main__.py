@@ -19,6 +19,7 @@ from asyncrl.config import Config, Rollout, read
 from asyncrl.engine.client import Client, Session
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
+from asyncrl.models.architectures import routing_shape
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.concurrency import Window
@@ -31,6 +32,7 @@ from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.room import Adaptive, Fixed, Room, Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
+from asyncrl.routing import RoutingShape
 from asyncrl.types import Prompt, Trajectory
 
 
@@ -39,9 +41,10 @@ async def main(run_dir: Path) -> None:
     config, addresses = read(run_dir), Addresses.read(run_dir)
     played = tasks.build_all(config)
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
-    model_length = json.loads((addresses.model / "config.json").read_text())["max_position_embeddings"]
-    prompts = Prompts(config, played, tokenizer, model_length)
-    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer))
+    hf = json.loads((addresses.model / "config.json").read_text())
+    prompts = Prompts(config, played, tokenizer, hf["max_position_embeddings"])
+    routing = routing_shape(hf) if config.algo.routing_replay == "R3" else None
+    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing)
     rollout, loads = config.rollout, Loads(addresses.engines, addresses.headers)
 
     async def play(prompt: Prompt, session: Session) -> Trajectory:
@@ -112,7 +115,7 @@ async def main(run_dir: Path) -> None:
         await loads.close()
 
 
-def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> Client:
+def _client(config: Config, addresses: Addresses, stop_token_ids: list[int], routing: RoutingShape | None) -> Client:
     return Client(
         addresses.router,
         run=addresses.run_id,
@@ -126,6 +129,7 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> 
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
+        routing=routing,
     )
 
 

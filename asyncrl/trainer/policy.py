@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Policy:
         self.config, self.parallel = config, parallel
         self.network = Network(config.trainer, folder, parallel)
         self.weights, self.hf = self.network.weights, self.network.hf
+        replayed = config.algo.routing_replay
+        self._routing = None if replayed == "none" else self.network.replay_routing(replayed)
         self._optimizer = Optimizer(config.trainer, self.network, config.run.max_steps)
         wanted = config.algo.kl_coefficient > 0 or config.algo.kl_meter_every > 0
         self._reference = self._load_reference(folder) if wanted else None
@@ -65,15 +68,20 @@ class Policy:
         self._replay.keep(batch.groups)
         table = build_table([*batch.groups, *replayed], batch.version)
         groups = build_samples([*batch.groups, *replayed])
+        if self._routing:
+            groups = self._routing.begin([*batch.groups, *replayed], groups)
         if self._reference and (algo.kl_coefficient or batch.version % max(1, algo.kl_meter_every) == 0):
             with self._reference.in_place():
                 table = replace(table, reference=self._score(groups, table))
         if algo.steps > 1 or self._kl_in("reward"):  # one step starts from the policy that it runs
-            table = replace(table, proximal=self._score(groups, table))
+            with self._routing.of_policy(whole_batch=True) if self._routing else nullcontext():
+                table = replace(table, proximal=self._score(groups, table))
         if self._kl_in("reward"):
             table = replace(table, token_reward=table.token_reward - self._kl(known(table.proximal), table))
         table = replace(table, advantages=ADVANTAGES[algo.advantage](table, self._advantage))
-        figures = self._train(groups, table)
+        with self._routing.of_policy() if self._routing else nullcontext():
+            figures = self._train(groups, table)
+        figures |= self._routing.figures() if self._routing else {}
         self._resets.after(batch.version + 1)
         return {"groups/replayed": float(len(replayed)), **figures}
 
