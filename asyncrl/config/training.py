@@ -215,7 +215,7 @@ class Algo(Section):
             raise ConfigError(
                 "algo.routing_replay",
                 "R2",
-                "One optimizer step has nothing to replay: raise mini_batches, or set none.",
+                "One optimizer step replays nothing: raise mini_batches, or set none.",
             )
         if self.loss in ("gspo", "gspo_token") and self.aggregation != "sequence":
             raise ConfigError(

@@ -118,7 +118,7 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not tell its experts: set R2 or none.")
     for name in CANNOT_TELL_EXPERTS if replay == "R3" else ():
         value = config.engine.server_args.get(name)
-        if value not in (None, False, 1):
+        if value is True or value not in (None, False, 1):
             raise ConfigError(
                 f"engine.server_args.{name}", value, "SGLang cannot tell routed experts with it: leave it, or R3, out."
             )
