@@ -120,7 +120,7 @@ def updates(
     """Two batches; with `check`, what routers used is compared with what the samples say."""
     policy = Policy(changed(config, algo={"routing_replay": kind}), folder / "model", parallel)
     compared = [1]
-    if check:
+    if kind == "R3":
         compared = given_experts_are_used(policy, groups, policy._routing.begin(groups, build_samples(groups)))
     began = time.monotonic()
     figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
@@ -135,12 +135,12 @@ def main(name: str, folder: Path) -> None:
     found: Figures = {}
     if name.startswith("engine"):
         for kind in ("none", "R3"):
-            found[kind] = updates(config, groups, folder, parallel, kind, check=kind == "R3")
+            found[kind] = updates(config, groups, folder, parallel, kind)
     else:
         found["own"] = own_routing_changes_nothing(config, groups, folder, parallel)
         two_steps = changed(config, algo={"mini_batches": 2, "epochs": 2})
         for kind in ("none", "R2", "R3"):
-            found[kind] = updates(two_steps, groups, folder, parallel, kind, check=kind == "R3")
+            found[kind] = updates(two_steps, groups, folder, parallel, kind)
     if parallel.is_first:
         (folder / f"{name}.json").write_text(json.dumps(found))
 
