@@ -31,6 +31,7 @@ class Parallel:
     device: torch.device
     tp_group: dist.ProcessGroup  # the ranks that share each dense matrix
     expert_group: dist.ProcessGroup  # the ranks that together hold all routed experts of a stage
+    stage_group: dist.ProcessGroup | None = None  # all ranks of a pipeline stage; None: one alone
 
     @property
     def is_first(self) -> bool:

@@ -45,6 +45,24 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     inferred: bool = False  # the stream broke before the engine told: the oldest version that they can have
 
 
+class Routing(msgspec.Struct, frozen=True, array_like=True):
+    """Which experts read each token of a stretch of a sequence, in the form of asyncrl/routing.py."""
+
+    start: int  # position of the first token, counted from the start of the prompt
+    width: int  # bytes of a token
+    rows: bytes
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.rows) // self.width
+
+    def since(self, position: int) -> Routing:
+        """The rows from this position on; those before are left out."""
+        skipped = max(0, position - self.start)
+        return Routing(self.start + skipped, self.width, self.rows[skipped * self.width :])
+
+
 class Completion(msgspec.Struct, frozen=True, array_like=True):
     """One answer as the engine gave it. Never recomputed from text."""
 
@@ -52,6 +70,7 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[float]  # [T] log_softmax(logits / temperature) in the engine's precision
     versions: list[VersionSpan]  # partition [0, T), versions ascending
     finish_reason: str  # "stop" or "length"
+    routing: Routing | None = None  # with algo.routing_replay=R3: of all tokens read for it, or those not told before
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -120,6 +139,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     prompt_ids: list[int]  # [P]
     trajectories: list[Trajectory]  # [G]
     task: str  # name of the prompt's task
+    routing: Routing | None = None  # of the prompt, once for all siblings
 
     @property
     def num_tokens(self) -> int:

@@ -42,6 +42,7 @@ MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 4,
 }
+MIXTRAL = {**MOE, "architectures": ["MixtralForCausalLM"]}
 DEEPSEEK = {
     **MOE,
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -384,6 +385,39 @@ def test_model_that_the_trainer_cannot_build_is_refused(change: dict[str, Any], 
     with pytest.raises(ConfigError, match=remedy) as caught:
         check_model(tiny_config(), {**LLAMA, **change})
     assert caught.value.field == "model.path"
+
+
+@pytest.mark.parametrize(
+    ("hf", "changes", "field", "remedy"),
+    [
+        (LLAMA, {"algo.routing_replay": "R3"}, "algo.routing_replay", "has no routed experts"),
+        (LLAMA, {"algo.routing_replay": "R2", "algo.epochs": 2}, "algo.routing_replay", "has no routed experts"),
+        (MIXTRAL, {"algo.routing_replay": "R3"}, "algo.routing_replay", "Mixtral does not tell"),
+        (MOE, {"engine.server_args": {"pp_size": 2}}, "engine.server_args.pp_size", "cannot tell routed experts"),
+        (
+            MOE,
+            {"engine.server_args": {"enable_hierarchical_cache": True}},
+            "engine.server_args.enable_hierarchical_cache",
+            "cannot tell routed experts",
+        ),
+    ],
+)
+def test_routing_replay_needs_experts_and_engines_that_tell_them(
+    hf: dict[str, Any], changes: dict[str, Any], field: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        check_model(tiny_config(**{"algo.routing_replay": "R3", **changes}), hf)
+    assert caught.value.field == field
+
+
+def test_routing_replay_that_the_engines_can_give_passes() -> None:
+    check_model(tiny_config(**{"algo.routing_replay": "R3", "engine.server_args": {"pp_size": 1}}), MOE)
+    check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), MIXTRAL)
+
+
+def test_recorded_routing_needs_a_second_step() -> None:
+    with pytest.raises(ConfigError, match="One optimizer step replays nothing"):
+        tiny_config(**{"algo.routing_replay": "R2"})
 
 
 def test_layouts_that_fit_the_model_pass() -> None:

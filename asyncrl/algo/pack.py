@@ -48,6 +48,7 @@ class Pack:
     targets: Tensor  # [T] int64
     table_rows: Tensor  # [T] int64, where the table of the batch holds what is known of them
     tokens_apart: int  # that would go through the model if nothing were shared
+    keys: Tensor | None = None  # [N] int64 on the host, each token's place in algo/routes.py, or -1
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +58,7 @@ class Pack:
     def to(self, device: torch.device) -> Pack:
         """The same on another device."""
         own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Pack(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in own.items()})
+        return Pack(**{k: x.to(device) if isinstance(x, Tensor) and k != "keys" else x for k, x in own.items()})
 
 
 def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: int = 1) -> Pack:
@@ -94,7 +95,19 @@ def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: in
         torch.from_numpy(targets),
         torch.from_numpy(table_rows),
         sum(map(len, sequences)),
+        _keys(samples, [rows_of[place[i]] for i in range(len(samples))], filled + padding),
     )
+
+
+def _keys(samples: list[Sample], rows_of: list[np.ndarray], length: int) -> Tensor | None:
+    """Each row's key; None where samples have none (routing is not replayed)."""
+    if not samples or samples[0].keys is None:
+        return None
+    keys = torch.full((length,), -1)
+    for sample, rows in zip(samples, rows_of, strict=True):
+        assert sample.keys is not None
+        keys[torch.from_numpy(rows)] = sample.keys[: len(rows)]
+    return keys
 
 
 def inputs(sample: Sample) -> list[int]:

@@ -25,6 +25,7 @@ class Sample:
     mask: list[bool]  # [T]
     number: int  # of the sample in the table
     first_row: int  # of its trained tokens in the table
+    keys: Tensor | None = None  # [P + T - 1] int64, where algo/routes.py keeps the experts of each token that is read
 
     @property
     def num_trained(self) -> int:

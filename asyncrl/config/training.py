@@ -232,6 +232,9 @@ class Algo(Section):
     trust_region: Positive | None
     """Leave out a batch's further optimizer steps once the policy has moved this far from where they started, as the
     mean over tokens of KL(start || policy); unset: no bound."""
+    routing_replay: Literal["none", "R2", "R3"]
+    """Experts that a mixture-of-experts model's routers are given in the policy's passes. R2: those that they chose
+    where the batch's optimizer steps start; R3: those that the engines chose for each token (docs/algorithms.md)."""
     replay_groups: Natural
     """Past groups that are trained again with each batch, as long as rollout.max_staleness allows; 0: none."""
     reset_every: Count | None
@@ -275,6 +278,12 @@ class Algo(Section):
             )
         if self.advantage == "none" and self.kl_coefficient and self.kl_place == "reward":
             raise ConfigError("algo.kl_place", "reward", "algo.advantage=none reads no rewards: set loss.")
+        if self.routing_replay == "R2" and self.steps == 1:
+            raise ConfigError(
+                "algo.routing_replay",
+                "R2",
+                "One optimizer step replays nothing: raise mini_batches, or set none.",
+            )
         if self.loss in ("gspo", "gspo_token") and self.aggregation != "sequence":
             raise ConfigError(
                 "algo.aggregation",

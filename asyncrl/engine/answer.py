@@ -29,6 +29,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    routed_experts: bytes | None = None  # base64 on the wire; only the last piece tells them
 
 
 class Piece(msgspec.Struct):
@@ -48,6 +49,7 @@ class Answer:
     """A completion in the making, asked for when every engine served `asked_at`."""
 
     asked_at: int
+    routed_from: int = 0  # position of the first token whose experts it was asked for
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     last: _Meta | None = None
@@ -95,6 +97,11 @@ class Answer:
     def end_with(self, reason: str) -> None:
         """It was whole when it was cut."""
         self._ended = reason
+
+    @property
+    def ended_when_cut(self) -> bool:
+        """It was whole, but its last piece did not say so."""
+        return self._ended is not None
 
     @property
     def finish_reason(self) -> str:

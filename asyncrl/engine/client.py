@@ -22,7 +22,9 @@ from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.engine.answer import Answer, joined
 from asyncrl.engine.inflight import NEXT, CacheKey, InFlight, Purpose
+from asyncrl.engine.routed import Routed, known_rows
 from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.routing import RoutingShape
 from asyncrl.types import Completion
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
@@ -39,6 +41,7 @@ class Session:
         self.received = 0  # tokens that engines sent for it, whether they were kept or not
         self.closed = False
         self.cached = ("", 0)  # under which key engines may hold how many of its tokens
+        self.routed: list[int] = []  # the tokens of its last request and answer, whose experts it was told
         self.waits_for, self.since = "", time.monotonic()
 
     async def __call__(self, token_ids: list[int]) -> Completion:
@@ -78,8 +81,10 @@ class Client:
         cache_key: CacheKey = "version",
         pause_mode: str = "in_place",
         fields: Mapping[str, Any] | None = None,
+        routing: RoutingShape | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`routing`: ask for the experts of every token that is read for training."""
         self._http = httpx.AsyncClient(
             base_url=router,
             headers={"Authorization": f"Bearer {api_key}"},
@@ -93,8 +98,15 @@ class Client:
             "skip_special_tokens": False,
         }
         self.inflight = InFlight(
-            self._http, run, self._sampling, cache_key=cache_key, pause_mode=pause_mode, fields=dict(fields or {})
+            self._http,
+            run,
+            self._sampling,
+            cache_key=cache_key,
+            pause_mode=pause_mode,
+            fields=dict(fields or {}),
+            routing=routing is not None,
         )
+        self._routing = routing
         self._coalesce, self._temperature, self._retry_timeout = coalesce, temperature, retry_timeout
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[tuple[Session, asyncio.Future[Completion]]]] = {}
@@ -135,7 +147,8 @@ class Client:
 
     async def _answer(self, sessions: list[Session], token_ids: list[int]) -> list[Completion]:
         """Send one request; a sample for each sibling."""
-        answers = await self.inflight.stream(sessions, token_ids, begun=0)
+        known = min(known_rows(session.routed, token_ids) for session in sessions)
+        answers = await self.inflight.stream(sessions, token_ids, begun=0, routed_from=known)
         whole = [self._whole(s, token_ids, answer) for s, answer in zip(sessions, answers, strict=True)]
         return await asyncio.gather(*whole)
 
@@ -161,6 +174,7 @@ class Client:
     async def _whole(self, session: Session, token_ids: list[int], answer: Answer) -> Completion:
         """The answer, with what had to be asked for anew."""
         parts, patience = [answer], _Patience(self._retry_timeout)
+        routed = Routed(self._routing if session.purpose == "training" else None, answer)
         while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
             self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
@@ -170,11 +184,15 @@ class Client:
             session.wait_for(f"another attempt ({reason})")
             await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
             self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
-            (rest,) = await self.inflight.stream([session], [*token_ids, *begun], begun=len(begun))
+            sequence = [*token_ids, *begun]
+            (rest,) = await self.inflight.stream([session], sequence, begun=len(begun), routed_from=routed.end)
             if rest.last:
                 self.inflight.figures.refilled_tokens += rest.last.prompt_tokens - rest.last.cached_tokens
             parts.append(rest)
-        return joined(parts)
+            routed.add(rest)
+        completion = routed.into(joined(parts), len(token_ids), parts[-1])
+        session.routed = [*token_ids, *completion.token_ids] if completion.routing else []
+        return completion
 
     def _ended(self, token_ids: list[int]) -> str | None:
         """Why an answer of these tokens needs no more."""

@@ -88,9 +88,11 @@ class InFlight:
         cache_key: CacheKey,
         pause_mode: str,
         fields: dict[str, Any],
+        routing: bool = False,
     ) -> None:
+        """`routing`: ask for the experts of every token that is read for training."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
-        self._past_router = Engines(http) if fields.keys() - FORWARDED else None
+        self._past_router, self._routing = Engines(http), routing
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
         self._requests: dict[_Request, None] = {}  # in the order of their sending
@@ -150,8 +152,11 @@ class InFlight:
 
     # -- one request ---------------------------------------------------------------------------------------
 
-    async def stream(self, sessions: Sequence[Listener], token_ids: list[int], *, begun: int) -> list[Answer]:
-        """A sample for each session, whole or cut; asked anew when a publish overtakes it."""
+    async def stream(
+        self, sessions: Sequence[Listener], token_ids: list[int], *, begun: int, routed_from: int = 0
+    ) -> list[Answer]:
+        """A sample for each session, whole or cut; asked anew when a publish overtakes it. `routed_from`: the experts
+        of the tokens before are known."""
         while True:
             _all_wait_for(HELD, sessions)
             await self._open.wait()
@@ -159,7 +164,7 @@ class InFlight:
             sent = _Request(asyncio.timeout(None), len(token_ids))
             self._opened(sent)
             try:
-                request = self._request(sessions, token_ids, begun)
+                request = self._request(sessions, token_ids, begun, routed_from)
                 self._needed += _needed(sessions, request, begun)
                 async with sent.scope:
                     return await self._read(sent, sessions, request)
@@ -171,7 +176,8 @@ class InFlight:
                 self._closed(sent)
 
     async def _read(self, sent: _Request, sessions: Sequence[Listener], request: dict[str, Any]) -> list[Answer]:
-        answers = [Answer(self.version) for _ in sessions]
+        routed_from = request.get("routed_experts_start_len", 0)
+        answers = [Answer(self.version, routed_from) for _ in sessions]
         why = "the stream ended before its last piece"
         try:
             async for piece in self._pieces(request, sessions[0].group or request["rid"]):
@@ -193,7 +199,7 @@ class InFlight:
         return answers
 
     async def _pieces(self, request: dict[str, Any], key: str) -> AsyncIterator[Piece]:
-        if self._past_router is None:
+        if request.keys() <= FORWARDED:
             async for piece in pieces(self._http, request, key):
                 yield piece
             return
@@ -209,10 +215,14 @@ class InFlight:
         else:
             session.hear(tokens)
 
-    def _request(self, sessions: Sequence[Listener], token_ids: list[int], begun: int) -> dict[str, Any]:
+    def _request(
+        self, sessions: Sequence[Listener], token_ids: list[int], begun: int, routed_from: int
+    ) -> dict[str, Any]:
         key = f"v{self.version}" if self._cache_key == "version" else sessions[0].group
+        routed = {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         return {
             **self._fields,
+            **(routed if self._routing and sessions[0].purpose == "training" else {}),
             "input_ids": token_ids,
             "sampling_params": {
                 **self._sampling,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -32,10 +32,9 @@ async def pieces(
                 text = (await response.aread()).decode(errors="replace")[:500]
                 problem = f"{asked} answered {response.status_code}: {text}"
                 raise Broken(problem) if response.status_code in PASSING else EngineError(problem)
-            rest = b""
+            waiting = bytearray()
             async for chunk in response.aiter_raw():
-                *events, rest = (rest + chunk).split(b"\n\n")
-                for event in events:
+                for event in _events(waiting, chunk):
                     data = event.removeprefix(b"data: ")
                     if data == b"[DONE]":
                         return
@@ -49,3 +48,14 @@ async def pieces(
     except msgspec.DecodeError as error:
         raise Broken(f"no event of an engine: {error}") from None
     raise Broken("the stream ended without its last event")
+
+
+def _events(waiting: bytearray, chunk: bytes) -> Iterator[bytes]:
+    """The whole events that end in this chunk; `waiting` keeps the rest. An event may be of 100 MB (routed experts) in
+    a thousand chunks: it is searched and copied once."""
+    search_from = max(0, len(waiting) - 1)
+    waiting += chunk
+    while (end := waiting.find(b"\n\n", search_from)) >= 0:
+        yield bytes(waiting[:end])
+        del waiting[: end + 2]
+        search_from = 0

@@ -8,7 +8,7 @@ from typing import Any
 from asyncrl import tasks
 from asyncrl.config import Config, Trainer, on_gpu
 from asyncrl.errors import ConfigError
-from asyncrl.models.architectures import check_architecture, megatron_arguments
+from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 
 
 def check_model(config: Config, hf: dict[str, Any]) -> None:
@@ -32,6 +32,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_engine(hf)
     _check_features(config.trainer, {**hf, **family})
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
+    _check_replay(config, hf)
     longest = hf.get("max_position_embeddings", 0)
     if config.rollout.max_new_tokens >= longest:
         raise ConfigError(
@@ -99,6 +100,28 @@ def _check_experts(trainer: Trainer, experts: int) -> None:
             False,
             "Megatron trains routed experts under trainer.tensor_parallel > 1 only with it: set it to true.",
         )
+
+
+CANNOT_TELL_EXPERTS = ("pp_size", "pipeline_parallel_size", "enable_hierarchical_cache", "speculative_algorithm")
+"""SGLang 0.5.21 keeps a token's experts on the rank that chose them, at the place of its KV entry: those of other
+stages are missing, those of an entry that went to host memory and back are another token's, drafts are not counted."""
+
+
+def _check_replay(config: Config, hf: dict[str, Any]) -> None:
+    """Routing replay needs routers, R3 engines that tell what theirs chose."""
+    replay = config.algo.routing_replay
+    if replay == "none":
+        return
+    if routing_shape(hf) is None:
+        raise ConfigError("algo.routing_replay", replay, "The model has no routed experts: set none.")
+    if replay == "R3" and hf["architectures"][0] == "MixtralForCausalLM":
+        raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not tell its experts: set R2 or none.")
+    for name in CANNOT_TELL_EXPERTS if replay == "R3" else ():
+        value = config.engine.server_args.get(name)
+        if value is True or value not in (None, False, 1):
+            raise ConfigError(
+                f"engine.server_args.{name}", value, "SGLang cannot tell routed experts with it: leave it, or R3, out."
+            )
 
 
 def check_devices(config: Config, gpus: int) -> None:

@@ -112,6 +112,7 @@ def _engines(config: Config, addresses: Addresses, ports: Ports, numbers: list[s
             custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
             base_gpu_id=first if gpu and by_ipc else None,
             nccl_port=_meeting(config.engine, ports.engine_ranks[number]),
+            enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
         )
         own = numbers if by_ipc else numbers[first : first + config.engine.tensor_parallel]
         visible = ",".join(own) if gpu else ""

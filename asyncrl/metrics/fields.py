@@ -91,6 +91,12 @@ STEP_TEACHER = {
     "time/teacher": "mean time from an episode's end until the teacher has scored it, since the step before",
 }
 
+# The same file, with algo.routing_replay; of each token in each layer with experts, in the passes with gradient
+STEP_ROUTER = {
+    "router/differs": "share whose experts are not those that the trainer's own router would have chosen",
+    "router/overlap": "mean share of the experts that are",
+}
+
 # The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
 STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.routing import RoutingShape
 
 HF = dict[str, Any]
 """A model folder's config.json."""
@@ -116,6 +117,15 @@ def megatron_arguments(hf: HF) -> Arguments:
         return ARCHITECTURES[hf["architectures"][0]](hf)
     except KeyError as error:
         raise ConfigError("model.path", f"no {error.args[0]}", "config.json lacks this field: copy it anew.") from None
+
+
+def routing_shape(hf: HF) -> RoutingShape | None:
+    """Of a token's experts; None for a model without."""
+    family = megatron_arguments(hf)
+    if not family.get("num_moe_experts"):
+        return None
+    sparse = tuple(layer for layer, has_experts in enumerate(family["moe_layer_freq"]) if has_experts)
+    return RoutingShape(hf["num_hidden_layers"], sparse, family["moe_router_topk"], family["num_moe_experts"])
 
 
 def _count(hf: HF) -> int:

@@ -21,6 +21,7 @@ from asyncrl.engine.client import Client, Session
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.scorer import TeacherEngines
+from asyncrl.models.architectures import routing_shape
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.concurrency import Window
@@ -34,6 +35,7 @@ from asyncrl.rollout.room import Adaptive, Fixed, Room, Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.teacher import Teacher
 from asyncrl.rollout.worker import Worker
+from asyncrl.routing import RoutingShape
 from asyncrl.types import Prompt, Trajectory
 
 TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
@@ -44,9 +46,10 @@ async def main(run_dir: Path) -> None:
     config, addresses = read(run_dir), Addresses.read(run_dir)
     played = tasks.build_all(config)
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
-    model_length = json.loads((addresses.model / "config.json").read_text())["max_position_embeddings"]
-    prompts = Prompts(config, played, tokenizer, model_length)
-    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer))
+    hf = json.loads((addresses.model / "config.json").read_text())
+    prompts = Prompts(config, played, tokenizer, hf["max_position_embeddings"])
+    routing = routing_shape(hf) if config.algo.routing_replay == "R3" else None
+    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing)
     rollout, loads = config.rollout, Loads(addresses.engines, addresses.headers)
     teachers = _teacher_engines(config, addresses)
     teacher = Teacher(teachers) if teachers else None
@@ -125,7 +128,7 @@ async def main(run_dir: Path) -> None:
             await teachers.close()
 
 
-def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> Client:
+def _client(config: Config, addresses: Addresses, stop_token_ids: list[int], routing: RoutingShape | None) -> Client:
     return Client(
         addresses.router,
         run=addresses.run_id,
@@ -139,6 +142,7 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int]) -> 
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
+        routing=routing,
     )
 
 

@@ -24,6 +24,7 @@ from asyncrl.rollout.room import Room
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.teacher import Teacher
+from asyncrl.routing import share_prompt
 from asyncrl.tasks import Task
 from asyncrl.types import Group, Prompt, Trajectory, Turn
 
@@ -103,7 +104,7 @@ class Worker:
         else:
             self._failures_in_a_row = 0
             played = [task.result() for task in tasks]
-            group = Group(ticket.uid, ticket.slot, prompt.token_ids, played, prompt.task)
+            group = share_prompt(Group(ticket.uid, ticket.slot, prompt.token_ids, played, prompt.task))
             self._mixer.record(group)
             await self._hand_in(ticket, group)
 

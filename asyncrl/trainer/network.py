@@ -15,12 +15,14 @@ from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.config import Trainer
+from asyncrl.models.architectures import routing_shape
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.costs import costs_of
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups, packs_of_rank
 from asyncrl.trainer.replica import Replica
+from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.reshard import Resharder
 
@@ -60,12 +62,21 @@ class Network:
         # Two stages are each other's next and previous: without overlap one batch would mix both directions' shapes.
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.finalize_model_grads_func = finalize_model_grads
+        self.routing: RoutingReplay | None = None
+        self._parallel = parallel
         for chunk in self.wrapped:
             chunk.train()
 
     def packs(self, groups: Groups) -> list[Pack]:
         """This rank's micro-batches of these groups."""
         return packs_of_rank(groups, self._trainer, self._parallel, self._costs)
+
+    def replay_routing(self, kind: Kind) -> RoutingReplay:
+        """From now on the routers of every pass ask it for their experts."""
+        shape = routing_shape(self.hf)
+        assert shape is not None, "launch/checks.py lets no model without experts through"
+        self.routing = RoutingReplay(kind, list(self._inner.values()), shape, self._parallel)
+        return self.routing
 
     def train(self, packs: list[Pack], visit: Visit) -> None:
         """Accumulate the gradient of the sum of all losses, in the gradient buffers, over all ranks."""
@@ -97,7 +108,12 @@ class Network:
                 # zero tokens: Megatron must not divide again, the weights hold the step's one denominator
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
-            return megatron.forward(model, inner, batch), loss_function
+            if self.routing:
+                self.routing.before(inner, batch)
+            out = megatron.forward(model, inner, batch)
+            if self.routing:
+                self.routing.after(inner, batch)
+            return out, loss_function
 
         interleaved = len(self.wrapped) > 1
         get_forward_backward_func()(

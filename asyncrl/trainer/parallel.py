@@ -60,4 +60,5 @@ def split(trainer: Trainer, device: torch.device, seed: int, *, context_parallel
         device=device,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
+        stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class Policy:
         self.config, self.parallel = config, parallel
         self.network = Network(config.trainer, folder, parallel)
         self.weights, self.hf = self.network.weights, self.network.hf
+        replayed = config.algo.routing_replay
+        self._routing = None if replayed == "none" else self.network.replay_routing(replayed)
         self._optimizer = Optimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)
         self._replay = Replay(config.algo.replay_groups, config.rollout.max_staleness, config.run.seed)
@@ -65,12 +68,15 @@ class Policy:
         self._replay.keep(batch.groups)
         table = build_table([*batch.groups, *replayed], batch.version)
         groups = build_samples([*batch.groups, *replayed])
+        if self._routing:
+            groups = self._routing.begin([*batch.groups, *replayed], groups)
         table = replace(table, reward=shaped(table, self._shaping, longest), keep=trainable(table, self._shaping))
         if algo.kl_coefficient or (algo.kl_meter_every and batch.version % algo.kl_meter_every == 0):
             table = replace(table, reference=self._of_reference(groups, table))
         selection = LOSSES[algo.loss].selection
         if algo.steps > 1 or selection or self._kl_in("reward"):  # one step starts from the policy that it runs
-            table = replace(table, proximal=self._score(groups, table))
+            with self._routing.of_policy(whole_batch=True) if self._routing else nullcontext():
+                table = replace(table, proximal=self._score(groups, table))
         if self._kl_in("reward"):
             table = replace(table, token_reward=table.token_reward - self._kl(known(table.proximal), table))
         if self._critic:
@@ -78,7 +84,9 @@ class Policy:
         table = replace(table, advantages=ADVANTAGES[algo.advantage](table, self._advantage))
         if selection:
             table = replace(table, keep=SELECTIONS[selection](table, self._selection))
-        figures = self._train(groups if batch.version >= self._warm_at else [], table)
+        with self._routing.of_policy() if self._routing else nullcontext():
+            figures = self._train(groups if batch.version >= self._warm_at else [], table)
+        figures |= self._routing.figures() if self._routing else {}
         if self._critic:
             returns = known(table.values) + gae_raw(table, self._advantage)
             figures |= self._critic.train(groups, replace(table, weights=self._shares(groups, table)), returns)

@@ -78,6 +78,12 @@ def test_cpu_engines_take_the_pytorch_path_and_gpu_engines_the_stock_one() -> No
     assert not {"device", "attention-backend", "sampling-backend", "disable-overlap-schedule"} & gpu.keys()
 
 
+def test_engines_are_told_to_keep_experts_only_where_they_are_replayed() -> None:
+    flag = "enable-return-routed-experts"
+    assert flags(made(**{"algo.routing_replay": "R3"})["engine-0"])[flag] is True
+    assert flag not in flags(made()["engine-0"])
+
+
 def test_server_args_win_and_take_flags_numbers_and_absence() -> None:
     extra = {"log_level": "debug", "enable_metrics": True, "mem_fraction_static": 0.5, "skip_server_warmup": False}
     found = flags(made(**{"engine.server_args": extra})["engine-0"])

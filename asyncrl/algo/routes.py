@@ -1,0 +1,104 @@
+"""Where the experts of every token of a batch are kept, by key: one key for each beginning of a sequence.
+
+A token's hidden state, and so its experts, depend on the tokens before it and on nothing else. Sequences that begin
+alike share the keys of what they share, as they share its rows in a pack. So what one pass noted is found again in
+another whose micro-batches, packs and ranks are made up otherwise.
+
+    sequences    1 2 3 4 8    1 2 3 4 9 9    1 2 5 7       (the last token of a sequence is never read)
+    keys         0 1 2 3 4    0 1 2 3 5 6    0 1 7 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.samples import Sample
+from asyncrl.routing import RoutingShape, unpacked
+from asyncrl.types import Group, Routing
+
+Groups = list[list[Sample]]
+
+
+@dataclass
+class Routes:
+    """The experts of M tokens in L layers. Where a token is not known the router chooses itself."""
+
+    experts: Tensor  # [M, L, k], uint8 or int16
+    known: Tensor  # [M] bool
+
+    @staticmethod
+    def empty(count: int, layers: int, shape: RoutingShape) -> Routes:
+        """Of tokens that are not known yet."""
+        # experts above 256 as int16, which has the bytes of their uint16 and more operations in torch
+        dtype = torch.uint8 if shape.itemsize == 1 else torch.int16
+        return Routes(torch.zeros(count, layers, shape.topk, dtype=dtype), torch.zeros(count, dtype=torch.bool))
+
+    def put(self, keys: Tensor, experts: Tensor, layers: slice = slice(None)) -> None:
+        """Experts [n, some layers, k] of tokens with these keys [n]; those without a key (-1) are left out."""
+        has_key = keys >= 0
+        keys = keys[has_key]
+        self.experts[keys, layers] = experts[has_key].to(self.experts.dtype)
+        self.known[keys] = True
+
+    def get(self, keys: Tensor, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Experts [n, some layers, k] and whether they are known [n]; of unknown ones any number."""
+        at = keys.clamp(min=0)
+        return self.experts[at, layers], self.known[at] & (keys >= 0)
+
+
+def with_keys(groups: Sequence[Sequence[Sample]]) -> tuple[Groups, int]:
+    """The samples with their keys, and the number of keys."""
+    sequences = sorted(
+        (sample.prompt_ids + sample.token_ids[:-1], number, place)
+        for number, group in enumerate(groups)
+        for place, sample in enumerate(group)
+    )
+    found: Groups = [list(group) for group in groups]
+    before, keys, count = list[int](), torch.zeros(0, dtype=torch.int64), 0
+    for sequence, number, place in sequences:  # in lexical order each shares the most with the one before it
+        shared = _common(before, sequence)
+        new = len(sequence) - shared
+        keys = torch.cat([keys[:shared], torch.arange(count, count + new)])
+        found[number][place] = replace(found[number][place], keys=keys)
+        before, count = sequence, count + new
+    return found, count
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Length of their common beginning, by halving: comparing lists is quick, looking at tokens is not."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def engine_routes(
+    groups: Sequence[Group], samples: Groups, count: int, shape: RoutingShape, layers: Sequence[int]
+) -> Routes:
+    """What the engines told, of the layers with experts that are `layers` among shape.sparse. Of a prompt that several
+    groups share, the first group's rows. Raises ValueError when rows are of another model."""
+    routes = Routes.empty(count, len(layers), shape)
+    for group, siblings in zip(groups, samples, strict=True):
+        if siblings and group.routing:
+            _put(routes, siblings[0], group.routing, shape, layers)
+        for trajectory, sample in zip(group.trajectories, siblings, strict=True):
+            for turn in trajectory.turns:
+                if turn.completion.routing:
+                    _put(routes, sample, turn.completion.routing, shape, layers)
+    return routes
+
+
+def _put(routes: Routes, sample: Sample, told: Routing, shape: RoutingShape, layers: Sequence[int]) -> None:
+    assert sample.keys is not None
+    keys = sample.keys[told.start : told.end]
+    fresh = ~routes.known[keys]
+    rows = unpacked(told.rows, shape)[: len(keys), list(layers)].view("u1" if shape.itemsize == 1 else "<i2")
+    routes.put(keys[fresh], torch.from_numpy(rows)[fresh])

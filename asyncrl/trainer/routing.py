@@ -1,0 +1,175 @@
+"""Routing replay: routers take experts that were chosen before, with their own scores of them.
+
+R3   arXiv 2510.11370: the engine's experts, in every pass of the policy
+R2   the experts that this trainer chose in the pass over the whole batch, in the optimizer steps that follow it
+
+A router computes its scores and its own choice as ever; only the choice is replaced. So weights, their normalisation
+and scaling are the model's, the gradient flows through them, and losses that balance the load see the router's own
+choice. Each rank keeps the layers of its pipeline stage, for all tokens of the batch (bytes: docs/algorithms.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from asyncrl.algo.pack import Pack
+from asyncrl.algo.routes import Groups, Routes, engine_routes, with_keys
+from asyncrl.parallel import Parallel
+from asyncrl.routing import RoutingShape
+from asyncrl.types import Group
+
+Kind = Literal["R2", "R3"]
+PIECE = 1 << 26
+"""Bytes of routes that ranks exchange at once."""
+
+
+class Choice:
+    """Of one router. In the place of Megatron's own RouterReplay (megatron-core 0.16.1, transformer/moe/
+    router_replay.py), whose replay knows neither packs nor tokens without experts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.given: tuple[Tensor, Tensor] | None = None  # experts [n, k] int64, and which rows are known [n] bool
+        self.own = torch.empty(0)  # the router's own choice of its last pass, [n, k]
+        self.compared = torch.zeros(3, dtype=torch.float64, device=device)  # tokens that differ, overlap, tokens
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [n, experts] -> scores of the chosen and their numbers, [n, k]. Limits to groups of experts hold for
+        the router's own choice alone."""
+        values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.own = own
+        if self.given is None:
+            return values, own
+        experts, known = self.given
+        chosen = torch.where(known[:, None], experts, own)
+        if torch.is_grad_enabled():
+            self._compare(own, chosen, known)
+        return scores.gather(1, chosen), chosen
+
+    def _compare(self, own: Tensor, chosen: Tensor, known: Tensor) -> None:
+        """Sets, not orders; stays on the device."""
+        same = (own[:, :, None] == chosen[:, None, :]).any(2).sum(1)[known]
+        k = own.shape[1]
+        self.compared += torch.stack([(same < k).sum().double(), same.double().sum() / k, known.sum().double()])
+
+
+class RoutingReplay:
+    """All routers of this rank."""
+
+    def __init__(self, kind: Kind, chunks: Sequence[GPTModel], shape: RoutingShape, parallel: Parallel) -> None:
+        self._kind, self._shape, self._parallel = kind, shape, parallel
+        self._choices: dict[GPTModel, list[Choice]] = {}
+        self._layers: list[int] = []  # of this rank's routers, chunk by chunk, among the layers with experts
+        for chunk in chunks:
+            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+            self._choices[chunk] = [Choice(parallel.device) for _ in routers]
+            self._layers += [shape.sparse.index(router.layer_number - 1) for router in routers]
+            for router, choice in zip(routers, self._choices[chunk], strict=True):
+                router.router_replay = choice
+        self._routes = Routes.empty(0, len(self._layers), shape)
+        self._mode: Literal["own", "record", "replay"] = "own"
+
+    # -- a batch -------------------------------------------------------------------------------------------
+
+    def begin(self, groups: Sequence[Group], samples: Groups) -> Groups:
+        """A new batch; its samples with the keys of their tokens. Raises ValueError when the engines told the experts
+        of another model."""
+        samples, count = with_keys(samples)
+        if self._kind == "R3":
+            self._routes = engine_routes(groups, samples, count, self._shape, self._layers)
+        else:
+            self._routes = Routes.empty(count, len(self._layers), self._shape)
+        for choice in self._every():
+            choice.compared.zero_()
+        return samples
+
+    @contextmanager
+    def of_policy(self, *, whole_batch: bool = False) -> Iterator[None]:
+        """The passes inside are the policy's (the reference model, which has other weights, chooses itself). One over
+        the whole batch, without gradient, is what R2 records."""
+        self._mode = "record" if self._kind == "R2" and whole_batch else "replay"
+        try:
+            yield
+            if self._mode == "record":
+                self._exchange()
+        finally:
+            self._mode = "own"
+
+    def figures(self) -> dict[str, float]:
+        """How far the routers' own choice was from what they were given, in the passes with gradient. Collective."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self._parallel.device)
+        for choice in self._every():
+            totals += choice.compared
+        if dist.get_world_size() > 1:
+            dist.all_reduce(totals)
+        differs, overlap, compared = totals.tolist()
+        return {"router/differs": differs / compared, "router/overlap": overlap / compared} if compared else {}
+
+    # -- a pass --------------------------------------------------------------------------------------------
+
+    def before(self, chunk: GPTModel, pack: Pack) -> None:
+        """The chunk is about to read the pack."""
+        choices, layers = self._choices[chunk], self._of(chunk)
+        for choice in choices:
+            choice.given = None
+        if self._mode != "replay" or pack.keys is None or not choices:
+            return
+        experts, known = self._routes.get(self._mine(pack.keys, chunk), layers)
+        experts, known = experts.to(self._parallel.device).long(), known.to(self._parallel.device)
+        for place, choice in enumerate(choices):
+            choice.given = (experts[:, place], known)
+
+    def after(self, chunk: GPTModel, pack: Pack) -> None:
+        """The chunk has read the pack."""
+        choices = self._choices[chunk]
+        if self._mode == "record" and pack.keys is not None and choices:
+            chosen = torch.stack([choice.own for choice in choices], 1).to(self._routes.experts.dtype).cpu()
+            self._routes.put(self._mine(pack.keys, chunk), chosen, self._of(chunk))
+
+    def _mine(self, keys: Tensor, chunk: GPTModel) -> Tensor:
+        """Of the tokens that this rank's routers see: under sequence parallelism its even part of the row."""
+        if not chunk.config.sequence_parallel:
+            return keys
+        return keys.chunk(self._parallel.tp)[self._parallel.tp_rank]
+
+    def _of(self, chunk: GPTModel) -> slice:
+        """Where the routes hold this chunk's layers."""
+        before = 0
+        for other, choices in self._choices.items():
+            if other is chunk:
+                return slice(before, before + len(choices))
+            before += len(choices)
+        raise KeyError("a chunk of another model")
+
+    def _every(self) -> Iterator[Choice]:
+        for choices in self._choices.values():
+            yield from choices
+
+    # -- between ranks -------------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        """What the ranks of this stage recorded, on all of them: each token from the first rank that has it."""
+        group = self._parallel.stage_group
+        if group is None or dist.get_world_size(group) == 1 or not self._layers:
+            return
+        routes, rank, device = self._routes, self._parallel.rank, self._parallel.device
+        nobody = dist.get_world_size()
+        owner = torch.where(routes.known, rank, nobody).to(device, torch.int32)
+        dist.all_reduce(owner, dist.ReduceOp.MIN, group=group)
+        owner = owner.cpu()
+        routes.experts[owner != rank] = 0
+        routes.known = owner < nobody
+        data = routes.experts.view(torch.uint8).flatten()  # one rank's bytes and zeros: the sum is the bytes
+        for piece in data.split(PIECE):
+            moved = piece.to(device)
+            dist.all_reduce(moved, group=group)
+            piece.copy_(moved)

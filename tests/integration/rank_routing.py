@@ -1,0 +1,149 @@
+"""One trainer rank of a test of routing replay: python rank_routing.py NAME FOLDER, under torchrun.
+
+FOLDER holds model/, groups.msgpack with the experts of every token, and config.json. FOLDER/NAME.json gets the figures
+of every check that NAME asks for; what must hold on each rank is asserted here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.trainer import cpu
+
+cpu.enable()
+
+import msgspec  # noqa: E402
+import torch  # noqa: E402
+from asyncrl.trainer.logprobs import token_logprobs  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from asyncrl.algo.pack import Pack  # noqa: E402
+from asyncrl.algo.samples import Sample, build_samples  # noqa: E402
+from asyncrl.config import Config, load, read  # noqa: E402
+from asyncrl.models.architectures import routing_shape  # noqa: E402
+from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.routing import unpacked  # noqa: E402
+from asyncrl.trainer.microbatches import packs_of_rank  # noqa: E402
+from asyncrl.trainer.network import Network  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.types import Batch, Group  # noqa: E402
+
+Figures = dict[str, Any]
+
+
+def changed(config: Config, **changes: dict[str, Any]) -> Config:
+    values = config.model_dump()
+    for section, fields in changes.items():
+        values[section].update(fields)
+    return load(values)
+
+
+def gradient(network: Network, packs: list[Pack], parallel: Parallel) -> tuple[Tensor, list[Tensor]]:
+    """Loss of this rank (on the last stage), and every parameter's gradient."""
+    losses = [torch.zeros(())]
+
+    def visit(logits: Tensor, pack: Pack) -> Tensor:
+        logprobs, _ = token_logprobs(logits, pack, vocab=network.hf["vocab_size"], temperature=1.0, parallel=parallel)
+        loss = (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()
+        losses.append(loss.detach())
+        return loss
+
+    network.train(packs, visit)
+    return torch.stack(losses).sum(), [parameter.main_grad.clone() for parameter in network.parameters()]
+
+
+def own_routing_changes_nothing(config: Config, groups: list[Group], folder: Path, parallel: Parallel) -> Figures:
+    """Recorded in small micro-batches of the whole batch, replayed in large ones, in another order."""
+    network = Network(config.trainer, folder / "model", parallel)
+    routing = network.replay_routing("R2")
+    samples = routing.begin(groups, build_samples(groups))
+    small = changed(config, trainer={"micro_batch_tokens": 40}).trainer
+    with torch.no_grad(), routing.of_policy(whole_batch=True):
+        network.score(packs_of_rank(samples, small, parallel), lambda logits, _: logits.sum())
+    assert bool(routing._routes.known.all())
+    packs = packs_of_rank(samples[::-1], config.trainer, parallel)
+    loss, gradients = gradient(network, packs, parallel)
+    with routing.of_policy():
+        again, replayed = gradient(network, packs, parallel)
+    figures = routing.figures()
+    assert loss.equal(again), f"{loss} {again}"
+    for one, other in zip(gradients, replayed, strict=True):
+        assert one.equal(other)
+    return figures
+
+
+def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[list[Sample]]) -> list[int]:
+    """From now on every pass with gradient is checked: what each router used, against what the samples say. Returns the
+    number of comparisons, which grows."""
+    network, shape, compared = policy.network, routing_shape(policy.hf), [0]
+    assert shape is not None
+    told = {}
+    for group, siblings in zip(groups, samples, strict=True):
+        for trajectory, sample in zip(group.trajectories, siblings, strict=True):
+            for routing in (group.routing, *(turn.completion.routing for turn in trajectory.turns)):
+                for place, row in enumerate(unpacked(routing.rows, shape)):
+                    told.setdefault(int(sample.keys[routing.start + place]), torch.from_numpy(row.astype("i8")))
+    maps: dict[TopKRouter, Tensor] = {}
+    for chunk in network._inner.values():
+        for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+            router.register_forward_hook(lambda router, _, out: maps.update({router: out[1]}))
+    after: Callable[..., None] = network.routing.after
+
+    def check(chunk: Any, pack: Pack) -> None:
+        after(chunk, pack)
+        keys = pack.keys if pack.keys is not None and torch.is_grad_enabled() else torch.zeros(0)
+        parallel = policy.parallel
+        size = len(keys) // parallel.tp if chunk.config.sequence_parallel else len(keys)
+        mine = keys[size * parallel.tp_rank :][:size].tolist() if chunk.config.sequence_parallel else keys.tolist()
+        for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+            layer = shape.sparse.index(router.layer_number - 1)
+            for row, key in enumerate(mine):
+                if key >= 0:
+                    used = maps[router][row].nonzero()[:, 0]
+                    assert used.equal(told[key][layer].sort().values), (layer, row, used, told[key][layer])
+                    compared[0] += 1
+
+    network.routing.after = check
+    return compared
+
+
+def updates(
+    config: Config, groups: list[Group], folder: Path, parallel: Parallel, kind: str, *, check: bool
+) -> Figures:
+    """Two batches; with `check`, what routers used is compared with what the samples say."""
+    policy = Policy(changed(config, algo={"routing_replay": kind}), folder / "model", parallel)
+    compared = [1]
+    if kind == "R3":
+        compared = given_experts_are_used(policy, groups, policy._routing.begin(groups, build_samples(groups)))
+    began = time.monotonic()
+    figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
+    assert compared[0]
+    return {"figures": figures, "compared": compared[0], "seconds": time.monotonic() - began}
+
+
+def main(name: str, folder: Path) -> None:
+    config = read(folder)
+    parallel = initialize(config.trainer, gpu=False, seed=0, timeout=120.0)
+    groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+    found: Figures = {}
+    if name.startswith("engine"):
+        for kind in ("none", "R3"):
+            found[kind] = updates(config, groups, folder, parallel, kind)
+    else:
+        found["own"] = own_routing_changes_nothing(config, groups, folder, parallel)
+        two_steps = changed(config, algo={"mini_batches": 2, "epochs": 2})
+        for kind in ("none", "R2", "R3"):
+            found[kind] = updates(two_steps, groups, folder, parallel, kind)
+    if parallel.is_first:
+        (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,257 @@
+"""Routing replay on real Megatron in several layouts, and from a real engine's experts to the trainer's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from asyncrl.config import load
+from asyncrl.engine.client import Client, Session
+from asyncrl.launch.checks import check_model
+from asyncrl.launch.main import CONF
+from asyncrl.models.architectures import routing_shape
+from asyncrl.models.tiny import write_random_model
+from asyncrl.routing import RoutingShape, share_prompt
+from asyncrl.types import Completion, Group, Routing, Trajectory, Turn, VersionSpan
+from tests.integration.fleet import engines
+
+pytestmark = pytest.mark.integration
+
+VOCAB = 257
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "tp2-sp-ep2": {
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel": 1,
+        "expert_parallel": 2,
+    },
+    "pp2": {"pipeline_parallel": 2, "micro_batch_tokens": 60},
+    "ep2": {"data_parallel": 2, "expert_parallel": 2, "micro_batch_tokens": 60},
+}
+MODEL = {"arch": "qwen3_moe", "vocab": VOCAB, "hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 48}
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def write_model(folder: Path, **more: Any) -> RoutingShape:
+    settings: dict[str, Any] = {**MODEL, "tied": False, "seed": 1, "dtype": "float32", "spread": 0.15, **more}
+    write_random_model(folder / "model", **settings)
+    shape = routing_shape(json.loads((folder / "model" / "config.json").read_text()))
+    assert shape is not None
+    return shape
+
+
+def train(folder: Path, name: str, groups: list[Group], **settings: Any) -> dict[str, Any]:
+    """What tests/integration/rank_routing.py says of it."""
+    with initialize_config_dir(str(CONF), version_base=None):
+        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
+    raw["trainer"].update(settings)
+    raw["trainer"]["optimizer"].update({"eps": 1e-3})  # a smooth update: see test_trainer.py
+    config = load(raw)
+    check_model(config, json.loads((folder / "model" / "config.json").read_text()))
+    (folder / "config.json").write_text(config.model_dump_json())
+    (folder / "groups.msgpack").write_bytes(msgspec.msgpack.encode(groups))
+    ranks = f"--nproc-per-node={config.trainer.world_size}"
+    script = str(Path(__file__).with_name("rank_routing.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, script, name, str(folder)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return dict(json.loads((folder / f"{name}.json").read_text()))
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+def foreign(shape: RoutingShape) -> list[Group]:
+    """Groups of unequal prompts with a common beginning, one with two turns; every token's experts are drawn."""
+    draw, chance = random.Random(4), np.random.default_rng(4)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(VOCAB) for _ in range(count)]
+
+    def experts(start: int, end: int) -> Routing:
+        chosen = chance.random((end - start, len(shape.sparse), shape.experts)).argsort(-1)[..., : shape.topk]
+        return Routing(start, shape.width, chosen.astype("u1").tobytes())
+
+    def turn(observation: list[int], count: int, start: int, end: int) -> Turn:
+        ids = tokens(count)
+        written = Completion(ids, [-draw.random() * 6 for _ in ids], [VersionSpan(0, 0, count)], "stop")
+        return Turn(observation, msgspec.structs.replace(written, routing=experts(start, end)))
+
+    head, groups = tokens(10), []
+    for slot in range(5):
+        prompt, members = head + tokens(draw.randint(3, 9)), []
+        for _ in range(3):
+            first = draw.randint(1, 7)
+            end = len(prompt) + first - 1
+            turns = [turn([], first, 0, end)]
+            if draw.random() < 0.5:
+                seen = tokens(3)
+                turns.append(turn(seen, 4, end, end + 1 + len(seen) + 3))
+            members.append(Trajectory(turns, draw.random()))
+        groups.append(share_prompt(Group(f"g{slot}", slot, prompt, members, "drawn")))
+    return groups
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each layout's ranks say; they have asserted that their routers used what they were given."""
+    found = {}
+    for name, settings in LAYOUTS.items():
+        folder = tmp_path_factory.mktemp(name)
+        shape = write_model(folder, fields={**EXPERTS, "moe_intermediate_size": 16})
+        found[name] = train(folder, name, foreign(shape), **settings)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_own_routing_replayed_changes_no_bit_of_loss_and_gradient(layout: str, layouts: dict[str, Any]) -> None:
+    assert layouts[layout]["own"] == {"router/differs": 0.0, "router/overlap": 1.0}
+
+
+@pytest.mark.parametrize("kind", ["R2", "R3"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
+def test_replay_is_the_same_in_every_layout(layout: str, kind: str, layouts: dict[str, Any]) -> None:
+    for mine, single in zip(layouts[layout][kind]["figures"], layouts["single"][kind]["figures"], strict=True):
+        for name in ("loss", "grad_norm", "logprob_gap/mean", "router/differs", "router/overlap"):
+            assert mine[name] == pytest.approx(single[name], rel=1e-3, abs=2e-6), name
+
+
+def test_drawn_experts_are_used_and_matter(layouts: dict[str, Any]) -> None:
+    """2 of 8 experts drawn: the chance that they are the router's own two is 1 in 28, and a quarter of them on average
+    is in its choice. Recorded ones differ only by what the batch's first optimizer steps changed."""
+    for step, plain, recorded in zip(
+        *(layouts["single"][kind]["figures"] for kind in ("R3", "none", "R2")), strict=True
+    ):
+        assert step["router/differs"] == pytest.approx(27 / 28, abs=0.03)
+        assert step["router/overlap"] == pytest.approx(1 / 4, abs=0.05)
+        assert abs(step["logprob_gap/mean"] - plain["logprob_gap/mean"]) > 1e-3
+        assert "router/differs" not in plain
+        assert recorded["router/differs"] < 0.2
+        assert recorded["router/overlap"] > 0.9
+    assert layouts["single"]["R3"]["compared"] > 1000
+
+
+# --- a real engine ------------------------------------------------------------------------------------------
+
+
+class Asking:
+    """Groups as rollouts make them, from the engine's own words."""
+
+    def __init__(self, client: Client, abort: Any) -> None:
+        self._client, self._abort = client, abort
+
+    async def all(self) -> list[Group]:
+        draw = random.Random(1)
+        prompts = [[draw.randrange(VOCAB) for _ in range(length)] for length in (7, 12, 9)]
+        groups = [await self._group(number, prompt, 4) for number, prompt in enumerate(prompts)]
+        cut = await self._group(3, [draw.randrange(VOCAB) for _ in range(8)], 2, cut=True)
+        return [share_prompt(group) for group in (*groups, cut)]
+
+    async def _group(self, number: int, prompt: list[int], size: int, *, cut: bool = False) -> Group:
+        sessions = [self._client.generate(group=f"g{number}") for _ in range(size)]
+        asking = [asyncio.ensure_future(session(prompt)) for session in sessions]
+        while cut and not any(session.received > 2 for session in sessions):  # noqa: ASYNC110  nothing tells
+            await asyncio.sleep(0.01)
+        if cut:
+            await self._abort()
+        answers = await asyncio.gather(*asking)
+        members = [
+            await self._later(session, prompt, answer, reward=float(place % 2))
+            for place, (session, answer) in enumerate(zip(sessions, answers, strict=True))
+        ]
+        return Group(f"g{number}", number, prompt, members, "t")
+
+    async def _later(self, session: Session, prompt: list[int], first: Completion, reward: float) -> Trajectory:
+        """A second turn for every other sibling."""
+        turns = [Turn([], first)]
+        if reward:
+            seen = [3, 4, 5]
+            turns.append(Turn(seen, await session([*prompt, *first.token_ids, *seen])))
+        return Trajectory(turns, reward)
+
+
+@pytest.fixture(scope="module")
+def engines_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Group], int]:
+    """The folder of the model, what the engine wrote, and how many answers were cut and continued."""
+    folder = tmp_path_factory.mktemp("engine")
+    shape = write_model(
+        folder,
+        fields={**EXPERTS, "num_experts_per_tok": 4, "num_experts": 16, "num_local_experts": 16},
+        max_positions=256,
+    )
+    overrides = (f"model.path={folder / 'model'}", "algo.routing_replay=R3", "engine.dtype=float32")
+    with engines(folder, *overrides, "engine.stream_interval=1") as started:
+        addresses = started.addresses
+
+        async def ask() -> tuple[list[Group], int]:
+            client = Client(
+                addresses.router,
+                run="routing",
+                api_key=addresses.api_key,
+                max_new_tokens=40,
+                temperature=1.0,
+                stop_token_ids=[10],
+                timeout=60.0,
+                retry_timeout=30.0,
+                coalesce=True,
+                routing=shape,
+            )
+
+            async def abort() -> None:
+                async with httpx.AsyncClient(headers=addresses.headers, trust_env=False) as http:
+                    await http.post(f"{addresses.engines[0]}/abort_request", json={"abort_all": True})
+
+            groups = await Asking(client, abort).all()
+            figures = client.inflight.take_figures()
+            await client.close()
+            return groups, figures.continued["aborted"]
+
+        groups, aborted = asyncio.run(ask())
+    return folder, groups, aborted
+
+
+def test_an_engine_tells_the_experts_of_every_token_that_it_read(
+    engines_groups: tuple[Path, list[Group], int],
+) -> None:
+    _, groups, aborted = engines_groups
+    assert aborted > 0
+    for group in groups:
+        assert group.routing.end == len(group.prompt_ids)
+        for trajectory in group.trajectories:
+            end = len(group.prompt_ids)
+            for number, turn in enumerate(trajectory.turns):
+                assert turn.completion.routing.start == end - (number > 0)
+                end += len(turn.observation) + len(turn.completion.token_ids)
+                assert turn.completion.routing.end == end - 1
+
+
+def test_the_trainer_routes_as_the_engine_did(engines_groups: tuple[Path, list[Group], int]) -> None:
+    """In the same precision its own routers would have chosen the same, so every row has come to its token (also those
+    of answers that were cut, and of later turns). In bfloat16 they would not, and replay makes the gap smaller."""
+    folder, groups, _ = engines_groups
+    same = train(folder, "engine-float32", groups)
+    figures = same["R3"]["figures"][0]
+    assert figures["router/differs"] < 0.002
+    assert figures["logprob_gap/max"] < 1e-4
+    rough = train(folder, "engine-bfloat16", groups, dtype="bfloat16")
+    replayed, own = rough["R3"]["figures"][0], rough["none"]["figures"][0]
+    assert replayed["router/differs"] > 0.005
+    assert replayed["logprob_gap/mean"] <= own["logprob_gap/mean"]
+    assert replayed["logprob_gap/kl"] <= own["logprob_gap/kl"]
+    print({name: (replayed[name], own[name]) for name in replayed if name.startswith("logprob_gap") and name in own})
+    print(replayed["router/differs"], replayed["router/overlap"], rough["R3"]["seconds"], rough["none"]["seconds"])

@@ -1,0 +1,85 @@
+"""What an engine tells of a token's experts: kept small, and the prompt's once for all siblings."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.models.architectures import routing_shape
+from asyncrl.routing import RoutingShape, compact, share_prompt, unpacked
+from asyncrl.types import Completion, Group, Routing, Trajectory, Turn, VersionSpan, encode
+
+SHAPE = RoutingShape(layers=4, sparse=(1, 3), topk=2, experts=8)
+
+
+def told(start: int, end: int, shape: RoutingShape = SHAPE, sibling: int = 0) -> np.ndarray:
+    """int32 [rows, layers, topk]: another number for each position, layer and place; zeros in dense layers."""
+    rows = np.zeros((end - start, shape.layers, shape.topk), np.int32)
+    for row, position in enumerate(range(start, end)):
+        for layer in shape.sparse:
+            rows[row, layer] = (np.arange(shape.topk) + position + 3 * layer + 5 * sibling) % shape.experts
+    return rows
+
+
+def kept(start: int, end: int, shape: RoutingShape = SHAPE, sibling: int = 0) -> Routing:
+    return Routing(start, shape.width, compact(told(start, end, shape, sibling).tobytes(), shape))
+
+
+@pytest.mark.parametrize(("experts", "width"), [(8, 4), (256, 4), (257, 8), (1000, 8)])
+def test_only_layers_with_experts_are_kept_in_the_smallest_integers(experts: int, width: int) -> None:
+    shape = RoutingShape(4, (1, 3), 2, experts)
+    rows = told(0, 5, shape)
+    rows[0, 1, 0] = experts - 1
+    data = compact(rows.tobytes(), shape)
+    assert (shape.width, len(data)) == (width, 5 * width)
+    np.testing.assert_array_equal(unpacked(data, shape), rows[:, [1, 3]])
+
+
+def test_rows_of_another_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="no rows of 4 x 2 int32"):
+        compact(b"\0" * 33, SHAPE)
+    with pytest.raises(ValueError, match="experts 0 to 8 of a model that has 8"):
+        compact(np.full((1, 4, 2), [0, 8], np.int32).tobytes(), SHAPE)
+    with pytest.raises(ValueError, match="no rows of 4 bytes"):
+        unpacked(b"\0" * 5, SHAPE)
+    assert compact(b"", SHAPE) == b""
+
+
+def turn(observation: list[int], tokens: int, routing: Routing | None) -> Turn:
+    spans = [VersionSpan(0, 0, tokens)] if tokens else []
+    return Turn(observation, Completion([7] * tokens, [-1.0] * tokens, spans, "stop", routing))
+
+
+def test_siblings_share_the_rows_of_their_prompt_and_turns_tell_no_row_twice() -> None:
+    prompt = [1, 2, 3]
+    first = [turn([], 2, kept(0, 4)), turn([5, 6], 3, kept(4, 9))]  # the last token of a turn is read in the next
+    anew = [turn([], 2, kept(0, 4, sibling=1)), turn([5, 6], 3, kept(0, 9, sibling=1))]  # told from the start again
+    group = share_prompt(Group("g", 0, prompt, [Trajectory(first), Trajectory(anew, 1.0)], "t"))
+    assert group.routing == kept(0, 3)
+    for number, trajectory in enumerate(group.trajectories):
+        assert [one.completion.routing for one in trajectory.turns] == [
+            kept(3, 4, sibling=number),
+            kept(4, 9, sibling=number),
+        ]
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0]
+    assert msgspec.msgpack.decode(encode(group), type=Group) == group
+    rows = sum(len(one.completion.routing.rows) for t in group.trajectories for one in t.turns)
+    assert rows + len(group.routing.rows) == (3 + 2 * 6) * SHAPE.width
+
+
+def test_a_group_without_experts_stays_as_it_is_and_a_sibling_without_them_takes_the_others_prompt() -> None:
+    plain = Group("g", 0, [1, 2], [Trajectory([turn([], 2, None)])], "t")
+    assert share_prompt(plain) is plain
+    members = [Trajectory([turn([], 2, None)]), Trajectory([turn([], 3, kept(0, 4))])]
+    group = share_prompt(Group("g", 0, [1, 2], members, "t"))
+    assert group.routing == kept(0, 2)
+    assert [t.turns[0].completion.routing for t in group.trajectories] == [None, kept(2, 4)]
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    common = {"num_hidden_layers": 4, "num_experts_per_tok": 2}
+    qwen = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "moe_intermediate_size": 8, **common}
+    assert routing_shape(qwen) == RoutingShape(4, (0, 1, 2, 3), 2, 6)
+    assert routing_shape({**qwen, "mlp_only_layers": [2]}) == RoutingShape(4, (0, 1, 3), 2, 6)
+    assert routing_shape({"architectures": ["LlamaForCausalLM"], **common}) is None
