@@ -58,7 +58,10 @@ class Pack:
     def to(self, device: torch.device) -> Pack:
         """The same on another device."""
         own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Pack(**{k: x.to(device) if isinstance(x, Tensor) and k != "keys" else x for k, x in own.items()})
+        moved: dict[str, Any] = {
+            k: x.to(device) if isinstance(x, Tensor) and k != "keys" else x for k, x in own.items()
+        }
+        return Pack(**moved)
 
 
 def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: int = 1) -> Pack:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +15,7 @@ import pytest
 from asyncrl.models.tiny import write_random_model
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.fakes import tiny_config
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -83,16 +81,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
         for case, changes in CASES.items():
             config = tiny_config(**(PURE | LAYOUTS[layout] | changes))
             (folder / f"config-{layout}-{case}.json").write_text(config.model_dump_json())
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={2 if layout == 'tp2' else 1}", "-m", "tests.integration.rank_distill"]
-        done = subprocess.run(
-            [*command, layout, str(folder)],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env={**os.environ, "PYTHONPATH": ROOT},
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_ranks("rank_distill.py", layout, str(folder), world=2 if layout == "tp2" else 1)
         read: dict[str, dict[str, float]] = json.loads((folder / f"figures-{layout}.json").read_text())
         return read
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.integration.rank_head import CHUNK_ROWS, TEMPERATURE, VOCAB
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -49,13 +47,7 @@ def outcome(given: Path) -> Any:
 
     @cache
     def run(tp: int) -> dict[str, Tensor]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
-        command += [str(Path(__file__).with_name("rank_head.py")), str(given)]
-        root = str(Path(__file__).parents[2])
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root}
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_ranks("rank_head.py", str(given), world=tp, timeout=120)
         return load_file(given.with_name(f"tp{tp}.safetensors"))
 
     return run

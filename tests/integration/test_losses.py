@@ -4,11 +4,7 @@ micro-batches, their order, packing, and data, tensor, sequence and pipeline par
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +19,7 @@ from asyncrl.algo.loss import LOSSES
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
 from tests.integration.losses import ALGORITHMS, BOUNDS, DEPENDS_ON_ORDER, LAYOUTS, VOCAB
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -45,13 +42,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def launch(ranks: int) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(Path(__file__).with_name("rank_losses.py")), str(folder)]
-        root = str(Path(__file__).parents[2])
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": root}
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_ranks("rank_losses.py", str(folder), world=ranks)
 
     @cache
     def run(layout: str) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from asyncrl.models.tiny import write_random_model
 from asyncrl.routing import RoutingShape, share_prompt
 from asyncrl.types import Completion, Group, Routing, Trajectory, Turn, VersionSpan
 from tests.integration.fleet import engines
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -64,12 +62,7 @@ def train(folder: Path, name: str, groups: list[Group], **settings: Any) -> dict
     check_model(config, json.loads((folder / "model" / "config.json").read_text()))
     (folder / "config.json").write_text(config.model_dump_json())
     (folder / "groups.msgpack").write_bytes(msgspec.msgpack.encode(groups))
-    ranks = f"--nproc-per-node={config.trainer.world_size}"
-    script = str(Path(__file__).with_name("rank_routing.py"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, script, name, str(folder)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_ranks("rank_routing.py", name, str(folder), world=config.trainer.world_size)
     return dict(json.loads((folder / f"{name}.json").read_text()))
 
 
