@@ -6,13 +6,14 @@ BENCH_ARGS ?=
 TRIALS ?= 20
 BIN := .venv/bin
 READY := .venv/.stamp
+PEERS := .venv/peers
 
 # Two torch threads per process under contention are many times slower than one.
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test unit integration campaign check bench clean
+.PHONY: help setup run test unit integration campaign peers check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +38,15 @@ integration: setup  ## the tests on the real engine, router and Megatron
 
 campaign: setup  ## many seeded trials (TRIALS=20)
 	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q tests -m "campaign and not gpu and not multi_gpu"
+
+# In a folder of their own: verl's wheel holds packages named tests and scripts.
+$(PEERS): pyproject.toml $(READY)
+	$(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
+	print(*p['project']['optional-dependencies']['peers'], sep='\n')" | xargs $(BIN)/pip install --quiet --no-deps --upgrade --target $@
+	touch $@
+
+peers: $(PEERS)  ## the algorithms against verl's and TRL's own functions
+	PYTHONPATH=$(PEERS) $(BIN)/pytest -q tests/algo/test_peers.py
 
 check: setup  ## format, lint, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

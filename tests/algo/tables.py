@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.algo.table import PER_SAMPLE, TokenTable
 
-few = settings(max_examples=25, deadline=None)  # a table is large; the tests over them are many
+few = settings(max_examples=25)  # a table is large; the tests over them are many
 quarters = st.integers(-20, 20).map(lambda n: n / 4)
 
 
