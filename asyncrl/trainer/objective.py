@@ -1,0 +1,131 @@
+"""What one optimizer step minimises: which tokens count, by how much, and the loss of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from asyncrl.algo.correction import CorrectionParams, correction, log_linear_proximal
+from asyncrl.algo.diagnostics import gap_figures, loss_figures
+from asyncrl.algo.distill import distillation_loss, distilled_advantages
+from asyncrl.algo.kl import ESTIMATORS, k3
+from asyncrl.algo.loss import LOSSES, LossParams
+from asyncrl.algo.pack import Pack
+from asyncrl.algo.samples import shares
+from asyncrl.algo.table import TokenTable, known
+from asyncrl.config import Algo, Rollout
+from asyncrl.trainer.head import Head
+from asyncrl.trainer.microbatches import Groups
+from asyncrl.trainer.numbers import taken
+from asyncrl.trainer.seen import Seen
+
+COLUMNS = ("logprobs", "proximal", "factor", "entropy", "advantages")
+TOTALS = ("loss", "packed", "apart")
+
+
+class Objective:
+    """The settings of `algo`, as a loss over packs. `seen` collects what the figures of the step need."""
+
+    def __init__(self, algo: Algo, rollout: Rollout) -> None:
+        self._algo, self._longest, self._temperature = algo, rollout.max_new_tokens, rollout.temperature
+        self._correction, self._clip = taken(CorrectionParams, algo), taken(LossParams, algo)
+        self._loss = LOSSES[algo.loss].loss
+
+    # -- which tokens --------------------------------------------------------------------------------------
+
+    def shares(self, groups: Groups, table: TokenTable) -> Tensor:
+        """[N] each token's weight in a step over these groups. What is not kept stays in the denominator."""
+        samples = [sample for group in groups for sample in group]
+        return shares(table, samples, self._algo.aggregation, self._longest) * known(table.keep)
+
+    def with_gradient(self, groups: Groups, table: TokenTable) -> Groups:
+        """A group whose kept tokens have no advantage has no gradient: it stays in the denominator and is not run."""
+        if self._algo.entropy_bonus or self.kl_in("loss") or self._algo.distill_coefficient:  # whatever the rewards
+            return groups
+        signal = set(table.sample[known(table.keep) & (known(table.advantages) != 0)].tolist())
+        return [group for group in groups if any(sample.number in signal for sample in group)]
+
+    # -- the loss ------------------------------------------------------------------------------------------
+
+    def loss(self, head: Head, pack: Pack, table: TokenTable, seen: Seen) -> Tensor:
+        """Of a micro-batch: sum of weight * loss over its tokens; the weights carry the step's denominator."""
+        algo = self._algo
+        logprobs, entropy = head.score(pack, self._temperature, entropy=algo.entropy_bonus > 0)
+        rows = self._starting(logprobs, table.rows(pack.table_rows, logprobs.dtype))
+        factor = correction(logprobs, rows, self._correction) * known(rows.keep)
+        losses = factor * self._loss(logprobs, rows, self._clip)
+        if self.kl_in("loss"):
+            losses = losses + self.kl(logprobs, rows)
+        if self._distils_in("loss"):
+            losses = losses + distillation_loss(logprobs, rows, algo.distill_coefficient)
+        if entropy is not None:
+            losses = losses - algo.entropy_bonus * entropy
+            seen.note(pack.table_rows, entropy=entropy)
+        loss = (known(rows.weights) * losses).sum()
+        advantages, proximal = known(rows.advantages), known(rows.proximal)
+        seen.note(pack.table_rows, logprobs=logprobs, proximal=proximal, factor=factor, advantages=advantages)
+        seen.add("loss", loss)
+        return loss
+
+    def _starting(self, logprobs: Tensor, rows: TokenTable) -> TokenTable:
+        """With the policy that the batch's steps start from: where they are one, it is the policy that runs."""
+        start = logprobs.detach() if rows.proximal is None else rows.proximal
+        if self._distils_in("advantage"):
+            advantages = distilled_advantages(start, rows, self._algo.distill_coefficient, self._algo.distill_discount)
+            rows = replace(rows, advantages=advantages)
+        if self._algo.proximal == "behaviour":
+            start = rows.behaviour
+        elif self._algo.proximal == "log_linear":
+            start = log_linear_proximal(logprobs, rows)
+        return replace(rows, proximal=start)
+
+    def kl(self, logprobs: Tensor, rows: TokenTable) -> Tensor:
+        """What the distance to the reference costs each token."""
+        estimate = ESTIMATORS[self._algo.kl_estimator](logprobs, known(rows.reference), rows.behaviour)
+        return self._algo.kl_coefficient * estimate
+
+    def kl_in(self, place: str) -> bool:
+        """Whether the KL to the reference counts there."""
+        return self._algo.kl_coefficient > 0 and self._algo.kl_place == place
+
+    def _distils_in(self, place: str) -> bool:
+        return self._algo.distill_coefficient > 0 and self._algo.distill_place == place
+
+    # -- what it showed ------------------------------------------------------------------------------------
+
+    def distance(self, table: TokenTable, seen: Seen) -> float:
+        """Mean over the tokens of the last step of KL(start || policy), as k3. Collective."""
+        columns, _ = seen.gather(COLUMNS)
+        ran = columns["seen"] & (known(table.weights) > 0)
+        return float(k3(columns["proximal"], columns["logprobs"], table.behaviour)[ran].mean())
+
+    def figures(self, table: TokenTable, seen: Seen) -> dict[str, float]:
+        """Of a batch's steps. Collective."""
+        columns, totals = seen.gather(COLUMNS, TOTALS)
+        ran = columns["seen"]
+        used = replace(table, proximal=columns["proximal"], advantages=columns["advantages"])
+        start = columns["logprobs"] if table.proximal is None else table.proximal
+        clip = (self._algo.clip_low, self._algo.clip_high)
+        return {
+            "loss": totals["loss"],
+            "tokens/trained": float(ran.sum()),
+            "tokens/packed": totals["packed"],
+            "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
+            "entropy": float(columns["entropy"][ran].mean()) if bool(ran.any()) else 0.0,
+            **_distances(start, table, ran),
+            **gap_figures(replace(table, proximal=start), ran),
+            **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=self._algo.correction_cap, clip=clip),
+        }
+
+
+def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
+    """How far the policy is from reference and teacher, as k3; where they were asked, and a token ran."""
+    if not bool(ran.any()):
+        return {}
+    others = {"kl/reference": table.reference, "kl/teacher": table.teacher}
+    asked = {name: other for name, other in others.items() if other is not None}
+    found = {name: float(k3(logprobs, other, table.behaviour)[ran].mean()) for name, other in asked.items()}
+    if table.teacher is not None:
+        found["teacher/gap"] = float((logprobs - table.teacher)[ran].mean())
+    return found
