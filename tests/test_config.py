@@ -116,7 +116,7 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
         ("rollout.temperature", 0.0, "greater than 0"),
         ("algo.clip_low", 1.5, "less than or equal to 1"),
         ("algo.loss", "decoupled_ppo", "'ppo', 'gspo'"),
-        ("algo.advantage", "gae", "'grpo', 'dr_grpo'"),  # there is no critic
+        ("algo.advantage", "vtrace", "'grpo', 'dr_grpo'"),
         ("algo.correction", "mis", "'tis', 'tis_sequence' or 'icepop'"),
         ("algo.dual_clip", 1.0, "greater than 1"),
         ("algo.mask_lag", -1, "greater than or equal to 0"),
@@ -171,7 +171,7 @@ def test_file_task_without_a_file_is_refused() -> None:
 # --- the algorithm ------------------------------------------------------------------------------------------
 
 CHOICES = {
-    "advantage": ADVANTAGES.keys() - {"gae"},  # there is no critic
+    "advantage": ADVANTAGES.keys(),
     "loss": LOSSES.keys(),
     "correction": WEIGHTS.keys(),
 }

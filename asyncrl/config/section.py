@@ -10,6 +10,7 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+AboveOne = Annotated[float, Field(gt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Bounds = Annotated[tuple[NonNegative, Positive], Field(strict=False)]  # YAML and JSON know lists alone
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from asyncrl.config.section import Bounds, Count, Natural, NonNegative, Positive, Section, Share
+from asyncrl.config.section import AboveOne, Bounds, Count, Natural, NonNegative, Positive, Section, Share
 from asyncrl.errors import ConfigError
 
 
@@ -173,7 +173,7 @@ class Algo(Section):
     """Lower width of the clip: the ratio to the proximal policy stays above 1 - clip_low."""
     clip_high: NonNegative
     """Upper width of the clip: the ratio stays below 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1)] | None
+    dual_clip: AboveOne | None
     """Where the advantage A is negative, the loss stays below -A times this; unset: it has no bound."""
     dppo_trust: Positive
     """Of dppo_tv: how far a token's probability may have moved from what the engine wrote it with."""

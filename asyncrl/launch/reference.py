@@ -69,7 +69,7 @@ def _section(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: st
 
 
 def _field(name: str, kind: str, meaning: str | None) -> Iterator[str]:
-    yield f"  {name}  ({_readable(kind)})"
+    yield textwrap.fill(f"  {name}  ({_readable(kind)})", 100, subsequent_indent=" " * (len(name) + 5))
     if meaning:
         yield textwrap.fill(" ".join(meaning.split()), 100, initial_indent="      ", subsequent_indent="      ")
 
@@ -92,6 +92,7 @@ KINDS = {
     "Natural": "integer ≥ 0",
     "Positive": "number > 0",
     "NonNegative": "number ≥ 0",
+    "AboveOne": "number > 1",
     "Share": "number 0..1",
     "str": "text",
     "bool": "true or false",

@@ -25,7 +25,7 @@ from tests.algo.tables import few, make, numbers, quarters, reordered, tables, w
 
 PLAIN = AdvantageParams()
 WHITENED = ["reinforce_pp", "reinforce_pp_baseline", "gae"]
-RELATIVE = [name for name in ADVANTAGES if name not in WHITENED]
+RELATIVE = [name for name in ADVANTAGES if name not in (*WHITENED, "none")]
 TOKENS = ["reinforce_pp", "gae", "grpo_turn"]  # whose numbers differ within a sample
 positive = st.integers(0, 20).map(lambda n: n / 4)
 
@@ -61,6 +61,7 @@ HAND = {
     "reinforce_pp_baseline": whitened(0.75, *[-0.25] * 4, 1.5, *[-1.5] * 3),
     "grpo_turn": [0.75 / SMALL] + [-0.25 / SMALL] * 4 + [1.5 / LARGE] + [-1.5 / LARGE] * 3,  # single turns
     "gae": whitened(1, 0, 0, 0, 0, 4, 0.25, 0.5, 1),  # values 0, lambda 1
+    "none": [0.0] * 9,
 }
 
 

@@ -8,12 +8,16 @@ import inspect
 import json
 import re
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from asyncrl.algo.diagnostics import gap_figures, loss_figures
+from asyncrl.algo.table import build_table
 from asyncrl.jsonl import append
 from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET
 from asyncrl.metrics.record import StepLog, accuracies
@@ -45,7 +49,12 @@ def written_keys(file: str, function: str) -> set[str]:
 
 def policy_figures(**changes: float) -> dict[str, float]:
     """A realistic update."""
-    keys = written_keys("policy.py", "update") | written_keys("policy.py", "_figures")
+    keys = written_keys("policy.py", "update") | written_keys("policy.py", "_train")
+    keys |= written_keys("objective.py", "figures")
+    table = replace(build_table(GROUPS, 2), proximal=torch.zeros(NUM_TOKENS), advantages=torch.zeros(NUM_TOKENS))
+    nothing = torch.zeros(NUM_TOKENS, dtype=torch.bool)
+    keys |= gap_figures(table, nothing).keys()
+    keys |= loss_figures(table, nothing, nothing, nothing, cap=1.0, clip=(0.0, 0.0)).keys()
     return {**dict.fromkeys(sorted(keys), 0.5), **changes}
 
 
@@ -81,6 +90,7 @@ GROUPS = [
     group(0, [0.0, 1.0], tokens=4, versions=(0, 1)),
     group(1, [1.0, 1.0], tokens=2, versions=(2,), finish="length"),
 ]
+NUM_TOKENS = 12
 
 
 def test_step_record_has_the_documented_fields_and_no_other() -> None:
