@@ -19,7 +19,6 @@ cpu.enable()
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402
-from asyncrl.trainer.logprobs import token_logprobs  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -29,6 +28,8 @@ from asyncrl.config import Config, load, read  # noqa: E402
 from asyncrl.models.architectures import routing_shape  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.routing import unpacked  # noqa: E402
+from asyncrl.trainer.costs import costs_of  # noqa: E402
+from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.microbatches import packs_of_rank  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
@@ -49,8 +50,8 @@ def gradient(network: Network, packs: list[Pack], parallel: Parallel) -> tuple[T
     """Loss of this rank (on the last stage), and every parameter's gradient."""
     losses = [torch.zeros(())]
 
-    def visit(logits: Tensor, pack: Pack) -> Tensor:
-        logprobs, _ = token_logprobs(logits, pack, vocab=network.hf["vocab_size"], temperature=1.0, parallel=parallel)
+    def visit(head: Head, pack: Pack) -> Tensor:
+        logprobs, _ = head.score(pack, 1.0)
         loss = (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()
         losses.append(loss.detach())
         return loss
@@ -66,9 +67,9 @@ def own_routing_changes_nothing(config: Config, groups: list[Group], folder: Pat
     samples = routing.begin(groups, build_samples(groups))
     small = changed(config, trainer={"micro_batch_tokens": 40}).trainer
     with torch.no_grad(), routing.of_policy(whole_batch=True):
-        network.score(packs_of_rank(samples, small, parallel), lambda logits, _: logits.sum())
+        network.score(packs_of_rank(samples, small, parallel, costs_of(network.hf)), lambda head, _: head.hidden.sum())
     assert bool(routing._routes.known.all())
-    packs = packs_of_rank(samples[::-1], config.trainer, parallel)
+    packs = network.packs(samples[::-1])
     loss, gradients = gradient(network, packs, parallel)
     with routing.of_policy():
         again, replayed = gradient(network, packs, parallel)
@@ -105,7 +106,7 @@ def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[li
         for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
             layer = shape.sparse.index(router.layer_number - 1)
             for row, key in enumerate(mine):
-                if key >= 0:
+                if key in told:
                     used = maps[router][row].nonzero()[:, 0]
                     assert used.equal(told[key][layer].sort().values), (layer, row, used, told[key][layer])
                     compared[0] += 1
@@ -114,10 +115,8 @@ def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[li
     return compared
 
 
-def updates(
-    config: Config, groups: list[Group], folder: Path, parallel: Parallel, kind: str, *, check: bool
-) -> Figures:
-    """Two batches; with `check`, what routers used is compared with what the samples say."""
+def updates(config: Config, groups: list[Group], folder: Path, parallel: Parallel, kind: str) -> Figures:
+    """Two batches; under R3, what routers used is compared with what the samples say."""
     policy = Policy(changed(config, algo={"routing_replay": kind}), folder / "model", parallel)
     compared = [1]
     if kind == "R3":
