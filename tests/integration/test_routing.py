@@ -165,7 +165,7 @@ class Asking:
     async def _group(self, number: int, prompt: list[int], size: int, *, cut: bool = False) -> Group:
         sessions = [self._client.generate(group=f"g{number}") for _ in range(size)]
         asking = [asyncio.ensure_future(session(prompt)) for session in sessions]
-        while cut and not any(session.received > 2 for session in sessions):
+        while cut and not any(session.received > 2 for session in sessions):  # noqa: ASYNC110 (nothing tells when)
             await asyncio.sleep(0.01)
         if cut:
             await self._abort()
