@@ -31,6 +31,7 @@ class Parallel:
     device: torch.device
     tp_group: dist.ProcessGroup  # the ranks that share each dense matrix
     expert_group: dist.ProcessGroup  # the ranks that together hold all routed experts of a stage
+    cp_group: dist.ProcessGroup | None = None  # the ranks that share each sequence
 
     @property
     def is_first(self) -> bool:
@@ -44,8 +45,8 @@ class Parallel:
 
     @property
     def counts(self) -> bool:
-        """The one tensor-parallel rank of each last stage whose sums enter the statistics."""
-        return self.is_last_stage and self.tp_rank == 0
+        """The one rank of each replica's last stage whose sums enter the statistics."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def exports(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.parallel import Parallel
+from asyncrl.trainer.context import of_all_parts
 
 
 def mask_padding(logits: Tensor, vocab: int, parallel: Parallel) -> Tensor:
@@ -40,7 +41,7 @@ def token_logprobs(
     chosen = scaled[pack.row_of_target, local.clamp(0, scaled.shape[-1] - 1)] * mine
     if parallel.tp > 1:
         chosen = reduce_from_tensor_model_parallel_region(chosen)
-    return chosen - log_z[pack.row_of_target], log_z
+    return of_all_parts(chosen - log_z[pack.row_of_target], pack, parallel), log_z
 
 
 def scale(logits: Tensor, vocab: int, temperature: float, parallel: Parallel) -> Tensor:
@@ -67,4 +68,4 @@ def token_entropy(
     mean = ((scaled - log_z[:, None]).exp() * scaled).sum(-1)
     if parallel.tp > 1:
         mean = reduce_from_tensor_model_parallel_region(mean)
-    return (log_z - mean)[pack.row_of_target]
+    return of_all_parts((log_z - mean)[pack.row_of_target], pack, parallel)
