@@ -32,6 +32,7 @@ class Parallel:
     tp_group: dist.ProcessGroup  # the ranks that share each dense matrix
     expert_group: dist.ProcessGroup  # the ranks that together hold all routed experts of a stage
     stage_group: dist.ProcessGroup | None = None  # all ranks of a pipeline stage; None: one alone
+    cp_group: dist.ProcessGroup | None = None  # the ranks that share each sequence
 
     @property
     def is_first(self) -> bool:
@@ -45,8 +46,8 @@ class Parallel:
 
     @property
     def counts(self) -> bool:
-        """The one tensor-parallel rank of each last stage whose sums enter the statistics."""
-        return self.is_last_stage and self.tp_rank == 0
+        """The one rank of each replica's last stage whose sums enter the statistics."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def exports(self) -> bool:

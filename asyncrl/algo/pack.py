@@ -48,12 +48,21 @@ class Pack:
     targets: Tensor  # [T] int64
     table_rows: Tensor  # [T] int64, where the table of the batch holds what is known of them
     tokens_apart: int  # that would go through the model if nothing were shared
+    # under context parallelism this rank's part only: token_ids, positions, logit_rows and targets are of its rows
+    own_targets: Tensor | None = None  # which of the T trained tokens the part's are
+    bounds: tuple[int, ...] = ()  # where each rank's rows begin, and the end
+    part: int = 0
     keys: Tensor | None = None  # [N] int64 on the host, each token's place in algo/routes.py, or -1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model."""
-        return len(self.token_ids)
+        """Tokens that go through the model, on all context-parallel ranks."""
+        return len(self.ends)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Of the part."""
+        return (self.bounds[self.part], self.bounds[self.part + 1]) if self.bounds else (0, len(self.ends))
 
     def to(self, device: torch.device) -> Pack:
         """The same on another device."""

@@ -55,6 +55,8 @@ class Trainer(Section):
     """Ranks that share the layers."""
     virtual_pipeline: Count
     """Chunks of layers that each pipeline stage holds, interleaved with those of the other stages; 1: one."""
+    context_parallel: Count
+    """Ranks that share the tokens of each sequence, for long ones; each attends with its own to everyone's."""
     data_parallel: Count
     """Replicas that share each batch."""
     expert_parallel: Count
@@ -86,7 +88,7 @@ class Trainer(Section):
     @property
     def world_size(self) -> int:
         """Number of trainer ranks."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @model_validator(mode="after")
     def _layout_is_possible(self) -> Trainer:
@@ -96,14 +98,16 @@ class Trainer(Section):
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."
             )
-        stage, matrix = self.tensor_parallel * self.data_parallel, self.expert_tensor_parallel or self.tensor_parallel
+        stage = self.tensor_parallel * self.context_parallel * self.data_parallel
+        matrix = self.expert_tensor_parallel or self.tensor_parallel
         if stage % (matrix * self.expert_parallel):
             field = "expert_parallel" if stage % matrix == 0 else "expert_tensor_parallel"
             raise ConfigError(
                 f"trainer.{field}",
                 getattr(self, field),
                 f"expert_tensor_parallel × expert_parallel ({matrix * self.expert_parallel}) must divide the {stage} "
-                "ranks of a pipeline stage (tensor_parallel × data_parallel): raise trainer.data_parallel or lower it.",
+                "ranks of a pipeline stage (tensor_parallel × context_parallel × data_parallel): raise "
+                "trainer.data_parallel or lower it.",
             )
         return self
 

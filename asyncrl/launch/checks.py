@@ -141,8 +141,8 @@ def check_devices(config: Config, gpus: int) -> None:
         raise ConfigError(
             "trainer × engine ranks",
             wanted,
-            f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel or data_parallel "
-            f"({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel"
+            f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel, context_parallel or "
+            f"data_parallel ({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel"
             + (", or teacher.count × teacher.tensor_parallel." if config.teacher.started else "."),
         )
 

@@ -32,7 +32,7 @@ class Console:
         self._print(
             f"[bold]{escape(c.run.name)}[/]: {escape(c.model.path)} on {escape(', '.join(c.mixture))}; "
             f"{c.engine.count} engine(s), {f'teacher {escape(c.teacher.model)}, ' if c.teacher.model else ''}trainer "
-            f"TP {t.tensor_parallel} × PP {t.pipeline_parallel} × DP {t.data_parallel}; "
+            f"TP {t.tensor_parallel} × PP {t.pipeline_parallel} × CP {t.context_parallel} × DP {t.data_parallel}; "
             f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
         )
         self._print(f"run folder {escape(str(self._run_dir))}")

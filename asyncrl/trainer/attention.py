@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.models.architectures import rope
+from asyncrl.trainer.context import gather_rows
 from asyncrl.trainer.tree_attention import attend
 
 # megatron-core 0.16.1 without TransformerEngine holds a mock in its place here, and calls isinstance with it
@@ -43,8 +45,16 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Pack, **_: Any) -> Tensor:
-        """query [N, 1, heads, d], key [N, 1, kv_heads, d], value [N, 1, kv_heads, v] -> [N, 1, heads * v]."""
-        return attend(query[:, 0], key[:, 0], value[:, 0], attention_mask, self.scale).flatten(1)[:, None]
+        """query [N, 1, heads, d], key [N, 1, kv_heads, d], value [N, 1, kv_heads, v] -> [N, 1, heads * v].
+
+        Under context parallelism these are the rows of this rank, whose queries attend to the keys of all."""
+        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        if attention_mask.bounds:
+            both = gather_rows(
+                torch.cat([k, v], -1), attention_mask.bounds, parallel_state.get_context_parallel_group()
+            )
+            k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+        return attend(q, k, v, attention_mask, self.scale).flatten(1)[:, None]
 
 
 class PositionRope(RotaryEmbedding):

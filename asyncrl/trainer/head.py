@@ -26,6 +26,7 @@ from torch import Tensor
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.table import known
 from asyncrl.parallel import Parallel
+from asyncrl.trainer.context import of_all_parts
 
 NOT_A_TOKEN = -1e30  # logit of a column that only splits the vocabulary evenly; not -inf: 0 * inf is NaN
 
@@ -45,7 +46,8 @@ class Head:
         """[T] in float32 (or the model's float64), of the states that the targets were chosen in."""
         assert self.value_head is not None
         values = self.value_head(self.hidden)[:, 0]
-        return values.to(torch.promote_types(values.dtype, torch.float32)).index_select(0, pack.row_of_target)
+        values = values.to(_exact(values.dtype)).index_select(0, pack.row_of_target)
+        return of_all_parts(values, pack, self.parallel)
 
     def score(self, pack: Pack, temperature: float, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """log pi of each target [T], and if asked the entropy of the distribution that it was drawn from [T].
@@ -55,7 +57,8 @@ class Head:
         rows = pack.row_of_target
         shard = _Shard(self.vocab, temperature, self.chunk_rows, self.parallel)
         logprobs, of_rows = _Scores.apply(self.hidden, known(self.weight), rows, pack.targets, shard, entropy)
-        return logprobs, of_rows.index_select(0, rows) if entropy else None
+        of_targets = of_all_parts(of_rows.index_select(0, rows), pack, self.parallel) if entropy else None
+        return of_all_parts(logprobs, pack, self.parallel), of_targets
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The packs of this data-parallel rank for one optimizer step."""
+"""The packs of this rank for one optimizer step: those of its replica, or its part of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from asyncrl.algo.balance import Costs, share_out
 from asyncrl.algo.pack import Pack, pack
+from asyncrl.algo.parts import bounds_of, part
 from asyncrl.algo.samples import Sample
 from asyncrl.config import Trainer
 from asyncrl.parallel import Parallel
@@ -17,12 +18,15 @@ IDLE = [[Sample([0], [0], [False], number=0, first_row=0)]]
 
 
 def packs_of_rank(groups: Groups, trainer: Trainer, parallel: Parallel, costs: Costs) -> list[Pack]:
-    """At least one. Ranks that share experts meet in every micro-batch, and interleaved stages run whole rounds: there
-    every rank has as many as the one with the most."""
+    """At least one. Replicas that share experts meet in every micro-batch: there all have as many as the one with the
+    most. Interleaved stages run whole rounds."""
     p = parallel
     rounds = p.pp if trainer.virtual_pipeline > 1 else 1
     experts_cross_replicas = p.tp % (p.etp * p.ep) != 0
     limit, share = trainer.micro_batch_tokens, trainer.share_prompts
     mine = share_out(groups, p.dp, limit, costs, share=share, equal=experts_cross_replicas, rounds=rounds)[p.dp_rank]
     multiple = p.tp if trainer.sequence_parallel else 1
-    return [pack(batch or IDLE, share=share, multiple=multiple).to(p.device) for batch in mine]
+    packs = [pack(batch or IDLE, share=share, multiple=multiple * p.cp) for batch in mine]
+    if p.cp > 1:
+        packs = [part(one, bounds_of(one, p.cp, multiple, costs), p.cp_rank) for one in packs]
+    return [one.to(p.device) for one in packs]

@@ -64,6 +64,7 @@ def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfi
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
         virtual_pipeline_model_parallel_size=trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None,
+        context_parallel_size=trainer.context_parallel,
         expert_model_parallel_size=trainer.expert_parallel,
         expert_tensor_parallel_size=trainer.expert_tensor_parallel,  # None: as tensor_parallel
         sequence_parallel=trainer.sequence_parallel,

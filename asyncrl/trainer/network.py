@@ -45,7 +45,8 @@ class Network:
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
         self.weights.load(folder)  # after the cast, which could round what stays float32
-        self.sharded = parallel.dp > 1  # with one replica the distributed optimizer only adds copies of every buffer
+        # with one rank for each weight the distributed optimizer only adds copies of every buffer
+        self.sharded = parallel.dp * parallel.cp > 1
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)

@@ -31,13 +31,13 @@ def initialize(trainer: Trainer, *, gpu: bool, seed: int, timeout: float) -> Par
     return split(trainer, device, seed)
 
 
-def split(trainer: Trainer, device: torch.device, seed: int, *, context_parallel: int = 1) -> Parallel:
+def split(trainer: Trainer, device: torch.device, seed: int) -> Parallel:
     """Split the run's process group into Megatron's groups. Returns this rank's place in them."""
     parallel_state.initialize_model_parallel(
         trainer.tensor_parallel,
         trainer.pipeline_parallel,
         trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None,
-        context_parallel_size=context_parallel,
+        context_parallel_size=trainer.context_parallel,
         expert_model_parallel_size=trainer.expert_parallel,
         expert_tensor_parallel_size=trainer.expert_tensor_parallel,
     )
@@ -61,4 +61,5 @@ def split(trainer: Trainer, device: torch.device, seed: int, *, context_parallel
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
         stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        cp_group=parallel_state.get_context_parallel_group(),
     )

@@ -121,14 +121,21 @@ class Plan:
     above: list[Call]
 
 
-def plan(branches: Sequence[Branch]) -> Plan:
-    """Blocks in calls. Blocks of one depth have rows of their own."""
-    own = [Block((b.begin, b.end), (b.begin, b.end), True) for b in branches]
-    deep = sorted((b for b in branches if b.leave > b.end), key=lambda b: b.depth)
+def plan(branches: Sequence[Branch], rows: tuple[int, int]) -> Plan:
+    """Blocks in calls, of the queries of these rows (no branch is on both sides of an end). Blocks of one depth have
+    queries of their own."""
+    first, last = rows
+
+    def queries(begin: int, end: int) -> tuple[int, int]:
+        return max(begin, first) - first, min(end, last) - first
+
+    inside = [b for b in branches if first <= b.begin < last]
+    own = [Block(queries(b.begin, b.end), (b.begin, b.end), True) for b in inside]
+    deep = sorted((b for b in branches if max(b.end, first) < min(b.leave, last)), key=lambda b: b.depth)
     above = [
         call
         for _, level in groupby(deep, key=lambda b: b.depth)
-        for call in _calls([Block((b.end, b.leave), (b.begin, b.end), False) for b in level])
+        for call in _calls([Block(queries(b.end, b.leave), (b.begin, b.end), False) for b in level])
     ]
     return Plan(_calls(own), above)
 
@@ -155,7 +162,7 @@ def _length(span: tuple[int, int]) -> int:
 
 
 class _TreeAttention(torch.autograd.Function):
-    """q [N, h, d], k and v [N, g, d] with g dividing h -> [N, h, d]."""
+    """q [n, h, d], k and v [N, g, d] with g dividing h -> [n, h, d]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: Plan, scale: float) -> Tensor:
@@ -211,7 +218,8 @@ def _rows_of(call: Call, log_z: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
-    """q [N, h, d], k [N, g, d], v [N, g, e] -> [N, h, e]: the softmax of each row over the rows that it attends to."""
+    """q [n, h, d], k [N, g, d], v [N, g, e] -> [n, h, e]: each of this rank's n rows (all N, without context
+    parallelism) over the rows that it attends to."""
     if q.device.type != "cpu":
         return _flex(q, k, v, pack, scale)
     width = v.shape[-1]
@@ -219,7 +227,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
         widest = max(width, q.shape[-1])
         q, k, v = (torch.nn.functional.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if pack not in _PLANS:
-        _PLANS[pack] = plan(pack.branches)
+        _PLANS[pack] = plan(pack.branches, pack.rows)
     out: Tensor = _TreeAttention.apply(q, k, v, _PLANS[pack], scale)
     return out[..., :width]
 
@@ -241,12 +249,12 @@ def block_mask(pack: Pack) -> Any:
     """The rule of `pack.ends` for FlexAttention, which keeps it by blocks of 128 rows."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    ends, rows = pack.ends, pack.num_tokens
+    ends, (first, last) = pack.ends, pack.rows
 
     def attends(_: Tensor, __: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return (key <= row) & (row < ends[key])
+        return (key <= row + first) & (row + first < ends[key])
 
-    return create_block_mask(attends, None, None, rows, rows, device=str(ends.device))
+    return create_block_mask(attends, None, None, last - first, len(ends), device=str(ends.device))
 
 
 _MASKS: WeakKeyDictionary[Pack, Any] = WeakKeyDictionary()

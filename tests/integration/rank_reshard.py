@@ -41,9 +41,8 @@ def main(folder: Path) -> None:
     mine: dict[str, dict[str, Any]] = {}
     cases = json.loads((folder / "cases.json").read_text())[str(dist.get_world_size())]
     for layout, (settings, models) in cases.items():
-        context_parallel = settings.pop("context_parallel", 1)
         trainer = base.model_copy(update=settings)
-        parallel = split(trainer, torch.device("cpu"), seed=0, context_parallel=context_parallel)
+        parallel = split(trainer, torch.device("cpu"), seed=0)
         for name in models:
             mine[f"{layout}/{name}"] = found(folder / name, trainer, parallel)
         parallel_state.destroy_model_parallel()

@@ -36,6 +36,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_tokens": UNEVEN},
     "dp2": {"data_parallel": 2},
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "cp2": {"context_parallel": 2},
+    "cp2-small-micro-batches": {"context_parallel": 2, "micro_batch_tokens": 40},
+    "tp2-sp-cp2": {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2},
+    "pp2-cp2": {"pipeline_parallel": 2, "context_parallel": 2, "micro_batch_tokens": 60},
+    "dp2-cp2": {"data_parallel": 2, "context_parallel": 2},
     "ep2": {"data_parallel": 2, "expert_parallel": 2, "micro_batch_tokens": UNEVEN},
     "tp2-sp-etp1": {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
     "tp2-sp-ep2": {

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncrl.algo.balance import TOKEN, Costs
 from asyncrl.algo.pack import Pack, pack
+from asyncrl.algo.parts import bounds_of, part
 from asyncrl.algo.samples import Sample
 from asyncrl.trainer.tree_attention import attend, block_mask, plan
 from tests.algo.test_pack import Groups, packs, words
@@ -63,7 +65,7 @@ def test_calls_are_few_and_cover_every_pair_once() -> None:
         prompt = [*head, g, *words(rng, 9)]
         groups.append([sample(prompt, [s, *words(rng, 3)]) for s in range(8)])
     p = pack(groups)
-    calls = plan(p.branches)
+    calls = plan(p.branches, p.rows)
     assert len(calls.own) + len(calls.above) <= 5  # beginning, prompts, answers; answers on prompts, all on beginning
     assert sum(len(call.rows) if call.alone is None else call.alone.queries[1] for call in calls.own) == p.num_tokens
 
@@ -163,3 +165,23 @@ def test_a_model_has_the_values_and_gradients_of_separate_sequences(
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
     for name, weight in theirs.items():
         torch.testing.assert_close(mine[name].grad.double(), weight.grad, rtol=0, atol=tolerance, msg=name)
+
+
+@given(case=packs(), parts=st.integers(2, 4))
+@settings(max_examples=25, deadline=None)
+def test_each_part_of_a_pack_has_its_rows_of_the_whole(case: tuple, parts: int) -> None:
+    """Values, and gradients that sum to the whole's over the parts."""
+    groups, share, _ = case
+    p = pack(groups, share=share, multiple=parts)
+    bounds = bounds_of(p, parts, 1, Costs(pair=TOKEN // 50))
+    q, k, v, grad = drawn(p, 0, torch.float64)
+    whole, apart = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+    dense(*whole, p, 0.3).backward(grad)
+    for number in range(parts):
+        mine = part(p, bounds, number)
+        rows = slice(*mine.rows)
+        out = attend(apart[0][rows], *apart[1:], mine, 0.3)
+        torch.testing.assert_close(out, dense(*whole, p, 0.3)[rows], rtol=0, atol=1e-10)
+        out.backward(grad[rows])
+    for x, y in zip(apart, whole, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-10)

@@ -1,0 +1,63 @@
+"""A pack cut over context-parallel ranks: each holds a stretch of its rows, chosen so that all have as much to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from asyncrl.algo.balance import TOKEN, Costs
+from asyncrl.algo.pack import Branch, Pack
+
+
+def bounds_of(pack: Pack, parts: int, multiple: int, costs: Costs) -> tuple[int, ...]:
+    """Where each part begins, and the end. Parts cost about the same: a row attends to as many others as its position
+    says, so that equal numbers of rows would not. Each has a multiple of `multiple` rows (the pack has one for all)."""
+    rows = np.full(pack.num_tokens, TOKEN, np.int64) + (pack.positions.numpy() + 1) * costs.pair
+    rows[pack.logit_rows.numpy()] += costs.row
+    spent = np.cumsum(rows)
+    found = [0]
+    for part in range(1, parts):
+        fair = int(np.searchsorted(spent, int(spent[-1]) * part // parts))
+        nearest = (fair + multiple // 2) // multiple * multiple
+        found.append(min(max(nearest, found[-1] + multiple), pack.num_tokens - (parts - part) * multiple))
+    return (*found, pack.num_tokens)
+
+
+def part(pack: Pack, bounds: tuple[int, ...], number: int) -> Pack:
+    """The pack as the rank with part `number` sees it: its own tokens, logits and targets, and everyone's rows of the
+    table, for the log-probabilities of all parts are brought together."""
+    first, last = bounds[number : number + 2]
+    target_rows = pack.logit_rows[pack.row_of_target]
+    own = ((target_rows >= first) & (target_rows < last)).nonzero().flatten()
+    logit_rows, row_of_target = torch.unique(target_rows[own] - first, return_inverse=True)
+    return replace(
+        pack,
+        token_ids=pack.token_ids[first:last],
+        positions=pack.positions[first:last],
+        branches=cut(pack.branches, bounds),
+        logit_rows=logit_rows if len(logit_rows) else logit_rows.new_zeros(1),
+        row_of_target=row_of_target,
+        targets=pack.targets[own],
+        own_targets=own,
+        bounds=bounds,
+        part=number,
+        keys=None if pack.keys is None else pack.keys[first:last],
+    )
+
+
+def cut(branches: Sequence[Branch], bounds: Sequence[int]) -> tuple[Branch, ...]:
+    """The same tree with no branch on both sides of a bound: what is cut off stands below what it is cut from."""
+    found: list[Branch] = []
+    above: list[int] = []  # where the branches that the next one is in end
+    for branch in branches:
+        inner = [bound for bound in bounds if branch.begin < bound < branch.end]
+        for begin, end in pairwise([branch.begin, *inner, branch.end]):
+            while above and above[-1] <= begin:
+                above.pop()
+            found.append(Branch(begin, end, branch.leave, len(above)))
+            above.append(branch.leave)
+    return tuple(found)
