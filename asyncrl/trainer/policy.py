@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.correction import CorrectionParams, correction, log_linear_proximal
 from asyncrl.algo.diagnostics import gap_figures, loss_figures
-from asyncrl.algo.distill import distillation_loss, distilled_advantages
+from asyncrl.algo.distill import distillation_loss, distilled_advantages, tempered
 from asyncrl.algo.kl import ESTIMATORS, k3
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.pack import Pack
@@ -47,11 +47,8 @@ class Policy:
         self._advantage = _taken(AdvantageParams, config.algo)
         self._correction = _taken(CorrectionParams, config.algo)
         self._clip = _taken(LossParams, config.algo)
-        self._where = {
-            "vocab": self.hf["vocab_size"],
-            "temperature": config.rollout.temperature,
-            "parallel": parallel,
-        }
+        self._temperature = config.rollout.temperature
+        self._where = {"vocab": self.hf["vocab_size"], "temperature": self._temperature, "parallel": parallel}
 
     @property
     def reused(self) -> int:
@@ -67,7 +64,10 @@ class Policy:
         groups = build_samples([*batch.groups, *replayed])
         if algo.kl_coefficient or (algo.kl_meter_every and batch.version % algo.kl_meter_every == 0):
             table = replace(table, reference=self._of_reference(groups, table))
-        if algo.steps > 1 or self._kl_in("reward"):  # one step starts from the policy that it runs
+        if table.teacher is not None and self._temperature != 1.0:
+            start, plain = self._score(groups, table), self._score(groups, table, temperature=1.0)
+            table = replace(table, proximal=start, teacher=tempered(start, plain, table.teacher, self._temperature))
+        elif algo.steps > 1 or self._kl_in("reward"):  # one step starts from the policy that it runs
             table = replace(table, proximal=self._score(groups, table))
         if self._kl_in("reward"):
             table = replace(table, token_reward=table.token_reward - self._kl(known(table.proximal), table))
@@ -85,12 +85,13 @@ class Policy:
         with self._reference.in_place():
             return self._score(groups, table)
 
-    def _score(self, groups: Groups, table: TokenTable) -> Tensor:
-        """[N] log-probabilities of the weights as they are."""
+    def _score(self, groups: Groups, table: TokenTable, temperature: float | None = None) -> Tensor:
+        """[N] log-probabilities of the weights as they are, at the sampling temperature or another."""
         seen = Seen(table.num_tokens, self.parallel)
+        where = {**self._where, "temperature": temperature or self._temperature}
 
         def visit(logits: Tensor, pack: Pack) -> Tensor:
-            logprobs, _ = token_logprobs(logits, pack, **self._where)
+            logprobs, _ = token_logprobs(logits, pack, **where)
             seen.note(pack.table_rows, logprobs=logprobs)
             return logprobs.sum()
 
@@ -213,7 +214,7 @@ class Policy:
             "tokens/trained": float(ran.sum()),
             "tokens/packed": totals["packed"],
             "entropy": float(columns["entropy"][ran].mean()) if bool(ran.any()) else 0.0,
-            **_distances(start, table, ran),
+            **_distances(start, table, ran, plain=self._temperature == 1.0),
             **gap_figures(replace(table, proximal=start), ran),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=algo.correction_cap, clip=clip),
         }
@@ -227,9 +228,10 @@ class Policy:
         return Reference(self.network, path, offload=algo.reference_offload)
 
 
-def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
-    """How far the policy is from reference and teacher, as k3; where they were asked, and a token ran."""
-    others = {"kl/reference": table.reference, "kl/teacher": table.teacher}
+def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor, *, plain: bool) -> dict[str, float]:
+    """How far the policy is from reference and teacher, as k3; where they were asked, and a token ran. The teacher's is
+    known at temperature 1 (`plain`); elsewhere up to a baseline, which is no distance."""
+    others = {"kl/reference": table.reference, "kl/teacher": table.teacher if plain else None}
     if not bool(ran.any()):
         return {}
     found = {
@@ -237,7 +239,7 @@ def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, fl
         for name, other in others.items()
         if other is not None
     }
-    if table.teacher is not None:
+    if table.teacher is not None:  # elsewhere: at temperature 1, over the temperature
         found["teacher/gap"] = float((logprobs - table.teacher)[ran].mean())
     return found
 
