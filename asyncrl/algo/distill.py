@@ -16,6 +16,15 @@ the weights pi / mu is not the KL of any. It costs no pass: with one step the we
 several it is scored anyway. So a teacher that equals the policy gives no advantage, but for the gap between engine and
 trainer.
 
+Temperature: engines tell the log-probabilities of given tokens at temperature 1 (engine/scorer.py), and tokens are
+drawn at T. With logits z, log softmax(z / T) = log softmax(z) / T + what is the same for all tokens of a position, so
+
+    l_T - l_teacher,T = (l_1 - l_teacher,1) / T + a baseline
+
+and E_pi[baseline grad l] = 0: with both sides at temperature 1 and divided by T the gradient at T is the same in
+expectation, and a teacher that equals the policy still gives zero (`tempered`). The value is no KL then, and a
+baseline that depends on later positions is none: kl/teacher, the discount and the KL's reference need T = 1.
+
 Without the stop-gradient the term vanishes: the teacher's part has no gradient, and l's own has mean zero.
 """
 
@@ -26,6 +35,12 @@ from torch import Tensor
 from asyncrl.algo.advantage import returns
 from asyncrl.algo.kl import ratio
 from asyncrl.algo.table import TokenTable, known
+
+
+def tempered(start: Tensor, plain: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """[N] what stands for the teacher's log-probabilities at `temperature`, up to a baseline: `start` is the policy's l
+    there, `plain` its l at temperature 1, as `teacher` is."""
+    return start - (plain - teacher) / temperature
 
 
 def distilled_advantages(start: Tensor, rows: TokenTable, coefficient: float, discount: float) -> Tensor:

@@ -112,12 +112,13 @@ class Config(Section):
                 if value:
                     remedy = "It needs a teacher: set teacher=sglang teacher.model=FOLDER."
                     raise ConfigError(field, value, remedy)
-        elif self.rollout.temperature != 1.0:
+        elif self.rollout.temperature != 1.0 and (algo.distill_discount or algo.reference == "teacher"):
+            what = "algo.distill_discount" if algo.distill_discount else "algo.reference=teacher"
             raise ConfigError(
                 "rollout.temperature",
                 self.rollout.temperature,
-                "SGLang gives the log-probabilities of given tokens at temperature 1, whatever a request asks for, and "
-                "the policy's must be at the same one to be compared with a teacher's: set 1.0.",
+                "SGLang gives the log-probabilities of given tokens at temperature 1, whatever a request asks for: at "
+                f"another, {what} would be wrong (algo/distill.py). Set 1.0, or do without it.",
             )
         for url in teacher.urls:
             if not url.startswith(("http://", "https://")):

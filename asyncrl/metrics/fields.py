@@ -83,8 +83,10 @@ STEP_CRITIC = {
 
 # The same file, where there is a teacher
 STEP_TEACHER = {
-    "kl/teacher": "k3 estimate of KL(policy || teacher) over the trained tokens, at the step's start",
-    "teacher/gap": "mean log-probability of the policy minus that of the teacher over them: the k1 estimate",
+    "kl/teacher": "k3 estimate of KL(policy || teacher) over the trained tokens, at the step's start; absent where "
+    "rollout.temperature is not 1",
+    "teacher/gap": "mean log-probability of the policy minus that of the teacher over them, the k1 estimate; at "
+    "another rollout.temperature both at temperature 1, and divided by it",
     "teacher/tokens": "tokens that its engines were sent since the step before",
     "teacher/cached": "share of them that they found in their caches",
     "teacher/retried": "requests that were sent again since the step before",

@@ -113,19 +113,20 @@ class Objective:
             "tokens/packed": totals["packed"],
             "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
             "entropy": float(columns["entropy"][ran].mean()) if bool(ran.any()) else 0.0,
-            **_distances(start, table, ran),
+            **_distances(start, table, ran, plain=self._temperature == 1.0),
             **gap_figures(replace(table, proximal=start), ran),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=self._algo.correction_cap, clip=clip),
         }
 
 
-def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
-    """How far the policy is from reference and teacher, as k3; where they were asked, and a token ran."""
+def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor, *, plain: bool) -> dict[str, float]:
+    """How far the policy is from reference and teacher, as k3; where they were asked, and a token ran. The teacher's is
+    known at temperature 1 (`plain`); elsewhere up to a baseline, which is no distance."""
     if not bool(ran.any()):
         return {}
-    others = {"kl/reference": table.reference, "kl/teacher": table.teacher}
+    others = {"kl/reference": table.reference, "kl/teacher": table.teacher if plain else None}
     asked = {name: other for name, other in others.items() if other is not None}
     found = {name: float(k3(logprobs, other, table.behaviour)[ran].mean()) for name, other in asked.items()}
-    if table.teacher is not None:
+    if table.teacher is not None:  # elsewhere: at temperature 1, over the temperature
         found["teacher/gap"] = float((logprobs - table.teacher)[ran].mean())
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw
+from asyncrl.algo.distill import tempered
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.replay import Replay
@@ -48,6 +49,7 @@ class Policy:
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
         self._critic = Critic(config, folder, parallel) if algo.advantage == "gae" else None
         self._warm_at = algo.critic_warmup if self._critic else 0
+        self._temperature = config.rollout.temperature
         self._objective = Objective(algo, config.rollout)
         self._advantage, self._selection = taken(AdvantageParams, algo), taken(SelectionParams, algo)
         self._shaping = taken(ShapingParams, algo)
@@ -72,9 +74,14 @@ class Policy:
         if algo.kl_coefficient or (algo.kl_meter_every and batch.version % algo.kl_meter_every == 0):
             table = replace(table, reference=self._of_reference(groups, table))
         selection = LOSSES[algo.loss].selection
-        if algo.steps > 1 or selection or objective.kl_in("reward"):  # one step starts from the policy that it runs
+        tempered_teacher = table.teacher is not None and self._temperature != 1.0  # it knows temperature 1 alone
+        # one step starts from the policy that it runs
+        if algo.steps > 1 or selection or objective.kl_in("reward") or tempered_teacher:
             with self._routing.of_policy(whole_batch=True) if self._routing else nullcontext():
                 table = replace(table, proximal=self._score(groups, table))
+        if tempered_teacher:
+            start, plain = known(table.proximal), self._score(groups, table, temperature=1.0)
+            table = replace(table, teacher=tempered(start, plain, known(table.teacher), self._temperature))
         if objective.kl_in("reward"):
             table = replace(table, token_reward=table.token_reward - objective.kl(known(table.proximal), table))
         if self._critic:
@@ -132,12 +139,12 @@ class Policy:
             for start in range(0, len(groups), size):
                 yield groups[start : start + size]
 
-    def _score(self, groups: Groups, table: TokenTable) -> Tensor:
-        """[N] log-probabilities of the weights as they are."""
+    def _score(self, groups: Groups, table: TokenTable, temperature: float | None = None) -> Tensor:
+        """[N] log-probabilities of the weights as they are, at the sampling temperature or another."""
         seen = Seen(table.num_tokens, self.parallel)
 
         def visit(head: Head, pack: Pack) -> Tensor:
-            logprobs, _ = head.score(pack, self.config.rollout.temperature)
+            logprobs, _ = head.score(pack, temperature or self._temperature)
             seen.note(pack.table_rows, logprobs=logprobs)
             return logprobs.sum()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
-from asyncrl.algo.distill import distillation_loss, distilled_advantages
+from asyncrl.algo.distill import distillation_loss, distilled_advantages, tempered
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.table import TokenTable, build_table, known
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
@@ -142,6 +142,28 @@ def test_engines_log_probabilities_in_the_place_of_the_policys_would_be_biased()
     (behaviour.exp() * (logprobs - behaviour).exp() * -advantages).sum().backward()
     assert at.grad is not None
     assert float((at.grad - true_gradient(logits, teacher)).abs().max()) > 0.02
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+@pytest.mark.parametrize("place", ["advantage", "loss"])
+def test_gradient_at_another_temperature_needs_the_teacher_at_temperature_1_alone(
+    place: str, temperature: float
+) -> None:
+    logits, behaviour, teacher = policies(2)
+    at = logits.clone().requires_grad_()
+    logprobs, rows = every_token(at / temperature, behaviour, teacher)
+    start, plain = logprobs.detach(), torch.log_softmax(logits, -1)
+    rows = replace(rows, teacher=tempered(start, plain, teacher, temperature))
+    if place == "loss":
+        losses = distillation_loss(logprobs, rows, 1.0)
+    else:
+        rows = replace(rows, advantages=distilled_advantages(start, rows, 1.0, 0.0))
+        losses = (start - behaviour).exp() * LOSSES["ppo"].loss(logprobs, rows, LossParams())
+    (behaviour.exp() * losses).sum().backward()
+    expected = true_gradient(logits / temperature, torch.log_softmax(teacher / temperature, -1)) / temperature
+    torch.testing.assert_close(at.grad, expected, rtol=1e-12, atol=1e-12)
+    itself = tempered(start, plain, plain, temperature)
+    assert float((start - itself).abs().max()) < 1e-15
 
 
 def test_value_of_the_loss_is_the_kl_and_its_least_at_the_teacher() -> None:

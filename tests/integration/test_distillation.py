@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "small": SMALL,
     "discounted": {"algo.distill_discount": 0.9},
     "discounted-small": {"algo.distill_discount": 0.9, **SMALL},
+    "warm": {"rollout.temperature": 0.8},
+    "warm-loss": {"rollout.temperature": 0.8, "algo.distill_place": "loss"},
     "off": {"algo.advantage": "grpo", "algo.distill_coefficient": 0.0},
     "reference": {"algo.reference": "teacher", "algo.kl_coefficient": 0.1, "algo.kl_estimator": "k2"},
 }
@@ -107,6 +109,13 @@ def test_advantage_and_loss_have_one_gradient(figures: Figures) -> None:
     found = figures("single")
     assert found["advantage"]["grad_norm"] > 0.01
     assert found["loss"]["grad_norm"] == pytest.approx(found["advantage"]["grad_norm"], rel=1e-4)
+
+
+def test_both_forms_agree_at_another_temperature(figures: Figures) -> None:
+    found = figures("single")
+    assert found["warm-loss"]["grad_norm"] == pytest.approx(found["warm"]["grad_norm"], rel=1e-4)
+    assert found["warm"]["grad_norm"] != pytest.approx(found["advantage"]["grad_norm"], rel=1e-2)
+    assert "kl/teacher" not in found["warm"]
 
 
 def test_policy_scored_beforehand_is_the_one_in_training(figures: Figures) -> None:

@@ -99,7 +99,18 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
         ({"algo.reference": "teacher"}, "algo.reference", "teacher", "set teacher=sglang teacher.model"),
         ({"teacher.urls": ["http://a:1"]}, "teacher.urls", ["http://a:1"], "set teacher=sglang teacher.model"),
         ({"teacher.model": "/t", "teacher.urls": ["gpu1:30000"]}, "teacher.urls", "gpu1:30000", "http://HOST:PORT"),
-        ({"teacher.model": "/t", "rollout.temperature": 0.7}, "rollout.temperature", 0.7, "temperature 1, whatever"),
+        (
+            {"teacher.model": "/t", "rollout.temperature": 0.7, "algo.distill_discount": 0.5},
+            "rollout.temperature",
+            0.7,
+            "algo.distill_discount would be wrong",
+        ),
+        (
+            {"teacher.model": "/t", "rollout.temperature": 0.7, "algo.reference": "teacher"},
+            "rollout.temperature",
+            0.7,
+            "algo.reference=teacher would be wrong",
+        ),
         ({"algo.advantage": "none"}, "algo.advantage", "none", "set algo.distill_coefficient"),
         (
             {"teacher.model": "/t", "algo.reference": "teacher", "algo.reference_path": "/r"},
@@ -133,6 +144,10 @@ def test_setting_that_needs_a_teacher_or_contradicts_it_is_named(
     with pytest.raises(ConfigError, match=remedy) as caught:
         tiny_config(**changes)
     assert (caught.value.field, caught.value.value) == (field, value)
+
+
+def test_other_temperatures_are_fine_where_each_token_answers_for_itself() -> None:
+    tiny_config(**{"teacher.model": "/t", "rollout.temperature": 0.7, "algo.distill_coefficient": 1.0})
 
 
 def test_pure_distillation_needs_no_siblings() -> None:
