@@ -55,7 +55,8 @@ class Policy:
         table, groups = build_table(batch.groups, batch.version), build_samples(batch.groups)
         table = replace(table, reward=shaped(table, self._shaping, longest), keep=trainable(table, self._shaping))
         selection = LOSSES[algo.loss].selection
-        if algo.steps > 1 or selection:  # with one step the policy that it starts from is the one that it runs
+        started = algo.steps > 1 and algo.proximal == "start"  # one step starts from the policy that it runs
+        if started or selection:
             table = replace(table, proximal=self._score(groups, table))
         table = replace(table, advantages=ADVANTAGES[algo.advantage](table, self._advantage))
         if selection:

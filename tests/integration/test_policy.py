@@ -191,6 +191,13 @@ def test_steps_share_the_policy_that_they_started_from() -> None:
     assert figures["loss/clipped"] > 0.5
 
 
+@pytest.mark.parametrize("proximal", ["log_linear", "behaviour"])
+def test_proximal_policy_without_a_pass_of_its_own_costs_none(proximal: str) -> None:
+    one = policy(proximal=proximal, correction=None, epochs=2)
+    one.update(batch())
+    assert one.network.passes == ["train", "train"]
+
+
 def test_shaped_rewards_make_the_advantages() -> None:
     one = policy(overlong_buffer=2, overlong_penalty=0.5, length_penalty=0.1, reward_clip=1.5, advantage="dr_grpo")
     one.update(batch())
