@@ -76,7 +76,8 @@ class Policy:
         selection = LOSSES[algo.loss].selection
         tempered_teacher = table.teacher is not None and self._temperature != 1.0  # it knows temperature 1 alone
         # one step starts from the policy that it runs
-        if algo.steps > 1 or selection or objective.kl_in("reward") or tempered_teacher:
+        started = algo.steps > 1 and (algo.proximal == "start" or algo.routing_replay == "R2")
+        if started or selection or objective.kl_in("reward") or tempered_teacher:
             with self._routing.of_policy(whole_batch=True) if self._routing else nullcontext():
                 table = replace(table, proximal=self._score(groups, table))
         if tempered_teacher:

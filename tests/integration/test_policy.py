@@ -1,0 +1,241 @@
+"""One update of the policy over a table of bigrams in the place of the network: what reaches the loss, and how."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
+from asyncrl.algo.correction import CorrectionParams, correction
+from asyncrl.algo.loss import LOSSES, LossParams
+from asyncrl.algo.pack import Pack
+from asyncrl.algo.samples import build_samples, shares
+from asyncrl.algo.selection import SELECTIONS, SelectionParams
+from asyncrl.algo.table import TokenTable, build_table
+from asyncrl.trainer import cpu
+from asyncrl.types import Batch, Completion, Group, Trajectory, Turn, VersionSpan
+from tests.fakes import tiny_config
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    cpu.enable()
+    from asyncrl.trainer import policy as module
+    from asyncrl.trainer.policy import Policy
+
+pytestmark = pytest.mark.integration
+
+VOCAB, LONGEST = 7, 4
+Change = Callable[[TokenTable], TokenTable]
+
+
+class Bigrams:
+    """Logits of the next token by the last one; counts its passes."""
+
+    def __init__(self, *_: Any) -> None:
+        self.weights, self.hf = None, {"vocab_size": VOCAB}
+        self.logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5)).requires_grad_()
+        self.passes: list[str] = []
+        self.gradients: list[Tensor] = []
+
+    def train(self, packs: list[Pack], visit: Callable[[Tensor, Pack], Tensor]) -> None:
+        self.passes.append("train")
+        for pack in packs:
+            visit(self.logits[pack.token_ids[pack.logit_rows]], pack).backward()
+
+    @torch.no_grad()
+    def score(self, packs: list[Pack], visit: Callable[[Tensor, Pack], Tensor]) -> None:
+        self.passes.append("score")
+        for pack in packs:
+            visit(self.logits[pack.token_ids[pack.logit_rows]], pack)
+
+
+class Descent:
+    """Plain steps; keeps their gradients."""
+
+    lr = 0.5
+
+    def __init__(self, trainer: Any, network: Bigrams, max_steps: int) -> None:
+        self.network = network
+
+    def zero_grad(self) -> None:
+        self.network.logits.grad = None
+
+    def step(self) -> tuple[float, bool]:
+        gradient = self.network.logits.grad
+        assert gradient is not None
+        self.network.gradients.append(gradient.clone())
+        with torch.no_grad():
+            self.network.logits -= self.lr * gradient
+        return float(gradient.norm()), True
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Network", Bigrams)
+    monkeypatch.setattr(module, "Optimizer", Descent)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
+
+
+def policy(**algo: Any) -> Policy:
+    trainer = {name: algo.pop(name) for name in ("micro_batch_tokens",) if name in algo}
+    changes = {f"algo.{name}": value for name, value in ({"entropy_bonus": 0.0} | algo).items()}
+    changes |= {f"trainer.{name}": value for name, value in trainer.items()}
+    config = tiny_config(**changes, **{"rollout.max_new_tokens": LONGEST, "rollout.temperature": 1.0})
+    place: Any = SimpleNamespace(
+        tp=1, tp_rank=0, dp=1, dp_rank=0, etp=1, ep=1, pp=1, counts=True, device=torch.device("cpu")
+    )
+    return Policy(config, Path(), place)
+
+
+def answer(tokens: list[int], logprob: float, finish: str = "stop") -> Completion:
+    size = len(tokens)
+    return Completion(tokens, [logprob - i / 8 for i in range(size)], [VersionSpan(1, 0, size)], finish)
+
+
+def batch() -> Batch:
+    """Two groups; one answer is cut off, one is empty, one has two turns."""
+    first = [
+        Trajectory([Turn([], answer([1, 2], -1.0))], 1.0),
+        Trajectory([Turn([], answer([3, 3, 4, 6], -2.5, "length"))], 0.0),
+        Trajectory([Turn([], Completion([], [], [], "stop"))], 0.5),
+    ]
+    second = [
+        Trajectory([Turn([], answer([5], -0.1)), Turn([2, 2], answer([6, 1], -3.0))], 2.0),
+        Trajectory([Turn([], answer([0, 4, 4], -1.5))], 0.25),
+    ]
+    return Batch(3, [Group("a", 0, [1, 2], first, "made"), Group("b", 1, [3, 4, 5], second, "made")], {})
+
+
+def logprobs_of(logits: Tensor) -> Tensor:
+    """[N], by walking through the batch."""
+    found = []
+    for group in batch().groups:
+        for trajectory in group.trajectories:
+            last = group.prompt_ids[-1]
+            for turn in trajectory.turns:
+                for token in turn.observation:
+                    last = token
+                for token in turn.completion.token_ids:
+                    found.append(torch.log_softmax(logits[last], -1)[token])
+                    last = token
+    return torch.stack(found).double()
+
+
+def by_formula(
+    loss: str, advantage: str = "grpo", weight: str | None = "tis", change: Change = lambda table: table
+) -> Tensor:
+    """Gradient of one step, written out over the whole table."""
+    logits = Bigrams().logits
+    table, samples = build_table(batch().groups, 3), [s for one in build_samples(batch().groups) for s in one]
+    logprobs = logprobs_of(logits)
+    table = replace(table, proximal=logprobs.detach(), keep=torch.ones(table.num_tokens, dtype=torch.bool))
+    table = change(table)
+    table = replace(table, advantages=ADVANTAGES[advantage](table, AdvantageParams()))
+    if LOSSES[loss].selection:
+        table = replace(table, keep=SELECTIONS["m2po"](table, SelectionParams()))
+        assert table.keep is not None
+        assert not bool(table.keep.all())
+    factor = correction(logprobs, table, CorrectionParams(weight)) * table.keep
+    losses = factor * LOSSES[loss].loss(logprobs, table, LossParams())
+    aggregation = "sequence" if LOSSES[loss].sequences else "token"
+    (shares(table, samples, aggregation, LONGEST) * losses).sum().backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+def settings(loss: str) -> dict[str, Any]:
+    row = LOSSES[loss]
+    return {
+        "loss": loss,
+        "aggregation": "sequence" if row.sequences else "token",
+        "correction": "tis" if row.against == "proximal" else None,
+    }
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_of_one_step_is_that_of_the_formula(loss: str) -> None:
+    one = policy(**settings(loss))
+    figures = one.update(batch())
+    expected = by_formula(loss, weight=settings(loss)["correction"])
+    torch.testing.assert_close(one.network.gradients, [expected], rtol=1e-5, atol=1e-6)
+    assert one.network.passes == (["score"] if LOSSES[loss].selection else []) + ["train"]
+    assert figures["tokens/trained"] == 12.0
+    assert (figures["correction/masked"] > 0) == (LOSSES[loss].selection is not None)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_micro_batches_change_no_step(loss: str) -> None:
+    runs = [policy(**settings(loss), mini_batches=1, epochs=3, micro_batch_tokens=size) for size in (1, 1000)]
+    figures = [one.update(batch()) for one in runs]
+    assert runs[0].network.passes == ["score", "train", "train", "train"]
+    torch.testing.assert_close(runs[0].network.gradients, runs[1].network.gradients, rtol=1e-5, atol=1e-6)
+    assert figures[0] == pytest.approx(figures[1], rel=1e-5, abs=1e-6)
+
+
+def test_steps_share_the_policy_that_they_started_from() -> None:
+    one = policy(mini_batches=2, clip_low=0.0, clip_high=0.0)
+    one.update(batch())
+    assert one.network.passes == ["score", "train", "train"]
+    again = policy(mini_batches=1, epochs=2, clip_low=0.0, clip_high=0.0)
+    figures = again.update(batch())
+    # what the first step moved the way it wanted, the second finds clipped at width 0
+    assert float(again.network.gradients[1].norm()) < 0.5 * float(again.network.gradients[0].norm())
+    assert figures["loss/clipped"] > 0.5
+
+
+@pytest.mark.parametrize("proximal", ["log_linear", "behaviour"])
+def test_proximal_policy_without_a_pass_of_its_own_costs_none(proximal: str) -> None:
+    one = policy(proximal=proximal, correction=None, epochs=2)
+    one.update(batch())
+    assert one.network.passes == ["train", "train"]
+
+
+def test_shaped_rewards_make_the_advantages() -> None:
+    one = policy(overlong_buffer=2, overlong_penalty=0.5, length_penalty=0.1, reward_clip=1.5, advantage="dr_grpo")
+    one.update(batch())
+    lengths = torch.tensor([2, 4, 0, 3, 3])
+    rewards = torch.tensor([1.0, -0.5, 0.5, 1.75, 0.0]) - 0.1 * lengths / 4
+    expected = by_formula("ppo", "dr_grpo", change=lambda t: replace(t, reward=rewards.double().clamp(-1.5, 1.5)))
+    torch.testing.assert_close(one.network.gradients, [expected], rtol=1e-5, atol=1e-6)
+
+
+def test_truncated_answers_are_left_out_and_stay_in_baseline_and_denominator() -> None:
+    one = policy(mask_truncated=True)
+    figures = one.update(batch())
+    cut = torch.tensor([False] * 2 + [True] * 4 + [False] * 6)
+    expected = by_formula("ppo", change=lambda t: replace(t, keep=~cut))
+    torch.testing.assert_close(one.network.gradients, [expected], rtol=1e-5, atol=1e-6)
+    assert figures["correction/masked"] == pytest.approx(4 / 12)
+
+
+def test_truncated_answers_have_no_entropy_either() -> None:
+    plain, bonus = (policy(mask_truncated=True, entropy_bonus=value) for value in (0.0, 0.1))
+    for one in (plain, bonus):
+        one.update(batch())
+    difference = bonus.network.gradients[0] - plain.network.gradients[0]
+    logits = Bigrams().logits
+    rows = [2, 1, 5, 2, 6, 5, 0, 4]  # what precedes the kept tokens
+    entropy = torch.distributions.Categorical(logits=logits[torch.tensor(rows)]).entropy().sum()
+    (-0.1 * entropy / 12).backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(difference, logits.grad, rtol=1e-4, atol=1e-6)
+    assert not bool(difference[3].any())  # only in the cut answer a token follows a 3
+
+
+def test_group_whose_signal_is_left_out_is_not_run() -> None:
+    cut = [Trajectory([Turn([], answer([1, 2], -1.0, "length"))], reward) for reward in (0.0, 1.0)]
+    whole = [Trajectory([Turn([], answer([3], -1.0))], reward) for reward in (0.0, 1.0)]
+    both = Batch(1, [Group("a", 0, [1, 2], cut, "made"), Group("b", 1, [3, 4], whole, "made")], {})
+    figures = policy(mask_truncated=True).update(both)
+    assert (figures["groups/trained"], figures["tokens/trained"]) == (1.0, 2.0)
+    alone = Batch(1, both.groups[:1], {})
+    nothing = policy(mask_truncated=True).update(alone)
+    assert (nothing["groups/trained"], nothing["step/skipped"]) == (0.0, 1.0)
