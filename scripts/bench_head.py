@@ -44,7 +44,7 @@ from asyncrl.trainer.head import Head  # noqa: E402
 VOCAB, WIDTH = 49152, 576
 TEMPERATURE = 0.9
 MiB = 1 << 20
-ALONE: Any = SimpleNamespace(tp=1, tp_rank=0)
+ALONE: Any = SimpleNamespace(cp=1, tp=1, tp_rank=0)
 
 
 class Bench:

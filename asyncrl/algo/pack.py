@@ -107,7 +107,7 @@ def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: in
         torch.from_numpy(targets),
         torch.from_numpy(table_rows),
         sum(map(len, sequences)),
-        _keys(samples, [rows_of[place[i]] for i in range(len(samples))], filled + padding),
+        keys=_keys(samples, [rows_of[place[i]] for i in range(len(samples))], filled + padding),
     )
 
 

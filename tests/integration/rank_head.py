@@ -27,7 +27,7 @@ class Rank:
 
     def __init__(self, given: dict[str, Tensor]) -> None:
         self.given, self.tp, rank = given, dist.get_world_size(), dist.get_rank()
-        self.parallel: Any = SimpleNamespace(tp=self.tp, tp_rank=rank, tp_group=dist.group.WORLD)
+        self.parallel: Any = SimpleNamespace(cp=1, tp=self.tp, tp_rank=rank, tp_group=dist.group.WORLD)
         self.columns = -(-VOCAB // self.tp)
         self.first = rank * self.columns
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.trainer.head import Head
 
 ROWS, WIDTH, VOCAB, PADDED, TARGETS = 23, 5, 31, 33, 40
-ALONE: Any = SimpleNamespace(tp=1, tp_rank=0)
+ALONE: Any = SimpleNamespace(cp=1, tp=1, tp_rank=0)
 
 
 def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Any]:
