@@ -45,7 +45,7 @@ def test_opening_says_what_starts_and_where_it_writes(tmp_path: Path) -> None:
     screen = Screen(tmp_path, **{"rollout.max_staleness": 4, "rollout.lead": 1})
     screen.console.opening()
     text = screen.text()
-    assert "tiny: builtin:tiny on copy3; 1 engine(s), trainer TP 1 × PP 1 × DP 1; lead 1, staleness ≤ 4" in text
+    assert "tiny: builtin:tiny on copy3; 1 engine(s), trainer TP 1 × PP 1 × CP 1 × DP 1; lead 1, staleness ≤ 4" in text
     assert f"run folder {tmp_path}" in text
 
 
