@@ -249,7 +249,7 @@ def test_loss_and_gradient_do_not_depend_on_split_and_order(
             total = total + (known(rows.weights) * losses).sum()
         total.backward()
         assert leaf.grad is not None
-        return float(total.detach()), leaf.grad
+        return total.item(), leaf.grad
 
     whole = run([list(range(table.num_samples))])
     split = run([list(order[i:j]) for i, j in zip([0, *cuts], [*cuts, len(order)], strict=True)])

@@ -84,14 +84,14 @@ def weighed(table: TokenTable, aggregation: str, losses: Tensor) -> Tensor:
     return (shares(table, samples, aggregation, LONGEST) * losses).sum()
 
 
-def agree(ours: Any, theirs: Any, start: Tensor, rtol: float = 1e-7) -> None:
-    """Values and gradients of two functions of log pi [N]."""
+def agree(ours: Any, theirs: Any, start: Tensor, rtol: float = 1e-6) -> None:
+    """Values and gradients of two functions of log pi [N]. Peers add 1e-8 to lengths, and hold temperatures in float32."""
     found = []
     for loss in (ours, theirs):
         leaf = start.clone().requires_grad_()
         value = loss(leaf)
         found.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
-    torch.testing.assert_close(found[0], found[1], rtol=rtol, atol=1e-9)
+    torch.testing.assert_close(found[0], found[1], rtol=rtol, atol=0.1 * rtol)
 
 
 filled = tables(min_length=1).map(lambda table: replace(table, advantages=table.per_token(table.reward)))
