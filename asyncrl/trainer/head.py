@@ -27,6 +27,7 @@ from asyncrl.algo.pack import Pack
 from asyncrl.algo.table import known
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.context import of_all_parts
+from asyncrl.trainer.replica import gradient_buffer
 
 NOT_A_TOKEN = -1e30  # logit of a column that only splits the vocabulary evenly; not -inf: 0 * inf is NaN
 
@@ -140,7 +141,7 @@ class _Scores(torch.autograd.Function):
         of_log_z = torch.zeros_like(log_z).index_add_(0, rows, of_chosen).neg_()
         of_entropy = of_entropy / shard.temperature if of_entropy is not None else None
         of_hidden = torch.empty_like(hidden)
-        of_weight: Any = getattr(weight, "main_grad", None)
+        of_weight = gradient_buffer(weight)
         passed_on = torch.zeros_like(weight, dtype=log_z.dtype) if of_weight is None else None
         for chunk in reversed(shard.chunks(len(hidden))):
             s = ctx.kept.pop() if ctx.kept else shard.scaled(hidden[chunk], weight)
@@ -155,7 +156,7 @@ class _Scores(torch.autograd.Function):
             d.index_put_(places, torch.where(here, of_chosen, 0.0), accumulate=True)
             d = d.to(hidden.dtype)
             torch.mm(d, weight, out=of_hidden[chunk])
-            _add_product(of_weight if passed_on is None else passed_on, d.t(), hidden[chunk])
+            _add_product(known(of_weight if passed_on is None else passed_on), d.t(), hidden[chunk])
             del s, log_p, d
         return shard.all_reduce(of_hidden), passed_on, None, None, None, None
 

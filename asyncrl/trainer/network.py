@@ -53,10 +53,6 @@ class Network:
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.sharded)
         for chunk in chunks:
             _mark_experts(chunk)
-        if not value_head:
-            for chunk in chunks:
-                if chunk.post_process:
-                    megatron.head_weight(chunk).adds_its_own_gradient = True  # type: ignore[attr-defined]
         self._costs = costs_of(self.hf)
         self.wrapped = [Replica(self.config, ddp, module) for module in inner]
         self._inner = dict(zip(self.wrapped, chunks, strict=True))

@@ -1,164 +1,25 @@
 """Attention over a pack without a mask of rows by rows: memory grows with the row, work with what is attended to.
 
-On CPU, block by block (the kernels return log Z of the scores beside the values, so that parts of one softmax can be
-computed apart): every branch on itself, causally, and all rows below a branch on the whole branch. Blocks of similar
-size run as one call. Backward gives each block the values and log Z of the whole row, and sums (as ring attention does,
-arXiv 2310.01889). On a GPU FlexAttention gets the same rule as a mask of blocks.
+On CPU, block by block (trainer/blocks.py says which): the kernels return log Z of the scores beside the values, so that
+parts of one softmax can be computed apart. Backward gives each block the values and log Z of the whole row and sums (as
+ring attention does, arXiv 2310.01889). On a GPU FlexAttention gets the same rule as a mask of blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from asyncrl.algo.pack import Branch, Pack
+from asyncrl.algo.pack import Pack
+from asyncrl.trainer.blocks import Call, Plan, plan
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-SPARE_PAIRS = 512
-"""Pairs of row and key that a block may waste by running in one call with others: a call of its own costs as much."""
-
-
-class Block(NamedTuple):
-    """Rows that attend to keys."""
-
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    causal: bool
-
-
-class Call:
-    """Blocks of one kind, with rows of their own, as one padded batch; a single block as it stands."""
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.causal = blocks[0].causal
-        self.alone = blocks[0] if len(blocks) == 1 else None
-        if self.alone:
-            return
-        self.queries, self.rows, self.places, self.spare_queries = _padded([block.queries for block in blocks])
-        self.keys, self.key_rows, self.key_places, self.spare_keys = _padded([block.keys for block in blocks])
-
-    def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """[B, 1, 1, K] what is added to scores. (Causally no row sees what pads its block at the end.)"""
-        if self.alone or self.causal or not self.spare_keys.any():
-            return None
-        return torch.zeros(self.spare_keys.shape, dtype=dtype).masked_fill(self.spare_keys, -math.inf)[:, None, None]
-
-    def take_queries(self, x: Tensor) -> Tensor:
-        """[N, h, d] -> [B, h, Q, d]."""
-        return _slice(x, self.alone.queries) if self.alone else _gather(x, self.queries)
-
-    def take_keys(self, x: Tensor) -> Tensor:
-        """[N, h, d] -> [B, h, K, d]."""
-        return _slice(x, self.alone.keys) if self.alone else _gather(x, self.keys)
-
-    def put(self, into: Tensor, values: Tensor) -> None:
-        """Write [B, h, Q, ...] to the rows of the queries of [N, h, ...]."""
-        if self.alone:
-            into[slice(*self.alone.queries)] = values[0].transpose(0, 1)
-        else:
-            into[self.rows] = _ungather(values, self.places).to(into.dtype)
-
-    def add(self, into: Tensor, values: Tensor, *, keys: bool) -> None:
-        """Add [B, h, Q or K, d] to their rows of [N, h, d]."""
-        if self.alone:
-            into[slice(*(self.alone.keys if keys else self.alone.queries))] += values[0].transpose(0, 1)
-        elif keys:
-            into.index_add_(0, self.key_rows, _ungather(values, self.key_places).to(into.dtype))
-        else:
-            into.index_add_(0, self.rows, _ungather(values, self.places).to(into.dtype))
-
-    def merge(self, out: Tensor, log_z: Tensor, part: Tensor, part_z: Tensor) -> None:
-        """Two parts of each row's softmax become one: out [N, h, d] and log_z [N, h] with part [B, h, Q, d]."""
-        rows: Any = slice(*self.alone.queries) if self.alone else self.rows
-        if self.alone:
-            values, z = part[0].transpose(0, 1), part_z[0].transpose(0, 1)
-        else:
-            values, z = _ungather(part, self.places), _ungather(part_z, self.places)
-        before = log_z[rows]
-        both = torch.logaddexp(before, z)
-        merged = out[rows] * (before - both).exp()[..., None]
-        out[rows] = merged.addcmul_(values.to(out.dtype), (z - both).exp()[..., None])
-        log_z[rows] = both
-
-
-def _padded(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row indices [B, n] padded with 0; the rows in a line, their places in it, and which places pad."""
-    begins, lengths = torch.tensor([a for a, _ in spans]), torch.tensor([b - a for a, b in spans])
-    offsets = torch.arange(int(lengths.max()))
-    spare = offsets >= lengths[:, None]
-    index = (begins[:, None] + offsets).masked_fill(spare, 0)
-    places = (~spare).flatten().nonzero().flatten()
-    return index, index.flatten()[places], places, spare
-
-
-def _slice(x: Tensor, span: tuple[int, int]) -> Tensor:
-    return x[slice(*span)].transpose(0, 1)[None]
-
-
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    return x.index_select(0, index.flatten()).unflatten(0, tuple(index.shape)).transpose(1, 2)
-
-
-def _ungather(values: Tensor, places: Tensor) -> Tensor:
-    return values.transpose(1, 2).flatten(0, 1).index_select(0, places)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The calls of a pack: `own` cover every row once; each of `above` adds keys to rows that `own` has covered."""
-
-    own: list[Call]
-    above: list[Call]
-
-
-def plan(branches: Sequence[Branch], rows: tuple[int, int]) -> Plan:
-    """Blocks in calls, of the queries of these rows (no branch is on both sides of an end). Blocks of one depth have
-    queries of their own."""
-    first, last = rows
-
-    def queries(begin: int, end: int) -> tuple[int, int]:
-        return max(begin, first) - first, min(end, last) - first
-
-    inside = [b for b in branches if first <= b.begin < last]
-    own = [Block(queries(b.begin, b.end), (b.begin, b.end), True) for b in inside]
-    deep = sorted((b for b in branches if max(b.end, first) < min(b.leave, last)), key=lambda b: b.depth)
-    above = [
-        call
-        for _, level in groupby(deep, key=lambda b: b.depth)
-        for call in _calls([Block(queries(b.end, b.leave), (b.begin, b.end), False) for b in level])
-    ]
-    return Plan(_calls(own), above)
-
-
-def _calls(blocks: list[Block]) -> list[Call]:
-    """Blocks in batches: as many calls fewer as the pairs that their padding adds allow."""
-    batches: list[list[Block]] = []
-    widest, longest, real = 0, 0, 0  # of the last batch: most keys, most queries, pairs that are no padding
-    for block in sorted(blocks, key=lambda block: (_length(block.keys), _length(block.queries)), reverse=True):
-        keys, queries = _length(block.keys), _length(block.queries)
-        count = len(batches[-1]) + 1 if batches else 0
-        padded = count * max(widest, keys) * max(longest, queries)
-        if batches and padded - real - keys * queries <= count * SPARE_PAIRS:
-            batches[-1].append(block)
-            widest, longest, real = max(widest, keys), max(longest, queries), real + keys * queries
-        else:
-            batches.append([block])
-            widest, longest, real = keys, queries, keys * queries
-    return [Call(batch) for batch in batches]
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -171,7 +32,14 @@ class _TreeAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=exact if several else q.dtype)
         log_z = torch.empty(q.shape[:2], dtype=exact)
         for call in calls.own:
-            part, z = _forward(call.take_queries(q), call.take_keys(k), call.take_keys(v), is_causal=True, scale=scale)
+            part, z = _forward(
+                call.take_queries(q),
+                call.take_keys(k),
+                call.take_keys(v),
+                is_causal=call.causal,
+                attn_mask=call.mask(q.dtype),
+                scale=scale,
+            )
             call.put(out, part)
             call.put(log_z, z)
         for call in calls.above:
@@ -227,7 +95,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
         widest = max(width, q.shape[-1])
         q, k, v = (torch.nn.functional.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if pack not in _PLANS:
-        _PLANS[pack] = plan(pack.branches, pack.rows)
+        _PLANS[pack] = plan(pack)
     out: Tensor = _TreeAttention.apply(q, k, v, _PLANS[pack], scale)
     return out[..., :width]
 

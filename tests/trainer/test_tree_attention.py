@@ -15,7 +15,8 @@ from asyncrl.algo.balance import TOKEN, Costs
 from asyncrl.algo.pack import Pack, pack
 from asyncrl.algo.parts import bounds_of, part
 from asyncrl.algo.samples import Sample
-from asyncrl.trainer.tree_attention import attend, block_mask, plan
+from asyncrl.trainer.blocks import plan
+from asyncrl.trainer.tree_attention import attend, block_mask
 from tests.algo.test_pack import Groups, packs, words
 
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
@@ -65,7 +66,7 @@ def test_calls_are_few_and_cover_every_pair_once() -> None:
         prompt = [*head, g, *words(rng, 9)]
         groups.append([sample(prompt, [s, *words(rng, 3)]) for s in range(8)])
     p = pack(groups)
-    calls = plan(p.branches, p.rows)
+    calls = plan(p)
     assert len(calls.own) + len(calls.above) <= 5  # beginning, prompts, answers; answers on prompts, all on beginning
     assert sum(len(call.rows) if call.alone is None else call.alone.queries[1] for call in calls.own) == p.num_tokens
 

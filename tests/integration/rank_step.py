@@ -1,0 +1,49 @@
+"""One trainer rank of test_step.py: python rank_step.py FOLDER, under torchrun. Clipped updates, then the weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from asyncrl.trainer import cpu
+
+cpu.enable()
+
+import torch  # noqa: E402
+from asyncrl.trainer.logprobs import token_logprobs  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from asyncrl.algo.pack import Pack, pack  # noqa: E402
+from asyncrl.config import Trainer  # noqa: E402
+from asyncrl.trainer.network import Network  # noqa: E402
+from asyncrl.trainer.optimizer import Optimizer  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from tests.integration.test_step import MODELS, VOCAB, groups, weights  # noqa: E402
+
+
+def main(folder: Path) -> None:
+    trainer = Trainer.model_validate(json.loads((folder / "trainer.json").read_text()))
+    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
+    where = {"vocab": VOCAB, "temperature": 1.0, "parallel": parallel}
+
+    def visit(logits: Tensor, one: Pack) -> Tensor:
+        return -(weights()[one.table_rows] * token_logprobs(logits, one, **where)[0]).sum()
+
+    for name in MODELS:
+        network = Network(trainer, folder / name, parallel)
+        optimizer = Optimizer(trainer, network, 100)
+        norms = []
+        for split in (3, 2, 1):  # the first update has one micro-batch, later ones two
+            optimizer.zero_grad()
+            network.train([pack(part) for part in (groups()[:split], groups()[split:]) if part], visit)
+            norms.append(optimizer.step()[0])
+        save_file(
+            {key: tensor.clone() for key, tensor in network.weights.hf_tensors()} | {"norms": torch.tensor(norms)},
+            folder / f"{name}.safetensors",
+        )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

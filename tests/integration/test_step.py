@@ -1,0 +1,99 @@
+"""Updates one after the other are those of torch's AdamW on transformers' model, clipped by torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.algo.samples import Sample
+from asyncrl.launch.main import CONF
+from asyncrl.models.tiny import write_random_model
+
+pytestmark = pytest.mark.integration
+
+VOCAB = 257
+CLIP = 0.001
+MODELS = {"tied": True, "untied": False}
+
+
+def groups() -> list[list[Sample]]:
+    """Three groups of four samples; some of their answers begin alike."""
+    draw = random.Random(0)
+    made: list[list[Sample]] = []
+    row = 0
+    for _ in range(3):
+        prompt = [draw.randrange(VOCAB) for _ in range(12)]
+        turn = [draw.randrange(VOCAB) for _ in range(6)]
+        made.append([])
+        for number in range(4):
+            answer = turn * (number % 2) + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
+            made[-1].append(Sample(prompt, answer, [True] * len(answer), 0, row))
+            row += len(answer)
+    return made
+
+
+def weights() -> Tensor:
+    """What multiplies the log-probability of each token in the loss."""
+    last = groups()[-1][-1]
+    return torch.randn(last.first_row + last.num_trained, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models, and what Megatron made of them."""
+    made = tmp_path_factory.mktemp("step")
+    sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    for name, tied in MODELS.items():
+        write_random_model(made / name, "llama", vocab=VOCAB, tied=tied, seed=1, dtype="float32", **sizes)
+    with initialize_config_dir(str(CONF), version_base=None):
+        overrides = ["experiment=tiny", f"trainer.optimizer.clip_grad={CLIP}", "trainer.optimizer.lr=1e-3"]
+        raw: Any = OmegaConf.to_container(compose("train", overrides), resolve=True)
+    (made / "trainer.json").write_text(json.dumps(raw["trainer"]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command += [str(Path(__file__).with_name("rank_step.py")), str(made)]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr[-4000:]
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_three_clipped_updates_are_those_of_transformers_and_torch(folder: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = load_file(folder / f"{name}.safetensors")
+    settings = json.loads((folder / "trainer.json").read_text())["optimizer"]
+    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+    adamw = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings["lr"],
+        betas=(settings["beta1"], settings["beta2"]),
+        eps=settings["eps"],
+        weight_decay=settings["weight_decay"],
+    )
+    norms = []
+    for _ in range(3):
+        adamw.zero_grad()
+        for one in (one for group in groups() for one in group):
+            every = torch.log_softmax(model(torch.tensor([one.prompt_ids + one.token_ids])).logits[0], -1)
+            own = every[len(one.prompt_ids) - 1 : -1].gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+            (-(weights()[one.first_row : one.first_row + one.num_trained] * own).sum()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).detach()))
+        adamw.step()
+    assert min(norms) > 10 * CLIP
+    torch.testing.assert_close(found.pop("norms"), torch.tensor(norms), rtol=1e-5, atol=0)
+    expected = dict(model.named_parameters())
+    for key, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[key].detach(), rtol=0, atol=2e-5, msg=key)
