@@ -114,10 +114,8 @@ def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[li
     return compared
 
 
-def updates(
-    config: Config, groups: list[Group], folder: Path, parallel: Parallel, kind: str, *, check: bool
-) -> Figures:
-    """Two batches; with `check`, what routers used is compared with what the samples say."""
+def updates(config: Config, groups: list[Group], folder: Path, parallel: Parallel, kind: str) -> Figures:
+    """Two batches; of R3, what routers used is compared with what the samples say."""
     policy = Policy(changed(config, algo={"routing_replay": kind}), folder / "model", parallel)
     compared = [1]
     if kind == "R3":
