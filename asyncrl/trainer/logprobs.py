@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
@@ -64,7 +67,9 @@ def token_entropy(
 ) -> Tensor:
     """Entropy of the distribution that each target was drawn from, [T]: log Z - E[logit]."""
     scaled = scale(logits, vocab, temperature, parallel)
-    mean = ((scaled - log_z[:, None]).exp() * scaled).sum(-1)
+    # every rank's part of the mean depends on log Z: its gradient is the sum over the parts
+    shared = copy_to_tensor_model_parallel_region(log_z) if parallel.tp > 1 else log_z
+    mean = ((scaled - shared[:, None]).exp() * scaled).sum(-1)
     if parallel.tp > 1:
         mean = reduce_from_tensor_model_parallel_region(mean)
     return (log_z - mean)[pack.row_of_target]
