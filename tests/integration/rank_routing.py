@@ -131,9 +131,10 @@ def main(name: str, folder: Path) -> None:
     parallel = initialize(config.trainer, gpu=False, seed=0, timeout=120.0)
     groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
     found: Figures = {}
-    if name.startswith("engine"):
-        for kind in ("none", "R3"):
-            found[kind] = updates(config, groups, folder, parallel, kind)
+    if name == "engine":
+        for dtype in ("float32", "bfloat16"):
+            own = changed(config, trainer={"dtype": dtype})
+            found[dtype] = {kind: updates(own, groups, folder, parallel, kind) for kind in ("none", "R3")}
     else:
         found["own"] = own_routing_changes_nothing(config, groups, folder, parallel)
         two_steps = changed(config, algo={"mini_batches": 2, "epochs": 2})
