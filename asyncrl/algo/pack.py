@@ -65,8 +65,9 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same on another device."""
-        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Pack(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in own.items()})
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in own.items()}
+        return Pack(**moved)
 
 
 def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: int = 1) -> Pack:
