@@ -16,6 +16,8 @@ from asyncrl.algo.pack import Branch, Pack
 
 SPARE_PAIRS = 512
 """Pairs of row and key that a block may waste by running in one call with others: a call of its own costs as much."""
+ALONE = 96
+"""A block with more queries and keys runs alone: its rows would have to be copied together, which costs more."""
 SPARE_PAIRS_OF_BLOCKS = 128
 """The same for a block within a call: small ones become one with a mask."""
 
@@ -66,12 +68,13 @@ class Call:
         """[N, h, d] -> [B, h, K, d]."""
         return _slice(x, self.alone.keys) if self.alone else _gather(x, self._keys)
 
-    def put(self, into: Tensor, values: Tensor) -> None:
-        """Write [B, h, Q, ...] to the rows of the queries of [n, h, ...]."""
+    def put(self, into: Tensor, values: Tensor, *, keys: bool = False) -> None:
+        """Write [B, h, Q or K, ...] to their rows of [n or N, h, ...]."""
         if self.alone:
-            into[slice(*self.alone.queries)] = values[0].transpose(0, 1)
-        else:
-            into.index_copy_(0, self.rows, _ungather(values, self._places).to(into.dtype))
+            into[slice(*(self.alone.keys if keys else self.alone.queries))] = values[0].transpose(0, 1)
+            return
+        rows, places = (self._key_rows, self._key_places) if keys else (self.rows, self._places)
+        into.index_copy_(0, rows, _ungather(values, places).to(into.dtype))
 
     def add(self, into: Tensor, values: Tensor, *, keys: bool) -> None:
         """Add [B, h, Q or K, d] to their rows of [n or N, h, d]."""
@@ -195,7 +198,7 @@ def _calls(blocks: list[Block], ends: Tensor) -> list[Call]:
         keys, queries = _length(block.keys), _length(block.queries)
         count = len(batches[-1]) + 1 if batches else 0
         padded = count * max(widest, keys) * max(longest, queries)
-        if batches and padded - real - keys * queries <= count * SPARE_PAIRS:
+        if batches and keys + queries <= ALONE and padded - real - keys * queries <= count * SPARE_PAIRS:
             batches[-1].append(block)
             widest, longest, real = max(widest, keys), max(longest, queries), real + keys * queries
         else:

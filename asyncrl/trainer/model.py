@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -24,6 +25,7 @@ from asyncrl.algo.pack import Pack
 from asyncrl.config import Trainer
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
+from asyncrl.trainer.mlp import GatedMLP
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:
@@ -153,6 +155,8 @@ def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | N
             module.inv_freq = frequencies(hf, module.inv_freq)
         elif isinstance(module, TopKRouter):
             module.__class__ = ExactBiasRouter
+        elif type(module) is MLP:
+            module.__class__ = GatedMLP
         elif isinstance(module, MLASelfAttention):
             sum_rotary_gradients(module)
     if model.post_process:

@@ -57,8 +57,10 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, log_z = ctx.saved_tensors
         grad = grads[0].contiguous()
         exact = torch.promote_types(q.dtype, torch.float32)
-        sums = [torch.zeros(x.shape, dtype=exact) for x in (q, k, v)]
-        for call in (*ctx.calls.own, *ctx.calls.above):
+        whole = len(q) == len(k)  # then every key is one of a row's own, whose call comes first
+        sums = [torch.empty(q.shape, dtype=exact)]
+        sums += [(torch.empty if whole else torch.zeros)(x.shape, dtype=exact) for x in (k, v)]
+        for number, call in enumerate((*ctx.calls.own, *ctx.calls.above)):
             mine, z = call.take_queries(grad), _rows_of(call, log_z)
             if not call.alone:  # what pads a block has no gradient, and a probability of 0 for every key
                 mine = mine.masked_fill(call.spare_queries[:, None, :, None], 0.0)
@@ -75,8 +77,9 @@ class _TreeAttention(torch.autograd.Function):
                 attn_mask=call.mask(q.dtype),
                 scale=ctx.scale,
             )
+            first = number < len(ctx.calls.own)
             for total, part, keys in zip(sums, parts, (False, True, True), strict=True):
-                call.add(total, part, keys=keys)
+                (call.put if first else call.add)(total, part, keys=keys)
         return *(total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True)), None, None
 
 

@@ -1,0 +1,48 @@
+"""Megatron's gated MLP without the passes that fusions of TransformerEngine and Apex would save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+
+class GatedMLP(MLP):
+    """Same weights, another forward: of a dense layer, or of one routed expert."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Any]:
+        """[..., H] -> [..., H], scaled by the router's share of each token where one is given."""
+        inner, _bias = self.linear_fc1(hidden_states)
+        inner = swiglu(inner)
+        if per_token_scale is not None:
+            inner = (inner * per_token_scale.unsqueeze(-1)).to(inner.dtype)
+        out: tuple[Tensor, Any] = self.linear_fc2(inner)
+        return out
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """silu(gate) * up for [..., gate and up]. Keeps its input alone for backward, which writes both gradients in place
+    (autograd would put them together in another pass)."""
+    found: Tensor = _SwiGLU.apply(both)
+    return found
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        ctx.save_for_backward(both)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, -1)
+        found = torch.empty_like(both)
+        of_gate, of_up = found.chunk(2, -1)
+        torch.mul(grads[0], F.silu(gate), out=of_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=of_gate)
+        return found

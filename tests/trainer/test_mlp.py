@@ -1,0 +1,24 @@
+"""The gated activation and its gradient are autograd's."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from asyncrl.trainer.cpu import enable
+
+enable()
+
+from asyncrl.trainer.mlp import swiglu  # noqa: E402
+
+
+def test_swiglu_has_the_values_and_gradients_of_its_definition() -> None:
+    x = torch.randn(5, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    gate, up = plain.chunk(2, -1)
+    expected, found = F.silu(gate) * up, swiglu(mine)
+    weights = torch.arange(30.0, dtype=torch.float64).view(5, 1, 6)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(mine.grad, plain.grad, rtol=0, atol=1e-12)
