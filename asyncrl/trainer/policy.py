@@ -155,5 +155,5 @@ class Policy:
 
 
 def _taken(kind: type[Any], algo: Algo) -> Any:
-    """The numbers of `kind` under the same names in the configuration."""
-    return kind(**{field.name: getattr(algo, field.name) for field in fields(kind)})
+    """The numbers of `kind` under the same names in the configuration; what it does not have keeps its default."""
+    return kind(**{field.name: getattr(algo, field.name) for field in fields(kind) if hasattr(algo, field.name)})

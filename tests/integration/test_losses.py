@@ -44,18 +44,18 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (folder / "config.json").write_text(json.dumps(raw))
 
     @cache
-    def launch(ranks: int) -> None:
+    def launch(ranks: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(Path(__file__).with_name("rank_losses.py")), str(folder)]
         root = str(Path(__file__).parents[2])
-        done = subprocess.run(
+        return subprocess.run(
             command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": root}
         )
-        assert done.returncode == 0, done.stderr[-4000:]
 
     @cache
     def run(layout: str) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
-        launch(next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts))
+        done = launch(next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts))
+        assert done.returncode == 0, done.stderr[-4000:]
         stages = [load_file(file) for file in folder.glob(f"{layout}-?.safetensors")]
         gradients = {key: tensor for stage in stages for key, tensor in stage.items()}
         return json.loads((folder / f"{layout}.json").read_text()), gradients
