@@ -36,8 +36,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 """By the number of processes; settings of the trainer."""
 
 BOUNDS: dict[str, Any] = {
-    "mask_sequence": [0.5, 4.0],
-    "mask_geometric": [0.8, 1.2],
+    "mask_sequence": (0.5, 4.0),
+    "mask_geometric": (0.8, 1.2),
     "mask_opsm": 0.05,
     "mask_lag": 2,
 }
