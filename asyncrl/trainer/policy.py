@@ -133,8 +133,7 @@ class Policy:
             logprobs, log_z = token_logprobs(logits, pack, **self._where)
             rows = table.rows(pack.table_rows, logprobs.dtype)
             if self._distils_in("advantage"):
-                start = logprobs.detach() if rows.proximal is None else rows.proximal
-                advantages = distilled_advantages(start, rows, algo.distill_coefficient, algo.distill_discount)
+                advantages = distilled_advantages(logprobs, rows, algo.distill_coefficient, algo.distill_discount)
                 rows = replace(rows, advantages=advantages)
             rows = replace(rows, proximal=self._proximal(logprobs, rows))
             factor = correction(rows, self._correction)
