@@ -10,11 +10,10 @@ gradient is E_pi[x grad l] (grad l has mean zero, so the gradient of x itself ad
 At discount 0, without clipping and with an uncapped correction, they are one gradient (tests/algo/test_distill.py). A
 discount above 0 lets a token answer for where it leads, at the price of variance.
 
-l is that of the policy which the batch's steps start from, and not the engine's mu, which other implementations take: x
-measured with mu is that of the policy that wrote the token, up to max_staleness versions ago, and its expectation under
-the weights pi / mu is not the KL of any. It costs no pass: with one step the weights in training are that policy, with
-several it is scored anyway. So a teacher that equals the policy gives no advantage, but for the gap between engine and
-trainer.
+l is that of the policy in training, at every optimizer step, and not the engine's mu, which other implementations take:
+x measured with mu is that of the policy that wrote the token, up to max_staleness versions ago, and weighed with pi / mu
+it is the gradient of no KL. The training pass has l, so it costs nothing; and a teacher that equals the policy gives no
+advantage, but for the gap between engine and trainer.
 
 Temperature: engines tell the log-probabilities of given tokens at temperature 1 (engine/scorer.py), and tokens are
 drawn at T. With logits z, log softmax(z / T) = log softmax(z) / T + what is the same for all tokens of a position, so
@@ -43,13 +42,13 @@ def tempered(start: Tensor, plain: Tensor, teacher: Tensor, temperature: float) 
     return start - (plain - teacher) / temperature
 
 
-def distilled_advantages(start: Tensor, rows: TokenTable, coefficient: float, discount: float) -> Tensor:
-    """[T] the rows' advantages less what their distance to the teacher costs; `start` [T] is l, without gradient.
+def distilled_advantages(logprobs: Tensor, rows: TokenTable, coefficient: float, discount: float) -> Tensor:
+    """[T] the rows' advantages less what their distance to the teacher costs, without gradient; `logprobs` [T] are l.
 
     Tokens that the policy did not write are in no row: the discounted sum goes past them without decay. Rows of one
     sample stand together, in order, and are all there, as in every micro-batch.
     """
-    differences = start.detach() - known(rows.teacher)
+    differences = logprobs.detach() - known(rows.teacher)
     if discount:
         differences = returns(differences, rows.sample, discount)
     return known(rows.advantages) - coefficient * differences

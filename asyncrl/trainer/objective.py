@@ -72,8 +72,8 @@ class Objective:
         """With the policy that the batch's steps start from: where they are one, it is the policy that runs."""
         start = logprobs.detach() if rows.proximal is None else rows.proximal
         if self._distils_in("advantage"):
-            advantages = distilled_advantages(start, rows, self._algo.distill_coefficient, self._algo.distill_discount)
-            rows = replace(rows, advantages=advantages)
+            c, discount = self._algo.distill_coefficient, self._algo.distill_discount
+            rows = replace(rows, advantages=distilled_advantages(logprobs, rows, c, discount))
         if self._algo.proximal == "behaviour":
             start = rows.behaviour
         elif self._algo.proximal == "log_linear":
