@@ -27,19 +27,22 @@ def kept(start: int, end: int, shape: RoutingShape = SHAPE, sibling: int = 0) ->
 
 
 @pytest.mark.parametrize(("experts", "width"), [(8, 4), (256, 4), (257, 8), (1000, 8)])
-def test_only_layers_with_experts_are_kept_in_the_smallest_integers(experts: int, width: int) -> None:
-    shape = RoutingShape(4, (1, 3), 2, experts)
+@pytest.mark.parametrize("sparse", [(1, 3), (2, 3)])
+def test_only_layers_with_experts_are_kept_in_the_smallest_integers(sparse, experts: int, width: int) -> None:
+    shape = RoutingShape(4, sparse, 2, experts)
     rows = told(0, 5, shape)
-    rows[0, 1, 0] = experts - 1
+    rows[0, 3, 0] = experts - 1
     data = compact(rows.tobytes(), shape)
     assert (shape.width, len(data)) == (width, 5 * width)
-    np.testing.assert_array_equal(unpacked(data, shape), rows[:, [1, 3]])
+    np.testing.assert_array_equal(unpacked(data, shape), rows[:, list(sparse)])
 
 
 def test_rows_of_another_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="of a model that has 8"):
+        compact(np.full((1, 4, 2), -1, np.int32).tobytes(), SHAPE)
     with pytest.raises(ValueError, match="no rows of 4 x 2 int32"):
         compact(b"\0" * 33, SHAPE)
-    with pytest.raises(ValueError, match="experts 0 to 8 of a model that has 8"):
+    with pytest.raises(ValueError, match="expert 8 of a model that has 8"):
         compact(np.full((1, 4, 2), [0, 8], np.int32).tobytes(), SHAPE)
     with pytest.raises(ValueError, match="no rows of 4 bytes"):
         unpacked(b"\0" * 5, SHAPE)
