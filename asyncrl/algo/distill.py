@@ -11,9 +11,9 @@ At discount 0, without clipping and with an uncapped correction, they are one gr
 discount above 0 lets a token answer for where it leads, at the price of variance.
 
 l is that of the policy in training, at every optimizer step, and not the engine's mu, which other implementations take:
-x measured with mu is that of the policy that wrote the token, up to max_staleness versions ago, and weighed with pi / mu
-it is the gradient of no KL. The training pass has l, so it costs nothing; and a teacher that equals the policy gives no
-advantage, but for the gap between engine and trainer.
+x measured with mu is that of the policy that wrote the token, up to max_staleness versions ago, and weighed with
+pi / mu it is the gradient of no KL. The training pass has l, so it costs nothing; and a teacher that equals the policy
+gives no advantage, but for the gap between engine and trainer.
 
 Temperature: engines tell the log-probabilities of given tokens at temperature 1 (engine/scorer.py), and tokens are
 drawn at T. With logits z, log softmax(z / T) = log softmax(z) / T + what is the same for all tokens of a position, so

@@ -27,7 +27,7 @@ from asyncrl.algo.pack import Pack
 from asyncrl.algo.table import known
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.context import of_all_parts
-from asyncrl.trainer.replica import gradient_buffer
+from asyncrl.trainer.gradients import gradient_buffer
 
 NOT_A_TOKEN = -1e30  # logit of a column that only splits the vocabulary evenly; not -inf: 0 * inf is NaN
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor
 
-CHUNK = 1 << 16
-"""Numbers added at a time: adding bfloat16 to float32, torch makes a float32 copy first, which then stays in cache."""
+from asyncrl.trainer.gradients import collect, gradient_buffer
 
 
 class Replica(DistributedDataParallel):
@@ -33,29 +31,7 @@ class Replica(DistributedDataParallel):
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if param.grad is not None:
-                _collect(param, param.grad)
+                collect(param, param.grad)
                 param.grad = None
 
         return hook
-
-
-def gradient_buffer(parameter: Any) -> Tensor | None:
-    """The buffer [shape of the parameter] float32 that sums up this step's gradient, zero where it has none yet; None
-    outside data parallelism."""
-    total: Tensor | None = getattr(parameter, "main_grad", None)
-    if total is not None and getattr(parameter, "holds_old_gradient", False):
-        parameter.holds_old_gradient = False
-        total.zero_()
-    return total
-
-
-def _collect(parameter: Any, gradient: Tensor) -> None:
-    total: Tensor = parameter.main_grad
-    if parameter.holds_old_gradient:
-        parameter.holds_old_gradient = False
-        total.copy_(gradient)
-    elif gradient.dtype == total.dtype or gradient.device.type != "cpu":
-        total.add_(gradient)
-    else:
-        for into, part in zip(total.view(-1).split(CHUNK), gradient.reshape(-1).split(CHUNK), strict=True):
-            into.add_(part)
