@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
+from asyncrl.algo.balance import Costs
 from asyncrl.algo.correction import CorrectionParams, correction
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.pack import Pack
@@ -28,6 +29,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     cpu.enable()
     from asyncrl.trainer import policy as module
+    from asyncrl.trainer.microbatches import Groups, packs_of_rank
     from asyncrl.trainer.policy import Policy
 
 pytestmark = pytest.mark.integration
@@ -39,22 +41,39 @@ Change = Callable[[TokenTable], TokenTable]
 class Bigrams:
     """Logits of the next token by the last one; counts its passes."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, trainer: Any = None, _: Path | None = None, parallel: Any = None) -> None:
         self.weights, self.hf = None, {"vocab_size": VOCAB}
+        self._place = trainer, parallel
         self.logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5)).requires_grad_()
         self.passes: list[str] = []
         self.gradients: list[Tensor] = []
 
-    def train(self, packs: list[Pack], visit: Callable[[Tensor, Pack], Tensor]) -> None:
+    def packs(self, groups: Groups) -> list[Pack]:
+        return packs_of_rank(groups, *self._place, Costs())
+
+    def train(self, packs: list[Pack], visit: Callable[[Any, Pack], Tensor]) -> None:
         self.passes.append("train")
         for pack in packs:
-            visit(self.logits[pack.token_ids[pack.logit_rows]], pack).backward()
+            visit(Rows(self.logits[pack.token_ids[pack.logit_rows]]), pack).backward()
 
     @torch.no_grad()
-    def score(self, packs: list[Pack], visit: Callable[[Tensor, Pack], Tensor]) -> None:
+    def score(self, packs: list[Pack], visit: Callable[[Any, Pack], Tensor]) -> None:
         self.passes.append("score")
         for pack in packs:
-            visit(self.logits[pack.token_ids[pack.logit_rows]], pack)
+            visit(Rows(self.logits[pack.token_ids[pack.logit_rows]]), pack)
+
+
+class Rows:
+    """In the place of trainer/head.py."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._every = torch.log_softmax(logits, -1)
+
+    def score(self, pack: Pack, temperature: float, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        assert temperature == 1.0
+        every = self._every[pack.row_of_target]
+        of_targets = -(every.exp() * every).sum(-1) if entropy else None
+        return every.gather(1, pack.targets[:, None])[:, 0], of_targets
 
 
 class Descent:
@@ -90,7 +109,7 @@ def policy(**algo: Any) -> Policy:
     changes |= {f"trainer.{name}": value for name, value in trainer.items()}
     config = tiny_config(**changes, **{"rollout.max_new_tokens": LONGEST, "rollout.temperature": 1.0})
     place: Any = SimpleNamespace(
-        tp=1, tp_rank=0, dp=1, dp_rank=0, etp=1, ep=1, pp=1, counts=True, device=torch.device("cpu")
+        cp=1, tp=1, tp_rank=0, dp=1, dp_rank=0, etp=1, ep=1, pp=1, counts=True, device=torch.device("cpu")
     )
     return Policy(config, Path(), place)
 
@@ -177,6 +196,8 @@ def test_micro_batches_change_no_step(loss: str) -> None:
     figures = [one.update(batch()) for one in runs]
     assert runs[0].network.passes == ["score", "train", "train", "train"]
     torch.testing.assert_close(runs[0].network.gradients, runs[1].network.gradients, rtol=1e-5, atol=1e-6)
+    for one in figures:
+        del one["tokens/packed"], one["tokens/shared"]  # of the split alone
     assert figures[0] == pytest.approx(figures[1], rel=1e-5, abs=1e-6)
 
 

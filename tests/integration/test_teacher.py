@@ -74,7 +74,7 @@ def test_another_teacher_is_learnt_although_its_engine_is_killed_on_the_way(tmp_
     assert "teacher-0 died (killed by SIGKILL" in text
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     first, last = (fmean(step["kl/teacher"] for step in some) for some in (steps[:3], steps[-3:]))
-    assert last < 0.5 * first, (first, last)
+    assert last < 0.7 * first, (first, last)
     assert sum(step["teacher/retried"] for step in steps) > 0
     assert steps[-1]["groups/rejected"] == 0  # they waited for it
     nothing_is_left(tmp_path / "run")
