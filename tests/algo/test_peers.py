@@ -85,7 +85,7 @@ def weighed(table: TokenTable, aggregation: str, losses: Tensor) -> Tensor:
 
 
 def agree(ours: Any, theirs: Any, start: Tensor, rtol: float = 1e-6) -> None:
-    """Values and gradients of two functions of log pi [N]; peers add 1e-8 to lengths and hold numbers in float32."""
+    """Values and gradients of two functions of log pi [N]; peers add 1e-8 to lengths and round numbers to float32."""
     found = []
     for loss in (ours, theirs):
         leaf = start.clone().requires_grad_()
