@@ -175,12 +175,9 @@ class Model:
 
     def step(self, packs: list[Any], weights: Any) -> None:
         """Gradient and update of the weighted sum of log-probabilities."""
-        from asyncrl.trainer.logprobs import token_logprobs
 
-        where = {"vocab": self.network.hf["vocab_size"], "temperature": 1.0, "parallel": self.parallel}
-
-        def visit(logits: Any, pack: Any) -> Any:
-            logprobs, _ = token_logprobs(logits, pack, **where)
+        def visit(head: Any, pack: Any) -> Any:
+            logprobs, _ = head.score(pack, 1.0)
             return -(weights[pack.table_rows] * logprobs).sum()
 
         self.optimizer.zero_grad()
@@ -272,8 +269,9 @@ def per_parameter(folder: Path) -> dict[str, float]:
 
     def plain() -> None:
         """Forward and backward alone: gradients appear and are dropped."""
-        logits = megatron.forward(wrapped.module, wrapped.module.module, packs[0])
-        torch.autograd.grad(logits[0].float().logsumexp(-1).sum(), inner)
+        chunk = wrapped.module.module
+        hidden = megatron.forward(wrapped.module, chunk, packs[0])[0]
+        torch.autograd.grad((hidden @ megatron.head_weight(chunk).t()).float().logsumexp(-1).sum(), inner)
 
     fresh = [torch.zeros(p.shape) for p in inner]
     for p in fresh:

@@ -11,25 +11,24 @@ from asyncrl.trainer import cpu
 cpu.enable()
 
 import torch  # noqa: E402
-from asyncrl.trainer.logprobs import token_logprobs  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack, pack  # noqa: E402
 from asyncrl.config import Trainer  # noqa: E402
+from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.optimizer import Optimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
-from tests.integration.test_step import MODELS, VOCAB, groups, weights  # noqa: E402
+from tests.integration.test_step import MODELS, groups, weights  # noqa: E402
 
 
 def main(folder: Path) -> None:
     trainer = Trainer.model_validate(json.loads((folder / "trainer.json").read_text()))
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
-    where = {"vocab": VOCAB, "temperature": 1.0, "parallel": parallel}
 
-    def visit(logits: Tensor, one: Pack) -> Tensor:
-        return -(weights()[one.table_rows] * token_logprobs(logits, one, **where)[0]).sum()
+    def visit(head: Head, one: Pack) -> Tensor:
+        return -(weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
 
     for name in MODELS:
         network = Network(trainer, folder / name, parallel)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from torch import Tensor
 from asyncrl.algo.samples import Sample
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -61,11 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         overrides = ["experiment=tiny", f"trainer.optimizer.clip_grad={CLIP}", "trainer.optimizer.lr=1e-3"]
         raw: Any = OmegaConf.to_container(compose("train", overrides), resolve=True)
     (made / "trainer.json").write_text(json.dumps(raw["trainer"]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command += [str(Path(__file__).with_name("rank_step.py")), str(made)]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": root})
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("rank_step.py", str(made), world=1)
     return made
 
 
