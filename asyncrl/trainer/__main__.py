@@ -25,6 +25,7 @@ from asyncrl.addresses import LOST, Addresses  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.router import Workers  # noqa: E402
+from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies  # noqa: E402
 from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
@@ -111,8 +112,14 @@ def _shared_folder(config: Config, run_dir: Path) -> Path:
 def _sinks(config: Config, run_dir: Path, parallel: Parallel) -> list:
     if not parallel.is_first:
         return []
+
+    def warn(text: str, version: int) -> None:
+        print(text, file=sys.stderr, flush=True)
+        jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})
+
     return [
         partial(jsonl.append, run_dir / "metrics.jsonl"),
+        GapWatch(warn),
         *([TensorBoard(run_dir / "tb")] if config.metrics.tensorboard else []),
     ]
 

@@ -1,0 +1,43 @@
+"""Tells when engine and trainer drift apart."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WINDOW = 20
+"""Steps that a mean is taken over."""
+FACTOR = 3.0
+FLOOR = 0.02
+"""Nats: a gap below this times FACTOR is nothing to speak of, whatever the first steps had."""
+
+
+class GapWatch:
+    """A sink of step records. Warns when the mean gap of the last steps is FACTOR times that of the first, and again
+    whenever it has grown by FACTOR since."""
+
+    def __init__(self, warn: Callable[[str, int], None]) -> None:
+        self._warn, self._recent = warn, deque[float](maxlen=WINDOW)
+        self._usual: float | None = None
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """One step; those that trained nothing have no gap."""
+        if not record["tokens/trained"]:
+            return
+        self._recent.append(record["logprob_gap/mean"])
+        if len(self._recent) < WINDOW:
+            return
+        mean = statistics.fmean(self._recent)
+        if self._usual is None:
+            self._usual = max(mean, FLOOR)
+        elif mean > FACTOR * self._usual:
+            self._warn(
+                f"the log-probabilities of engine and trainer are {mean:.3f} nats apart (mean of {WINDOW} steps), "
+                f"{mean / self._usual:.1f} times what was usual. Compare logprob_gap/lag0, which is numerics alone, "
+                "with the greater lags, which are staleness: lower rollout.max_staleness or trainer.optimizer.lr, or "
+                "set a correction (algo.correction, algo.mask_*).",
+                record["version"],
+            )
+            self._usual = mean
