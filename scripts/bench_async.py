@@ -1,12 +1,14 @@
 """Synchronous against asynchronous: what asynchrony gives, beside what arithmetic and a simulation say that it can.
 
-    python scripts/bench_async.py [--quick] [--workloads NAME ...] [--steps N] [--real] [OVERRIDE ...]
+    python scripts/bench_async.py [--quick] [--workloads NAME ...] [--modes NAME ...] [--steps N] [--scale N]
+    python scripts/bench_async.py --real [--quick] [--steps N] [OVERRIDE ...]
 
 On a time-dilated engine (scripts/dilated_run.py): a published calibration scaled down in state and time. 8 devices,
 each an engine or an eighth of the trainer; 16 groups of 8 answers a batch; lengths as of reasoning models (log-normal,
 sigma 0.9), with a heavier tail (1.3), and of an agent with slow tools. The baseline is colocated: all devices generate,
 then all train, and the change costs time. Each mode runs with the split of devices that the simulation finds best, and
-all on the same groups.
+all on the same groups. Time is scaled down by --scale, 80: what a request costs us stays what it is, and weighs more
+then.
 
 --real runs `experiment=count_bits` (8 prompts x 8 samples of at most 6 tokens) on the real engine and trainer instead,
 with rollout.max_staleness=0 and then with the configured bound, three times in turn. --quick: fewer steps, one
@@ -41,24 +43,19 @@ FIGURES = ("samples_per_s", "step_s", "trainer_idle", "engine_busy", "publish_sh
 
 # The calibration: 32 devices of 12 ms + 0.12 ms a request and 256 requests, 10,000 tokens/s each in training, 6 s a
 # step, 3 s a publish, 15 s from generating to training and back; 128 groups of 16 answers of 8,000 tokens. Here a
-# device stands for 4 of them, an answer for 16; tokens and seconds are an 80th.
-DEVICES, BATCH, TIME = 8, 16, 80.0
+# device stands for 4 of them, an answer for 16; tokens and seconds are divided by the scale.
+DEVICES, BATCH = 8, 16
 SHAPE = EngineShape(0.012, 0.00048, 64)
-RATE, FIXED, PAUSE, SWITCH = 2500.0, 6.0 / TIME, 3.0 / TIME, 15.0 / TIME
-WORKLOADS = {
-    "sigma 0.9": Lengths(8000 / TIME, 0.9, round(27_000 / TIME), 8),
-    "sigma 1.3": Lengths(8000 / TIME, 1.3, round(27_000 / TIME), 8),
-    "slow tools": Lengths(
-        8000 / TIME,
-        0.9,
-        round(27_000 / TIME),
-        8,
-        turns=8,
-        tool_seconds=10 / TIME,
-        tool_sigma=1.5,
-        tool_longest=600 / TIME,
-    ),
-}
+RATE = 2500.0
+WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools")
+
+
+def lengths(workload: str, scale: float) -> Lengths:
+    """Of its episodes."""
+    tools = {"turns": 8.0, "tool_seconds": 10 / scale, "tool_sigma": 1.5, "tool_longest": 600 / scale}
+    sigma = 1.3 if workload == "sigma 1.3" else 0.9
+    more = tools if workload == "slow tools" else {}
+    return Lengths(8000 / scale, sigma, round(27_000 / scale), 8, **more)
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,15 @@ class Mode:
     drain: bool = False
     colocated: bool = False
 
-    def setting(self, engines: int) -> Setting:
+    def setting(self, engines: int, scale: float) -> Setting:
         """With so many of the devices generating."""
         return Setting(
             DEVICES if self.colocated else engines,
             RATE * (DEVICES if self.colocated else DEVICES - engines),
             self.max_staleness,
             self.lead,
-            train_fixed=FIXED,
-            pause=SWITCH if self.colocated else PAUSE,
+            train_fixed=6.0 / scale,
+            pause=(15.0 if self.colocated else 3.0) / scale,
             drain=self.drain,
             in_play=0,
             shape=SHAPE,
@@ -99,19 +96,21 @@ MODES = [
 ]
 
 
-def dilated(name: str, modes: Sequence[Mode], steps: int, console: Console) -> dict[str, dict[str, float]]:
+def dilated(
+    name: str, modes: Sequence[Mode], steps: int, scale: float, console: Console
+) -> dict[str, dict[str, float]]:
     """Every mode on one workload: what was measured, against the baseline, the law and the simulation."""
-    run = DilatedRun(WORKLOADS[name], BATCH)
+    run = DilatedRun(lengths(name, scale), BATCH)
     try:
         workload = run.workload()
         tokens = [sum(one.tokens for one in workload.episodes(number)) for number in range(64 * BATCH)]
-        bound, _ = bottleneck_bound(DEVICES, SHAPE, RATE, FIXED, BATCH * sum(tokens) / len(tokens))
+        bound, _ = bottleneck_bound(DEVICES, SHAPE, RATE, 6.0 / scale, BATCH * sum(tokens) / len(tokens))
         found: dict[str, dict[str, float]] = {}
         table = Table(*COLUMNS, title=f"{name}: bound {bound:.0f}")
         rates: dict[str, tuple[Measured, Outcome]] = {}
         for mode in modes:
             warm = 2 if mode.max_staleness == 0 else 6
-            setting, expected = best_split(mode, workload, steps, warm)
+            setting, expected = best_split(mode, workload, steps, warm, scale)
             measured = run.run(setting, steps, warm)
             rates[mode.name] = measured, expected
             base, simulated_base = rates["colocated"]
@@ -142,9 +141,9 @@ def dilated(name: str, modes: Sequence[Mode], steps: int, console: Console) -> d
         run.close()
 
 
-def best_split(mode: Mode, workload: Workload, steps: int, warm: int) -> tuple[Setting, Outcome]:
+def best_split(mode: Mode, workload: Workload, steps: int, warm: int, scale: float) -> tuple[Setting, Outcome]:
     """The number of engines with which the simulation is fastest."""
-    settings = [mode.setting(engines) for engines in range(1, 2 if mode.colocated else DEVICES)]
+    settings = [mode.setting(engines, scale) for engines in range(1, 2 if mode.colocated else DEVICES)]
     outcomes = [simulate(workload, setting, steps, warm) for setting in settings]
     best = max(range(len(settings)), key=lambda i: outcomes[i].tokens_per_s)
     return settings[best], outcomes[best]
@@ -213,17 +212,20 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="the real engine and trainer")
     parser.add_argument("--runs", type=int, default=3, help="--real: runs of each mode (default 3)")
     parser.add_argument("--steps", type=int, help="steps of each run (default 24, --real 40)")
-    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--modes", nargs="*", choices=[mode.name for mode in MODES], help="beside the baseline")
+    parser.add_argument("--scale", type=float, default=80.0, help="of time; runs take as much longer when it is less")
     parser.add_argument("overrides", nargs="*", help="--real: further settings of asyncrl-train, for both modes")
     options = parser.parse_args()
     console = Console(width=110)
     if options.real:
         print(json.dumps(rounded(real(options, console))))
         return
-    modes = [mode for mode in MODES if mode.name in ("colocated", "bound 4")] if options.quick else MODES
+    wanted = options.modes or (["bound 4"] if options.quick else [mode.name for mode in MODES])
+    modes = [mode for mode in MODES if mode.colocated or mode.name in wanted]
     workloads = options.workloads[:1] if options.quick else options.workloads
     steps = options.steps or (4 if options.quick else 24)
-    print(json.dumps(rounded({name: dilated(name, modes, steps, console) for name in workloads})))
+    print(json.dumps(rounded({name: dilated(name, modes, steps, options.scale, console) for name in workloads})))
 
 
 if __name__ == "__main__":

@@ -18,19 +18,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
-from httpx_aiohttp import AiohttpTransport
 
+from asyncrl.engine import sockets
 from asyncrl.engine.answer import Answer, joined
-from asyncrl.engine.inflight import NEXT, CacheKey, InFlight, Purpose
+from asyncrl.engine.inflight import NEXT, Asker, CacheKey, InFlight, Purpose
 from asyncrl.engine.routed import Routed, known_rows
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.routing import RoutingShape
 from asyncrl.types import Completion
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
-LIMITS = httpx.Limits(max_connections=0, keepalive_expiry=2.0)
-"""Any number of connections; kept for less than uvicorn's 5 s, for one that the server is closing must not be reused.
-httpx's own pool looks through all of its connections at every request: aiohttp's takes its place under it."""
 
 
 class Session:
@@ -88,7 +85,7 @@ class Client:
         self._http = httpx.AsyncClient(
             base_url=router,
             headers={"Authorization": f"Bearer {api_key}"},
-            transport=transport or AiohttpTransport(limits=LIMITS),
+            transport=transport or sockets.transport(),
             trust_env=False,
             timeout=httpx.Timeout(timeout, connect=30.0),
         )
@@ -110,7 +107,7 @@ class Client:
         self._coalesce, self._temperature, self._retry_timeout = coalesce, temperature, retry_timeout
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[tuple[Session, asyncio.Future[Completion]]]] = {}
-        self._tasks: set[asyncio.Task[list[Completion]]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def generate(self, temperature: float | None = None, *, group: str = "", purpose: Purpose = "training") -> Session:
         """What an agent calls; a temperature of 0 is greedy. Siblings give the same `group`."""
@@ -137,37 +134,42 @@ class Client:
         return future
 
     def _start(self, key: tuple, token_ids: list[int]) -> None:
-        askers = self._waiting.pop(key)
-        sessions, futures = [session for session, _ in askers], [future for _, future in askers]
-        task = asyncio.get_running_loop().create_task(self._answer(sessions, token_ids))
+        asking = self._waiting.pop(key)
+        futures = [future for _, future in asking]
+        task = asyncio.get_running_loop().create_task(self._answer(asking, token_ids))
         self._tasks.add(task)  # the event loop keeps only a weak reference
         task.add_done_callback(lambda task: self._settle(task, futures))
-        for future in futures:  # when every sibling was cancelled nobody listens: end the request too
-            future.add_done_callback(lambda _: task.cancel() if all(f.cancelled() for f in futures) else None)
+        for future in futures:  # when nobody listens any more: end the request too
+            future.add_done_callback(lambda _: task.cancel() if _left_alone(futures) else None)
 
-    async def _answer(self, sessions: list[Session], token_ids: list[int]) -> list[Completion]:
-        """Send one request; a sample for each sibling."""
-        known = min(known_rows(session.routed, token_ids) for session in sessions)
-        answers = await self.inflight.stream(sessions, token_ids, begun=0, routed_from=known)
-        whole = [self._whole(s, token_ids, answer) for s, answer in zip(sessions, answers, strict=True)]
-        return await asyncio.gather(*whole)
+    async def _answer(self, asking: list[tuple[Session, asyncio.Future[Completion]]], token_ids: list[int]) -> None:
+        """Send one request, with a sample for each sibling, who goes on as soon as his own is whole."""
+        async with asyncio.TaskGroup() as answers:
 
-    def _settle(self, task: asyncio.Task[list[Completion]], futures: list[asyncio.Future[Completion]]) -> None:
-        """Give each sibling its sample, or all of them the error. A bug of ours is no fault of the agent that asked."""
+            def asker(session: Session, future: asyncio.Future[Completion]) -> Asker:
+                return Asker(session, lambda answer: answers.create_task(finish(session, future, answer)))
+
+            async def finish(session: Session, future: asyncio.Future[Completion], answer: Answer) -> None:
+                completion = await self._whole(session, token_ids, answer)
+                if not future.done():  # a cancelled sibling no longer listens
+                    future.set_result(completion)
+
+            known = min(known_rows(session.routed, token_ids) for session, _ in asking)
+            await self.inflight.stream([asker(*one) for one in asking], token_ids, begun=0, routed_from=known)
+
+    def _settle(self, task: asyncio.Task[None], futures: list[asyncio.Future[Completion]]) -> None:
+        """Give the error to each sibling that has no answer yet. A bug of ours is no fault of the agent that asked."""
         self._tasks.discard(task)
-        if task.cancelled():
+        if task.cancelled() or (error := task.exception()) is None:
             return
-        error = task.exception()
-        for number, future in enumerate(futures):
-            if future.done():  # a cancelled sibling no longer listens
-                continue
-            if error is None:
-                future.set_result(task.result()[number])
-                continue
-            refused = isinstance(error, EngineError)
-            failure = EngineError(f"generation failed: {error}") if refused else AsyncRLError(f"a bug: {error!r}")
-            failure.__cause__ = error
-            future.set_exception(failure)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        for future in futures:
+            if not future.done():
+                refused = isinstance(error, EngineError)
+                failure = EngineError(f"generation failed: {error}") if refused else AsyncRLError(f"a bug: {error!r}")
+                failure.__cause__ = error
+                future.set_exception(failure)
 
     # -- one answer, its continuations ---------------------------------------------------------------------
 
@@ -185,11 +187,11 @@ class Client:
             await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
             self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
             sequence = [*token_ids, *begun]
-            (rest,) = await self.inflight.stream([session], sequence, begun=len(begun), routed_from=routed.end)
-            if rest.last:
-                self.inflight.figures.refilled_tokens += rest.last.prompt_tokens - rest.last.cached_tokens
-            parts.append(rest)
-            routed.add(rest)
+            asker = Asker(session, parts.append)
+            await self.inflight.stream([asker], sequence, begun=len(begun), routed_from=routed.end)
+            if last := parts[-1].last:
+                self.inflight.figures.refilled_tokens += last.prompt_tokens - last.cached_tokens
+            routed.add(parts[-1])
         completion = routed.into(joined(parts), len(token_ids), parts[-1])
         session.routed = [*token_ids, *completion.token_ids] if completion.routing else []
         return completion
@@ -199,6 +201,11 @@ class Client:
         if token_ids and token_ids[-1] in self._sampling["stop_token_ids"]:
             return "stop"
         return "length" if len(token_ids) >= self._sampling["max_new_tokens"] else None
+
+
+def _left_alone(futures: list[asyncio.Future[Completion]]) -> bool:
+    """Some were cancelled, and nobody waits for one of the others."""
+    return all(future.done() for future in futures) and any(future.cancelled() for future in futures)
 
 
 class _Patience:

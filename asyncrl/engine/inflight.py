@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -64,6 +64,16 @@ class Listener(Protocol):
     def hear(self, tokens: int) -> None:
         """A piece came, of so many tokens."""
         ...
+
+
+@dataclass(eq=False)
+class Asker:
+    """Who waits for a sample of a request."""
+
+    session: Listener
+    hand_over: Callable[[Answer], object]
+    """Gets the sample as soon as it is over, whole or cut: siblings do not wait for the longest of them."""
+    answered: bool = False
 
 
 @dataclass(eq=False)
@@ -152,12 +162,11 @@ class InFlight:
 
     # -- one request ---------------------------------------------------------------------------------------
 
-    async def stream(
-        self, sessions: Sequence[Listener], token_ids: list[int], *, begun: int, routed_from: int = 0
-    ) -> list[Answer]:
-        """A sample for each session, whole or cut; asked anew when a publish overtakes it. `routed_from`: the experts
+    async def stream(self, askers: Sequence[Asker], token_ids: list[int], *, begun: int, routed_from: int = 0) -> None:
+        """A sample for each asker; who has none yet when a publish overtakes them asks anew. `routed_from`: the experts
         of the tokens before are known."""
-        while True:
+        while asking := [asker for asker in askers if not asker.answered]:
+            sessions = [asker.session for asker in asking]
             _all_wait_for(HELD, sessions)
             await self._open.wait()
             _all_wait_for(FIRST, sessions)
@@ -167,7 +176,7 @@ class InFlight:
                 request = self._request(sessions, token_ids, begun, routed_from)
                 self._needed += _needed(sessions, request, begun)
                 async with sent.scope:
-                    return await self._read(sent, sessions, request)
+                    await self._read(sent, asking, request)
             except TimeoutError:
                 if not sent.scope.expired():
                     raise
@@ -175,28 +184,37 @@ class InFlight:
             finally:
                 self._closed(sent)
 
-    async def _read(self, sent: _Request, sessions: Sequence[Listener], request: dict[str, Any]) -> list[Answer]:
+    async def _read(self, sent: _Request, askers: Sequence[Asker], request: dict[str, Any]) -> None:
         routed_from = request.get("routed_experts_start_len", 0)
-        answers = [Answer(self.version, routed_from) for _ in sessions]
+        answers = [Answer(self.version, routed_from) for _ in askers]
         why = "the stream ended before its last piece"
         try:
-            async for piece in self._pieces(request, sessions[0].group or request["rid"]):
+            async for piece in self._pieces(request, askers[0].session.group or request["rid"]):
                 if not 0 <= piece.index < len(answers):
                     raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
-                new = answers[piece.index].add(piece)
-                self._count(sessions[piece.index], new)
+                asker, answer = askers[piece.index], answers[piece.index]
+                new = answer.add(piece)
+                self._count(asker.session, new)
                 sent.answered = True
                 sent.tokens += new
+                if answer.last:
+                    self._end(asker, answer, request)
         except Broken as broken:
             why = str(broken)
-        for session, answer in zip(sessions, answers, strict=True):
-            answer.stop_at(why)
-            session.cached = (request["extra_key"], len(request["input_ids"]) + len(answer.token_ids))
-        told = [answer.last for answer in answers if answer.last]
         self.figures.requests += 1
-        self.figures.prompt_tokens += sum(meta.prompt_tokens for meta in told)
-        self.figures.cached_tokens += sum(meta.cached_tokens for meta in told)
-        return answers
+        for asker, answer in zip(askers, answers, strict=True):
+            if not asker.answered:
+                answer.stop_at(why)
+                self._end(asker, answer, request)
+
+    def _end(self, asker: Asker, answer: Answer, request: dict[str, Any]) -> None:
+        """It is over, whole or cut; the others may go on for long."""
+        asker.session.cached = (request["extra_key"], len(request["input_ids"]) + len(answer.token_ids))
+        if answer.last:
+            self.figures.prompt_tokens += answer.last.prompt_tokens
+            self.figures.cached_tokens += answer.last.cached_tokens
+        asker.answered = True
+        asker.hand_over(answer)
 
     async def _pieces(self, request: dict[str, Any], key: str) -> AsyncIterator[Piece]:
         if request.keys() <= FORWARDED:

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 import httpx
 import msgspec
-from httpx_aiohttp import AiohttpTransport
 
+from asyncrl.engine import sockets
 from asyncrl.engine.answer import PASSING
-from asyncrl.engine.client import FIRST_DELAY, LIMITS, LONGEST_DELAY
+from asyncrl.engine.client import FIRST_DELAY, LONGEST_DELAY
 from asyncrl.engine.stream import Broken
 from asyncrl.errors import DeadlineExceeded, EngineError
 
@@ -79,7 +79,7 @@ class TeacherEngines:
         self._urls = [url.rstrip("/") for url in urls]
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            transport=transport or AiohttpTransport(limits=LIMITS),
+            transport=transport or sockets.transport(),
             trust_env=False,
             timeout=httpx.Timeout(request_timeout, connect=min(30.0, request_timeout)),
         )

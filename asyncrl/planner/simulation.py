@@ -99,6 +99,7 @@ class Played(Group, frozen=True, array_like=True):
 class _Playing:
     ticket: Ticket
     left: int
+    first_turns: int  # that are being written: they are one request, as siblings ask for them together
     tokens: float
     engine: SimulatedEngine
     born: int
@@ -194,7 +195,7 @@ class _Run:
             episodes = self.workload.episodes(next(self._number))
             engine = min(self._open, key=self._open.__getitem__)  # the router's choice: the fewest requests
             size, tokens = len(episodes), sum(one.tokens for one in episodes)
-            playing = _Playing(ticket, size, tokens, engine, -1, size)
+            playing = _Playing(ticket, size, size, tokens, engine, -1, size)
             self._in_play += size
             if self._window:
                 self._window.start(size)
@@ -213,6 +214,7 @@ class _Run:
 
     def _first_turns(self, playing: _Playing, episodes: Sequence[Episode]) -> None:
         self._needed += self.workload.prompt
+        self._open[playing.engine] += 1
         for episode in episodes:
             self._turn(playing, episode, 0, self.workload.prompt)
 
@@ -221,7 +223,7 @@ class _Run:
         session = id(episode) if len(episode.turns) > 1 else None
         job = Job(episode.turns[number], context, prefix, session, began=lambda: self._began(playing))
         self._jobs[job] = (playing, episode, number)
-        self._open[playing.engine] += 1
+        self._open[playing.engine] += number > 0
         playing.engine.submit(job, self.now)
 
     def _began(self, playing: _Playing) -> None:
@@ -230,7 +232,8 @@ class _Run:
 
     def _written(self, job: Job) -> None:
         playing, episode, number = self._jobs.pop(job)
-        self._open[playing.engine] -= 1
+        playing.first_turns -= number == 0
+        self._open[playing.engine] -= number > 0 or playing.first_turns == 0
         if number + 1 < len(episode.turns):
             context = job.context + job.tokens
             self._at(

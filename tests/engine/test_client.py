@@ -211,6 +211,33 @@ def test_cancelled_sibling_leaves_the_others_their_answers() -> None:
     assert asked(engine, play).token_ids == [1, 2, 3]
 
 
+def test_sibling_has_its_answer_as_soon_as_that_is_whole() -> None:
+    """And asks for its next turn, while the longest of them is still being written."""
+    long_one = asyncio.Event()
+
+    def answer(request: dict[str, Any]) -> list[bytes | asyncio.Event]:
+        short, long = pieces(completion(tokens=2)), pieces(completion(tokens=4), 1)
+        if request["sampling_params"]["n"] == 1:
+            return [stream(short)]
+        return [stream([*short, long[0]]).removesuffix(b"data: [DONE]\n\n"), long_one, stream(long[1:])]
+
+    engine = FakeEngine(answer)
+
+    async def play(client: Client) -> None:
+        first, second = client.generate(group="g0"), client.generate(group="g0")
+        ahead, behind = (asyncio.ensure_future(session(PROMPT)) for session in (first, second))
+        written = (await ahead).token_ids
+        await first([*PROMPT, *written, 12])
+        assert not behind.done()
+        assert client.inflight.in_flight == 1
+        long_one.set()
+        assert (await behind).token_ids == [0, 1, 2, 3]
+        figures = client.inflight.take_figures()
+        assert (figures.requests, figures.prompt_tokens) == (2, 12)
+
+    asked(engine, play)
+
+
 def test_request_that_nobody_waits_for_is_closed() -> None:
     closed: list[bool] = []
 

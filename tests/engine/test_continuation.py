@@ -288,6 +288,32 @@ def test_request_that_two_publishes_overtake_is_asked_anew_once() -> None:
     assert found.versions == [VersionSpan(9, 0, 3)]
 
 
+def test_sibling_that_was_whole_before_a_publish_overtook_its_request_is_not_asked_anew() -> None:
+    going_on = asyncio.Event()
+
+    def begun(request: dict[str, Any]) -> Reply:
+        if request["sampling_params"]["n"] == 1:
+            return echo()(request)
+        whole = stream(pieces(completion(tokens=2, versions=(7,)))).removesuffix(b"data: [DONE]\n\n")
+        return [going_on, whole, asyncio.Event()]
+
+    engine = FakeEngine(begun)
+
+    async def play(client: Client) -> list[Completion]:
+        client.inflight.release(7)
+        first, second = (asyncio.ensure_future(client.generate(group="g")(PROMPT)) for _ in range(2))
+        await until(lambda: engine.requests)
+        client.inflight.hold()  # before its first piece
+        going_on.set()
+        await first
+        client.inflight.release(8)
+        return [await first, await second]
+
+    first, second = asked(engine, play)
+    assert [request["sampling_params"]["n"] for request in engine.requests] == [2, 1]
+    assert [answer.versions[0].version for answer in (first, second)] == [7, 8]
+
+
 def test_request_that_had_begun_keeps_its_tokens() -> None:
     answer = completion(tokens=4, versions=(7, 8))
 

@@ -24,19 +24,23 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield started
 
 
-async def greedy(fleet: Engines, during: Callable[[], Awaitable[None]] | None) -> tuple[list[Completion], Client]:
-    """Every prompt's greedy answer; `during` comes when the first tokens of every one are there."""
-    client = Client(
+def client_of(fleet: Engines, stop_token_ids: list[int]) -> Client:
+    return Client(
         fleet.addresses.router,
         run="continuation",
         api_key=fleet.addresses.api_key,
         max_new_tokens=LENGTH,
         temperature=1.0,
-        stop_token_ids=[],
+        stop_token_ids=stop_token_ids,
         timeout=60.0,
         retry_timeout=START,
         coalesce=True,
     )
+
+
+async def greedy(fleet: Engines, during: Callable[[], Awaitable[None]] | None) -> tuple[list[Completion], Client]:
+    """Every prompt's greedy answer; `during` comes when the first tokens of every one are there."""
+    client = client_of(fleet, [])
     sessions = [client.generate(0.0, group=f"g{number:02d}") for number in range(len(PROMPTS))]
     asking = asyncio.gather(*[session(prompt) for session, prompt in zip(sessions, PROMPTS, strict=True)])
     if during:
@@ -58,6 +62,25 @@ def whole_again(fleet: Engines, during: Callable[[], Awaitable[None]]) -> Client
         assert [span.version for span in one.versions] == [0] * len(one.versions)
         assert all(before.inferred != after.inferred for before, after in pairwise(one.versions))
     return client
+
+
+@pytest.mark.integration
+def test_siblings_of_one_request_have_their_answers_one_by_one(fleet: Engines) -> None:
+    """An agent takes its next turn while its siblings are still in their first."""
+
+    async def ask() -> None:
+        client = client_of(fleet, [0, 1, 2])
+        asking = [asyncio.ensure_future(client.generate(group="siblings")(PROMPTS[0])) for _ in range(16)]
+        done, others = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        assert client.inflight.in_flight == 1
+        assert others
+        first, rest = [one.result() for one in done], await asyncio.gather(*others)
+        assert max(len(one.token_ids) for one in first) <= min(len(one.token_ids) for one in rest)
+        assert await client.inflight.drained(5.0)
+        assert client.inflight.take_figures().requests == 1
+        await client.close()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.integration

@@ -63,7 +63,8 @@ class RecordedEngine(FakeEngine):
         super().__init__(self._reply)
         self._random, self._jitter, self._longest, self._fails = random.Random(seed), jitter, longest, fails
         self.version = 0
-        self.wrote: dict[tuple[int, ...], list[list[VersionSpan]]] = {}
+        self.wrote: dict[tuple[int, ...], list[list[VersionSpan] | None]] = {}
+        """Of each prompt's samples, those that have arrived."""
         self.serving = asyncio.Event()
         self.serving.set()
 
@@ -73,7 +74,12 @@ class RecordedEngine(FakeEngine):
         return self._stream(request["input_ids"], request["sampling_params"]["n"])
 
     async def _stream(self, prompt: list[int], count: int) -> AsyncIterator[bytes]:
-        samples = [pieces(answer, i) for i, answer in enumerate(recorded(prompt, count, longest=self._longest))]
+        """A request for fewer samples than there were is for those that have not arrived."""
+        books = self.wrote.setdefault(tuple(prompt), [None] * count)
+        numbers = [number for number, spans in enumerate(books) if spans is None]
+        assert len(numbers) == count, f"{count} samples asked for, {len(numbers)} have not arrived"
+        answers = recorded(prompt, len(books), longest=self._longest)
+        samples = [pieces(answers[number], i) for i, number in enumerate(numbers)]
         spans: list[list[VersionSpan]] = [[] for _ in samples]
         order = [i for i, events in enumerate(samples) for _ in events]
         self._random.shuffle(order)
@@ -86,8 +92,9 @@ class RecordedEngine(FakeEngine):
                 told = [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans[i]]
                 event["meta_info"]["weight_versions"] = told
             await self._arrive(prompt, last=not samples[i])
+            if not samples[i]:
+                books[numbers[i]] = spans[i]
             yield b"data: " + json.dumps(event).encode() + b"\n\n"
-        self.wrote[tuple(prompt)] = spans
         yield b"data: [DONE]\n\n"
 
     async def _arrive(self, prompt: list[int], *, last: bool) -> None:
