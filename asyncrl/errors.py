@@ -61,3 +61,7 @@ class LedgerError(AsyncRLError):
 
 class BadStep(AsyncRLError):
     """A gradient that must not be applied."""
+
+
+class RecordError(AsyncRLError):
+    """A recording or a checkpoint that is damaged, of another format, or lacks what was asked for."""

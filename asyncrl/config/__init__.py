@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
 from asyncrl.config.generation import Engine, Eval, Rollout, Task, Teacher
-from asyncrl.config.running import Cluster, Metrics, Run, Weights
+from asyncrl.config.running import Cluster, Metrics, Replay, Run, Weights
 from asyncrl.config.section import Name, Section
 from asyncrl.config.training import Algo, Model, Optimizer, Trainer
 from asyncrl.errors import ConfigError
@@ -28,6 +28,7 @@ __all__ = [
     "Metrics",
     "Model",
     "Optimizer",
+    "Replay",
     "Rollout",
     "Run",
     "Task",
@@ -43,6 +44,12 @@ __all__ = [
 class Config(Section):
     """Everything."""
 
+    mode: Literal["train", "replay"]
+    """train: engines generate, trainers train. replay: trainers alone train the batches of a recording, in its order:
+    the same ones give the same weights to the last bit, another algorithm can be looked at on the same data."""
+    record: bool
+    """Write all groups, and every event that orders the run, to records/ in the run folder."""
+    replay: Replay
     run: Run
     model: Model
     trainer: Trainer
@@ -84,6 +91,9 @@ class Config(Section):
                 optimizer.warmup_steps,
                 f"Must be below the end of the decay ({decay_steps}).",
             )
+        if (self.mode == "replay") != (self.replay.source is not None):
+            remedy = "It names the run to replay: set mode=replay and replay.from=FOLDER together."
+            raise ConfigError("replay.from", self.replay.source, remedy)
         self._check_sets()
         self._check_teacher()
         for name, task in (self.mixture | self.eval.sets).items():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
+from pydantic import Field, model_validator
+
 from asyncrl.config.section import Count, Natural, Positive, Section
+from asyncrl.errors import ConfigError
 
 
 class Run(Section):
@@ -26,6 +30,41 @@ class Run(Section):
     """Stop once the mean reward over `run.reward_window` steps reaches this."""
     reward_window: Count
     """Steps over which rewards are averaged, in the stop rule and in the summary."""
+
+
+class Replay(Section):
+    """With mode=replay: which recorded batches are trained, without engines."""
+
+    source: str | None = Field(alias="from")
+    """Folder of the run whose recording (record=true) is replayed."""
+    first: Natural | None
+    """Number of the first batch; unset: the first that there is. Weights are those of model.path, whatever it is."""
+    last: Natural | None
+    """Number of the last batch; unset: the last that there is."""
+    schedule: bool
+    """Do the whole schedule again, with the recorded answers in the place of engines: buffer, admission, staleness and
+    ledger run for real, and must come to the same batches and books."""
+    loop: Count
+    """Train these batches so many times over, as if each time were at its own age: with first=last, one batch."""
+    keep: str | None
+    """A function of a group that says whether it is trained, as my_module:my_function; unset: all are."""
+
+    @property
+    def folder(self) -> Path:
+        """That of the run to replay."""
+        assert self.source is not None, "mode=replay without replay.from is refused"
+        return Path(self.source).expanduser()
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Replay:
+        if self.first is not None and self.last is not None and self.first > self.last:
+            raise ConfigError("replay.last", self.last, f"Must not lie before replay.first ({self.first}).")
+        for field, value, plain in (("first", self.first, None), ("last", self.last, None), ("keep", self.keep, None)):
+            if self.schedule and value is not plain:
+                raise ConfigError(f"replay.{field}", value, "replay.schedule does everything again: leave it out.")
+        if self.schedule and self.loop > 1:
+            raise ConfigError("replay.loop", self.loop, "replay.schedule does everything again, once: leave it out.")
+        return self
 
 
 class Weights(Section):

@@ -21,5 +21,10 @@ class Section(BaseModel):
     """A group of settings: immutable, strictly typed, and closed to unknown names."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        serialize_by_alias=True,
     )  # infinity has no JSON: the other processes would read null

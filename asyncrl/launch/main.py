@@ -30,6 +30,7 @@ from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import choose_ports, count_gpus
 from asyncrl.launch.plan import plan
 from asyncrl.launch.processes import Stopped, Supervisor
+from asyncrl.launch.replay import check_recording, differences
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.launch.watch import Watch
@@ -88,6 +89,7 @@ def launch(config: Config) -> None:
     gpus = count_gpus(config.cluster.gpus)
     check_devices(config, gpus)
     check_files(config)
+    check_recording(config)
     run_dir = Path(config.run.dir).expanduser().absolute()
     model = catalog.resolve(config.model.path)
     check_model(config, json.loads((model / "config.json").read_text()))
@@ -114,7 +116,7 @@ def launch(config: Config) -> None:
     addresses.write(run_dir)
     specs = plan(config, addresses, ports, run_dir, os.environ.get("CUDA_VISIBLE_DEVICES"))
     console = Console(config, run_dir)
-    console.opening()
+    console.opening(differences(config))
     workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
     watches = {spec.name: Watch(spec.watch, addresses.api_key, spec.patience) for spec in specs if spec.watch}
     policy = RestartPolicy(run_dir, workers.remove, watches)

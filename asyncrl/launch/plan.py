@@ -54,6 +54,10 @@ def plan(
     the teacher's engines those after them.
     """
     numbers = visible_gpus.split(",") if visible_gpus else [str(number) for number in range(addresses.gpus)]
+    trainers = _trainers(config, addresses, ports, run_dir, numbers)
+    if config.mode == "replay":
+        again = [_rollout("asyncrl.rollout.reenact", addresses, run_dir)] if config.replay.schedule else []
+        return [*again, *trainers]
     return [
         *_engines(config, addresses, ports, numbers),
         *_teachers(config, addresses, ports, numbers),
@@ -65,13 +69,14 @@ def plan(
             watch=f"{addresses.router}/health",
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
-        ProcessSpec(
-            "rollout",
-            [sys.executable, "-m", "asyncrl.rollout", str(run_dir)],
-            {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": ""},
-        ),
-        *_trainers(config, addresses, ports, run_dir, numbers),
+        _rollout("asyncrl.rollout", addresses, run_dir),
+        *trainers,
     ]
+
+
+def _rollout(module: str, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+    env = {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": ""}
+    return ProcessSpec("rollout", [sys.executable, "-m", module, str(run_dir)], env)
 
 
 def _restarts(config: Config) -> int:

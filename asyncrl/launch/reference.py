@@ -61,11 +61,19 @@ def _fields() -> Iterator[str]:
 
 def _section(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[str]:
     for field in _annotated(section):
-        kind, name = ast.unparse(field.annotation), f"{prefix}.{ast.unparse(field.target)}"
+        kind, name = ast.unparse(field.annotation), f"{prefix}.{_name(field)}"
         if kind in classes:
             yield from _section(classes, classes[kind], name)
             continue
         yield from _field(name, kind, docstrings(section).get(ast.unparse(field.target)))
+
+
+def _name(field: ast.AnnAssign) -> str:
+    """As it is set: some names are words of Python, and have another in the class."""
+    for keyword in field.value.keywords if isinstance(field.value, ast.Call) else ():
+        if keyword.arg == "alias" and isinstance(keyword.value, ast.Constant):
+            return str(keyword.value.value)
+    return ast.unparse(field.target)
 
 
 def _field(name: str, kind: str, meaning: str | None) -> Iterator[str]:

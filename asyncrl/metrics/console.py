@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,24 @@ class Console:
         self._first: tuple[int, float] | None = None  # step and time that the pace is measured from
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
 
-    def opening(self) -> None:
-        """What is about to start, and where it writes."""
+    def opening(self, differences: Sequence[str] = ()) -> None:
+        """What is about to start, and where it writes; of a replay, in which settings it is another run."""
         c, t = self._config, self._config.trainer
-        self._print(
-            f"[bold]{escape(c.run.name)}[/]: {escape(c.model.path)} on {escape(', '.join(c.mixture))}; "
-            f"{c.engine.count} engine(s), {f'teacher {escape(c.teacher.model)}, ' if c.teacher.model else ''}trainer "
-            f"TP {t.tensor_parallel} × PP {t.pipeline_parallel} × CP {t.context_parallel} × DP {t.data_parallel}; "
-            f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
+        layout = (
+            f"trainer TP {t.tensor_parallel} × PP {t.pipeline_parallel} × CP {t.context_parallel} "
+            f"× DP {t.data_parallel}"
         )
+        if c.mode == "replay":
+            what = f"replays {escape(str(c.replay.source))}; {layout}"
+        else:
+            teacher = f"teacher {escape(c.teacher.model)}, " if c.teacher.model else ""
+            what = (
+                f"on {escape(', '.join(c.mixture))}; {c.engine.count} engine(s), {teacher}{layout}; "
+                f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
+            )
+        self._print(f"[bold]{escape(c.run.name)}[/]: {escape(c.model.path)} {what}")
+        for line in differences:
+            self._print(f"not as recorded  {escape(line)}")
         self._print(f"run folder {escape(str(self._run_dir))}")
 
     def follow(self) -> None:

@@ -99,6 +99,12 @@ STEP_ROUTER = {
     "router/overlap": "mean share of the experts that are",
 }
 
+# The same file, with record=true
+STEP_RECORDING = {
+    "time/recording": "of the rollout process's processors, the recording took since the step before",
+    "recording/bytes": "written to it since the step before",
+}
+
 # The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
 STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 

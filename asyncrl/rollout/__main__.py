@@ -7,12 +7,11 @@ import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import httpx
-import uvicorn
 
 from asyncrl import jsonl, tasks
 from asyncrl.addresses import READY, Addresses
@@ -21,18 +20,23 @@ from asyncrl.engine.client import Client, Session
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.scorer import TeacherEngines
+from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
+from asyncrl.records.events import Began
+from asyncrl.records.reading import RECORDS
+from asyncrl.records.writer import Writer
 from asyncrl.rollout.agent import load_agent
-from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.concurrency import Window
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import Limits
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.faults import Faults
-from asyncrl.rollout.hooks import load
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
+from asyncrl.rollout.recorder import WritingRecorder
 from asyncrl.rollout.room import Adaptive, Fixed, Room, Unbounded
 from asyncrl.rollout.service import Service
+from asyncrl.rollout.serving import serve
 from asyncrl.rollout.teacher import Teacher
 from asyncrl.rollout.worker import Worker
 from asyncrl.routing import RoutingShape
@@ -71,15 +75,21 @@ async def main(run_dir: Path) -> None:
             warn(text)
 
     room = _room(rollout)
+    writer = Writer(run_dir / RECORDS) if config.record else None
+    recorder = _recorder(writer, config, addresses, warn) if writer else None
     service = Service(
-        _buffer(rollout),
+        build_buffer(rollout),
         client,
         evaluations,
         addresses.api_key,
         room=room,
         drain=config.weights.pause_mode == "drain",
         publish=publish,
-        figures=teacher.take_figures if teacher else dict,
+        figures=lambda: {
+            **(teacher.take_figures() if teacher else {}),
+            **(recorder.take_figures() if recorder else {}),
+        },
+        recorder=recorder,
     )
     worker = Worker(
         service,
@@ -110,22 +120,15 @@ async def main(run_dir: Path) -> None:
                 inflight = client.inflight
                 working.create_task(room.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
 
-    url = httpx.URL(addresses.rollout)
-    server = uvicorn.Server(
-        uvicorn.Config(service.app(), host=url.host, port=url.port or 0, log_level="warning", access_log=False)
-    )
     try:
-        async with asyncio.TaskGroup() as group:
-            rolling = group.create_task(roll_out())
-            failing = group.create_task(service.fail())
-            await group.create_task(server.serve())  # SIGTERM ends it: uvicorn handles the signal
-            rolling.cancel()
-            failing.cancel()
+        await serve(service, addresses.rollout, roll_out())
     finally:
         await client.close()
         await loads.close()
         if teachers:
             await teachers.close()
+        if writer:
+            writer.close()
 
 
 def _client(config: Config, addresses: Addresses, stop_token_ids: list[int], routing: RoutingShape | None) -> Client:
@@ -160,6 +163,13 @@ def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | N
     )
 
 
+def _recorder(writer: Writer, config: Config, addresses: Addresses, warn: Callable[[str], None]) -> WritingRecorder:
+    recorder = WritingRecorder(writer, warn)
+    settings = json.loads(config.model_dump_json())
+    recorder.write(Began(addresses.run_id, time.time(), 0, settings))
+    return recorder
+
+
 def _room(rollout: Rollout) -> Room:
     if rollout.max_running_groups == "auto":
         return Adaptive(Window(rollout.max_new_tokens))
@@ -173,17 +183,6 @@ def _mixer(config: Config, played: dict[str, tasks.Task], prompts: Prompts) -> M
         {name: task.weight for name, task in config.mixture.items()},
         load(config.rollout.curriculum, "rollout.curriculum"),
         config.run.seed,
-    )
-
-
-def _buffer(rollout: Rollout) -> CohortBuffer:
-    return CohortBuffer(
-        rollout.batch_groups,
-        rollout.max_staleness,
-        rollout.lead,
-        oversample=rollout.oversample,
-        over_age=rollout.over_age,
-        select=load(rollout.select, "rollout.select"),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncrl.rollout.hooks import load
+from asyncrl.imports import load
 from asyncrl.types import Generate, Prompt, Trajectory
 
 

@@ -31,6 +31,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from asyncrl.config import Rollout
+from asyncrl.imports import load
 from asyncrl.rollout.hooks import Select, lowest_first
 from asyncrl.rollout.ledger import Events, Ledger, Places, Source, Tokens
 from asyncrl.types import Group
@@ -235,6 +237,11 @@ class CohortBuffer:
         )
 
     @property
+    def training(self) -> list[Group]:
+        """The batch that was taken last, until the version that it makes is published."""
+        return [played.group for played in self._training]
+
+    @property
     def ready(self) -> int:
         """Groups that wait for their batch."""
         return len(self._ready)
@@ -316,6 +323,18 @@ class CohortBuffer:
         """A cohort that is behind, once all of its groups were admitted and have ended."""
         if cohort < min(self._filling, self.step - self.slack) and self._cohorts[cohort].playing == 0:
             del self._cohorts[cohort]
+
+
+def build_buffer(rollout: Rollout) -> CohortBuffer:
+    """As it is configured."""
+    return CohortBuffer(
+        rollout.batch_groups,
+        rollout.max_staleness,
+        rollout.lead,
+        oversample=rollout.oversample,
+        over_age=rollout.over_age,
+        select=load(rollout.select, "rollout.select"),
+    )
 
 
 @dataclass

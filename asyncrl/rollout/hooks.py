@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from asyncrl.errors import ConfigError
 from asyncrl.rollout.curriculum import Progress
 from asyncrl.types import Group
 
@@ -14,15 +11,6 @@ Accept = Callable[[Group], bool | str]
 """Whether a group may be trained, or the reason why not."""
 Select = Callable[[Sequence[Group], int], Sequence[Group]]
 """Which of the ready groups that need not go yet fill up a batch, and how many are wanted."""
-
-
-def load(path: str, field: str) -> Any:
-    """What lies at an import path, module:name. Raises ConfigError for the field that named it."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(field, path, f"Must be an import path, module:name ({error}).") from None
 
 
 def by_weight(progress: Progress) -> Mapping[str, float]:

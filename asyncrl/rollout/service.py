@@ -36,6 +36,7 @@ from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.ledger import Ledger, Source
+from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.room import Room, Unbounded
 from asyncrl.types import Batch, Group, Prompt, encode
 
@@ -69,6 +70,7 @@ class Service:
         drain: bool = False,
         publish: Callable[[dict[str, Any], list[str]], None] = lambda ledger, warnings: None,
         figures: Callable[[], dict[str, float]] = dict,
+        recorder: Recorder | None = None,
     ) -> None:
         """`publish` gets the ledger, and what must be told, at every version; `figures` adds some to a batch's."""
         self._buffer, self._client, self._api_key = buffer, client, api_key
@@ -76,6 +78,7 @@ class Service:
         self._room, self._waited = room or Unbounded(), False
         self._changed = asyncio.Condition()
         self._audit, self._publish, self._more_figures = Audit(), publish, figures
+        self._recorder = recorder or Recorder()
         self._rewards: list[float] = []
         self._drawn, self._reused = 0, 0
         self._playing: dict[Ticket, Sequence[Session]] = {}
@@ -103,23 +106,28 @@ class Service:
     def begin(self, ticket: Ticket, prompt: str, siblings: Sequence[Session]) -> None:
         """The group of a ticket plays the prompt of this uid, a trajectory in each session."""
         self._buffer.begin(ticket, prompt, len(siblings))
+        self._recorder.admitted(ticket, prompt, len(siblings))
         self._playing[ticket] = siblings
 
     async def commit(self, ticket: Ticket, group: Group) -> None:
         """A group is ready; engines may have written more tokens for it than its agent kept."""
-        received = self._close(ticket)
-        seated = self._buffer.commit(ticket, group, discarded=sum(received) - group.num_tokens)
+        discarded = sum(self._close(ticket)) - group.num_tokens
+        seated = self._buffer.commit(ticket, group, discarded=discarded)
+        self._recorder.committed(ticket, group, discarded)
         rewards = [trajectory.reward for trajectory in group.trajectories]
         self._rewards += rewards
         lengths = [trajectory.num_tokens for trajectory in group.trajectories]
         self._audit.note(ticket.cohort, ticket.uid, lengths, rewards, trained=seated)
         await self._ended()
 
-    async def reject(self, ticket: Ticket, reason: str, rewards: Sequence[float] = ()) -> None:
-        """A group is lost, with the tokens that engines wrote for it; its slot will be played anew."""
+    async def reject(self, ticket: Ticket, reason: str, group: Group | None = None) -> None:
+        """A group is lost, with the tokens that engines wrote for it; its slot will be played anew. `group` if it was
+        played to its end."""
         received = self._close(ticket)
         self._buffer.reject(ticket, reason, tokens=sum(received))
-        self._audit.note(ticket.cohort, ticket.uid, received, list(rewards), trained=False)
+        self._recorder.rejected(ticket, reason, sum(received), group)
+        rewards = [trajectory.reward for trajectory in group.trajectories] if group else []
+        self._audit.note(ticket.cohort, ticket.uid, received, rewards, trained=False)
         await self._ended()
 
     def _close(self, ticket: Ticket) -> list[int]:
@@ -169,14 +177,23 @@ class Service:
         """Taken from the buffer once, and kept until the next version is published: a reader may break off."""
         if self._encoded and self._encoded.version == version:
             return self._encoded
-        if version != self._buffer.step or (groups := self._buffer.take()) is None:
+        if version != self._buffer.step or not self.may_take() or (groups := self._buffer.take()) is None:
             return None
         self._room.taken(self._buffer.ready, len(groups), waited=self._waited)
         self._waited = False
         for dropped in self._buffer.dropped():
             self._audit.drop(dropped.uid)
-        self._encoded = _Encoded(version, encode(Batch(version, groups, self._figures())))
+        batch = Batch(version, groups, self._figures())
+        self._recorder.taken(version, groups, batch.rollout)
+        self._encoded = _Encoded(version, encode(batch))
         return self._encoded
+
+    def may_take(self) -> bool:
+        """Whether a batch may be taken from the buffer as soon as it allows that."""
+        return True
+
+    async def may_publish(self, version: int) -> None:
+        """Wait until a published version may open admission."""
 
     async def hold(self, _: Request) -> Response:
         """Keep new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
@@ -190,12 +207,15 @@ class Service:
         told = await request.json()
         version = int(told["version"])
         self._reused = int(told.get("reused", 0))
+        await self.may_publish(version)
         new = version != self._buffer.version  # the same version again: weights were sent anew, nothing was trained
         if new:
             self._buffer.publish(version)
             self._encoded = None
         self._client.inflight.release(version)
         ledger = self.ledger()
+        if new:
+            self._recorder.published(version, ledger)
         self._audit.close(self._buffer.step - self._buffer.slack)
         self._publish({"version": version, **asdict(ledger)}, self._audit.warnings())
         await self._wake()

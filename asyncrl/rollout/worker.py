@@ -130,7 +130,7 @@ class Worker:
             await self._service.commit(ticket, group)
             return
         reason = verdict or "not_accepted"
-        await self._service.reject(ticket, reason, [t.reward for t in group.trajectories])
+        await self._service.reject(ticket, reason, group)
         self._rejections_in_a_row += 1
         if self._rejections_in_a_row >= self._max_rejections:
             raise AsyncRLError(

@@ -29,10 +29,11 @@ from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies  # noqa: E402
 from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.trainer.feed import Batches, RolloutDoor  # noqa: E402
+from asyncrl.trainer.feed import Batches, Door, RolloutDoor  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.trainer.replayed import NoEngines, RecordedDoor  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.weights.build import build_transport  # noqa: E402
 from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
@@ -50,10 +51,49 @@ def main(run_dir: Path) -> None:
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
     policy = Policy(config, addresses.model, parallel)
     fleet = _fleet(config, addresses, parallel, run_dir)
-    door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
-    transport, why = build_transport(
-        config, fleet, stage=parallel.pp_rank, gpu=gpu, folder=_shared_folder(config, run_dir)
-    )
+    door: Door
+    publisher: Publisher | NoEngines
+    if config.mode == "replay":
+        recorded = RecordedDoor(config.replay)
+        first, end, why = recorded.first, recorded.end, "none (mode=replay)"
+        timeout = config.rollout.batch_timeout
+        door = RolloutDoor(addresses.rollout, addresses.headers, timeout) if config.replay.schedule else recorded
+        publisher = NoEngines(lambda version: door.announce(version, policy.reused), first=parallel.is_first)
+    else:
+        door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
+        publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, door)
+        first, end = 0, None
+    log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at, tasks=tuple(config.mixture))
+
+    def export(folder: Path) -> None:
+        save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
+
+    def save(version: int) -> None:
+        if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
+            export(run_dir / f"hf-{version:06d}")
+
+    batches = Batches(door if parallel.is_first else None, fleet.needs_weights, parallel)
+    reason = train(policy, batches, publisher, log, StopRule(config.run, end), save=save, version=first)
+    export(run_dir / "hf")
+    if parallel.is_first:
+        _summarize(config, run_dir, door, log, {"reason": reason, "transport": why})
+    dist.barrier()  # the peers stay until the summary is written: the first process to leave ends the run
+    dist.destroy_process_group()
+
+
+def _publisher(
+    config: Config,
+    addresses: Addresses,
+    run_dir: Path,
+    parallel: Parallel,
+    policy: Policy,
+    fleet: Fleet,
+    door: Door,
+) -> tuple[Publisher, str]:
+    """And why it takes the transport that it takes."""
+    gpu = on_gpu(config.trainer, addresses.gpus)
+    folder = _shared_folder(config, run_dir)
+    transport, why = build_transport(config, fleet, stage=parallel.pp_rank, gpu=gpu, folder=folder)
     engine_device: Literal["cpu", "cuda"] = "cuda" if on_gpu(config.engine, addresses.gpus) else "cpu"
     publisher = Publisher(
         parallel,
@@ -71,22 +111,7 @@ def main(run_dir: Path) -> None:
         announce=lambda version: door.announce(version, policy.reused),
     )
     publisher.prepare()
-    log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at, tasks=tuple(config.mixture))
-
-    def export(folder: Path) -> None:
-        save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
-
-    def save(version: int) -> None:
-        if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
-            export(run_dir / f"hf-{version:06d}")
-
-    batches = Batches(door if parallel.is_first else None, fleet.needs_weights, parallel)
-    reason = train(policy, batches, publisher, log, StopRule(config.run), save=save)
-    export(run_dir / "hf")
-    if parallel.is_first:
-        _summarize(config, run_dir, door, log, {"reason": reason, "transport": why})
-    dist.barrier()  # the peers stay until the summary is written: the first process to leave ends the run
-    dist.destroy_process_group()
+    return publisher, why
 
 
 def _fleet(config: Config, addresses: Addresses, parallel: Parallel, run_dir: Path) -> Fleet:
@@ -124,10 +149,10 @@ def _sinks(config: Config, run_dir: Path, parallel: Parallel) -> list:
     ]
 
 
-def _summarize(config: Config, run_dir: Path, door: RolloutDoor, log: StepLog, facts: dict[str, str]) -> None:
+def _summarize(config: Config, run_dir: Path, door: Door, log: StepLog, facts: dict[str, str]) -> None:
     """summary.json, after a last evaluation on the final weights."""
     accuracy = accuracies([], [])
-    if config.eval_sets:
+    if config.eval_sets and config.mode == "train":
         after = door.evaluate(timeout=config.rollout.batch_timeout)
         lines = (run_dir / "eval.jsonl").read_text().splitlines()
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import torch
@@ -18,6 +18,30 @@ import torch.distributed as dist
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.parallel import Parallel
 from asyncrl.types import Batch, decode_batch
+
+
+class Door(Protocol):
+    """Where batches come from, and who is told what becomes of them."""
+
+    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
+        """The encoded batch that turns `version` into the next, or nothing where `interrupt` said so."""
+        ...
+
+    def hold(self) -> None:
+        """Keep new requests back: weights are about to change."""
+        ...
+
+    def announce(self, version: int, reused: int = 0) -> None:
+        """Every engine serves `version`; `reused` groups were trained more than once so far."""
+        ...
+
+    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
+        """Answer the held-out questions now: a line of eval.jsonl for every set."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """The ledger, and what the rollout side waits for."""
+        ...
 
 
 class RolloutDoor:
@@ -86,7 +110,7 @@ class RolloutDoor:
 class Batches:
     """The same batch on every rank: rank 0 fetches the bytes once, and broadcasts them."""
 
-    def __init__(self, door: RolloutDoor | None, interrupt: Callable[[], bool], parallel: Parallel) -> None:
+    def __init__(self, door: Door | None, interrupt: Callable[[], bool], parallel: Parallel) -> None:
         self._door, self._interrupt, self._parallel = door, interrupt, parallel
 
     def get(self, version: int) -> Batch | None:

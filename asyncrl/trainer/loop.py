@@ -9,25 +9,33 @@ unblocked by  generation, which never waits for this loop beyond the staleness b
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from asyncrl.metrics.record import StepLog
 from asyncrl.trainer.feed import Batches
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.stop import StopRule
-from asyncrl.weights.publish import Publisher
+
+
+class Publishes(Protocol):
+    """Makes a version the one that every engine serves."""
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Returns seconds of its parts, and bytes."""
+        ...
 
 
 def train(
     policy: Policy,
     batches: Batches,
-    publisher: Publisher,
+    publisher: Publishes,
     log: StepLog,
     stop: StopRule,
     *,
     save: Callable[[int], None],
+    version: int = 0,
 ) -> str:
-    """Train until a stop rule holds; returns its reason."""
-    version = 0
+    """Train, from `version` on, until a stop rule holds; returns its reason."""
     while True:
         with log.span("wait_batch"):
             while (batch := batches.get(version)) is None:

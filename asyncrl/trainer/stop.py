@@ -10,8 +10,9 @@ from asyncrl.config import Run
 class StopRule:
     """Steps, tokens or reward, whichever is reached first. Decided from figures that every rank shares."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, end: int | None = None) -> None:
+        """`end`: the version that the last batch makes, if there is a last one."""
+        self._run, self._end = run, end
         self._rewards: deque[float] = deque(maxlen=run.reward_window)
         self._tokens = 0.0
 
@@ -25,6 +26,8 @@ class StopRule:
             return f"reward {mean:.3f} over {run.reward_window} steps reached run.reward_target {run.reward_target}"
         if run.token_budget is not None and self._tokens >= run.token_budget:
             return f"{self._tokens:.0f} generated tokens reached run.token_budget {run.token_budget}"
+        if step["step"] == self._end:
+            return "every batch of the recording is trained"
         if step["step"] >= run.max_steps:
             return f"run.max_steps {run.max_steps} reached"
         return None

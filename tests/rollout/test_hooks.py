@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.hooks import ends, freshest_first, has_signal, load, lowest_first
+from asyncrl.imports import load
+from asyncrl.rollout.hooks import ends, freshest_first, has_signal, lowest_first
 from tests.fakes import group
 
 

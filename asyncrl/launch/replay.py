@@ -1,0 +1,45 @@
+"""mode=replay: that there is a recording, and in which settings the run that made it was another."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+
+OTHER_ANYWAY = ("mode", "record", "replay", "run.dir", "run.name", "run.overwrite", "metrics", "cluster", "engine")
+"""Settings that a replay does not read, or must have otherwise."""
+
+
+def check_recording(config: Config) -> None:
+    """Refuse to replay what was not recorded."""
+    if config.mode != "replay":
+        return
+    source = config.replay.folder
+    if not (source / "records").is_dir() and not list(source.glob("*.frames")):
+        raise ConfigError(
+            "replay.from", config.replay.source, "No recording there: name the folder of a run with record=true."
+        )
+
+
+def differences(config: Config) -> list[str]:
+    """field: recorded -> now, for all that matters to training. Empty when the run's config.json is not there."""
+    if config.mode != "replay" or not (file := config.replay.folder / "config.json").is_file():
+        return []
+    then, now = _flat(json.loads(file.read_text())), _flat(json.loads(config.model_dump_json()))
+    return [
+        f"{name}: {then.get(name)} -> {now.get(name)}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name) and not name.startswith(OTHER_ANYWAY)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found

@@ -1,0 +1,186 @@
+"""What a recording tells, in the order in which it happened. An event is msgpack, tagged with its kind.
+
+A group's numbers are kept as arrays: token ids as int32, log-probabilities and rewards of tokens as float32 where that
+is exact (an engine's are), else as float64; all little-endian. `packed` and `unpacked` are each other's inverse, to the
+last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl.errors import RecordError
+from asyncrl.types import Completion, Group, Routing, Trajectory, Turn, VersionSpan
+
+
+class PackedTurn(msgspec.Struct, frozen=True, array_like=True):
+    """A turn of a trajectory; a logprob array's width is told by its length."""
+
+    observation: bytes
+    token_ids: bytes
+    logprobs: bytes
+    versions: list[VersionSpan]
+    finish_reason: str
+    reward: float
+    token_rewards: bytes
+    teacher: bytes
+    routing: Routing | None
+
+
+class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group."""
+
+    uid: str
+    slot: int
+    prompt_ids: bytes
+    trajectories: list[tuple[list[PackedTurn], float]]
+    task: str
+    routing: Routing | None
+
+
+class Began(msgspec.Struct, frozen=True, tag="began"):
+    """The rollout process has started, or was resumed: what follows was done under this configuration."""
+
+    run_id: str
+    time: float
+    version: int
+    config: dict[str, Any]
+
+
+class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """The buffer issued a ticket, and this prompt is played for it."""
+
+    slot: int
+    attempt: int
+    born: int
+    cohort: int
+    prompt: str  # uid
+    trajectories: int
+
+
+class Committed(msgspec.Struct, frozen=True, tag="committed"):
+    """A group was handed in; engines also wrote `discarded` tokens that are not in it."""
+
+    slot: int
+    attempt: int
+    group: PackedGroup
+    discarded: int
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """A group that must not be trained, with what was written of it, if it was played to the end."""
+
+    slot: int
+    attempt: int
+    reason: str
+    tokens: int
+    group: PackedGroup | None = None
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """A batch was put together of these groups, in this order."""
+
+    step: int
+    uids: list[str]
+    figures: dict[str, float]
+
+
+class Published(msgspec.Struct, frozen=True, tag="published"):
+    """Every engine serves this version; the books at this instant."""
+
+    version: int
+    time: float
+    ledger: dict[str, Any]
+
+
+Event = Began | Admitted | Committed | Rejected | Taken | Published
+_decoder = msgspec.msgpack.Decoder(list[Event])
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(event: Event) -> bytes:
+    """One event."""
+    return _encode(event)
+
+
+def frame_of(encoded: Sequence[bytes]) -> bytes:
+    """What a frame holds: some events."""
+    return _encode([msgspec.Raw(one) for one in encoded])
+
+
+def decode(data: bytes) -> list[Event]:
+    """The events of a frame. Raises RecordError when it holds anything else."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, ValueError) as error:  # also what the records themselves refuse
+        raise RecordError(f"a frame holds no events: {error}") from None
+
+
+def packed(group: Group) -> PackedGroup:
+    """Its arrays as bytes."""
+    trajectories = [([_pack_turn(turn) for turn in one.turns], one.reward) for one in group.trajectories]
+    return PackedGroup(group.uid, group.slot, _ids(group.prompt_ids), trajectories, group.task, group.routing)
+
+
+def unpacked(group: PackedGroup) -> Group:
+    """The group itself. Raises RecordError when its arrays do not fit together."""
+    try:
+        trajectories = [
+            Trajectory([_unpack_turn(turn) for turn in turns], reward) for turns, reward in group.trajectories
+        ]
+        return Group(group.uid, group.slot, _ids_of(group.prompt_ids), trajectories, group.task, group.routing)
+    except ValueError as error:
+        raise RecordError(f"group {group.uid} is damaged: {error}") from None
+
+
+def _pack_turn(turn: Turn) -> PackedTurn:
+    answer = turn.completion
+    return PackedTurn(
+        _ids(turn.observation),
+        _ids(answer.token_ids),
+        _floats(answer.logprobs),
+        answer.versions,
+        answer.finish_reason,
+        turn.reward,
+        _floats(turn.token_rewards),
+        _floats(turn.teacher),
+        answer.routing,
+    )
+
+
+def _unpack_turn(turn: PackedTurn) -> Turn:
+    ids = _ids_of(turn.token_ids)
+
+    def floats(data: bytes) -> list[float]:
+        return _floats_of(data, len(ids))
+
+    completion = Completion(ids, floats(turn.logprobs), turn.versions, turn.finish_reason, turn.routing)
+    return Turn(_ids_of(turn.observation), completion, turn.reward, floats(turn.token_rewards), floats(turn.teacher))
+
+
+def _ids(values: list[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def _ids_of(data: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(data, "<i4").tolist()
+    return found
+
+
+def _floats(values: list[float]) -> bytes:
+    wide = np.array(values, "<f8")
+    with np.errstate(over="ignore"):
+        narrow = wide.astype("<f4")
+    return (narrow if bool((narrow == wide).all()) else wide).tobytes()
+
+
+def _floats_of(data: bytes, count: int) -> list[float]:
+    """`count` numbers, or none."""
+    if len(data) not in (0, 4 * count, 8 * count):
+        raise ValueError(f"{len(data)} bytes for {count} numbers")
+    found: list[float] = np.frombuffer(data, "<f4" if len(data) == 4 * count else "<f8").tolist()
+    return found

@@ -1,0 +1,137 @@
+"""Append-only files of checksummed, compressed frames.
+
+    file     MAGIC, then frames, until FILE_BYTES are reached and the next file begins
+    frame    stored u32, raw u32, crc u32, little-endian; then `stored` bytes: `raw` bytes, compressed with zstd
+    crc      CRC-32 of the two lengths and the stored bytes
+
+A writer that was killed, or whose disk was full, leaves a last frame that is not whole: a torn tail. Readers leave it
+out and say how long it is. A bad frame before the end is damage, and refused.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow
+
+from asyncrl.errors import RecordError
+
+MAGIC = b"asyncrl records 1\n"
+FILE_BYTES = 64 << 20
+MAX_RAW = 1 << 30
+"""A frame that claims to hold more is damaged."""
+_HEADER = struct.Struct("<III")
+_codec = pyarrow.Codec("zstd", compression_level=1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a frame lies."""
+
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What one holds, and where the next begins."""
+
+    place: Place
+    data: bytes
+    end: int
+
+
+def path_of(folder: Path, file: int) -> Path:
+    """The name of file number `file`."""
+    return folder / f"{file:06d}.frames"
+
+
+def files(folder: Path) -> list[int]:
+    """Numbers of the files that are there, ascending."""
+    return sorted(int(path.stem) for path in folder.glob("*.frames") if path.stem.isdigit())
+
+
+def encode(data: bytes) -> bytes:
+    """A frame that holds `data`."""
+    if len(data) > MAX_RAW:
+        raise RecordError(f"a frame of {len(data)} bytes: at most {MAX_RAW} can be written")
+    stored: bytes = _codec.compress(data, asbytes=True)
+    lengths = struct.pack("<II", len(stored), len(data))
+    return lengths + struct.pack("<I", zlib.crc32(stored, zlib.crc32(lengths))) + stored
+
+
+def read(folder: Path, place: Place) -> Frame:
+    """The frame that begins there. Raises RecordError when none does."""
+    path = path_of(folder, place.file)
+    try:
+        with path.open("rb") as file:
+            return _read(file, path, place.file, place.offset)
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from None
+
+
+class Frames:
+    """All whole frames from a place on, in order. Iterating raises RecordError at damage; afterwards `torn` says how
+    many bytes at the end of the last file are no whole frame."""
+
+    def __init__(self, folder: Path, start: Place | None = None) -> None:
+        self._folder, self._start = folder, start or Place(0, 0)
+        self.torn = 0
+
+    def __iter__(self) -> Iterator[Frame]:
+        numbers = [number for number in files(self._folder) if number >= self._start.file]
+        for number in numbers:
+            path = path_of(self._folder, number)
+            with path.open("rb") as file:
+                yield from self._of(file, path, number, last=number == numbers[-1])
+
+    def _of(self, file: BinaryIO, path: Path, number: int, *, last: bool) -> Iterator[Frame]:
+        size = path.stat().st_size
+        if file.read(len(MAGIC)) != MAGIC:
+            if last and size < len(MAGIC):
+                self.torn = size
+                return
+            raise RecordError(f"{path} is no recording of asyncrl, or one of another version")
+        offset = max(len(MAGIC), self._start.offset if number == self._start.file else 0)
+        while offset < size:
+            try:
+                frame = _read(file, path, number, offset)
+            except RecordError:
+                if last and _ends_torn(file, offset, size):
+                    self.torn = size - offset
+                    return
+                raise
+            yield frame
+            offset = frame.end
+
+
+def _ends_torn(file: BinaryIO, offset: int, size: int) -> bool:
+    """Whether the bad frame reaches to the end: then it is what was being written last."""
+    file.seek(offset)
+    header = file.read(_HEADER.size)
+    return len(header) < _HEADER.size or offset + _HEADER.size + _HEADER.unpack(header)[0] >= size
+
+
+def _read(file: BinaryIO, path: Path, number: int, offset: int) -> Frame:
+    file.seek(offset)
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise RecordError(f"{path}: no whole frame at byte {offset}")
+    stored, raw, crc = _HEADER.unpack(header)
+    if stored > MAX_RAW or raw > MAX_RAW:
+        raise RecordError(f"{path}: the frame at byte {offset} is damaged")
+    data = file.read(stored)
+    if len(data) < stored:
+        raise RecordError(f"{path}: no whole frame at byte {offset}")
+    if zlib.crc32(data, zlib.crc32(header[:8])) != crc:
+        raise RecordError(f"{path}: the frame at byte {offset} is damaged (its checksum differs)")
+    try:
+        plain: bytes = _codec.decompress(data, decompressed_size=raw, asbytes=True)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise RecordError(f"{path}: the frame at byte {offset} is damaged: {error}") from None
+    return Frame(Place(number, offset), plain, offset + _HEADER.size + stored)

@@ -1,0 +1,82 @@
+"""Which frame holds what, one line of JSON for each: found again without reading the recording. A convenience: frames
+that it does not know, or knows wrongly, are read instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import RecordError
+from asyncrl.records import frames
+from asyncrl.records.events import Committed, Event, Published, Rejected, Taken
+from asyncrl.records.frames import Place
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One frame."""
+
+    file: int
+    offset: int
+    end: int
+    groups: list[str] = []  # uids of the groups that it holds
+    steps: list[int] = []  # of the batches that it composes
+    versions: list[int] = []  # published
+
+    @classmethod
+    def of(cls, place: Place, end: int, held: Sequence[Event]) -> Line:
+        """Of the events of a frame."""
+        groups = [e.group.uid for e in held if isinstance(e, Committed | Rejected) and e.group]
+        steps = [event.step for event in held if isinstance(event, Taken)]
+        versions = [event.version for event in held if isinstance(event, Published)]
+        return cls(place.file, place.offset, end, groups, steps, versions)
+
+    @property
+    def place(self) -> Place:
+        """Of the frame."""
+        return Place(self.file, self.offset)
+
+    @property
+    def after(self) -> Place:
+        """Where the next frame begins, if it lies in the same file."""
+        return Place(self.file, self.end)
+
+
+def index_path(folder: Path) -> Path:
+    """Beside the frames."""
+    return folder / "index.jsonl"
+
+
+def _read(folder: Path) -> list[Line]:
+    """The lines that fit to each other, up to the first that does not."""
+    lines: list[Line] = []
+    try:
+        data = index_path(folder).read_bytes()
+    except FileNotFoundError:
+        return lines
+    for raw in data.splitlines():
+        try:
+            line = msgspec.json.decode(raw, type=Line)
+        except (msgspec.DecodeError, ValueError):
+            break
+        follows = not lines or line.file > lines[-1].file or (line.file, line.offset) == (lines[-1].file, lines[-1].end)
+        if not follows:
+            break
+        lines.append(line)
+    return lines
+
+
+def usable(folder: Path) -> list[Line]:
+    """The index as far as its last frame is where it says."""
+    lines = _read(folder)
+    while lines and not _fits(folder, lines[-1]):
+        lines.pop()
+    return lines
+
+
+def _fits(folder: Path, line: Line) -> bool:
+    try:
+        return frames.read(folder, line.place).end == line.end
+    except RecordError:
+        return False

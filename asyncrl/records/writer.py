@@ -1,0 +1,140 @@
+"""Writes a recording beside the event loop: a thread compresses and appends what has come since it last looked.
+
+waits for     the disk; the event loop never does, unless MOST_WAITING bytes wait for it
+on failure    a full disk, say: `failed` holds the error, and nothing further is written. What is on disk stays whole.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from asyncrl.errors import RecordError
+from asyncrl.records import events, frames
+from asyncrl.records.events import Event
+from asyncrl.records.frames import Frames
+from asyncrl.records.index import Line, index_path, usable
+
+MOST_WAITING = 256 << 20
+FRAME_BYTES = 1 << 20
+"""Encoded events of one frame, at most but for the last of them."""
+SPARE_BYTES = 16 << 20
+"""Recording ends while the disk still has these: what else the run writes matters more."""
+
+
+class Writer:
+    """Appends to the recording in `folder`, which may be that of a run before."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self.left_out = folder, repair(folder)
+        """Bytes of a torn tail, of the run before."""
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[Event, bytes]] = []
+        self._bytes = 0
+        self._closing = False
+        self.failed: RecordError | None = None
+        self.written, self.seconds = 0, 0.0
+        """Bytes on disk, and seconds of the thread's processor, so far."""
+        numbers = frames.files(folder)
+        self._number = numbers[-1] + 1 if numbers else 0
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+        self._thread.start()
+
+    def write(self, event: Event) -> None:
+        """Soon, after all that was written before."""
+        data = events.encode(event)
+        with self._changed:
+            while self._bytes > MOST_WAITING and not self.failed:
+                self._changed.wait()
+            if self.failed:
+                return
+            self._waiting.append((event, data))
+            self._bytes += len(data)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Until everything has reached the operating system."""
+        with self._changed:
+            while self._bytes and not self.failed:
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Write the rest."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with index_path(self._folder).open("ab") as index:
+                while taken := self._take():
+                    self._append(taken, index)
+                    self.seconds = time.thread_time()
+                    with self._changed:
+                        self._bytes -= sum(len(data) for _, data in taken)
+                        self._changed.notify_all()
+        except OSError as error:
+            self._fail(RecordError(f"the recording in {self._folder} cannot be written: {error.strerror}"))
+        except RecordError as error:
+            self._fail(error)
+
+    def _take(self) -> list[tuple[Event, bytes]]:
+        with self._changed:
+            while not self._waiting and not self._closing:
+                self._changed.wait()
+            size = count = 0
+            while count < len(self._waiting) and size < FRAME_BYTES:
+                size += len(self._waiting[count][1])
+                count += 1
+            taken = self._waiting[:count]
+            del self._waiting[:count]
+            return taken
+
+    def _append(self, taken: list[tuple[Event, bytes]], index: BinaryIO) -> None:
+        disk = os.statvfs(self._folder)
+        if (free := disk.f_bavail * disk.f_frsize) < SPARE_BYTES:
+            raise RecordError(f"the disk of {self._folder} has {free >> 20} MB left: recording ends here")
+        frame = frames.encode(events.frame_of([data for _, data in taken]))
+        path = frames.path_of(self._folder, self._number)
+        with path.open("ab") as file:
+            if file.tell() == 0:
+                file.write(frames.MAGIC)
+            place = frames.Place(self._number, file.tell())
+            file.write(frame)
+            end = file.tell()
+        index.write(msgspec.json.encode(Line.of(place, end, [event for event, _ in taken])) + b"\n")
+        index.flush()
+        self.written += len(frame)
+        if end >= frames.FILE_BYTES:
+            self._number += 1
+
+    def _fail(self, error: RecordError) -> None:
+        with self._changed:
+            self.failed = error
+            self._waiting.clear()
+            self._changed.notify_all()
+
+
+def repair(folder: Path) -> int:
+    """Cut a torn tail off, behind which nothing could be read; returns its bytes. Raises RecordError at damage."""
+    lines = usable(folder)
+    rest = Frames(folder, lines[-1].after if lines else None)
+    lines += [Line.of(frame.place, frame.end, events.decode(frame.data)) for frame in rest]
+    if numbers := frames.files(folder):
+        path = frames.path_of(folder, numbers[-1])
+        whole = path.stat().st_size - rest.torn
+        os.truncate(path, whole)
+        if not whole:
+            path.unlink()
+    if lines:
+        index_path(folder).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    return rest.torn

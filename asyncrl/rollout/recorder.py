@@ -1,0 +1,80 @@
+"""What the buffer is told, and what it decides, as the events of a recording."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from asyncrl.records.events import Admitted, Committed, Event, Published, Rejected, Taken, packed
+from asyncrl.records.writer import Writer
+from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.ledger import Ledger
+from asyncrl.types import Group
+
+
+class Recorder:
+    """Of a run that is not recorded."""
+
+    def admitted(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
+        """A group begins to play this prompt."""
+
+    def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
+        """A group is handed in, whether or not there is a seat for it."""
+
+    def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
+        """A group is lost."""
+
+    def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
+        """A batch is put together."""
+
+    def published(self, version: int, ledger: Ledger) -> None:
+        """Every engine serves a version."""
+
+
+class WritingRecorder(Recorder):
+    """Through a Writer's thread. Where that has failed the run goes on, and says so once."""
+
+    def __init__(self, writer: Writer, warn: Callable[[str], None]) -> None:
+        self._writer, self._warn, self._warned = writer, warn, False
+        self._seconds, self._told = 0.0, (0.0, 0)
+
+    def admitted(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
+        self.write(Admitted(ticket.slot, ticket.attempt, ticket.born, ticket.cohort, prompt, trajectories))
+
+    def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
+        with self._measured():
+            content = packed(group)
+        self.write(Committed(ticket.slot, ticket.attempt, content, discarded))
+
+    def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
+        self.write(Rejected(ticket.slot, ticket.attempt, reason, tokens, packed(group) if group else None))
+
+    def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
+        self.write(Taken(step, [group.uid for group in groups], figures))
+
+    def published(self, version: int, ledger: Ledger) -> None:
+        self.write(Published(version, time.time(), asdict(ledger)))
+
+    def write(self, event: Event) -> None:
+        """The next event."""
+        with self._measured():
+            self._writer.write(event)
+        if self._writer.failed and not self._warned:
+            self._warned = True
+            self._warn(f"{self._writer.failed}. The run goes on without it.")
+
+    def take_figures(self) -> dict[str, float]:
+        """Since the last call, under their names in metrics.jsonl."""
+        now = (self._seconds + self._writer.seconds, self._writer.written)
+        seconds, size = (new - old for new, old in zip(now, self._told, strict=True))
+        self._told = now
+        return {"time/recording": seconds, "recording/bytes": float(size)}
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """What the event loop gives for it."""
+        started = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - started

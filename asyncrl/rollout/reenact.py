@@ -1,0 +1,191 @@
+"""mode=replay replay.schedule=true: python -m asyncrl.rollout.reenact RUN_DIR, in the rollout process's place.
+
+The whole schedule of a recorded run, with its answers in the place of engines. Buffer, service, staleness bound and
+ledger run for real: each recorded event is done again when its turn comes, and what it gives must be what was recorded.
+
+    admitted     the buffer must issue the same ticket
+    committed    the group is handed in, with the tokens that engines had written
+    rejected     likewise, for the same reason
+    taken        the trainer's request is answered now, and not before; the batch must hold the same groups
+    published    the trainer's word is taken now; the ledger must be the same
+
+    waits for    the trainer, who ends the run when it has trained the last batch
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl import jsonl
+from asyncrl.addresses import READY, Addresses
+from asyncrl.config import read
+from asyncrl.engine.inflight import Figures
+from asyncrl.errors import RecordError
+from asyncrl.records.events import Admitted, Committed, Published, Rejected, Taken, unpacked
+from asyncrl.records.reading import Recording
+from asyncrl.rollout.activity import NOTHING
+from asyncrl.rollout.buffer import CohortBuffer, Ticket, build_buffer
+from asyncrl.rollout.service import Service
+from asyncrl.rollout.serving import serve
+from asyncrl.types import Group, Prompt
+
+BALANCED = ("prompts", "groups", "trajectories", "tokens")
+"""Parts of the ledger that must be the same; events beside the balance were those of engines."""
+
+
+@dataclass(eq=False)
+class _Session:
+    """An episode whose answers are known."""
+
+    received: int = 0
+    waits_for: str = NOTHING
+    since: float = 0.0
+
+    def close(self) -> int:
+        return self.received
+
+
+@dataclass
+class _InFlight:
+    """What the service asks of requests in flight: here there are none."""
+
+    tokens: Counter[str] = field(default_factory=Counter)
+    late_tokens: int = 0
+    figures: Figures = field(default_factory=Figures)
+
+    def take_figures(self) -> Figures:
+        return Figures()
+
+    def hold(self) -> None: ...
+
+    def release(self, version: int) -> None: ...
+
+
+@dataclass
+class _Client:
+    inflight: _InFlight
+
+
+class _NoEvaluations:
+    async def now(self) -> list[dict[str, Any]]:
+        return []
+
+    def published(self, version: int) -> None: ...
+
+
+class Reenactment(Service):
+    """The service, and the recorded events as its worker."""
+
+    def __init__(self, recording: Recording, buffer: CohortBuffer, api_key: str, **settings: Any) -> None:
+        self._recording, self._flight = recording, _InFlight()
+        client: Any = _Client(self._flight)
+        evaluations: Any = _NoEvaluations()
+        super().__init__(buffer, client, evaluations, api_key, **settings)
+        self._tickets: dict[tuple[int, int], Ticket] = {}
+        self._sessions: dict[Ticket, list[_Session]] = {}
+        self._taking = False
+        self._publishing = -1
+
+    # -- the trainer's turn --------------------------------------------------------------------------------
+
+    def may_take(self) -> bool:
+        return self._taking
+
+    async def may_publish(self, version: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._publishing == version)
+
+    # -- the events ----------------------------------------------------------------------------------------
+
+    async def play(self) -> None:
+        """All of them. Raises RecordError at the first that comes out otherwise."""
+        for event in self._recording.events():
+            match event:
+                case Admitted():
+                    self._admit(event)
+                case Committed():
+                    ticket = self._close_with(event.slot, event.attempt, unpacked(event.group), event.discarded)
+                    await self.commit(ticket, unpacked(event.group))
+                case Rejected():
+                    ticket = self._close_with(event.slot, event.attempt, None, event.tokens)
+                    await self.reject(ticket, event.reason, unpacked(event.group) if event.group else None)
+                case Taken():
+                    await self._take(event)
+                case Published():
+                    await self._publish_again(event)
+
+    def _admit(self, event: Admitted) -> None:
+        ticket = self._buffer.admit()
+        if ticket != Ticket(event.slot, event.attempt, event.born, event.cohort):
+            raise RecordError(f"the buffer admits {ticket}, where {event} was recorded")
+        self._tickets[event.slot, event.attempt] = ticket
+        self._sessions[ticket] = [_Session() for _ in range(event.trajectories)]
+        self.draw(lambda: Prompt(event.prompt, [], {}, ""))
+        self.begin(ticket, event.prompt, self._sessions[ticket])  # type: ignore[arg-type]
+
+    def _close_with(self, slot: int, attempt: int, group: Group | None, more: int) -> Ticket:
+        ticket = self._tickets.pop((slot, attempt))
+        self._received(self._sessions.pop(ticket), (group.num_tokens if group else 0) + more)
+        return ticket
+
+    def _received(self, sessions: list[_Session], tokens: int) -> None:
+        """These sessions together."""
+        for session in sessions:
+            self._flight.tokens["training"] -= session.received
+            session.received = 0
+        if sessions:
+            sessions[0].received = tokens
+            self._flight.tokens["training"] += tokens
+
+    async def _take(self, event: Taken) -> None:
+        self._taking = True
+        await self._wake()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._buffer.step > event.step)
+        self._taking = False
+        uids = [group.uid for group in self._buffer.training]
+        if uids != event.uids:
+            raise RecordError(f"batch {event.step} is {uids}, where {event.uids} was recorded")
+
+    async def _publish_again(self, event: Published) -> None:
+        tokens = event.ledger["tokens"]
+        self._received([session for sessions in self._sessions.values() for session in sessions], tokens["running"])
+        self._flight.tokens["evaluation"] = event.ledger["events"]["evaluation_tokens"]
+        self._publishing = event.version
+        late = tokens["discarded"] - self.ledger().tokens.discarded  # of sessions that had ended
+        self._flight.late_tokens += late
+        self._flight.tokens["training"] += late
+        await self._wake()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._buffer.version == event.version)
+        found = asdict(self.ledger())
+        for part in BALANCED:
+            if found[part] != event.ledger[part]:
+                raise RecordError(
+                    f"at version {event.version} the ledger's {part} are {found[part]}, where {event.ledger[part]} was "
+                    "recorded"
+                )
+
+
+async def main(run_dir: Path) -> None:
+    """Serve until the launcher's SIGTERM, or until something comes out otherwise."""
+    config, addresses = read(run_dir), Addresses.read(run_dir)
+
+    def publish(ledger: dict[str, Any], _: list[str]) -> None:
+        jsonl.replace(run_dir / "ledger.json", ledger)
+
+    recording = Recording(config.replay.folder)
+    service = Reenactment(recording, build_buffer(config.rollout), addresses.api_key, publish=publish)
+    (run_dir / READY).touch()
+    await serve(service, addresses.rollout, service.play())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the launcher decides the order
+    asyncio.run(main(Path(sys.argv[1])))

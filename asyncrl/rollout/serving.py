@@ -1,0 +1,26 @@
+"""The service's HTTP server, beside what rolls out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import httpx
+import uvicorn
+
+from asyncrl.rollout.service import Service
+
+
+async def serve(service: Service, address: str, rolling_out: Coroutine[Any, Any, None]) -> None:
+    """Until the launcher's SIGTERM; raises the first error of the service, or of what rolls out."""
+    url = httpx.URL(address)
+    server = uvicorn.Server(
+        uvicorn.Config(service.app(), host=url.host, port=url.port or 0, log_level="warning", access_log=False)
+    )
+    async with asyncio.TaskGroup() as group:
+        rolling = group.create_task(rolling_out)
+        failing = group.create_task(service.fail())
+        await group.create_task(server.serve())  # SIGTERM ends it: uvicorn handles the signal
+        rolling.cancel()
+        failing.cancel()

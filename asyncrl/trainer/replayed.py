@@ -1,0 +1,100 @@
+"""mode=replay: a recording in the place of the rollout process, and nobody to publish to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Replay
+from asyncrl.errors import RecordError
+from asyncrl.imports import load
+from asyncrl.records.reading import Recording
+from asyncrl.types import Batch, Group, VersionSpan, encode
+
+
+class RecordedDoor:
+    """What RolloutDoor is to the trainer, from a recording."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._recording = Recording(replay.folder)
+        self._keep: Callable[[Group], bool] | None = load(replay.keep, "replay.keep") if replay.keep else None
+        steps = self._recording.steps
+        if not steps:
+            raise RecordError(f"{self._recording.folder} holds no batch")
+        first = steps[0] if replay.first is None else replay.first
+        last = steps[-1] if replay.last is None else replay.last
+        if missing := sorted(set(range(first, last + 1)) - set(steps)):
+            raise RecordError(f"{self._recording.folder} holds batches {steps[0]} to {steps[-1]}, and no {missing[0]}")
+        self._steps = list(range(first, last + 1)) * replay.loop
+        self.first, self.end = first, first + len(self._steps)
+        """Version to start from, and the one that the last batch makes."""
+
+    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
+        """The batch of this version; one that is trained again is as old as it was."""
+        recorded = self._recording.batch(self._steps[version - self.first])
+        groups = [group for group in recorded.groups if self._keep is None or self._keep(group)]
+        if not groups:
+            raise RecordError(f"replay.keep keeps no group of batch {recorded.version}")
+        return encode(later(Batch(recorded.version, groups, recorded.rollout), version - recorded.version))
+
+    def hold(self) -> None:
+        """Nothing runs."""
+
+    def announce(self, version: int, reused: int = 0) -> None:
+        """Nobody listens."""
+
+    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
+        """There is no engine to ask."""
+        return []
+
+    def status(self) -> dict[str, Any]:
+        """No group has moved."""
+        return {"ledger": None}
+
+
+class NoEngines:
+    """What a Publisher is to the loop, where nobody generates."""
+
+    def __init__(self, announce: Callable[[int], None], *, first: bool) -> None:
+        """`first`: on rank 0, which alone announces."""
+        self._announce, self._first = announce, first
+
+    def publish(self, version: int) -> dict[str, float]:
+        """To no engine."""
+        if self._first:
+            self._announce(version)
+        return dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
+
+
+def later(batch: Batch, versions: int) -> Batch:
+    """The same batch, written and trained so many versions later: every token is as old as before."""
+    if not versions:
+        return batch
+
+    def moved(group: Group) -> Group:
+        return msgspec.structs.replace(
+            group,
+            trajectories=[
+                msgspec.structs.replace(
+                    trajectory,
+                    turns=[
+                        msgspec.structs.replace(
+                            turn,
+                            completion=msgspec.structs.replace(
+                                turn.completion, versions=[_moved(span, versions) for span in turn.completion.versions]
+                            ),
+                        )
+                        for turn in trajectory.turns
+                    ],
+                )
+                for trajectory in group.trajectories
+            ],
+        )
+
+    return Batch(batch.version + versions, [moved(group) for group in batch.groups], batch.rollout)
+
+
+def _moved(span: VersionSpan, versions: int) -> VersionSpan:
+    return VersionSpan(span.version + versions, span.start, span.end, span.inferred)

@@ -1,0 +1,134 @@
+"""A recorded run, trained again without engines: the same losses, gradient norms and weights, to the last bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.records.events import Published, Taken
+from asyncrl.records.reading import Recording
+from asyncrl.types import encode
+from tests.integration.running import finish, nothing_is_left, run, start
+
+pytestmark = pytest.mark.integration
+
+SMALL = ["run.max_steps=6", "eval.questions=8", "rollout.batch_groups=4", "rollout.group_size=8", "record=true"]
+LAYOUTS = {
+    "single": [],
+    "dp2-tp2": ["trainer.data_parallel=2", "trainer.tensor_parallel=2"],
+}
+MORE = {
+    "pp2": ["trainer.pipeline_parallel=2"],
+    "cp2": ["trainer.context_parallel=2"],
+    "tp2-sp": ["trainer.tensor_parallel=2", "trainer.sequence_parallel=true"],
+}
+TRAINED = ("loss", "grad_norm", "lr", "entropy", "tokens/trained", "logprob_gap/mean", "reward/mean", "staleness/mean")
+
+
+def trained(steps: list[dict[str, Any]]) -> list[list[float]]:
+    """What a step computed, and not how long it took."""
+    return [[step[name] for name in TRAINED] for step in steps]
+
+
+def weights(run_dir: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted((run_dir / "hf").glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def replay(folder: Path, source: Path, *overrides: str) -> list[dict[str, Any]]:
+    return run(folder, *SMALL[:-1], "mode=replay", f"replay.from={source}", *overrides)
+
+
+def same_again(folder: Path, *layout: str) -> Path:
+    """A run, and its replay; returns the run's folder."""
+    live, again = folder / "live", folder / "again"
+    recorded = run(live, *SMALL, *layout)
+    replayed = replay(again, live, *layout)
+    assert trained(replayed) == trained(recorded)
+    assert weights(again) == weights(live)
+    nothing_is_left(again)
+    return live
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_replay_repeats_a_run_to_the_last_bit(layout: list[str], tmp_path: Path) -> None:
+    live = same_again(tmp_path, *layout)
+    events = list(Recording(live).events())
+    assert [event.step for event in events if isinstance(event, Taken)] == list(range(6))
+    assert [event.version for event in events if isinstance(event, Published)][:6] == [1, 2, 3, 4, 5, 6]
+    if layout:
+        return
+    assert {process.stem for process in (tmp_path / "again" / "logs").iterdir()} == {"trainer-0"}
+
+    # another loss on the same data; some of it; one batch again and again, as old each time
+    other = replay(tmp_path / "other", live, "algo.loss=cispo", "trainer.optimizer.lr=1e-4")
+    assert [step["reward/mean"] for step in other] == [row[6] for row in trained(replay(tmp_path / "all", live))]
+    assert "algo.loss: ppo -> cispo" in (tmp_path / "other.out").read_text()
+    part = replay(tmp_path / "part", live, "replay.first=2", "replay.last=3")
+    assert [step["version"] for step in part] == [3, 4]
+    looped = replay(tmp_path / "loop", live, "replay.first=4", "replay.last=4", "replay.loop=3")
+    assert [step["version"] for step in looped] == [5, 6, 7]
+    assert len({step["staleness/mean"] for step in looped}) == len({step["reward/mean"] for step in looped}) == 1
+    assert looped[2]["loss"] != looped[0]["loss"]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", MORE.values(), ids=MORE.keys())
+def test_replay_repeats_a_run_in_every_layout(layout: list[str], tmp_path: Path) -> None:
+    same_again(tmp_path, *layout)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["rollout.max_staleness=4", "rollout.lead=2", "engine.count=2"],
+        ["rollout.oversample=2", "rollout.accept=asyncrl.rollout.hooks:has_signal", "rollout.over_age=drop"],
+    ],
+    ids=["slack", "dropping"],
+)
+def test_whole_schedule_comes_to_the_same_batches_books_and_weights(settings: list[str], tmp_path: Path) -> None:
+    live, again = tmp_path / "live", tmp_path / "again"
+    recorded = run(live, *SMALL, *settings)
+    replayed = replay(again, live, "replay.schedule=true", *settings)
+    assert trained(replayed) == trained(recorded)
+    assert weights(again) == weights(live)
+    assert {log.stem for log in (again / "logs").iterdir()} == {"rollout", "trainer-0"}
+    ledgers = [json.loads((folder / "summary.json").read_text())["ledger"] for folder in (live, again)]
+    assert ledgers[1]["groups"]["trained"] == ledgers[0]["groups"]["trained"]
+    nothing_is_left(again)
+
+    # a buffer with another rule comes to something else, and that is told
+    with start(
+        tmp_path / "other", *SMALL[:-1], "mode=replay", f"replay.from={live}", "replay.schedule=true"
+    ) as process:
+        code, text = finish(process, tmp_path / "other")
+    assert code == 1
+    assert "was recorded" in text
+
+
+def test_batch_of_a_recording_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    """Byte for byte, also for figures that no float32 holds; a wrong request for it is refused before anything runs."""
+    live = tmp_path / "live"
+    steps = run(live, *SMALL, "rollout.temperature=0.7")
+    recording = Recording(live)
+    for step, record in enumerate(steps):
+        batch = recording.batch(step)
+        assert encode(batch) == encode(type(batch)(step, [recording.group(g.uid) for g in batch.groups], batch.rollout))
+        rewards = [t.reward for group in batch.groups for t in group.trajectories]
+        assert sum(rewards) / len(rewards) == pytest.approx(record["reward/mean"], rel=1e-12)
+    for overrides, told in (
+        (["mode=replay"], "replay.from"),
+        (["mode=replay", f"replay.from={tmp_path}"], "No recording there"),
+        (["mode=replay", f"replay.from={live}", "replay.first=9"], "holds batches 0 to 5, and no 9"),
+    ):
+        with start(tmp_path / "refused", *SMALL[:-1], *overrides, "run.overwrite=true") as process:
+            code, text = finish(process, tmp_path / "refused")
+        assert code != 0
+        assert told in text
+    assert json.loads((live / "summary.json").read_text())["steps"] == 6

@@ -1,0 +1,145 @@
+"""What is written is read again, whatever the end of the file looks like, and nothing else ever is."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import RecordError
+from asyncrl.records import frames
+from asyncrl.records.events import Admitted, Committed, Event, Rejected, Taken, packed
+from asyncrl.records.index import index_path
+from asyncrl.records.reading import Recording
+from asyncrl.records.writer import Writer
+from asyncrl.types import encode
+from tests.fakes import group
+
+
+def told(steps: int = 3, batch: int = 2) -> list[Event]:
+    """Groups that are played and taken, one of them rejected."""
+    found: list[Event] = [Rejected(0, 0, "no_signal", 4, packed(group(1000)))]
+    for step in range(steps):
+        slots = range(step * batch, (step + 1) * batch)
+        found += [Admitted(slot, 0, step, step, f"p{slot}", 2) for slot in slots]
+        found += [Committed(slot, 0, packed(group(slot, prompt=[12, slot, 11])), 0) for slot in reversed(slots)]
+        found.append(Taken(step, [f"g{slot}" for slot in slots], {"tokens/generated": float(step)}))
+    return found
+
+
+def write(folder: Path, events: list[Event], *, apart: bool = True) -> None:
+    """Each event in a frame of its own, or as they come."""
+    writer = Writer(folder)
+    for event in events:
+        writer.write(event)
+        if apart:
+            writer.flush()
+    writer.close()
+    assert writer.failed is None
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_events_batches_and_groups_come_back_in_their_order(tmp_path: Path, apart: bool, indexed: bool) -> None:
+    write(tmp_path / "records", told(), apart=apart)
+    if not indexed:
+        index_path(tmp_path / "records").unlink()
+    recording = Recording(tmp_path)
+    assert list(recording.events()) == told()
+    assert recording.steps == [0, 1, 2]
+    assert recording.uids == ["g1000", "g1", "g0", "g3", "g2", "g5", "g4"]
+    batch = recording.batch(1)
+    assert (batch.version, batch.rollout) == (1, {"tokens/generated": 1.0})
+    assert [one.slot for one in batch.groups] == [2, 3]
+    assert encode(batch.groups[0]) == encode(group(2, prompt=[12, 2, 11]))
+    assert recording.torn == 0
+
+
+def test_long_recording_is_split_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "FILE_BYTES", 600)
+    write(tmp_path, told(8))
+    assert len(frames.files(tmp_path)) > 3
+    assert list(Recording(tmp_path).events()) == told(8)
+    assert [one.slot for one in Recording(tmp_path).batch(7).groups] == [14, 15]
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_torn_tail_is_left_out_and_counted_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, data) -> None:
+    """Cut off at any byte: what was whole is read, and a writer goes on behind it."""
+    folder = tmp_path_factory.mktemp("torn")
+    write(folder, told(2))
+    path = frames.path_of(folder, 0)
+    whole = path.read_bytes()
+    ends = [frame.end for frame in frames.Frames(folder)]
+    cut = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:cut])
+    kept = sum(end <= cut for end in ends)
+    recording = Recording(folder)
+    assert list(recording.events()) == told(2)[:kept]
+    assert recording.torn == cut - (ends[kept - 1] if kept else len(frames.MAGIC) if cut >= len(frames.MAGIC) else 0)
+    writer = Writer(folder)
+    assert writer.left_out == recording.torn
+    writer.write(told()[0])
+    writer.close()
+    assert list(Recording(folder).events()) == [*told(2)[:kept], told()[0]]
+
+
+@given(st.data())
+@settings(max_examples=2000, deadline=None)
+def test_damaged_files_are_refused_or_read_as_written(tmp_path_factory: pytest.TempPathFactory, data) -> None:
+    """Whatever bytes are changed, added or removed, in frames or index: what is read was written, or RecordError."""
+    folder = tmp_path_factory.getbasetemp() / "fuzz"
+    if not folder.exists():
+        write(folder / "whole", told(2))
+    for name in ("000000.frames", "index.jsonl"):
+        content = bytearray((folder / "whole" / name).read_bytes())
+        for _ in range(data.draw(st.integers(0, 3))):
+            at = data.draw(st.integers(0, len(content)))
+            content[at : at + data.draw(st.integers(0, 40))] = data.draw(st.binary(max_size=40))
+        (folder / name).write_bytes(content)
+    try:
+        recording = Recording(folder)
+        found = list(recording.events())
+        batches = [recording.batch(step) for step in recording.steps]
+    except RecordError:
+        return
+    assert found == told(2)[: len(found)]
+    for batch in batches:
+        assert [one.slot for one in batch.groups] == [2 * batch.version, 2 * batch.version + 1]
+
+
+def test_index_that_is_wrong_or_behind_is_not_believed(tmp_path: Path) -> None:
+    write(tmp_path, told())
+    lines = index_path(tmp_path).read_text().splitlines()
+    random.Random(0).shuffle(lines)
+    for content in ("", "\n".join(lines), "{", "\n".join(json.dumps({**json.loads(one), "end": 1}) for one in lines)):
+        index_path(tmp_path).write_text(content)
+        assert [one.slot for one in Recording(tmp_path).batch(2).groups] == [4, 5]
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="record=true"):
+        Recording(tmp_path)
+    write(tmp_path / "records", told())
+    with pytest.raises(RecordError, match="no batch 3, but 0 to 2"):
+        Recording(tmp_path).batch(3)
+    with pytest.raises(RecordError, match="no group g9"):
+        Recording(tmp_path).group("g9")
+
+
+def test_full_disk_ends_the_recording_and_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(tmp_path)
+    writer.write(told()[0])
+    writer.flush()
+    monkeypatch.setattr("asyncrl.records.writer.SPARE_BYTES", 1 << 62)
+    writer.write(told()[1])
+    writer.flush()
+    assert "MB left" in str(writer.failed)
+    writer.write(told()[2])
+    writer.close()
+    assert list(Recording(tmp_path).events()) == told()[:1]
