@@ -31,7 +31,7 @@ ALLOWED = {
     "install": set(),
     "metrics": {"config"},
     "models": set(),
-    "launch": {"config", "addresses", "engine", "models", "tasks"},
+    "launch": {"config", "addresses", "engine", "models", "tasks", "records"},
     "engine": {"config", "addresses"},
     "agents": set(),
     "envs": set(),
@@ -49,7 +49,7 @@ ALLOWED = {
 ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
-    ("rollout", "engine"): {"engine.client", "engine.router", "engine.loads", "engine.scorer"},
+    ("rollout", "engine"): {"engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"},
     ("weights", "engine"): {"engine.control", "engine.update", "engine.server"},
     ("trainer", "models"): {"models.architectures"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.concurrency"},

@@ -13,7 +13,7 @@ OTHER_ANYWAY = ("mode", "record", "replay", "run.dir", "run.name", "run.overwrit
 
 
 def check_recording(config: Config) -> None:
-    """Refuse to replay what was not recorded."""
+    """Refuse to replay what was not recorded. Raises RecordError where the recording is damaged."""
     if config.mode != "replay":
         return
     source = config.replay.folder
@@ -21,6 +21,15 @@ def check_recording(config: Config) -> None:
         raise ConfigError(
             "replay.from", config.replay.source, "No recording there: name the folder of a run with record=true."
         )
+    from asyncrl.records.reading import Recording  # the launcher of other runs does without pyarrow
+
+    steps = Recording(source).steps
+    if not steps:
+        raise ConfigError("replay.from", config.replay.source, "Its recording holds no batch.")
+    for field, step in (("first", config.replay.first), ("last", config.replay.last)):
+        if step is not None and step not in steps:
+            remedy = f"The recording holds batches {steps[0]} to {steps[-1]}."
+            raise ConfigError(f"replay.{field}", step, remedy)
 
 
 def differences(config: Config) -> list[str]:

@@ -97,6 +97,14 @@ class Reenactment(Service):
     def may_take(self) -> bool:
         return self._taking
 
+    def _batch(self, version: int) -> Any:
+        encoded = super()._batch(version)
+        if encoded is None and self._taking and version == self._buffer.step:
+            raise RecordError(
+                f"batch {version} was recorded as taken here, and the buffer gives none: {self.waiting_for()}"
+            )
+        return encoded
+
     async def may_publish(self, version: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._publishing == version)

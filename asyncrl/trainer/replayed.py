@@ -21,8 +21,6 @@ class RecordedDoor:
         self._recording = Recording(replay.folder)
         self._keep: Callable[[Group], bool] | None = load(replay.keep, "replay.keep") if replay.keep else None
         steps = self._recording.steps
-        if not steps:
-            raise RecordError(f"{self._recording.folder} holds no batch")
         first = steps[0] if replay.first is None else replay.first
         last = steps[-1] if replay.last is None else replay.last
         if missing := sorted(set(range(first, last + 1)) - set(steps)):

@@ -11,13 +11,15 @@ class StopRule:
     """Steps, tokens or reward, whichever is reached first. Decided from figures that every rank shares."""
 
     def __init__(self, run: Run, end: int | None = None) -> None:
-        """`end`: the version that the last batch makes, if there is a last one."""
+        """`end`: the version that the last batch of a recording makes; then nothing else ends the run."""
         self._run, self._end = run, end
         self._rewards: deque[float] = deque(maxlen=run.reward_window)
         self._tokens = 0.0
 
     def reason(self, step: dict[str, float]) -> str | None:
         """Why the run ends after this step, or None."""
+        if self._end is not None:
+            return "every batch of the recording is trained" if step["step"] == self._end else None
         self._rewards.append(step["reward/mean"])
         self._tokens += step["tokens/generated"]
         mean = sum(self._rewards) / len(self._rewards)
@@ -26,8 +28,6 @@ class StopRule:
             return f"reward {mean:.3f} over {run.reward_window} steps reached run.reward_target {run.reward_target}"
         if run.token_budget is not None and self._tokens >= run.token_budget:
             return f"{self._tokens:.0f} generated tokens reached run.token_budget {run.token_budget}"
-        if step["step"] == self._end:
-            return "every batch of the recording is trained"
         if step["step"] >= run.max_steps:
             return f"run.max_steps {run.max_steps} reached"
         return None

@@ -18,8 +18,8 @@ from tests.fakes import tiny_config
 
 def leaves(section: Section, prefix: str = "") -> list[str]:
     found = []
-    for name in type(section).model_fields:
-        value = getattr(section, name)
+    for attribute, field in type(section).model_fields.items():
+        name, value = field.alias or attribute, getattr(section, attribute)
         found += leaves(value, f"{prefix}{name}.") if isinstance(value, Section) else [prefix + name]
     return found
 

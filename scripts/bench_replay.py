@@ -1,0 +1,110 @@
+"""What a recording costs, and how fast it is replayed: python scripts/bench_replay.py [--quick]
+
+A real run (experiment=count_bits; --quick: tiny) that is recorded, and its replay; then long answers of made-up tokens,
+written and read in one process. The last line is JSON:
+
+    recording_overhead    processor seconds of the recording / seconds of the steps
+    bytes_per_token       of the run, on disk, with prompts and everything
+    long_bytes_per_token  of groups of 16 answers of 4,096 random tokens
+    long_us_per_token     processor time for one of these, packing, compressing and writing together
+    read_us_per_token     to read it back as a batch
+    replay_over_step      seconds of the replay's steps / seconds of training in them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from asyncrl.records.events import Committed, Taken, packed
+from asyncrl.records.reading import Recording
+from asyncrl.records.writer import Writer
+from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+
+GROUPS, SAMPLES, TOKENS = 8, 16, 4096
+
+
+def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The steps of a run, but the first two."""
+    command = [sys.executable, "-m", "asyncrl.launch.main", f"run.dir={folder}", "eval.questions=0", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][2:]
+
+
+def total(steps: list[dict[str, Any]], name: str) -> float:
+    """Of all steps."""
+    return float(sum(step[name] for step in steps))
+
+
+def recorded(folder: Path, experiment: str) -> dict[str, float]:
+    """A run and its replay."""
+    settings = [f"experiment={experiment}", "run.max_steps=14"]
+    live = run(folder / "live", *settings, "record=true")
+    again = run(folder / "again", *settings, "mode=replay", f"replay.from={folder / 'live'}")
+    return {
+        "recording_overhead": total(live, "time/recording") / total(live, "time/step"),
+        "bytes_per_token": total(live, "recording/bytes") / total(live, "tokens/generated"),
+        "replay_over_step": total(again, "time/step") / total(again, "time/train"),
+    }
+
+
+def made_up() -> list[Group]:
+    """Long answers; ids as a tokenizer's, log-probabilities as an engine's."""
+    draw, noise = random.Random(0), np.random.default_rng(0)
+
+    def answer() -> Trajectory:
+        ids = [min(150_000, int(100 * draw.paretovariate(0.5))) for _ in range(TOKENS)]
+        logprobs = np.log(noise.random(TOKENS, dtype=np.float32)).tolist()
+        spans = [VersionSpan(3, 0, TOKENS // 2), VersionSpan(4, TOKENS // 2, TOKENS)]
+        return Trajectory([Turn([], Completion(ids, logprobs, spans, "stop"))], 1.0)
+
+    prompt = [draw.randrange(150_000) for _ in range(256)]
+    return [Group(f"g{slot}", slot, prompt, [answer() for _ in range(SAMPLES)], "task") for slot in range(GROUPS)]
+
+
+def long_answers(folder: Path) -> dict[str, float]:
+    """Written and read."""
+    groups, tokens = made_up(), GROUPS * SAMPLES * TOKENS
+    started = time.process_time()  # of both threads
+    writer = Writer(folder)
+    for group in groups:
+        writer.write(Committed(group.slot, 0, packed(group), 0))
+    writer.write(Taken(0, [group.uid for group in groups], {}))
+    writer.close()
+    written = time.process_time()
+    batch = Recording(folder).batch(0)
+    read = time.process_time()
+    assert [group.num_tokens for group in batch.groups] == [SAMPLES * TOKENS] * GROUPS
+    return {
+        "long_bytes_per_token": writer.written / tokens,
+        "long_us_per_token": (written - started) / tokens * 1e6,
+        "read_us_per_token": (read - written) / tokens * 1e6,
+    }
+
+
+def main() -> None:
+    """Measure, then one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the tiny model")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = {**recorded(folder, "tiny" if options.quick else "count_bits"), **long_answers(folder / "long")}
+    print(json.dumps({name: round(value, 4) for name, value in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
