@@ -39,7 +39,7 @@ from asyncrl.models import catalog  # noqa: E402
 from asyncrl.planner.lengths import Lengths  # noqa: E402
 from asyncrl.planner.simulation import Episode, Setting, Workload  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
-from asyncrl.trainer.feed import RolloutDoor  # noqa: E402
+from asyncrl.trainer.door import RolloutDoor  # noqa: E402
 from asyncrl.types import decode_batch  # noqa: E402
 from scripts.slow_tools import VARIABLE  # noqa: E402
 from scripts.stub_engine import number_of  # noqa: E402

@@ -44,6 +44,7 @@ ALLOWED = {
     "trainer": {"config", "addresses", "algo", "weights", "records", "models"},
     "planner": {"rollout", "engine"},
     "convert": {"weights", "models"},
+    "collect": set(),
 }
 # Within a package, where only some modules are meant.
 ONLY = {

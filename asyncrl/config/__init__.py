@@ -44,8 +44,9 @@ __all__ = [
 class Config(Section):
     """Everything."""
 
-    mode: Literal["train", "replay"]
-    """train: engines generate, trainers train. replay: trainers alone train the batches of a recording, in its order:
+    mode: Literal["train", "rollout_only", "replay"]
+    """train: engines generate, trainers train. rollout_only: engines alone, with the weights that they start from; what
+    they write is recorded. replay: trainers alone train the batches of a recording, in its order:
     the same ones give the same weights to the last bit, another algorithm can be looked at on the same data."""
     record: bool
     """Write all groups, and every event that orders the run, to records/ in the run folder."""
@@ -91,6 +92,8 @@ class Config(Section):
                 optimizer.warmup_steps,
                 f"Must be below the end of the decay ({decay_steps}).",
             )
+        if self.mode == "rollout_only" and not self.record:
+            raise ConfigError("record", False, "mode=rollout_only keeps nothing else: set record=true.")
         if (self.mode == "replay") != (self.replay.source is not None):
             remedy = "It names the run to replay: set mode=replay and replay.from=FOLDER together."
             raise ConfigError("replay.from", self.replay.source, remedy)

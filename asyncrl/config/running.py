@@ -33,7 +33,7 @@ class Run(Section):
 
 
 class Replay(Section):
-    """With mode=replay: which recorded batches are trained, without engines."""
+    """Which recorded batches mode=replay trains, without engines; and what a run is compared with."""
 
     source: str | None = Field(alias="from")
     """Folder of the run whose recording (record=true) is replayed."""
@@ -46,6 +46,9 @@ class Replay(Section):
     ledger run for real, and must come to the same batches and books."""
     loop: Count
     """Train these batches so many times over, as if each time were at its own age: with first=last, one batch."""
+    compare: str | None
+    """With mode=train: folder of a recorded run. What is generated is compared with the group of the same slot there,
+    and compare.jsonl tells where tokens and log-probabilities first differ."""
     keep: str | None
     """A function of a group that says whether it is trained, as my_module:my_function; unset: all are."""
 

@@ -127,10 +127,11 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
 def check_devices(config: Config, gpus: int) -> None:
     """Refuse more GPU ranks than GPUs; on CPU any number of processes may share the cores."""
     wanted = 0
+    trains, generates = config.mode != "rollout_only", config.mode != "replay"
     for name, section, ranks in (
-        ("trainer", config.trainer, config.trainer.world_size),
-        ("engine", config.engine, config.engine.count * config.engine.tensor_parallel),
-        ("teacher", config.teacher, config.teacher.started * config.teacher.tensor_parallel),
+        ("trainer", config.trainer, config.trainer.world_size * trains),
+        ("engine", config.engine, config.engine.count * config.engine.tensor_parallel * generates),
+        ("teacher", config.teacher, config.teacher.started * config.teacher.tensor_parallel * generates),
     ):
         if not ranks:
             continue

@@ -70,13 +70,19 @@ def plan(
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
         _rollout("asyncrl.rollout", addresses, run_dir),
-        *trainers,
+        *([_collector(addresses, run_dir)] if config.mode == "rollout_only" else trainers),
     ]
 
 
 def _rollout(module: str, addresses: Addresses, run_dir: Path) -> ProcessSpec:
     env = {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": ""}
     return ProcessSpec("rollout", [sys.executable, "-m", module, str(run_dir)], env)
+
+
+def _collector(addresses: Addresses, run_dir: Path) -> ProcessSpec:
+    """In the trainers' place."""
+    argv = [sys.executable, "-m", "asyncrl.collect", str(run_dir)]
+    return ProcessSpec("collect", argv, {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": ""}, ends_the_run=True)
 
 
 def _restarts(config: Config) -> int:
@@ -178,7 +184,8 @@ def _teachers(config: Config, addresses: Addresses, ports: Ports, numbers: list[
 
 
 def _gpus_of_trainers(config: Config, gpus: int) -> int:
-    return config.trainer.world_size if on_gpu(config.trainer, gpus) else 0
+    trains = config.mode != "rollout_only" and on_gpu(config.trainer, gpus)
+    return config.trainer.world_size if trains else 0
 
 
 def _meeting(section: Engine | Teacher, port: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
@@ -14,16 +15,16 @@ OTHER_ANYWAY = ("mode", "record", "replay", "run.dir", "run.name", "run.overwrit
 
 def check_recording(config: Config) -> None:
     """Refuse to replay what was not recorded. Raises RecordError where the recording is damaged."""
+    for field, named in (("from", config.replay.source), ("compare", config.replay.compare)):
+        folder = Path(named).expanduser() if named else None
+        if folder and not (folder / "records").is_dir() and not list(folder.glob("*.frames")):
+            remedy = "No recording there: name the folder of a run with record=true."
+            raise ConfigError(f"replay.{field}", named, remedy)
     if config.mode != "replay":
         return
-    source = config.replay.folder
-    if not (source / "records").is_dir() and not list(source.glob("*.frames")):
-        raise ConfigError(
-            "replay.from", config.replay.source, "No recording there: name the folder of a run with record=true."
-        )
     from asyncrl.records.reading import Recording  # the launcher of other runs does without pyarrow
 
-    steps = Recording(source).steps
+    steps = Recording(config.replay.folder).steps
     if not steps:
         raise ConfigError("replay.from", config.replay.source, "Its recording holds no batch.")
     for field, step in (("first", config.replay.first), ("last", config.replay.last)):

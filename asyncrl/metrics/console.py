@@ -34,6 +34,8 @@ class Console:
             f"trainer TP {t.tensor_parallel} × PP {t.pipeline_parallel} × CP {t.context_parallel} "
             f"× DP {t.data_parallel}"
         )
+        if c.mode == "rollout_only":
+            layout = "nothing is trained"
         if c.mode == "replay":
             what = f"replays {escape(str(c.replay.source))}; {layout}"
         else:
@@ -79,15 +81,16 @@ class Console:
         )
 
     def _line(self, r: dict[str, Any]) -> str:
-        left = self._seconds_left(r)
+        left, trained = self._seconds_left(r), ""
+        if "loss" in r:
+            trained = f"loss {r['loss']:+.4f}  grad {r['grad_norm']:.2f}  gap {r['logprob_gap/mean']:.3f}  "
         return (
             f"step {r['step']:>4}/{self._config.run.max_steps}  [bold green]reward {r['reward/mean']:.3f}[/]  "
-            f"loss {r['loss']:+.4f}  grad {r['grad_norm']:.2f}  gap {r['logprob_gap/mean']:.3f}  "
-            f"stale {r['staleness/mean']:.1f}≤{r['staleness/max']}  "
-            f"{r['time/step']:.1f}s (wait {r['time/wait_batch']:.1f} train {r['time/train']:.1f} "
+            f"{trained}stale {r['staleness/mean']:.1f}≤{r['staleness/max']}  "
+            f"{r['time/step']:.1f}s (wait {r['time/wait_batch']:.1f} train {r.get('time/train', 0.0):.1f} "
             f"publish {r['time/publish']:.1f})  {self._samples_per_second(r):.0f} samples/s  "
             f"left {left // 60:.0f}:{left % 60:02.0f}"
-            + ("  [bold red]bad step: gradient not applied[/]" if r["step/bad"] else "")
+            + ("  [bold red]bad step: gradient not applied[/]" if r.get("step/bad") else "")
         )
 
     def _samples_per_second(self, r: dict[str, Any]) -> float:

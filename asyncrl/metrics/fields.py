@@ -105,6 +105,13 @@ STEP_RECORDING = {
     "recording/bytes": "written to it since the step before",
 }
 
+# The same file, with replay.compare; of all trajectories so far
+STEP_COMPARISON = {
+    "compare/same": "share whose tokens are those of the recorded run",
+    "compare/gap": "largest difference of log-probabilities before the first other token",
+    "compare/others": "groups that the recording lacks, or has with another prompt",
+}
+
 # The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
 STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 

@@ -47,7 +47,7 @@ class StepLog:
         """Close a step. The first one starts when its batch arrived: before that the run was starting up."""
         now = self._clock()
         if self._last_end is None:
-            self._first_batch = self._last_end = now - self._spans["time/train"] - self._spans["time/publish"]
+            self._first_batch = self._last_end = now - self._spans.get("time/train", 0.0) - self._spans["time/publish"]
             self._spans["time/wait_batch"] = 0.0
             batch.rollout["time/engine_busy"] = min(batch.rollout["time/engine_busy"], now - self._first_batch)
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
@@ -104,7 +104,7 @@ class StepLog:
         steps = self.steps
 
         def total(name: str) -> float:
-            return sum(step[name] for step in steps)
+            return sum(step.get(name, 0.0) for step in steps)
 
         duration = max(1e-9, total("time/step"))
         return {
@@ -121,7 +121,7 @@ class StepLog:
             "share/publish": total("time/publish") / duration,
             "share/engine_busy": total("time/engine_busy") / duration,
             "pause/mean": total("time/pause") / len(steps),
-            "logprob_gap/mean": statistics.fmean(step["logprob_gap/mean"] for step in steps),
+            **_mean("logprob_gap/mean", steps),
             "step_time/median": statistics.median(step["time/step"] for step in steps),
             "time/start_up": (self._first_batch or 0.0) + self._offset,
             "time/total": self._clock() + self._offset,
@@ -136,6 +136,12 @@ def accuracies(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
         if len(lines) > 1:
             figures |= {f"accuracy/{when}/{line['set']}": line["accuracy"] for line in lines}
     return figures
+
+
+def _mean(name: str, steps: Sequence[Step]) -> dict[str, float]:
+    """Where nothing is trained there is none."""
+    found = [step[name] for step in steps if name in step]
+    return {name: statistics.fmean(found)} if found else {}
 
 
 def _signal(groups: Sequence[Group]) -> float:

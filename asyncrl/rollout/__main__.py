@@ -23,17 +23,18 @@ from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
 from asyncrl.records.events import Began
-from asyncrl.records.reading import RECORDS
+from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import build_buffer
+from asyncrl.rollout.compare import Comparison
 from asyncrl.rollout.concurrency import Window
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import Limits
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.faults import Faults
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
-from asyncrl.rollout.recorder import WritingRecorder
+from asyncrl.rollout.recorder import Recorder, WritingRecorder
 from asyncrl.rollout.room import Adaptive, Fixed, Room, Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.serving import serve
@@ -76,7 +77,7 @@ async def main(run_dir: Path) -> None:
 
     room = _room(rollout)
     writer = Writer(run_dir / RECORDS) if config.record else None
-    recorder = _recorder(writer, config, addresses, warn) if writer else None
+    recorder = _recorder(writer, config, addresses, run_dir, warn)
     service = Service(
         build_buffer(rollout),
         client,
@@ -85,10 +86,7 @@ async def main(run_dir: Path) -> None:
         room=room,
         drain=config.weights.pause_mode == "drain",
         publish=publish,
-        figures=lambda: {
-            **(teacher.take_figures() if teacher else {}),
-            **(recorder.take_figures() if recorder else {}),
-        },
+        figures=lambda: {**(teacher.take_figures() if teacher else {}), **recorder.take_figures()},
         recorder=recorder,
     )
     worker = Worker(
@@ -163,10 +161,16 @@ def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | N
     )
 
 
-def _recorder(writer: Writer, config: Config, addresses: Addresses, warn: Callable[[str], None]) -> WritingRecorder:
-    recorder = WritingRecorder(writer, warn)
-    settings = json.loads(config.model_dump_json())
-    recorder.write(Began(addresses.run_id, time.time(), 0, settings))
+def _recorder(
+    writer: Writer | None, config: Config, addresses: Addresses, run_dir: Path, warn: Callable[[str], None]
+) -> Recorder:
+    recorder = Recorder()
+    if writer:
+        writer.write(Began(addresses.run_id, time.time(), 0, json.loads(config.model_dump_json())))
+        recorder = WritingRecorder(writer, warn)
+    if compared := config.replay.compare:
+        tell = partial(jsonl.append, run_dir / "compare.jsonl")
+        recorder = Comparison(Recording(Path(compared).expanduser()), tell, recorder)
     return recorder
 
 

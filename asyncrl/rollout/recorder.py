@@ -32,6 +32,10 @@ class Recorder:
     def published(self, version: int, ledger: Ledger) -> None:
         """Every engine serves a version."""
 
+    def take_figures(self) -> dict[str, float]:
+        """Since the last call, under their names in metrics.jsonl."""
+        return {}
+
 
 class WritingRecorder(Recorder):
     """Through a Writer's thread. Where that has failed the run goes on, and says so once."""
@@ -66,7 +70,6 @@ class WritingRecorder(Recorder):
             self._warn(f"{self._writer.failed}. The run goes on without it.")
 
     def take_figures(self) -> dict[str, float]:
-        """Since the last call, under their names in metrics.jsonl."""
         now = (self._seconds + self._writer.seconds, self._writer.written)
         seconds, size = (new - old for new, old in zip(now, self._told, strict=True))
         self._told = now

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -21,15 +20,16 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from asyncrl import jsonl  # noqa: E402
-from asyncrl.addresses import LOST, Addresses  # noqa: E402
+from asyncrl.addresses import Addresses  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
-from asyncrl.engine.router import Workers  # noqa: E402
+from asyncrl.engine.fleet import build_fleet  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies  # noqa: E402
 from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.trainer.feed import Batches, Door, RolloutDoor  # noqa: E402
+from asyncrl.trainer.door import Door, RolloutDoor  # noqa: E402
+from asyncrl.trainer.feed import Batches  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
@@ -50,7 +50,7 @@ def main(run_dir: Path) -> None:
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
     policy = Policy(config, addresses.model, parallel)
-    fleet = _fleet(config, addresses, parallel, run_dir)
+    fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     door: Door
     publisher: Publisher | NoEngines
     if config.mode == "replay":
@@ -112,20 +112,6 @@ def _publisher(
     )
     publisher.prepare()
     return publisher, why
-
-
-def _fleet(config: Config, addresses: Addresses, parallel: Parallel, run_dir: Path) -> Fleet:
-    """Rank 0 decides who serves, so it alone speaks to the router, and asks the launcher to start others again."""
-    timeout = config.weights.timeout
-    router = Workers(addresses.router, addresses.api_key, timeout) if parallel.is_first else None
-
-    def note(url: str, incarnation: str, reason: str) -> None:
-        if parallel.is_first:
-            lost = {"engine": url, "incarnation": incarnation, "reason": reason, "time": time.time()}
-            jsonl.append(run_dir / LOST, lost)
-
-    restart = config.cluster.on_engine_death == "restart"
-    return Fleet(addresses.engines, addresses.api_key, timeout, router=router, on_lost=note if restart else None)
 
 
 def _shared_folder(config: Config, run_dir: Path) -> Path:

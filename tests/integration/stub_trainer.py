@@ -24,7 +24,7 @@ from asyncrl.config import Config, read
 from asyncrl.engine.control import Fleet
 from asyncrl.engine.router import Workers
 from asyncrl.parallel import Parallel
-from asyncrl.trainer.feed import RolloutDoor
+from asyncrl.trainer.door import RolloutDoor
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.publish import Publisher
 from asyncrl.weights.transport import Transport

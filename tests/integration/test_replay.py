@@ -113,6 +113,35 @@ def test_whole_schedule_comes_to_the_same_batches_books_and_weights(settings: li
     assert "was recorded" in text
 
 
+def test_engines_alone_fill_a_recording_that_trainers_then_train(tmp_path: Path) -> None:
+    """Engines keep their weights, versions go by; what is trained from it is as old as its labels say."""
+    alone = tmp_path / "alone"
+    steps = run(alone, *SMALL, "mode=rollout_only", "engine.count=2")
+    assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert "loss" not in steps[0]
+    assert max(step["staleness/max"] for step in steps) <= 2
+    assert {log.stem for log in (alone / "logs").iterdir()} == {"engine-0", "engine-1", "router", "rollout", "collect"}
+    nothing_is_left(alone)
+    replayed = replay(tmp_path / "trained", alone)
+    assert [step["reward/mean"] for step in replayed] == [step["reward/mean"] for step in steps]
+    assert replayed[0]["logprob_gap/max"] < 1e-4  # the weights that wrote it
+    assert replayed[-1]["logprob_gap/max"] > 1e-3
+
+
+def test_run_is_compared_with_a_recorded_one_token_for_token(tmp_path: Path) -> None:
+    """One request at a time an engine repeats itself."""
+    alone = ["engine.max_running_requests=1", "rollout.max_running_groups=1", "rollout.max_staleness=0"]
+    small = ["run.max_steps=2", "eval.questions=0", "rollout.batch_groups=3", "rollout.group_size=4", *alone]
+    first, again = tmp_path / "first", tmp_path / "again"
+    run(first, *small, "record=true")
+    steps = run(again, *small, f"replay.compare={first}")
+    assert (steps[-1]["compare/same"], steps[-1]["compare/others"]) == (1.0, 0.0)
+    assert steps[-1]["compare/gap"] < 1e-5
+    told = lines(again / "compare.jsonl")
+    assert len(told) >= 2 * 3 * 4
+    assert all(line["same"] and "token" not in line for line in told)
+
+
 def test_batch_of_a_recording_is_the_one_that_was_trained(tmp_path: Path) -> None:
     """Byte for byte, also for figures that no float32 holds; a wrong request for it is refused before anything runs."""
     live = tmp_path / "live"

@@ -8,15 +8,14 @@ import httpx
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, EngineError
-from asyncrl.trainer import feed
-from asyncrl.trainer.feed import RolloutDoor
+from asyncrl.trainer.door import RolloutDoor
 
 Answer = httpx.Response | Exception
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("asyncrl.trainer.door.time.sleep", lambda seconds: None)
 
 
 def door(*answers: Answer, timeout: float = 60.0) -> RolloutDoor:

@@ -1,0 +1,66 @@
+"""Entry of mode=rollout_only: python -m asyncrl.collect RUN_DIR, in the trainers' place.
+
+Batches are taken, and so recorded, and nothing is trained: versions go by, and the engines keep their weights.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+from asyncrl import jsonl
+from asyncrl.addresses import Addresses
+from asyncrl.config import Config, read
+from asyncrl.engine.fleet import build_fleet
+from asyncrl.engine.update import Update
+from asyncrl.metrics.record import StepLog
+from asyncrl.metrics.sinks import TensorBoard
+from asyncrl.trainer.door import RolloutDoor
+from asyncrl.trainer.stop import StopRule
+from asyncrl.types import decode_batch
+
+
+def main(run_dir: Path) -> None:
+    """Take batches until a stop rule holds."""
+    config, addresses = read(run_dir), Addresses.read(run_dir)
+    fleet = build_fleet(config, addresses, run_dir, decides=True)
+    update = Update(fleet, mode=config.weights.pause_mode)
+    door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
+    log = StepLog(_sinks(config, run_dir), started_at=addresses.started_at, tasks=tuple(config.mixture))
+    stop = StopRule(config.run)
+
+    def publish(version: int) -> dict[str, float]:
+        """The engines serve the weights that they have, under the next name."""
+        fleet.reconcile()
+        door.hold()
+        with update.paused() as pause:
+            update.label(version)
+        door.announce(version)
+        return {"pause": pause.seconds, "verify": 0.0, "bytes": 0.0, "engines": float(len(fleet.serving))}
+
+    version = 0
+    while True:
+        with log.span("wait_batch"):
+            while not (data := door.batch(version, interrupt=fleet.needs_weights)):
+                publish(version)  # engines that came back hold the weights of the start, which are these
+        version += 1
+        with log.span("publish"):
+            sent = publish(version)
+        if reason := stop.reason(log.step(version, decode_batch(data), {}, sent)):
+            break
+    summary = {"reason": reason, **log.summary(config.run.reward_window), "ledger": door.status()["ledger"]}
+    jsonl.replace(run_dir / "summary.json", summary)
+
+
+def _sinks(config: Config, run_dir: Path) -> list:
+    return [
+        partial(jsonl.append, run_dir / "metrics.jsonl"),
+        *([TensorBoard(run_dir / "tb")] if config.metrics.tensorboard else []),
+    ]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the launcher decides the order
+    main(Path(sys.argv[1]))

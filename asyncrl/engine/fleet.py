@@ -1,0 +1,26 @@
+"""The fleet of a run, for the process that decides who serves and for those that follow it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from asyncrl import jsonl
+from asyncrl.addresses import LOST, Addresses
+from asyncrl.config import Config
+from asyncrl.engine.control import Fleet
+from asyncrl.engine.router import Workers
+
+
+def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool) -> Fleet:
+    """One process `decides`: it alone speaks to the router, and asks the launcher to start others again."""
+    timeout = config.weights.timeout
+    router = Workers(addresses.router, addresses.api_key, timeout) if decides else None
+
+    def note(url: str, incarnation: str, reason: str) -> None:
+        if decides:
+            lost = {"engine": url, "incarnation": incarnation, "reason": reason, "time": time.time()}
+            jsonl.append(run_dir / LOST, lost)
+
+    restart = config.cluster.on_engine_death == "restart"
+    return Fleet(addresses.engines, addresses.api_key, timeout, router=router, on_lost=note if restart else None)

@@ -1,0 +1,103 @@
+"""Where batches come from: the rollout process's service, as one process of the trainers' side sees it.
+
+waits for     the service's /batch, /hold
+deadline      rollout.batch_timeout
+on death      a closed connection raises EngineError
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import httpx
+
+from asyncrl.errors import DeadlineExceeded, EngineError
+
+
+class Door(Protocol):
+    """Where batches come from, and who is told what becomes of them."""
+
+    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
+        """The encoded batch that turns `version` into the next, or nothing where `interrupt` said so."""
+        ...
+
+    def hold(self) -> None:
+        """Keep new requests back: weights are about to change."""
+        ...
+
+    def announce(self, version: int, reused: int = 0) -> None:
+        """Every engine serves `version`; `reused` groups were trained more than once so far."""
+        ...
+
+    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
+        """Answer the held-out questions now: a line of eval.jsonl for every set."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """The ledger, and what the rollout side waits for."""
+        ...
+
+
+class RolloutDoor:
+    """The rollout service, as rank 0 sees it."""
+
+    def __init__(self, url: str, headers: dict[str, str], batch_timeout: float) -> None:
+        self._batch_timeout = batch_timeout
+        limits = httpx.Limits(keepalive_expiry=2.0)  # below uvicorn's 5 s, which would close it under a request
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0, limits=limits, trust_env=False)
+
+    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
+        """The encoded batch that turns `version` into the next; asks again until it is ready, or nothing when
+        `interrupt`, which is called between, says so."""
+        deadline = time.monotonic() + self._batch_timeout
+        reason = "the rollout service has not answered yet"
+        while True:
+            try:
+                response = self._http.get("/batch", params={"version": version})
+            except (httpx.NetworkError, httpx.RemoteProtocolError):  # it may not listen yet, or broke off: a batch is
+                response = None  # kept until its version is published, and the launcher watches the process's life
+                time.sleep(0.2)
+            except httpx.HTTPError as error:
+                raise EngineError(f"the rollout service broke off: {type(error).__name__} {error}") from None
+            if response is not None:
+                if response.status_code == 200:
+                    return response.content
+                if response.status_code != 202:
+                    raise EngineError(f"the rollout service answered {response.status_code}: {response.text[:500]}")
+                reason = response.text
+            if interrupt():
+                return b""
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"batch {version}", self._batch_timeout, reason)
+
+    def hold(self) -> None:
+        """Keep new requests back; with weights.pause_mode=drain, until those in flight are answered."""
+        deadline = time.monotonic() + self._batch_timeout
+        while (response := self._ask("POST", "/hold")).status_code == 202:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    "the answers in flight (weights.pause_mode=drain)", self._batch_timeout, response.text
+                )
+
+    def announce(self, version: int, reused: int = 0) -> None:
+        """Every engine serves `version`; `reused` groups were trained more than once so far."""
+        self._ask("POST", "/version", {"version": version, "reused": reused})
+
+    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
+        """Answer the held-out questions now: a line of eval.jsonl for every set."""
+        return list(self._ask("POST", "/evaluate", timeout=timeout).json())
+
+    def status(self) -> dict[str, Any]:
+        """The ledger, and what the rollout side waits for."""
+        return dict(self._ask("GET", "/status").json())
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise EngineError(f"the rollout service did not answer {path}: {type(error).__name__} {error}") from None
+        if response.status_code not in (200, 202):
+            raise EngineError(f"the rollout service answered {path} with {response.status_code}: {response.text[:500]}")
+        return response
