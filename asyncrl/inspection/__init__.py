@@ -1,0 +1,1 @@
+"""asyncrl-inspect: a recorded run, looked at."""

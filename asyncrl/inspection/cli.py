@@ -1,0 +1,114 @@
+"""`asyncrl-inspect`: a recorded run in the terminal.
+
+    asyncrl-inspect RUN                                a line for each batch
+    asyncrl-inspect RUN --step 12                      the groups of a batch
+    asyncrl-inspect RUN --reward 0.5: --length :100    groups with such a trajectory
+    asyncrl-inspect RUN --reason no_signal             groups that were rejected for this
+    asyncrl-inspect RUN --uid g00000012 --text         their text, with turns, versions and surprises
+    asyncrl-inspect RUN --json ...                     the same as lines of JSON
+
+RUN is the folder of a run with record=true, which may still be under way. A token's colour says how likely it was to
+the engine that wrote it, from white (sure) to red; ⟨v7⟩ stands where version 7 of the weights goes on writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.inspection import render
+from asyncrl.inspection.rows import Wanted, group_rows, step_rows
+from asyncrl.records.reading import Recording
+
+Bounds = tuple[float | None, float | None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show what is asked for. Returns 0, or 1 after one line on stderr."""
+    options = _parser().parse_args(argv)
+    try:
+        recording = Recording(options.run)
+        _show(recording, options, Console(highlight=False, soft_wrap=True))
+    except (AsyncRLError, OSError) as error:
+        print(f"asyncrl-inspect: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `| head`
+        return 0
+    return 0
+
+
+def _show(recording: Recording, options: argparse.Namespace, console: Console) -> None:
+    wanted = Wanted(
+        options.uid, options.step, options.reason, options.task, options.reward, options.length, options.staleness
+    )
+    if wanted == Wanted() and not options.text:
+        _overview(recording, options, console)
+        return
+    rows = [row for row in group_rows(recording) if wanted.fits(row)][: options.limit]
+    decode = render.decoder(options.run) if options.text else None
+    for row in rows:
+        group = recording.group(row.uid) if decode else None
+        if options.json:
+            content = {"group": json.loads(msgspec.json.encode(group))} if group else {}
+            print(json.dumps({**asdict(row), **content}))
+        elif group and decode:
+            console.print(render.group_text(group, decode))
+    if not options.json and not decode:
+        console.print(render.groups_table(rows))
+
+
+def _overview(recording: Recording, options: argparse.Namespace, console: Console) -> None:
+    steps = list(step_rows(recording))
+    if options.json:
+        for row in steps:
+            uids = [group.uid for group in row.groups]
+            print(json.dumps({"step": row.step, "groups": uids, "figures": row.figures}))
+        return
+    metrics = options.run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    trained = {int(line["step"]): line for line in map(json.loads, lines)}
+    console.print(render.steps_table(steps, trained))
+    console.print("groups: " + render.reasons_line(group_rows(recording)))
+    if recording.torn:
+        console.print(f"{recording.torn} bytes at the end were not written out, and are left out")
+
+
+def _bounds(text: str) -> Bounds:
+    """A:B, A: or :B, or one number."""
+    low, colon, high = text.partition(":")
+    try:
+        bounds = (float(low) if low else None, float(high) if high else None)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range: write 0.5:1, 0.5: or :1") from None
+    return bounds if colon else (bounds[0], bounds[0])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl-inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a recorded run")
+    parser.add_argument("--step", type=int, help="groups of this batch")
+    parser.add_argument("--uid", help="groups whose uid begins so")
+    parser.add_argument("--reason", help="groups that were rejected for this reason, or are `ready`")
+    parser.add_argument("--task", help="groups of this task")
+    for name, what in (("reward", "reward"), ("length", "tokens"), ("staleness", "staleness in versions")):
+        parser.add_argument(
+            f"--{name}", type=_bounds, default=(None, None), metavar="A:B", help=f"with a trajectory of such {what}"
+        )
+    parser.add_argument("--limit", type=int, default=100, help="groups at most (default 100)")
+    parser.add_argument("--text", action="store_true", help="with their text, or under --json with all of it")
+    parser.add_argument("--json", action="store_true", help="lines of JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Rows and groups as tables and coloured text."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.inspection.rows import GroupRow, StepRow
+from asyncrl.types import Completion, Group, Trajectory
+
+Decode = Callable[[int], str]
+COLOURS, SURPRISE = ((-0.05, "default"), (-0.7, "green"), (-2.3, "yellow"), (-5.0, "red")), "bold red"
+"""A token's colour, by its log-probability: how much it surprised the engine that wrote it."""
+
+
+def decoder(run: Path) -> Decode:
+    """Of single tokens, with the run's tokenizer; their numbers where it is not to be had."""
+    addresses = run / "addresses.json"
+    file = Path(json.loads(addresses.read_text())["model"]) / "tokenizer.json" if addresses.is_file() else None
+    if file is None or not file.is_file():
+        return lambda token: f" {token}"
+    from tokenizers import Tokenizer  # late: tables do without it
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
+
+
+def steps_table(rows: Iterable[StepRow], trained: dict[int, dict[str, float]]) -> Table:
+    """A line for each batch; `trained` has metrics.jsonl by step."""
+    table = Table("step", "groups", "reward", "length", "truncated", "staleness", "loss", "gap")
+    for row in rows:
+        rewards, lengths, ages = (_all(row.groups, name) for name in ("rewards", "lengths", "staleness"))
+        figures = trained.get(row.step + 1, {})
+        table.add_row(
+            str(row.step),
+            str(len(row.groups)),
+            f"{_mean(rewards):.3f}",
+            f"{_mean(lengths):.1f}",
+            f"{sum(group.truncated for group in row.groups) / max(1, len(lengths)):.0%}",
+            f"{_mean(ages):.1f}, {max(ages, default=0):.0f} at most",
+            f"{figures['loss']:+.4f}" if "loss" in figures else "",
+            f"{figures['logprob_gap/mean']:.4f}" if "logprob_gap/mean" in figures else "",
+        )
+    return table
+
+
+def reasons_line(rows: Iterable[GroupRow]) -> str:
+    """How many groups are where."""
+    places = Counter("trained" if row.place.isdigit() else row.place for row in rows)
+    return ", ".join(f"{place} {count}" for place, count in places.most_common())
+
+
+def groups_table(rows: Iterable[GroupRow]) -> Table:
+    """A line for each group."""
+    table = Table("uid", "task", "batch or reason", "rewards", "lengths", "turns", "staleness", "truncated")
+    for row in rows:
+        table.add_row(
+            row.uid,
+            row.task,
+            row.place,
+            _few([f"{reward:g}" for reward in row.rewards]),
+            _few([str(length) for length in row.lengths]),
+            str(row.turns),
+            _few([str(age) for age in row.staleness]),
+            str(row.truncated),
+        )
+    return table
+
+
+def group_text(group: Group, decode: Decode, trajectories: Sequence[int] | None = None) -> RenderableType:
+    """The prompt, and each trajectory with its turns, version boundaries and surprises."""
+    lines: list[Text] = [Text.assemble((f"{group.uid}  {group.task}", "bold"))]
+    lines.append(Text("".join(decode(token) for token in group.prompt_ids), "dim"))
+    for number, trajectory in enumerate(group.trajectories):
+        if trajectories is None or number in trajectories:
+            lines.append(Text(f"-- {number}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens", "bold"))
+            lines.append(_trajectory(trajectory, decode))
+    return Lines(*lines)
+
+
+def _trajectory(trajectory: Trajectory, decode: Decode) -> Text:
+    text = Text()
+    for turn in trajectory.turns:
+        if turn.observation:
+            text.append("".join(decode(token) for token in turn.observation), "italic blue")
+        _completion(text, turn.completion, decode)
+        if turn.reward:
+            text.append(f" [turn's reward {turn.reward:g}]", "bold")
+    return text
+
+
+def _completion(text: Text, completion: Completion, decode: Decode) -> None:
+    begins = {span.start: span for span in completion.versions if span.end > span.start}
+    for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        if position in begins:
+            span = begins[position]
+            text.append(f"⟨v{span.version}{'?' if span.inferred else ''}⟩", "cyan")
+        text.append(
+            decode(token), next(colour for least, colour in COLOURS if logprob >= least or least == -float("inf"))
+        )
+    text.append(f"⟨{completion.finish_reason}⟩", "cyan")
+
+
+def _all(groups: Iterable[GroupRow], name: str) -> list[float]:
+    return [value for group in groups for value in getattr(group, name)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _few(values: Sequence[str], most: int = 8) -> str:
+    return " ".join(values[:most]) + (f" … ({len(values)})" if len(values) > most else "")

@@ -1,0 +1,127 @@
+"""What a recording holds, as rows that can be filtered: one for each group, one for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from asyncrl.records.events import Committed, Rejected, Taken, unpacked
+from asyncrl.records.reading import Recording
+from asyncrl.types import Group
+
+READY = "ready"
+"""Of a group that no batch has taken yet."""
+
+
+@dataclass
+class GroupRow:
+    """A group that was played."""
+
+    uid: str
+    slot: int
+    task: str
+    place: str
+    """The number of its batch, READY, or the reason why it was rejected."""
+    rewards: list[float]
+    lengths: list[int]
+    """Tokens that the policy wrote, of each trajectory."""
+    turns: int
+    """Of its longest trajectory."""
+    staleness: list[int]
+    """Of each trajectory, in its batch; empty without one."""
+    truncated: int
+    """Trajectories that the length limit cut off."""
+
+    @property
+    def reward(self) -> float:
+        """Mean."""
+        return sum(self.rewards) / max(1, len(self.rewards))
+
+
+@dataclass
+class StepRow:
+    """A batch."""
+
+    step: int
+    groups: list[GroupRow]
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+Filter = Callable[[GroupRow], bool]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which groups; a bound that is None does not bind. A group fits when one of its trajectories does."""
+
+    uid: str | None = None
+    """The beginning of it."""
+    step: int | None = None
+    reason: str | None = None
+    task: str | None = None
+    reward: tuple[float | None, float | None] = (None, None)
+    length: tuple[float | None, float | None] = (None, None)
+    staleness: tuple[float | None, float | None] = (None, None)
+
+    def fits(self, row: GroupRow) -> bool:
+        """Whether it is one of them."""
+        return (
+            (self.uid is None or row.uid.startswith(self.uid))
+            and (self.step is None or row.place == str(self.step))
+            and (self.reason is None or row.place == self.reason)
+            and (self.task is None or row.task == self.task)
+            and _some(row.rewards, self.reward)
+            and _some(row.lengths, self.length)
+            and _some(row.staleness, self.staleness)
+        )
+
+
+def _some(values: list[float] | list[int], bounds: tuple[float | None, float | None]) -> bool:
+    lowest, highest = bounds
+    if lowest is None and highest is None:
+        return True
+    return any((lowest is None or v >= lowest) and (highest is None or v <= highest) for v in values)
+
+
+def group_rows(recording: Recording) -> list[GroupRow]:
+    """Every group with content, in the order of their end."""
+    rows: dict[str, GroupRow] = {}
+    oldest: dict[str, list[int]] = {}
+    for event in recording.events():
+        if isinstance(event, Committed | Rejected) and event.group:
+            group = unpacked(event.group)
+            rows[group.uid] = _row(group, event.reason if isinstance(event, Rejected) else READY)
+            oldest[group.uid] = [_oldest(group, i) for i in range(len(group.trajectories))]
+        elif isinstance(event, Taken):
+            for uid in event.uids:
+                rows[uid].place = str(event.step)
+                rows[uid].staleness = [event.step - version for version in oldest[uid]]
+    return list(rows.values())
+
+
+def step_rows(recording: Recording) -> Iterator[StepRow]:
+    """Every batch, ascending."""
+    by_step: dict[str, list[GroupRow]] = {}
+    for row in group_rows(recording):
+        by_step.setdefault(row.place, []).append(row)
+    figures = {event.step: event.figures for event in recording.events() if isinstance(event, Taken)}
+    for step in recording.steps:
+        yield StepRow(step, sorted(by_step.get(str(step), []), key=lambda row: row.slot), figures[step])
+
+
+def _oldest(group: Group, trajectory: int) -> int:
+    return group.trajectories[trajectory].oldest_version
+
+
+def _row(group: Group, place: str) -> GroupRow:
+    return GroupRow(
+        group.uid,
+        group.slot,
+        group.task,
+        place,
+        [one.reward for one in group.trajectories],
+        [one.num_tokens for one in group.trajectories],
+        max((len(one.turns) for one in group.trajectories), default=0),
+        [],
+        sum(one.turns[-1].completion.finish_reason == "length" for one in group.trajectories if one.turns),
+    )

@@ -1,0 +1,90 @@
+"""What is asked for is shown, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.inspection.cli import main
+from asyncrl.models.catalog import resolve
+from asyncrl.records.events import Admitted, Committed, Event, Rejected, Taken, packed
+from asyncrl.records.writer import Writer
+from tests.fakes import group
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two batches of two groups, one group that was rejected, and one that is ready."""
+    found: list[Event] = [Rejected(9, 0, "no_signal", 4, packed(group(9, rewards=[0.0, 0.0])))]
+    for slot, (tokens, rewards) in enumerate([(2, (0, 1)), (5, (1, 1)), (3, (0, 0.5)), (7, (0, 0)), (2, (0, 1))]):
+        played = group(slot, rewards=rewards, tokens=tokens, versions=(0, 1), task="sum" if slot % 2 else "sort")
+        found += [Admitted(slot, 0, 0, 0, f"p{slot}", 2), Committed(slot, 0, packed(played), 0)]
+    found += [Taken(0, ["g0", "g1"], {}), Taken(1, ["g2", "g3"], {"tokens/generated": 20.0})]
+    writer = Writer(tmp_path / "records")
+    for event in found:
+        writer.write(event)
+    writer.close()
+    metrics = [{"step": step, "loss": -0.5 * step, "logprob_gap/mean": 0.25} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def uids(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    return [json.loads(line)["uid"] for line in shown(capsys, *arguments, "--json").splitlines()]
+
+
+def test_overview_has_a_line_for_each_batch_with_what_the_trainer_made_of_it(run: Path, capsys) -> None:
+    lines = shown(capsys, run).splitlines()
+    first, second = (next(line for line in lines if line.startswith(f"│ {step} ")) for step in (0, 1))
+    assert cells(first) == ["0", "2", "0.750", "3.5", "0%", "0.0, 0 at most", "-0.5000", "0.2500"]
+    assert cells(second) == ["1", "2", "0.125", "5.0", "0%", "1.0, 1 at most", "-1.0000", "0.2500"]
+    assert lines[-1] == "groups: trained 4, no_signal 1, ready 1"
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_groups_are_found_by_what_one_of_their_trajectories_is(run: Path, capsys) -> None:
+    for arguments, expected in (
+        (["--step", 1], ["g2", "g3"]),
+        (["--reason", "no_signal"], ["g9"]),
+        (["--reason", "ready"], ["g4"]),
+        (["--task", "sum"], ["g1", "g3"]),
+        (["--reward", "0.5"], ["g2"]),
+        (["--reward", "0.5:"], ["g0", "g1", "g2", "g4"]),
+        (["--length", "5:7", "--reward", ":0"], ["g3"]),
+        (["--staleness", "1:"], ["g2", "g3"]),
+        (["--uid", "g3"], ["g3"]),
+        (["--uid", "g", "--limit", 2], ["g9", "g0"]),
+    ):
+        assert uids(capsys, run, *arguments) == expected, arguments
+
+
+def test_text_shows_turns_versions_and_rewards(run: Path, capsys) -> None:
+    (run / "addresses.json").write_text(json.dumps({"model": str(resolve("builtin:tiny"))}))
+    text = shown(capsys, run, "--uid", "g1", "--text")
+    assert "-- 0: reward 1, 5 tokens" in text
+    assert "⟨v0⟩0123⟨v1⟩4⟨stop⟩" in text.replace(" ", "")
+
+
+def test_json_has_all_that_was_recorded_of_a_group(run: Path, capsys) -> None:
+    (line,) = shown(capsys, run, "--uid", "g1", "--text", "--json").splitlines()
+    found = json.loads(line)
+    assert (found["rewards"], found["lengths"], found["place"], found["staleness"]) == ([1, 1], [5, 5], "0", [0, 0])
+    assert found["group"][3][0][0][0][1][0] == [0, 1, 2, 3, 4]
+
+
+def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert "was it made with record=true?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--reward", "high"])
+    assert "write 0.5:1" in capsys.readouterr().err
