@@ -45,6 +45,7 @@ ALLOWED = {
     "planner": {"rollout", "engine"},
     "convert": {"weights", "models"},
     "collect": set(),
+    "inspection": {"records"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {

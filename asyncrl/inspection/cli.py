@@ -28,6 +28,9 @@ from asyncrl.inspection import render
 from asyncrl.inspection.rows import Wanted, group_rows, step_rows
 from asyncrl.records.reading import Recording
 
+WIDTH = None if sys.stdout.isatty() else 200
+"""Of tables that are not shown in a terminal."""
+
 Bounds = tuple[float | None, float | None]
 
 
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         recording = Recording(options.run)
-        _show(recording, options, Console(highlight=False, soft_wrap=True))
+        _show(recording, options, Console(highlight=False, soft_wrap=True, width=WIDTH))
     except (AsyncRLError, OSError) as error:
         print(f"asyncrl-inspect: {error}", file=sys.stderr)
         return 1

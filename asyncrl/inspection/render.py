@@ -44,7 +44,7 @@ def steps_table(rows: Iterable[StepRow], trained: dict[int, dict[str, float]]) -
             f"{_mean(rewards):.3f}",
             f"{_mean(lengths):.1f}",
             f"{sum(group.truncated for group in row.groups) / max(1, len(lengths)):.0%}",
-            f"{_mean(ages):.1f}, {max(ages, default=0):.0f} at most",
+            f"{_mean(ages):.1f} ≤ {max(ages, default=0):.0f}",
             f"{figures['loss']:+.4f}" if "loss" in figures else "",
             f"{figures['logprob_gap/mean']:.4f}" if "logprob_gap/mean" in figures else "",
         )

@@ -43,8 +43,8 @@ def uids(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
 def test_overview_has_a_line_for_each_batch_with_what_the_trainer_made_of_it(run: Path, capsys) -> None:
     lines = shown(capsys, run).splitlines()
     first, second = (next(line for line in lines if line.startswith(f"│ {step} ")) for step in (0, 1))
-    assert cells(first) == ["0", "2", "0.750", "3.5", "0%", "0.0, 0 at most", "-0.5000", "0.2500"]
-    assert cells(second) == ["1", "2", "0.125", "5.0", "0%", "1.0, 1 at most", "-1.0000", "0.2500"]
+    assert cells(first) == ["0", "2", "0.750", "3.5", "0%", "0.0 ≤ 0", "-0.5000", "0.2500"]
+    assert cells(second) == ["1", "2", "0.125", "5.0", "0%", "1.0 ≤ 1", "-1.0000", "0.2500"]
     assert lines[-1] == "groups: trained 4, no_signal 1, ready 1"
 
 
