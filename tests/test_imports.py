@@ -43,7 +43,7 @@ ALLOWED = {
     "weights": {"config", "engine"},
     "trainer": {"config", "addresses", "algo", "weights", "records", "models"},
     "planner": {"rollout", "engine"},
-    "convert": {"weights", "models"},
+    "convert": {"weights", "models", "records", "inspection"},
     "collect": set(),
     "inspection": {"records"},
 }

@@ -1,7 +1,9 @@
-"""`asyncrl-convert`: between Hugging Face folders and Megatron checkpoints.
+"""`asyncrl-convert`: between Hugging Face folders and Megatron checkpoints, and between recordings and others' files.
 
 Example: asyncrl-convert to-megatron Qwen3-0.6B checkpoints/start --dtype bfloat16
          asyncrl-convert to-hf checkpoints/iter_0000100 exported --model Qwen3-0.6B
+         asyncrl-convert from-slime debug/data_*.pt RUN
+         asyncrl-convert export RUN rollouts.parquet
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from asyncrl.errors import AsyncRLError, ConfigError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one conversion. Returns 0, or 2 for wrong arguments and 1 for all else, after one line on stderr."""
     arguments = _parser().parse_args(argv)
+    if arguments.command in ("from-slime", "export"):
+        return _rollouts(arguments)
     import torch  # after the parser, so that --help and mistakes answer at once
     from safetensors import SafetensorError
 
@@ -41,11 +45,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _rollouts(arguments: argparse.Namespace) -> int:
+    from asyncrl.convert import rollouts
+
+    try:
+        if arguments.command == "export":
+            print(f"{rollouts.export(arguments.run, arguments.out)} trajectories")
+        else:
+            taken, left = rollouts.from_slime(arguments.dumps, arguments.out, reward_key=arguments.reward_key)
+            print(f"{taken} samples, {left} left out; asyncrl-train mode=replay replay.from={arguments.out}")
+    except (AsyncRLError, OSError) as error:
+        print(f"asyncrl-convert: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncrl-convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="to-megatron | to-hf")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="to-megatron | to-hf | from-slime | export")
     into = commands.add_parser("to-megatron", help="write a checkpoint that Megatron loads under any layout")
     into.add_argument("source", type=Path, metavar="HF_FOLDER", help="config, tokenizer and safetensors files")
     out = commands.add_parser("to-hf", help="write a folder that transformers and SGLang load")
@@ -60,6 +79,15 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--shard-gb", type=_positive, default=5.0, metavar="N", help="size of a file (default: 5)")
         command.add_argument("--overwrite", action="store_true", help="replace OUT when it exists")
+    slime = commands.add_parser(
+        "from-slime", help="slime's rollout dumps into a recording, without running their pickles"
+    )
+    slime.add_argument("dumps", type=Path, nargs="+", metavar="DUMP", help="files of --save-debug-rollout-data")
+    slime.add_argument("out", type=Path, metavar="OUT", help="folder that gets records/")
+    slime.add_argument("--reward-key", metavar="NAME", help="where rewards are dicts")
+    table = commands.add_parser("export", help="a recording's trajectories as .jsonl or .parquet")
+    table.add_argument("run", type=Path, metavar="RUN", help="folder of a recorded run")
+    table.add_argument("out", type=Path, metavar="OUT", help="a new file")
     return parser
 
 

@@ -90,7 +90,7 @@ class Reenactment(Service):
         self._tickets: dict[tuple[int, int], Ticket] = {}
         self._sessions: dict[Ticket, list[_Session]] = {}
         self._taking = False
-        self._publishing = -1
+        self._publishing, self._over = -1, False
 
     # -- the trainer's turn --------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Reenactment(Service):
 
     async def may_publish(self, version: int) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._publishing == version)
+            await self._changed.wait_for(lambda: self._publishing == version or self._over)
 
     # -- the events ----------------------------------------------------------------------------------------
 
@@ -127,6 +127,8 @@ class Reenactment(Service):
                     await self._take(event)
                 case Published():
                     await self._publish_again(event)
+        self._over = True  # the run was ended before it published its last batch
+        await self._wake()
 
     def _admit(self, event: Admitted) -> None:
         ticket = self._buffer.admit()
