@@ -35,7 +35,8 @@ from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens  # noqa: E402
-from asyncrl.trainer.feed import Batches, RolloutDoor  # noqa: E402
+from asyncrl.trainer.door import RolloutDoor  # noqa: E402
+from asyncrl.trainer.feed import Batches  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402

@@ -16,17 +16,16 @@ from tests.integration.running import finish, lines, nothing_is_left, run, start
 
 pytestmark = pytest.mark.integration
 
-SMALL = ["run.max_steps=6", "eval.questions=8", "rollout.batch_groups=4", "rollout.group_size=8", "record=true"]
+SMALL = ["run.max_steps=6", "eval.questions=8", "rollout.batch_groups=4", "rollout.group_size=8"]
+SLACK = ["rollout.max_staleness=4", "rollout.lead=2"]
 LAYOUTS = {
-    "single": [],
     "dp2": ["trainer.data_parallel=2"],
-}
-MORE = {
     "dp2-tp2": ["trainer.data_parallel=2", "trainer.tensor_parallel=2"],
     "pp2": ["trainer.pipeline_parallel=2"],
     "cp2": ["trainer.context_parallel=2"],
     "tp2-sp": ["trainer.tensor_parallel=2", "trainer.sequence_parallel=true"],
 }
+DROPPING = ["rollout.oversample=2", "rollout.accept=asyncrl.rollout.hooks:has_signal", "rollout.over_age=drop"]
 TRAINED = ("loss", "grad_norm", "lr", "entropy", "tokens/trained", "logprob_gap/mean", "reward/mean", "staleness/mean")
 
 
@@ -43,84 +42,81 @@ def weights(run_dir: Path) -> str:
 
 
 def replay(folder: Path, source: Path, *overrides: str) -> list[dict[str, Any]]:
-    return run(folder, *SMALL[:-1], "mode=replay", f"replay.from={source}", *overrides)
+    return run(folder, *SMALL, "mode=replay", f"replay.from={source}", *overrides)
 
 
-def same_again(folder: Path, *layout: str) -> Path:
-    """A run, and its replay; returns the run's folder."""
-    live, again = folder / "live", folder / "again"
-    recorded = run(live, *SMALL, *layout)
-    replayed = replay(again, live, *layout)
-    assert trained(replayed) == trained(recorded)
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recorded run."""
+    folder = tmp_path_factory.mktemp("recorded") / "live"
+    run(folder, *SMALL, *SLACK, "record=true")
+    return folder
+
+
+def test_replay_repeats_a_run_to_the_last_bit(live: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    assert trained(replay(again, live, *SLACK)) == trained(lines(live / "metrics.jsonl"))
     assert weights(again) == weights(live)
+    assert {log.stem for log in (again / "logs").iterdir()} == {"trainer-0"}
     nothing_is_left(again)
-    return live
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_replay_repeats_a_run_to_the_last_bit(layout: list[str], tmp_path: Path) -> None:
-    live = same_again(tmp_path, *layout)
-    events = list(Recording(live).events())
-    assert [event.step for event in events if isinstance(event, Taken)] == list(range(6))
-    assert [event.version for event in events if isinstance(event, Published)][:6] == [1, 2, 3, 4, 5, 6]
-    if layout:
-        return
-    assert {process.stem for process in (tmp_path / "again" / "logs").iterdir()} == {"trainer-0"}
-
-    # another loss on the same data; some of it; one batch again and again, as old each time
-    other = replay(tmp_path / "other", live, "algo.loss=cispo", "trainer.optimizer.lr=1e-4")
-    assert [step["reward/mean"] for step in other] == [step["reward/mean"] for step in lines(live / "metrics.jsonl")]
+def test_another_loss_some_batches_and_one_again_and_again_are_trained(live: Path, tmp_path: Path) -> None:
+    other = replay(tmp_path / "other", live, *SLACK, "algo.loss=cispo", "replay.first=2", "replay.last=3")
+    assert [step["version"] for step in other] == [3, 4]
+    assert [step["reward/mean"] for step in other] == [
+        step["reward/mean"] for step in lines(live / "metrics.jsonl")[2:4]
+    ]
     assert "algo.loss: ppo -> cispo" in (tmp_path / "other.out").read_text()
-    part = replay(tmp_path / "part", live, "replay.first=2", "replay.last=3")
-    assert [step["version"] for step in part] == [3, 4]
-    looped = replay(tmp_path / "loop", live, "replay.first=4", "replay.last=4", "replay.loop=3")
+    looped = replay(tmp_path / "loop", live, *SLACK, "replay.first=4", "replay.last=4", "replay.loop=3")
     assert [step["version"] for step in looped] == [5, 6, 7]
     assert len({step["staleness/mean"] for step in looped}) == len({step["reward/mean"] for step in looped}) == 1
     assert looped[2]["loss"] != looped[0]["loss"]
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("layout", MORE.values(), ids=MORE.keys())
-def test_replay_repeats_a_run_in_every_layout(layout: list[str], tmp_path: Path) -> None:
-    same_again(tmp_path, *layout)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["rollout.max_staleness=4", "rollout.lead=2", "engine.count=2"],
-        ["rollout.oversample=2", "rollout.accept=asyncrl.rollout.hooks:has_signal", "rollout.over_age=drop"],
-    ],
-    ids=["slack", "dropping"],
-)
-def test_whole_schedule_comes_to_the_same_batches_books_and_weights(settings: list[str], tmp_path: Path) -> None:
-    live, again = tmp_path / "live", tmp_path / "again"
-    recorded = run(live, *SMALL, *settings)
+def same_schedule(live: Path, again: Path, *settings: str) -> None:
+    """Batches, books and weights are those of the recorded run."""
     replayed = replay(again, live, "replay.schedule=true", *settings)
-    assert trained(replayed) == trained(recorded)
+    assert trained(replayed) == trained(lines(live / "metrics.jsonl"))
     assert weights(again) == weights(live)
     assert {log.stem for log in (again / "logs").iterdir()} == {"rollout", "trainer-0"}
     ledgers = [json.loads((folder / "summary.json").read_text())["ledger"] for folder in (live, again)]
     assert ledgers[1]["groups"]["trained"] == ledgers[0]["groups"]["trained"]
     nothing_is_left(again)
 
+
+def test_whole_schedule_comes_to_the_same_batches_books_and_weights(live: Path, tmp_path: Path) -> None:
+    same_schedule(live, tmp_path / "again", *SLACK)
     # a buffer with another rule comes to something else, and that is told
-    with start(
-        tmp_path / "other", *SMALL[:-1], "mode=replay", f"replay.from={live}", "replay.schedule=true"
-    ) as process:
+    other = ["mode=replay", f"replay.from={live}", "replay.schedule=true", "rollout.max_staleness=1"]
+    with start(tmp_path / "other", *SMALL, *other) as process:
         code, text = finish(process, tmp_path / "other")
     assert code == 1
     assert "was recorded" in text
 
 
+@pytest.mark.campaign
+def test_schedule_that_drops_groups_comes_to_the_same(tmp_path: Path) -> None:
+    run(tmp_path / "live", *SMALL, *DROPPING, "engine.count=2", "record=true")
+    same_schedule(tmp_path / "live", tmp_path / "again", *DROPPING)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_replay_repeats_a_run_in_every_layout(layout: list[str], tmp_path: Path) -> None:
+    recorded = run(tmp_path / "live", *SMALL, *layout, "record=true")
+    assert trained(replay(tmp_path / "again", tmp_path / "live", *layout)) == trained(recorded)
+    assert weights(tmp_path / "again") == weights(tmp_path / "live")
+
+
 def test_engines_alone_fill_a_recording_that_trainers_then_train(tmp_path: Path) -> None:
     """Engines keep their weights, versions go by; what is trained from it is as old as its labels say."""
     alone = tmp_path / "alone"
-    steps = run(alone, *SMALL, "mode=rollout_only", "engine.count=2")
+    steps = run(alone, *SMALL, "mode=rollout_only", "record=true")
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert "loss" not in steps[0]
     assert max(step["staleness/max"] for step in steps) <= 2
-    assert {log.stem for log in (alone / "logs").iterdir()} == {"engine-0", "engine-1", "router", "rollout", "collect"}
+    assert {log.stem for log in (alone / "logs").iterdir()} == {"engine-0", "router", "rollout", "collect"}
     nothing_is_left(alone)
     replayed = replay(tmp_path / "trained", alone)
     assert [step["reward/mean"] for step in replayed] == [step["reward/mean"] for step in steps]
@@ -128,6 +124,7 @@ def test_engines_alone_fill_a_recording_that_trainers_then_train(tmp_path: Path)
     assert replayed[-1]["logprob_gap/max"] > 1e-3
 
 
+@pytest.mark.campaign
 def test_run_is_compared_with_a_recorded_one_token_for_token(tmp_path: Path) -> None:
     """One request at a time an engine repeats itself."""
     alone = ["engine.max_running_requests=1", "rollout.max_running_groups=1", "rollout.max_staleness=0"]
@@ -142,11 +139,12 @@ def test_run_is_compared_with_a_recorded_one_token_for_token(tmp_path: Path) -> 
     assert all(line["same"] and "token" not in line for line in told)
 
 
-def test_batch_of_a_recording_is_the_one_that_was_trained(tmp_path: Path) -> None:
-    """Byte for byte, also for figures that no float32 holds; a wrong request for it is refused before anything runs."""
-    live = tmp_path / "live"
-    steps = run(live, *SMALL, "rollout.temperature=0.7")
-    recording = Recording(live)
+def test_batch_of_a_recording_is_the_one_that_was_trained(live: Path, tmp_path: Path) -> None:
+    """What cannot be replayed is refused before anything runs."""
+    steps, recording = lines(live / "metrics.jsonl"), Recording(live)
+    events = list(recording.events())
+    assert [event.step for event in events if isinstance(event, Taken)] == list(range(6))
+    assert [event.version for event in events if isinstance(event, Published)] == [1, 2, 3, 4, 5, 6]
     for step, record in enumerate(steps):
         batch = recording.batch(step)
         assert encode(batch) == encode(type(batch)(step, [recording.group(g.uid) for g in batch.groups], batch.rollout))
@@ -157,8 +155,7 @@ def test_batch_of_a_recording_is_the_one_that_was_trained(tmp_path: Path) -> Non
         (["mode=replay", f"replay.from={tmp_path}"], "No recording there"),
         (["mode=replay", f"replay.from={live}", "replay.first=9"], "holds batches 0 to 5"),
     ):
-        with start(tmp_path / "refused", *SMALL[:-1], *overrides, "run.overwrite=true") as process:
+        with start(tmp_path / "refused", *SMALL, *overrides, "run.overwrite=true") as process:
             code, text = finish(process, tmp_path / "refused")
         assert code == 2
         assert told in text
-    assert json.loads((live / "summary.json").read_text())["steps"] == 6
