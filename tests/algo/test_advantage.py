@@ -305,6 +305,13 @@ def test_right_values_leave_no_advantage(table: TokenTable) -> None:
     torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("value", [0.1, 0.3, 0.7])
+def test_equal_values_are_whitened_to_nothing_at_all(value: float) -> None:
+    """Their mean, rounded, is not always one of them: what is left would be a gradient."""
+    for count in range(1, 40):
+        assert not whiten(numbers([value] * count)).any()
+
+
 @few
 @given(st.lists(quarters, min_size=2, max_size=9))
 def test_whitening_twice_is_whitening_once(values: list[float]) -> None:

@@ -165,6 +165,12 @@ def test_run_ends_once_its_tokens_are_spent() -> None:
     assert stops([0.0] * 9, token_budget=25) == (3, "30 generated tokens reached run.token_budget 25")
 
 
+def test_replay_ends_with_the_last_batch_of_its_recording_whatever_the_run_would_have_ended_with() -> None:
+    rule = StopRule(tiny_config(**{"run.max_steps": 2}).run, end=4)
+    reasons = [rule.reason({"step": step, "reward/mean": 1.0, "tokens/generated": 10.0}) for step in range(1, 6)]
+    assert reasons == [None, None, None, "every batch of the recording is trained", None]
+
+
 def test_run_ends_once_its_mean_reward_over_a_whole_window_is_reached() -> None:
     rewards = [9.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
     step, reason = stops(rewards, reward_target=1.0, reward_window=3)

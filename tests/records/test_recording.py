@@ -113,6 +113,18 @@ def test_damaged_files_are_refused_or_read_as_written(tmp_path_factory: pytest.T
         assert [one.slot for one in batch.groups] == [2 * batch.version, 2 * batch.version + 1]
 
 
+def test_damage_before_the_end_is_refused_and_no_torn_tail(tmp_path: Path) -> None:
+    write(tmp_path, told())
+    index_path(tmp_path).unlink()
+    path = frames.path_of(tmp_path, 0)
+    data = bytearray(path.read_bytes())
+    third = list(frames.Frames(tmp_path))[2]
+    data[third.end - 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RecordError, match=f"frame at byte {third.place.offset} is damaged"):
+        list(Recording(tmp_path).events())
+
+
 def test_index_that_is_wrong_or_behind_is_not_believed(tmp_path: Path) -> None:
     write(tmp_path, told())
     lines = index_path(tmp_path).read_text().splitlines()
