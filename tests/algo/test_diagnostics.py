@@ -79,6 +79,8 @@ def test_shares_of_tokens_by_hand() -> None:
     factor = numbers([1.0, 0.0, 0.5, 2.0])
     found = loss_figures(table, logprobs, factor, ALL, cap=1.5, clip=(0.2, 0.3))
     assert found == {"correction/capped": 0.5, "correction/masked": 0.25, "loss/clipped": 0.5}
+    higher = loss_figures(table, logprobs, factor, ALL, cap=1.5, clip=(0.2, 0.5))
+    assert higher["loss/clipped"] == 0.25
     wide = loss_figures(table, logprobs, factor, ALL, cap=5.0, clip=(0.4, 0.5))
     assert wide == {"correction/capped": 0.0, "correction/masked": 0.25, "loss/clipped": 0.0}
     first = loss_figures(table, logprobs, factor, torch.tensor([True, False, False, False]), cap=1.5, clip=(0.2, 0.3))

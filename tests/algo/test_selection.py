@@ -51,6 +51,8 @@ def test_tokens_equally_far_out_are_left_out_together() -> None:
 def test_token_already_left_out_neither_counts_nor_comes_back() -> None:
     table = replace(moved([0.4, 0.1, 0.3], [1.0] * 3), keep=torch.tensor([False, True, True]))
     assert kept(table, 0.06) == [False, True, True]  # (0.01 + 0.09) / 2; with the first it would be 0.087
+    small = replace(moved([0.05, 0.4, 0.1], [1.0] * 3), keep=torch.tensor([False, True, True]))
+    assert kept(small, 0.06) == [False, False, True]  # (0.01 + 0.16) / 2 is too much; with the first it would be 0.057
 
 
 def test_batch_without_tokens_or_without_a_gap_is_kept() -> None:
