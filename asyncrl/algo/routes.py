@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.samples import Sample
+from asyncrl.algo.tree import common_beginning
 from asyncrl.routing import RoutingShape, unpacked
 from asyncrl.types import Group, Routing
 
@@ -60,24 +61,12 @@ def with_keys(groups: Sequence[Sequence[Sample]]) -> tuple[Groups, int]:
     found: Groups = [list(group) for group in groups]
     before, keys, count = list[int](), torch.zeros(0, dtype=torch.int64), 0
     for sequence, number, place in sequences:  # in lexical order each shares the most with the one before it
-        shared = _common(before, sequence)
+        shared = common_beginning(before, sequence)
         new = len(sequence) - shared
         keys = torch.cat([keys[:shared], torch.arange(count, count + new)])
         found[number][place] = replace(found[number][place], keys=keys)
         before, count = sequence, count + new
     return found, count
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Length of their common beginning, by halving: comparing lists is quick, looking at tokens is not."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def engine_routes(

@@ -50,7 +50,8 @@ class Replay(Section):
     """With mode=train: folder of a recorded run. What is generated is compared with the group of the same slot there,
     and compare.jsonl tells where tokens and log-probabilities first differ."""
     keep: str | None
-    """A function of a group that says whether it is trained, as my_module:my_function; unset: all are."""
+    """A function like rollout.accept, as my_module:my_function: groups for which it gives true are trained; unset: all
+    are."""
 
     @property
     def folder(self) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncrl.errors import ConfigError, RecordError
-from asyncrl.inspection.rows import group_rows
+from asyncrl.inspection.rows import rows_of
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
@@ -174,7 +174,7 @@ def export(run: Path, out: Path) -> int:
 
 
 def _rows(recording: Recording) -> Iterator[dict[str, Any]]:
-    for found in group_rows(recording):
+    for found in rows_of(recording)[0]:
         group = recording.group(found.uid)
         for number, trajectory in enumerate(group.trajectories):
             yield {

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.inspection import render
-from asyncrl.inspection.rows import Wanted, group_rows, step_rows
+from asyncrl.inspection.rows import Wanted, rows_of
 from asyncrl.records.reading import Recording
 
 WIDTH = None if sys.stdout.isatty() else 200
@@ -55,7 +55,8 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
     if wanted == Wanted() and not options.text:
         _overview(recording, options, console)
         return
-    rows = [row for row in group_rows(recording) if wanted.fits(row)][: options.limit]
+    groups, _ = rows_of(recording)
+    rows = [row for row in groups if wanted.fits(row)][: options.limit]
     decode = render.decoder(options.run) if options.text else None
     for row in rows:
         group = recording.group(row.uid) if decode else None
@@ -69,7 +70,7 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
 
 
 def _overview(recording: Recording, options: argparse.Namespace, console: Console) -> None:
-    steps = list(step_rows(recording))
+    groups, steps = rows_of(recording)
     if options.json:
         for row in steps:
             uids = [group.uid for group in row.groups]
@@ -79,7 +80,7 @@ def _overview(recording: Recording, options: argparse.Namespace, console: Consol
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     trained = {int(line["step"]): line for line in map(json.loads, lines)}
     console.print(render.steps_table(steps, trained))
-    console.print("groups: " + render.reasons_line(group_rows(recording)))
+    console.print("groups: " + render.reasons_line(groups))
     if recording.torn:
         console.print(f"{recording.torn} bytes at the end were not written out, and are left out")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from asyncrl.errors import RecordError
 from asyncrl.records.events import Committed, Rejected, Taken, unpacked
 from asyncrl.records.reading import Recording
 from asyncrl.types import Group
@@ -44,10 +44,7 @@ class StepRow:
 
     step: int
     groups: list[GroupRow]
-    figures: dict[str, float] = field(default_factory=dict)
-
-
-Filter = Callable[[GroupRow], bool]
+    figures: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -83,34 +80,26 @@ def _some(values: list[float] | list[int], bounds: tuple[float | None, float | N
     return any((lowest is None or v >= lowest) and (highest is None or v <= highest) for v in values)
 
 
-def group_rows(recording: Recording) -> list[GroupRow]:
-    """Every group with content, in the order of their end."""
-    rows: dict[str, GroupRow] = {}
+def rows_of(recording: Recording) -> tuple[list[GroupRow], list[StepRow]]:
+    """Every group with content in the order of their end, and every batch, ascending; read once. Raises RecordError at
+    damage."""
+    groups: dict[str, GroupRow] = {}
     oldest: dict[str, list[int]] = {}
+    steps: dict[int, StepRow] = {}
     for event in recording.events():
         if isinstance(event, Committed | Rejected) and event.group:
             group = unpacked(event.group)
-            rows[group.uid] = _row(group, event.reason if isinstance(event, Rejected) else READY)
-            oldest[group.uid] = [_oldest(group, i) for i in range(len(group.trajectories))]
+            groups[group.uid] = _row(group, event.reason if isinstance(event, Rejected) else READY)
+            oldest[group.uid] = [trajectory.oldest_version for trajectory in group.trajectories]
         elif isinstance(event, Taken):
-            for uid in event.uids:
-                rows[uid].place = str(event.step)
-                rows[uid].staleness = [event.step - version for version in oldest[uid]]
-    return list(rows.values())
-
-
-def step_rows(recording: Recording) -> Iterator[StepRow]:
-    """Every batch, ascending."""
-    by_step: dict[str, list[GroupRow]] = {}
-    for row in group_rows(recording):
-        by_step.setdefault(row.place, []).append(row)
-    figures = {event.step: event.figures for event in recording.events() if isinstance(event, Taken)}
-    for step in recording.steps:
-        yield StepRow(step, sorted(by_step.get(str(step), []), key=lambda row: row.slot), figures[step])
-
-
-def _oldest(group: Group, trajectory: int) -> int:
-    return group.trajectories[trajectory].oldest_version
+            if missing := [uid for uid in event.uids if uid not in groups]:
+                raise RecordError(f"{recording.folder}: batch {event.step} names groups that it lacks: {missing[:4]}")
+            taken = [groups[uid] for uid in event.uids]
+            for row in taken:
+                row.place = str(event.step)
+                row.staleness = [event.step - version for version in oldest[row.uid]]
+            steps[event.step] = StepRow(event.step, taken, event.figures)
+    return list(groups.values()), [steps[step] for step in sorted(steps)]
 
 
 def _row(group: Group, place: str) -> GroupRow:

@@ -1,6 +1,7 @@
 """Writes a recording beside the event loop: a thread compresses and appends what has come since it last looked.
 
 waits for     the disk; the event loop never does, unless MOST_WAITING bytes wait for it
+deadline      PATIENCE: a disk that takes nothing for so long counts as failed
 on failure    a full disk, say: `failed` holds the error, and nothing further is written. What is on disk stays whole.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +25,7 @@ from asyncrl.records.index import Line, index_path, usable
 MOST_WAITING = 256 << 20
 FRAME_BYTES = 1 << 20
 """Encoded events of one frame, at most but for the last of them."""
+PATIENCE = 60.0
 SPARE_BYTES = 16 << 20
 """Recording ends while the disk still has these: what else the run writes matters more."""
 
@@ -37,7 +40,7 @@ class Writer:
         self._changed = threading.Condition()
         self._waiting: list[tuple[Event, bytes]] = []
         self._bytes = 0
-        self._closing = False
+        self._closing = self._done = False
         self.failed: RecordError | None = None
         self.written, self.seconds = 0, 0.0
         """Bytes on disk, and seconds of the thread's processor, so far."""
@@ -50,8 +53,7 @@ class Writer:
         """Soon, after all that was written before."""
         data = events.encode(event)
         with self._changed:
-            while self._bytes > MOST_WAITING and not self.failed:
-                self._changed.wait()
+            self._wait_until(lambda: self._bytes <= MOST_WAITING)
             if self.failed:
                 return
             self._waiting.append((event, data))
@@ -61,15 +63,19 @@ class Writer:
     def flush(self) -> None:
         """Until everything has reached the operating system."""
         with self._changed:
-            while self._bytes and not self.failed:
-                self._changed.wait()
+            self._wait_until(lambda: not self._bytes)
 
     def close(self) -> None:
         """Write the rest."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+            self._wait_until(lambda: self._done)
+
+    def _wait_until(self, true: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(lambda: true() or self.failed, PATIENCE):
+            problem = f"the disk of {self._folder} did not take what waited for it within {PATIENCE:.0f} s"
+            self._fail(RecordError(f"{problem}: recording ends here"))
 
     # -- the thread ----------------------------------------------------------------------------------------
 
@@ -86,6 +92,9 @@ class Writer:
             self._fail(RecordError(f"the recording in {self._folder} cannot be written: {error.strerror}"))
         except RecordError as error:
             self._fail(error)
+        with self._changed:
+            self._done = True
+            self._changed.notify_all()
 
     def _take(self) -> list[tuple[Event, bytes]]:
         with self._changed:

@@ -8,12 +8,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from asyncrl import jsonl, tasks
+from asyncrl import tasks
 from asyncrl.addresses import READY, Addresses
 from asyncrl.config import Config, Rollout, read
 from asyncrl.engine.client import Client, Session
@@ -33,6 +30,7 @@ from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import Limits
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.faults import Faults
+from asyncrl.rollout.notes import Notes
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
 from asyncrl.rollout.room import Adaptive, Fixed, Room, Unbounded
@@ -62,22 +60,11 @@ async def main(run_dir: Path) -> None:
     async def play(prompt: Prompt, session: Session) -> Trajectory:
         return await worker.episode(prompt, session)
 
-    evaluations = Evaluations(
-        play, client, played, prompts.held_out, config.eval, partial(jsonl.append, run_dir / "eval.jsonl")
-    )
-
-    def warn(text: str, traceback: str | None = None) -> None:
-        line = {"version": client.inflight.version, "warning": text, **({"traceback": traceback} if traceback else {})}
-        jsonl.append(run_dir / "warnings.jsonl", line)
-
-    def publish(ledger: dict[str, Any], warnings: list[str]) -> None:
-        jsonl.replace(run_dir / "ledger.json", ledger)
-        for text in warnings:
-            warn(text)
-
+    notes = Notes(run_dir, lambda: client.inflight.version)
+    evaluations = Evaluations(play, client, played, prompts.held_out, config.eval, notes.evaluated)
     room = _room(rollout)
     writer = Writer(run_dir / RECORDS) if config.record else None
-    recorder = _recorder(writer, config, addresses, run_dir, warn)
+    recorder = _recorder(writer, config, addresses, notes)
     service = Service(
         build_buffer(rollout),
         client,
@@ -85,26 +72,11 @@ async def main(run_dir: Path) -> None:
         addresses.api_key,
         room=room,
         drain=config.weights.pause_mode == "drain",
-        publish=publish,
+        publish=notes.publish,
         figures=lambda: {**(teacher.take_figures() if teacher else {}), **recorder.take_figures()},
         recorder=recorder,
     )
-    worker = Worker(
-        service,
-        client,
-        load_agent(rollout.agent),
-        played,
-        _mixer(config, played, prompts),
-        prompts.decode,
-        group_sizes={name: config.group_size(name) for name in config.mixture},
-        room=room,
-        max_failures=rollout.max_failures,
-        limits=Limits(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout),
-        faults=Faults(warn),
-        accept=load(rollout.accept, "rollout.accept"),
-        max_rejections=rollout.max_rejections,
-        teacher=teacher,
-    )
+    worker = _worker(config, service, client, played, prompts, room, notes, teacher)
 
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout)
@@ -147,6 +119,35 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int], rou
     )
 
 
+def _worker(
+    config: Config,
+    service: Service,
+    client: Client,
+    played: dict[str, tasks.Task],
+    prompts: Prompts,
+    room: Room,
+    notes: Notes,
+    teacher: Teacher | None,
+) -> Worker:
+    rollout = config.rollout
+    return Worker(
+        service,
+        client,
+        load_agent(rollout.agent),
+        played,
+        _mixer(config, played, prompts),
+        prompts.decode,
+        group_sizes={name: config.group_size(name) for name in config.mixture},
+        room=room,
+        max_failures=rollout.max_failures,
+        limits=Limits(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout),
+        faults=Faults(notes.warn),
+        accept=load(rollout.accept, "rollout.accept"),
+        max_rejections=rollout.max_rejections,
+        teacher=teacher,
+    )
+
+
 def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | None:
     """None without a teacher. Engines of others have a key of their own, which no file of the run holds."""
     if not addresses.teachers:
@@ -161,16 +162,13 @@ def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | N
     )
 
 
-def _recorder(
-    writer: Writer | None, config: Config, addresses: Addresses, run_dir: Path, warn: Callable[[str], None]
-) -> Recorder:
+def _recorder(writer: Writer | None, config: Config, addresses: Addresses, notes: Notes) -> Recorder:
     recorder = Recorder()
     if writer:
         writer.write(Began(addresses.run_id, time.time(), 0, json.loads(config.model_dump_json())))
-        recorder = WritingRecorder(writer, warn)
+        recorder = WritingRecorder(writer, notes.warn)
     if compared := config.replay.compare:
-        tell = partial(jsonl.append, run_dir / "compare.jsonl")
-        recorder = Comparison(Recording(Path(compared).expanduser()), tell, recorder)
+        recorder = Comparison(Recording(Path(compared).expanduser()), notes.compared, recorder)
     return recorder
 
 

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl import jsonl
 from asyncrl.addresses import READY, Addresses
 from asyncrl.config import read
 from asyncrl.engine.inflight import Figures
@@ -31,9 +30,10 @@ from asyncrl.records.events import Admitted, Committed, Published, Rejected, Tak
 from asyncrl.records.reading import Recording
 from asyncrl.rollout.activity import NOTHING
 from asyncrl.rollout.buffer import CohortBuffer, Ticket, build_buffer
+from asyncrl.rollout.notes import Notes
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.serving import serve
-from asyncrl.types import Group, Prompt
+from asyncrl.types import Prompt
 
 BALANCED = ("prompts", "groups", "trajectories", "tokens")
 """Parts of the ledger that must be the same; events beside the balance were those of engines."""
@@ -118,10 +118,11 @@ class Reenactment(Service):
                 case Admitted():
                     self._admit(event)
                 case Committed():
-                    ticket = self._close_with(event.slot, event.attempt, unpacked(event.group), event.discarded)
-                    await self.commit(ticket, unpacked(event.group))
+                    group = unpacked(event.group)
+                    ticket = self._close_with(event.slot, event.attempt, group.num_tokens + event.discarded)
+                    await self.commit(ticket, group)
                 case Rejected():
-                    ticket = self._close_with(event.slot, event.attempt, None, event.tokens)
+                    ticket = self._close_with(event.slot, event.attempt, event.tokens)
                     await self.reject(ticket, event.reason, unpacked(event.group) if event.group else None)
                 case Taken():
                     await self._take(event)
@@ -139,9 +140,10 @@ class Reenactment(Service):
         self.draw(lambda: Prompt(event.prompt, [], {}, ""))
         self.begin(ticket, event.prompt, self._sessions[ticket])  # type: ignore[arg-type]
 
-    def _close_with(self, slot: int, attempt: int, group: Group | None, more: int) -> Ticket:
+    def _close_with(self, slot: int, attempt: int, tokens: int) -> Ticket:
+        """The group has ended, and engines wrote so many tokens for it."""
         ticket = self._tickets.pop((slot, attempt))
-        self._received(self._sessions.pop(ticket), (group.num_tokens if group else 0) + more)
+        self._received(self._sessions.pop(ticket), tokens)
         return ticket
 
     def _received(self, sessions: list[_Session], tokens: int) -> None:
@@ -186,12 +188,8 @@ class Reenactment(Service):
 async def main(run_dir: Path) -> None:
     """Serve until the launcher's SIGTERM, or until something comes out otherwise."""
     config, addresses = read(run_dir), Addresses.read(run_dir)
-
-    def publish(ledger: dict[str, Any], _: list[str]) -> None:
-        jsonl.replace(run_dir / "ledger.json", ledger)
-
     recording = Recording(config.replay.folder)
-    service = Reenactment(recording, build_buffer(config.rollout), addresses.api_key, publish=publish)
+    service = Reenactment(recording, build_buffer(config.rollout), addresses.api_key, publish=Notes(run_dir).publish)
     (run_dir / READY).touch()
     await serve(service, addresses.rollout, service.play())
 

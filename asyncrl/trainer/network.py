@@ -60,7 +60,6 @@ class Network:
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.finalize_model_grads_func = finalize_model_grads
         self.routing: RoutingReplay | None = None
-        self._parallel = parallel
         for chunk in self.wrapped:
             chunk.train()
 

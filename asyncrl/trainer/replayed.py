@@ -19,7 +19,7 @@ class RecordedDoor:
 
     def __init__(self, replay: Replay) -> None:
         self._recording = Recording(replay.folder)
-        self._keep: Callable[[Group], bool] | None = load(replay.keep, "replay.keep") if replay.keep else None
+        self._keep: Callable[[Group], bool | str] | None = load(replay.keep, "replay.keep") if replay.keep else None
         steps = self._recording.steps
         first = steps[0] if replay.first is None else replay.first
         last = steps[-1] if replay.last is None else replay.last
@@ -32,7 +32,7 @@ class RecordedDoor:
     def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
         """The batch of this version; one that is trained again is as old as it was."""
         recorded = self._recording.batch(self._steps[version - self.first])
-        groups = [group for group in recorded.groups if self._keep is None or self._keep(group)]
+        groups = [group for group in recorded.groups if self._keep is None or self._keep(group) is True]
         if not groups:
             raise RecordError(f"replay.keep keeps no group of batch {recorded.version}")
         return encode(later(Batch(recorded.version, groups, recorded.rollout), version - recorded.version))

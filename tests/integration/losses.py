@@ -44,15 +44,19 @@ BOUNDS: dict[str, Any] = {
 """Of the batch's sequences, each takes out some."""
 
 
-def _of_loss(name: str) -> dict[str, Any]:
-    """Two steps: in the second the policy is not the proximal one any more."""
+def fitting(name: str) -> dict[str, Any]:
+    """A loss with the aggregation and the correction that suit it."""
     row = LOSSES[name]
     return {
         "loss": name,
         "aggregation": "sequence" if row.sequences else "token",
         "correction": "tis" if row.against == "proximal" else None,
-        "epochs": 2,
     }
+
+
+def _of_loss(name: str) -> dict[str, Any]:
+    """Two steps: in the second the policy is not the proximal one any more."""
+    return {**fitting(name), "epochs": 2}
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {

@@ -24,6 +24,7 @@ from asyncrl.algo.table import TokenTable, build_table
 from asyncrl.trainer import cpu
 from asyncrl.types import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from tests.fakes import tiny_config
+from tests.integration.losses import fitting
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -170,20 +171,11 @@ def by_formula(
     return logits.grad
 
 
-def settings(loss: str) -> dict[str, Any]:
-    row = LOSSES[loss]
-    return {
-        "loss": loss,
-        "aggregation": "sequence" if row.sequences else "token",
-        "correction": "tis" if row.against == "proximal" else None,
-    }
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_of_one_step_is_that_of_the_formula(loss: str) -> None:
-    one = policy(**settings(loss))
+    one = policy(**fitting(loss))
     figures = one.update(batch())
-    expected = by_formula(loss, weight=settings(loss)["correction"])
+    expected = by_formula(loss, weight=fitting(loss)["correction"])
     torch.testing.assert_close(one.network.gradients, [expected], rtol=1e-5, atol=1e-6)
     assert one.network.passes == (["score"] if LOSSES[loss].selection else []) + ["train"]
     assert figures["tokens/trained"] == 12.0
@@ -192,7 +184,7 @@ def test_gradient_of_one_step_is_that_of_the_formula(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_micro_batches_change_no_step(loss: str) -> None:
-    runs = [policy(**settings(loss), mini_batches=1, epochs=3, micro_batch_tokens=size) for size in (1, 1000)]
+    runs = [policy(**fitting(loss), mini_batches=1, epochs=3, micro_batch_tokens=size) for size in (1, 1000)]
     figures = [one.update(batch()) for one in runs]
     assert runs[0].network.passes == ["score", "train", "train", "train"]
     torch.testing.assert_close(runs[0].network.gradients, runs[1].network.gradients, rtol=1e-5, atol=1e-6)

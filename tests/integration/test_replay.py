@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl.records.events import Published, Taken
+from asyncrl.records.events import Published, Taken, decode
+from asyncrl.records.frames import Frames, path_of
 from asyncrl.records.reading import Recording
 from asyncrl.types import encode
 from tests.integration.running import finish, lines, nothing_is_left, run, start
@@ -68,7 +71,9 @@ def test_another_loss_some_batches_and_one_again_and_again_are_trained(live: Pat
         step["reward/mean"] for step in lines(live / "metrics.jsonl")[2:4]
     ]
     assert "algo.loss: ppo -> cispo" in (tmp_path / "other.out").read_text()
-    looped = replay(tmp_path / "loop", live, *SLACK, "replay.first=4", "replay.last=4", "replay.loop=3")
+    keep = "replay.keep=asyncrl.rollout.hooks:has_signal"  # gives a reason, not false, for the others
+    looped = replay(tmp_path / "loop", live, *SLACK, keep, "replay.first=4", "replay.last=4", "replay.loop=3")
+    assert {step["groups/signal"] for step in looped} == {1.0}
     assert [step["version"] for step in looped] == [5, 6, 7]
     assert len({step["staleness/mean"] for step in looped}) == len({step["reward/mean"] for step in looped}) == 1
     assert looped[2]["loss"] != looped[0]["loss"]
@@ -93,6 +98,21 @@ def test_whole_schedule_comes_to_the_same_batches_books_and_weights(live: Path, 
         code, text = finish(process, tmp_path / "other")
     assert code == 1
     assert "was recorded" in text
+
+
+def test_schedule_that_was_cut_short_is_done_again_to_its_last_batch(live: Path, tmp_path: Path) -> None:
+    """The run was killed before it published what it trained last, within a frame."""
+    shutil.copytree(live / "records", tmp_path / "killed/records")
+    folder = tmp_path / "killed/records"
+    places = [
+        frame.place.offset
+        for frame in Frames(folder)
+        if any(isinstance(event, Published) and event.version == 5 for event in decode(frame.data))
+    ]
+    os.truncate(path_of(folder, 0), places[0] + 20)
+    steps = replay(tmp_path / "again", tmp_path / "killed", "replay.schedule=true", *SLACK)
+    assert [step["version"] for step in steps] == [1, 2, 3, 4, 5]
+    assert trained(steps) == trained(lines(live / "metrics.jsonl")[:5])
 
 
 @pytest.mark.campaign

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,19 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         Recording(tmp_path).batch(3)
     with pytest.raises(RecordError, match="no group g9"):
         Recording(tmp_path).group("g9")
+
+
+def test_disk_that_hangs_ends_the_recording_and_nobody_waits_for_it(tmp_path: Path, monkeypatch) -> None:
+    stuck = threading.Event()
+    monkeypatch.setattr("asyncrl.records.writer.PATIENCE", 0.05)
+    monkeypatch.setattr("asyncrl.records.writer.MOST_WAITING", 0)
+    monkeypatch.setattr(Writer, "_append", lambda *_: stuck.wait(30))
+    writer = Writer(tmp_path)
+    for event in told()[:3]:
+        writer.write(event)
+    writer.close()
+    assert "within" in str(writer.failed)
+    stuck.set()
 
 
 def test_full_disk_ends_the_recording_and_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
