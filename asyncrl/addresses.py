@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE = "addresses.json"
+PATHS = ("model", "teacher", "resume")
 READY = "ready"
 """Appears in the run folder when the router routes to every engine."""
 LOST = "lost.jsonl"
@@ -28,19 +29,20 @@ class Addresses:
     started_at: float  # time.time() of the command
     teacher: Path | None = None
     teachers: tuple[str, ...] = ()  # engines of the teacher, whoever started them
+    resume: Path | None = None  # the checkpoint that the run goes on from
 
     def write(self, run_dir: Path) -> None:
         """Readable by the owner only: it holds the run's API key."""
         descriptor = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            teacher = str(self.teacher) if self.teacher else None
-            json.dump({**asdict(self), "model": str(self.model), "teacher": teacher}, file, indent=2)
+            paths = {name: str(path) if (path := getattr(self, name)) else None for name in PATHS}
+            json.dump({**asdict(self), **paths}, file, indent=2)
 
     @classmethod
     def read(cls, run_dir: Path) -> Addresses:
         """The inverse of `write`."""
         values = json.loads((run_dir / FILE).read_text())
-        paths = {name: Path(values[name]) if values[name] else None for name in ("model", "teacher")}
+        paths = {name: Path(values[name]) if values[name] else None for name in PATHS}
         return cls(**{**values, **paths, **{name: tuple(values[name]) for name in ("engines", "teachers")}})
 
     @property

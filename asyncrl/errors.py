@@ -8,6 +8,7 @@ AsyncRLError
 |-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table: names it
 |-- EpisodeFailed      an environment's or a judge's fault: the episode is counted and replaced, never scored 0
 |-- LedgerError        a prompt, group, trajectory or token is lost or stands twice: names equation and difference
+|-- RecordError        a recording or a checkpoint that is damaged, or lacks what was asked for
 `-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
 
 Anything else that escapes is a bug and ends the run with its traceback.

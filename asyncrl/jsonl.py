@@ -23,8 +23,9 @@ def replace(path: Path, record: dict[str, Any]) -> None:
 class Tail:
     """The lines of a file that were appended since the last look; it need not be there yet."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
+    def __init__(self, path: Path, *, new: bool = False) -> None:
+        """`new`: only what is appended from now on."""
+        self._path, self._read = path, path.stat().st_size if new and path.exists() else 0
 
     def __call__(self) -> list[dict[str, Any]]:
         """Whole lines only: the writer may be in the middle of one."""

@@ -34,6 +34,7 @@ class Prompt(msgspec.Struct, frozen=True):
     token_ids: list[int]  # [P]
     question: dict[str, Any]  # the task's own record; never leaves the rollout process
     task: str  # name of the task, or of the evaluation set
+    index: int = -1  # of the question in its task
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

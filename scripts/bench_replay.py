@@ -1,4 +1,4 @@
-"""What a recording costs, and how fast it is replayed: python scripts/bench_replay.py [--quick]
+"""What a recording and a checkpoint cost, and how fast a recording is replayed: scripts/bench_replay.py [--quick]
 
 A real run (experiment=count_bits; --quick: tiny) that is recorded, and its replay; then long answers of made-up tokens,
 written and read in one process. The last line is JSON:
@@ -9,6 +9,10 @@ written and read in one process. The last line is JSON:
     long_us_per_token     processor time for one of these, packing, compressing and writing together
     read_us_per_token     to read it back as a batch
     replay_over_step      seconds of the replay's steps / seconds of training in them
+    save_stall            seconds that a checkpoint keeps the trainer / seconds to copy as many bytes in memory
+    save_stall_s          the same in seconds
+    checkpoint_gb         bytes of weights and moments
+    train_beside_write    seconds of training while a checkpoint is written / while none is
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,6 +66,35 @@ def recorded(folder: Path, experiment: str) -> dict[str, float]:
     }
 
 
+def saved(folder: Path, experiment: str) -> dict[str, float]:
+    """A run with checkpoints."""
+    every = 4
+    overrides = [f"experiment={experiment}", "run.max_steps=17", f"checkpoint.every={every}", "checkpoint.keep_last=1"]
+    steps = run(folder, *overrides, "rollout.max_staleness=0")  # engines idle while it trains, with or without writing
+    stalls = [step["time/save"] for step in steps if "time/save" in step]
+    behind = [step["time/train"] for step in steps if "time/save" in step]
+    others = [step["time/train"] for step in steps if (step["step"] - 1) % every > 1]
+    (policy,) = (folder / "checkpoints").glob("*/policy")
+    size = sum(file.stat().st_size for file in policy.glob("*.distcp"))
+    return {
+        "save_stall": statistics.median(stalls) / copying(size),
+        "save_stall_s": statistics.median(stalls),
+        "checkpoint_gb": size / 1e9,
+        "train_beside_write": statistics.median(behind) / statistics.median(others),
+    }
+
+
+def copying(size: int) -> float:
+    """Seconds for so many bytes, into memory that was touched before, in one thread as the trainer's."""
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    taken = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
 def made_up() -> list[Group]:
     """Long answers; ids as a tokenizer's, log-probabilities as an engine's."""
     draw, noise = random.Random(0), np.random.default_rng(0)
@@ -102,7 +136,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = {**recorded(folder, "tiny" if options.quick else "count_bits"), **long_answers(folder / "long")}
+        experiment = "tiny" if options.quick else "count_bits"
+        found = {**recorded(folder, experiment), **long_answers(folder / "long"), **saved(folder / "saved", experiment)}
     print(json.dumps({name: round(value, 4) for name, value in found.items()}))
 
 

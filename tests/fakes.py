@@ -233,7 +233,9 @@ class FakeClient:
         self.late_tokens = 0
         self.figures = Figures()
 
-    def generate(self, temperature: float | None = None, *, group: str = "", purpose: str = "training") -> FakeSession:
+    def generate(
+        self, temperature: float | None = None, *, group: str = "", purpose: str = "training", sample: str = ""
+    ) -> FakeSession:
         return FakeSession(self, self._answer, self._waste, purpose)
 
     def hold(self) -> None:

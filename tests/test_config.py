@@ -60,6 +60,21 @@ def refusal(**changes: Any) -> ConfigError:
     return caught.value
 
 
+def test_what_cannot_be_repeated_is_not_called_deterministic() -> None:
+    assert refusal(deterministic=True).field == "rollout.max_staleness"
+    tiny_config(deterministic=True, **{"rollout.max_staleness": 0})
+    tiny_config(deterministic=True, mode="replay", **{"replay.from": "/runs/a"})  # batches are given
+
+
+def test_only_what_trains_has_checkpoints() -> None:
+    alone = {"mode": "rollout_only", "record": True}
+    assert refusal(resume="auto", **alone).field == "resume"
+    assert refusal(**alone, **{"checkpoint.every": 2}).field == "checkpoint.every"
+    again = {"mode": "replay", "replay.from": "/runs/a"}
+    assert refusal(resume="auto", **again, **{"replay.schedule": True}).field == "resume"
+    tiny_config(resume="auto", **again)
+
+
 # --- what is shipped ----------------------------------------------------------------------------------------
 
 

@@ -16,23 +16,25 @@ class Replay:
 
     def __init__(self, count: int, max_staleness: int, seed: int) -> None:
         self._count, self._max_staleness, self._seed = count, max_staleness, seed
-        self._kept: list[Group] = []
-        self.reused = 0  # groups that were trained again so far
+        self.kept: list[Group] = []
+        """Groups that may be drawn."""
+        self.reused = 0
+        """Groups that were trained again so far."""
 
     def draw(self, version: int) -> list[Group]:
         """For batch `version`, before `keep` was called for it."""
         if not self._count:
             return []
-        self._kept = [group for group in self._kept if max(group.staleness(version)) <= self._max_staleness]
+        self.kept = [group for group in self.kept if max(group.staleness(version)) <= self._max_staleness]
         chance = random.Random(f"{self._seed} {version}")
-        drawn = chance.sample(self._kept, min(self._count, len(self._kept)))
+        drawn = chance.sample(self.kept, min(self._count, len(self.kept)))
         self.reused += len(drawn)
         return drawn
 
     def keep(self, groups: Sequence[Group]) -> None:
         """After a batch: those that can teach something (their rewards differ), and that have tokens at all."""
         if self._count:
-            self._kept += [
+            self.kept += [
                 group
                 for group in groups
                 if len({trajectory.reward for trajectory in group.trajectories}) > 1

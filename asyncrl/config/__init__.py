@@ -14,13 +14,14 @@ from typing import Any, Literal
 from pydantic import ValidationError, model_validator
 
 from asyncrl.config.generation import Engine, Eval, Rollout, Task, Teacher
-from asyncrl.config.running import Cluster, Metrics, Replay, Run, Weights
+from asyncrl.config.running import Checkpoint, Cluster, Metrics, Replay, Run, Weights
 from asyncrl.config.section import Name, Section
 from asyncrl.config.training import Algo, Model, Optimizer, Trainer
 from asyncrl.errors import ConfigError
 
 __all__ = [
     "Algo",
+    "Checkpoint",
     "Cluster",
     "Config",
     "Engine",
@@ -50,7 +51,15 @@ class Config(Section):
     the same ones give the same weights to the last bit, another algorithm can be looked at on the same data."""
     record: bool
     """Write all groups, and every event that orders the run, to records/ in the run folder."""
+    deterministic: bool
+    """The same tokens and weights to the last bit whenever it is run, also from a checkpoint on: every sample has a
+    seed of its own, engines answer one request at a time on a CPU and by batch-invariant kernels on a GPU. Slow; only
+    with rollout.max_staleness=0, or the moment would decide which weights write a token (docs/checkpoints.md)."""
     replay: Replay
+    resume: str | None
+    """auto: go on from the newest whole checkpoint in the run folder, or begin where there is none; or the folder of a
+    checkpoint, or of a run whose newest is meant, to go on from in a run folder of its own. Unset: begin."""
+    checkpoint: Checkpoint
     run: Run
     model: Model
     trainer: Trainer
@@ -92,11 +101,25 @@ class Config(Section):
                 optimizer.warmup_steps,
                 f"Must be below the end of the decay ({decay_steps}).",
             )
+        if self.deterministic and self.rollout.max_staleness and self.mode != "replay":
+            raise ConfigError(
+                "rollout.max_staleness",
+                self.rollout.max_staleness,
+                "Under deterministic=true no weights change while engines write: set 0, or record an asynchronous run "
+                "(record=true) and replay it.",
+            )
         if self.mode == "rollout_only" and not self.record:
             raise ConfigError("record", False, "mode=rollout_only keeps nothing else: set record=true.")
         if (self.mode == "replay") != (self.replay.source is not None):
             remedy = "It names the run to replay: set mode=replay and replay.from=FOLDER together."
             raise ConfigError("replay.from", self.replay.source, remedy)
+        if self.resume is not None and (self.mode == "rollout_only" or self.replay.schedule):
+            what = "mode=rollout_only" if self.mode == "rollout_only" else "replay.schedule"
+            raise ConfigError("resume", self.resume, f"{what} starts from its beginning: leave it out.")
+        if self.checkpoint.every and self.mode == "rollout_only":
+            raise ConfigError(
+                "checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: leave it out."
+            )
         self._check_sets()
         self._check_teacher()
         for name, task in (self.mixture | self.eval.sets).items():

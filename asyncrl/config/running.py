@@ -32,6 +32,19 @@ class Run(Section):
     """Steps over which rewards are averaged, in the stop rule and in the summary."""
 
 
+class Checkpoint(Section):
+    """Checkpoints of the whole run, in checkpoints/ of the run folder: see docs/checkpoints.md."""
+
+    every: Count | None
+    """Write one every so many versions, and at the end; unset: none."""
+    keep_last: Count
+    """How many of the newest stay."""
+    keep_every: Count | None
+    """Those of versions that this divides stay for ever; unset: none do."""
+    timeout: Positive
+    """Seconds that writing one may take, beside training."""
+
+
 class Replay(Section):
     """Which recorded batches mode=replay trains, without engines; and what a run is compared with."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -56,6 +56,7 @@ class Answer:
     broken: str | None = None
     """Why its stream ended before its last piece, which tells the versions: they are inferred then."""
     _ended: str | None = None
+    _spans: list[VersionSpan] | None = None
 
     def add(self, piece: Piece) -> int:
         """The next piece; returns how many tokens it brought. That of an aborted request which waited tells again what
@@ -71,6 +72,20 @@ class Answer:
         if meta.finish_reason:
             self.last = meta
         return len(token_ids)
+
+    @classmethod
+    def recalled(cls, completion: Completion, routed_from: int) -> Answer:
+        """As far as it had come when the state of a run was saved."""
+        asked_at = completion.versions[0].version if completion.versions else 0
+        broken = "the run was resumed"
+        return cls(
+            asked_at,
+            routed_from,
+            list(completion.token_ids),
+            list(completion.logprobs),
+            broken=broken,
+            _spans=completion.versions,
+        )
 
     def stop_at(self, reason: str) -> None:
         """Its stream ended before its last piece came, unless it was whole."""
@@ -120,6 +135,8 @@ class Answer:
         The spans come with the last piece: tokens of a broken stream take the oldest version that they can have, that
         which every engine served when they were asked for.
         """
+        if self._spans is not None:
+            return self._spans
         if not self.token_ids:
             return []
         if self.broken is not None:
@@ -136,7 +153,31 @@ PASSING = frozenset({408, 429, 500, 502, 503, 504})
 
 def joined(parts: list[Answer]) -> Completion:
     """One completion from an answer and its continuations. Raises EngineError when it is not whole."""
-    reason = parts[-1].finish_reason
+    return _joined(parts, parts[-1].finish_reason)
+
+
+@dataclass(eq=False)
+class Exchange:
+    """What an episode asked, and what it was answered so far."""
+
+    context: list[int]
+    parts: list[Answer] = field(default_factory=list)  # that have ended, whole or cut
+    live: Answer | None = None  # whose pieces come now
+    completion: Completion | None = None  # once it is whole
+
+    def so_far(self) -> Completion:
+        """Whole, or without a finish reason. Of what is under way the versions are inferred."""
+        if self.completion:
+            return self.completion
+        parts = list(self.parts)
+        if self.live:
+            under_way = replace(self.live, token_ids=list(self.live.token_ids), logprobs=list(self.live.logprobs))
+            under_way.stop_at("it is under way")
+            parts.append(under_way)
+        return _joined(parts, "")
+
+
+def _joined(parts: list[Answer], reason: str) -> Completion:
     token_ids: list[int] = []
     logprobs: list[float] = []
     spans: list[VersionSpan] = []

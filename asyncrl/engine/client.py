@@ -11,16 +11,18 @@ the router's death, a reset, a 503), the rest is asked for anew, from the last t
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import httpx
+import msgspec
 
 from asyncrl.engine import sockets
-from asyncrl.engine.answer import Answer, joined
+from asyncrl.engine.answer import Answer, Exchange, joined
 from asyncrl.engine.inflight import NEXT, Asker, CacheKey, InFlight, Purpose
 from asyncrl.engine.routed import Routed, known_rows
 from asyncrl.errors import AsyncRLError, EngineError
@@ -30,15 +32,28 @@ from asyncrl.types import Completion
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 
 
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """What an episode asked, and what it was answered: whole, or as far as it had come (no finish reason)."""
+
+    context: list[int]
+    completion: Completion
+
+
 class Session:
     """The policy as one episode sees it. Sessions of a group share an engine, and with it the prompt's cache."""
 
-    def __init__(self, client: Client, group: str, temperature: float, purpose: Purpose) -> None:
+    def __init__(
+        self, client: Client, group: str, temperature: float, purpose: Purpose, seed: int | None = None
+    ) -> None:
         self._client, self.group, self.temperature, self.purpose = client, group, temperature, purpose
+        self.seed = seed
         self.received = 0  # tokens that engines sent for it, whether they were kept or not
         self.closed = False
         self.cached = ("", 0)  # under which key engines may hold how many of its tokens
         self.routed: list[int] = []  # the tokens of its last request and answer, whose experts it was told
+        self.exchanges: list[Exchange] = []
+        self.recalled: list[Said] = []
+        """Answers of the run that is resumed, to requests that its agent makes once more."""
         self.waits_for, self.since = "", time.monotonic()
 
     async def __call__(self, token_ids: list[int]) -> Completion:
@@ -53,6 +68,20 @@ class Session:
         """A piece came."""
         self.received += tokens
         self.wait_for(NEXT)
+
+    def said(self) -> list[Said]:
+        """Every token that it was answered so far, for a run that goes on from here; what was recalled and not asked
+        for yet, too."""
+        said = [Said(one.context, one.so_far()) for one in self.exchanges]
+        return [*(one for one in said if one.completion.token_ids), *self.recalled]
+
+    def recall(self, token_ids: list[int]) -> Completion | None:
+        """What it was answered to this before the run was resumed, once."""
+        for one in self.recalled:
+            if one.context == token_ids:
+                self.recalled.remove(one)
+                return one.completion
+        return None
 
     def close(self) -> int:
         """Its episode has ended: what still comes is counted, but no longer as its own. Returns what was received."""
@@ -79,9 +108,11 @@ class Client:
         pause_mode: str = "in_place",
         fields: Mapping[str, Any] | None = None,
         routing: RoutingShape | None = None,
+        seed: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`routing`: ask for the experts of every token that is read for training."""
+        """`routing`: ask for the experts of every token that is read for training. `seed`: every sample is drawn from a
+        seed of its own, made of this and its name; none then shares a request."""
         self._http = httpx.AsyncClient(
             base_url=router,
             headers={"Authorization": f"Bearer {api_key}"},
@@ -104,14 +135,28 @@ class Client:
             routing=routing is not None,
         )
         self._routing = routing
-        self._coalesce, self._temperature, self._retry_timeout = coalesce, temperature, retry_timeout
+        self._coalesce, self._temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
+        self._seed = seed
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[tuple[Session, asyncio.Future[Completion]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def generate(self, temperature: float | None = None, *, group: str = "", purpose: Purpose = "training") -> Session:
-        """What an agent calls; a temperature of 0 is greedy. Siblings give the same `group`."""
-        return Session(self, group, self._temperature if temperature is None else temperature, purpose)
+    def generate(
+        self, temperature: float | None = None, *, group: str = "", purpose: Purpose = "training", sample: str = ""
+    ) -> Session:
+        """What an agent calls; a temperature of 0 is greedy. Siblings give the same `group`; `sample` names each."""
+        seed = None
+        if self._seed is not None:
+            digest = hashlib.sha256(f"{self._seed} {purpose} {sample}".encode()).digest()
+            seed = int.from_bytes(digest[:8], "big") >> 1
+        return Session(self, group, self._temperature if temperature is None else temperature, purpose, seed)
+
+    def resume(self, group: str, sample: str, received: int, said: list[Said]) -> Session:
+        """What an episode of a saved run was, and was told. Where samples have seeds it is asked for again from its
+        start: an engine that reads a token has other last bits than one that writes it."""
+        session = self.generate(group=group, sample=sample)
+        session.received, session.recalled = received, [] if self._seed is not None else list(said)
+        return session
 
     async def close(self) -> None:
         """Close the connections."""
@@ -122,6 +167,8 @@ class Client:
     def submit(self, session: Session, token_ids: list[int]) -> asyncio.Future[Completion]:
         """Siblings ask for the same prompt in the same turn of the event loop; they become one request."""
         loop = asyncio.get_running_loop()
+        if (recalled := session.recall(token_ids)) is not None:
+            return self._go_on(session, token_ids, recalled)
         key: tuple = (next(self._serial),)
         if self._coalesce and session.temperature > 0:
             key = (session.group, session.temperature, tuple(token_ids))
@@ -135,22 +182,46 @@ class Client:
 
     def _start(self, key: tuple, token_ids: list[int]) -> None:
         asking = self._waiting.pop(key)
-        futures = [future for _, future in asking]
-        task = asyncio.get_running_loop().create_task(self._answer(asking, token_ids))
+        self._watch(self._answer(asking, token_ids), [future for _, future in asking])
+
+    def _watch(self, answering: Coroutine[Any, Any, None], futures: list[asyncio.Future[Completion]]) -> None:
+        task = asyncio.get_running_loop().create_task(answering)
         self._tasks.add(task)  # the event loop keeps only a weak reference
         task.add_done_callback(lambda task: self._settle(task, futures))
         for future in futures:  # when nobody listens any more: end the request too
             future.add_done_callback(lambda _: task.cancel() if _left_alone(futures) else None)
+
+    def _go_on(self, session: Session, token_ids: list[int], recalled: Completion) -> asyncio.Future[Completion]:
+        """An answer of the run that is resumed: as it was, or continued from its last token on."""
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        exchange = Exchange(token_ids)
+        session.exchanges.append(exchange)
+        if recalled.finish_reason:
+            exchange.completion = recalled
+            session.routed = [*token_ids, *recalled.token_ids] if recalled.routing else []
+            future.set_result(recalled)
+            return future
+        exchange.parts.append(Answer.recalled(recalled, known_rows(session.routed, token_ids)))
+
+        async def finish() -> None:
+            completion = await self._whole(session, exchange)
+            if not future.done():
+                future.set_result(completion)
+
+        self._watch(finish(), [future])
+        return future
 
     async def _answer(self, asking: list[tuple[Session, asyncio.Future[Completion]]], token_ids: list[int]) -> None:
         """Send one request, with a sample for each sibling, who goes on as soon as his own is whole."""
         async with asyncio.TaskGroup() as answers:
 
             def asker(session: Session, future: asyncio.Future[Completion]) -> Asker:
-                return Asker(session, lambda answer: answers.create_task(finish(session, future, answer)))
+                exchange = Exchange(token_ids)
+                session.exchanges.append(exchange)
+                return Asker(session, exchange, lambda: answers.create_task(finish(session, future, exchange)))
 
-            async def finish(session: Session, future: asyncio.Future[Completion], answer: Answer) -> None:
-                completion = await self._whole(session, token_ids, answer)
+            async def finish(session: Session, future: asyncio.Future[Completion], exchange: Exchange) -> None:
+                completion = await self._whole(session, exchange)
                 if not future.done():  # a cancelled sibling no longer listens
                     future.set_result(completion)
 
@@ -173,10 +244,10 @@ class Client:
 
     # -- one answer, its continuations ---------------------------------------------------------------------
 
-    async def _whole(self, session: Session, token_ids: list[int], answer: Answer) -> Completion:
+    async def _whole(self, session: Session, exchange: Exchange) -> Completion:
         """The answer, with what had to be asked for anew."""
-        parts, patience = [answer], _Patience(self._retry_timeout)
-        routed = Routed(self._routing if session.purpose == "training" else None, answer)
+        token_ids, parts, patience = exchange.context, exchange.parts, _Patience(self._retry_timeout)
+        routed = Routed(self._routing if session.purpose == "training" else None, parts[0])
         while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
             self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
@@ -187,13 +258,13 @@ class Client:
             await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
             self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
             sequence = [*token_ids, *begun]
-            asker = Asker(session, parts.append)
-            await self.inflight.stream([asker], sequence, begun=len(begun), routed_from=routed.end)
+            await self.inflight.stream([Asker(session, exchange)], sequence, begun=len(begun), routed_from=routed.end)
             if last := parts[-1].last:
                 self.inflight.figures.refilled_tokens += last.prompt_tokens - last.cached_tokens
             routed.add(parts[-1])
         completion = routed.into(joined(parts), len(token_ids), parts[-1])
         session.routed = [*token_ids, *completion.token_ids] if completion.routing else []
+        exchange.completion, exchange.parts = completion, []
         return completion
 
     def _ended(self, token_ids: list[int]) -> str | None:

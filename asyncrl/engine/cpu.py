@@ -38,6 +38,9 @@ def install() -> None:
     _fork_children()
     sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", _no_host_registration))
     sys.meta_path.insert(0, _AfterImport("sglang.srt.layers.attention.attention_registry", _register_attention))
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.arg_groups.choices", _allow_deterministic))
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.batch_invariant_ops", _without_invariant_kernels))
+    sys.meta_path.insert(0, _AfterImport("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch))
 
 
 def _stub_triton(torch: Any) -> None:
@@ -162,6 +165,23 @@ def _register_attention(registry: Any) -> None:
         from asyncrl.engine.cpu_attention import BatchedAttention  # only a scheduler needs it; by then sglang is whole
 
         return BatchedAttention(runner)
+
+
+def _allow_deterministic(choices: Any) -> None:
+    """--enable-deterministic-inference, which alone makes SGLang heed sampling_seed, knows no attention for CPU."""
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def _without_invariant_kernels(module: Any) -> None:
+    """They are triton's. On CPU a product's last bits do depend on how many rows it has: one request at a time."""
+    module.enable_batch_invariant_mode = lambda *_, **__: None
+
+
+def _hash_in_torch(module: Any) -> None:
+    """SGLang's own is a kernel of sgl_kernel."""
+    from asyncrl.engine.cpu_sampling import murmur_hash32
+
+    module.murmur_hash32 = murmur_hash32
 
 
 def _keep_mappings() -> None:

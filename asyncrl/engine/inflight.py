@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import httpx
 
-from asyncrl.engine.answer import Answer, Piece
+from asyncrl.engine.answer import Answer, Exchange, Piece
 from asyncrl.engine.choice import FORWARDED, Engines
 from asyncrl.engine.stream import Broken, pieces
 from asyncrl.errors import EngineError
@@ -54,6 +54,7 @@ class Listener(Protocol):
     group: str
     temperature: float
     purpose: Purpose
+    seed: int | None
     closed: bool
     cached: tuple[str, int]
 
@@ -71,8 +72,9 @@ class Asker:
     """Who waits for a sample of a request."""
 
     session: Listener
-    hand_over: Callable[[Answer], object]
-    """Gets the sample as soon as it is over, whole or cut: siblings do not wait for the longest of them."""
+    exchange: Exchange
+    hand_over: Callable[[], object] = lambda: None
+    """Called as soon as the sample is over, whole or cut: siblings do not wait for the longest of them."""
     answered: bool = False
 
 
@@ -142,6 +144,11 @@ class InFlight:
                 if sent.overtaken and not sent.scope.expired():  # a publish before this one may have ended it already
                     sent.scope.reschedule(0.0)
 
+    def resume(self, version: int, tokens: Mapping[str, int], late: int) -> None:
+        """As it was when the state of a run was saved; nothing is sent until every engine serves that version."""
+        self.version, self.tokens, self.late_tokens = version, Counter(tokens), late
+        self.hold()
+
     @property
     def holding(self) -> bool:
         """Weights change."""
@@ -187,6 +194,8 @@ class InFlight:
     async def _read(self, sent: _Request, askers: Sequence[Asker], request: dict[str, Any]) -> None:
         routed_from = request.get("routed_experts_start_len", 0)
         answers = [Answer(self.version, routed_from) for _ in askers]
+        for asker, answer in zip(askers, answers, strict=True):
+            asker.exchange.live = answer
         why = "the stream ended before its last piece"
         try:
             async for piece in self._pieces(request, askers[0].session.group or request["rid"]):
@@ -214,7 +223,9 @@ class InFlight:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
         asker.answered = True
-        asker.hand_over(answer)
+        asker.exchange.live = None
+        asker.exchange.parts.append(answer)
+        asker.hand_over()
 
     async def _pieces(self, request: dict[str, Any], key: str) -> AsyncIterator[Piece]:
         if request.keys() <= FORWARDED:
@@ -238,6 +249,7 @@ class InFlight:
     ) -> dict[str, Any]:
         key = f"v{self.version}" if self._cache_key == "version" else sessions[0].group
         routed = {"return_routed_experts": True, "routed_experts_start_len": routed_from}
+        seed = sessions[0].seed
         return {
             **self._fields,
             **(routed if self._routing and sessions[0].purpose == "training" else {}),
@@ -247,6 +259,7 @@ class InFlight:
                 "max_new_tokens": self._sampling["max_new_tokens"] - begun,
                 "temperature": sessions[0].temperature,
                 "n": len(sessions),
+                **({} if seed is None else {"sampling_seed": seed}),
             },
             "return_logprob": True,
             "stream": True,

@@ -24,28 +24,45 @@ DELTA_LOADER = "asyncrl.engine.delta.load"
 """What loads changes in an engine; SGLang takes only loaders that it was started with."""
 
 
-def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, **more: str | int | None) -> list[str]:
+DETERMINISTIC_ENV = {
+    "TORCHDYNAMO_DISABLE": "1",  # a compiled sampler would need a compiler, and half a minute
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+}
+
+
+def deterministic_args(*, gpu: bool) -> dict[str, Any]:
+    """So that an answer is a function of weights, prompt and seed alone. SGLang heeds seeds only with the first, whose
+    kernels on a GPU give a request the same bits in every batch. Those of a CPU do not: there an engine has one request
+    at a time, and computes the whole of each prompt."""
+    alone = {"max_running_requests": 1, "disable_radix_cache": True}
+    return {"enable_deterministic_inference": True, **({} if gpu else alone)}
+
+
+def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, **more: Any) -> list[str]:
     """Arguments of one engine; `more` are further ones of SGLang's, `engine.server_args` wins over everything."""
     return _argv(
         engine,
         model,
         url,
         gpu=gpu,
-        max_running_requests=engine.max_running_requests,
-        weight_version="0",  # version 0 is what the run starts from
-        incremental_streaming_output=True,
-        stream_interval=engine.stream_interval,
-        random_seed=seed,
-        **more,
+        **{
+            "max_running_requests": engine.max_running_requests,
+            "weight_version": "0",  # version 0 is what the run starts from
+            "incremental_streaming_output": True,
+            "stream_interval": engine.stream_interval,
+            "random_seed": seed,
+            **more,
+        },
     )
 
 
-def teacher_argv(teacher: Teacher, model: Path, url: str, *, gpu: bool, **more: str | int | None) -> list[str]:
+def teacher_argv(teacher: Teacher, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
     """The same of an engine of the teacher, which prefills and writes nothing."""
     return _argv(teacher, model, url, gpu=gpu, max_running_requests=teacher.max_running, **more)
 
 
-def _argv(section: Engine | Teacher, model: Path, url: str, *, gpu: bool, **own: str | int | None) -> list[str]:
+def _argv(section: Engine | Teacher, model: Path, url: str, *, gpu: bool, **own: Any) -> list[str]:
     address = urlsplit(url)
     arguments: dict[str, Any] = {
         "model_path": str(model),

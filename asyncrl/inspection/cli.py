@@ -5,10 +5,13 @@
     asyncrl-inspect RUN --reward 0.5: --length :100    groups with such a trajectory
     asyncrl-inspect RUN --reason no_signal             groups that were rejected for this
     asyncrl-inspect RUN --uid g00000012 --text         their text, with turns, versions and surprises
+    asyncrl-inspect RUN --uid g00000012 --text --gap   coloured by the gap between trainer and engine
     asyncrl-inspect RUN --json ...                     the same as lines of JSON
+    asyncrl-inspect RUN --html page.html ...           a page with curves, and these groups token by token
 
 RUN is the folder of a run with record=true, which may still be under way. A token's colour says how likely it was to
-the engine that wrote it, from white (sure) to red; ⟨v7⟩ stands where version 7 of the weights goes on writing.
+the engine that wrote it, from white (sure) to red; with --gap, by how much the trainer's log-probability differs.
+⟨v7⟩ stands where version 7 of the weights goes on writing.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from rich.console import Console
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.inspection import render
+from asyncrl.inspection.page import page
 from asyncrl.inspection.rows import Wanted, rows_of
 from asyncrl.records.reading import Recording
 
@@ -52,11 +56,17 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
     wanted = Wanted(
         options.uid, options.step, options.reason, options.task, options.reward, options.length, options.staleness
     )
-    if wanted == Wanted() and not options.text:
+    if wanted == Wanted() and not options.text and not options.html:
         _overview(recording, options, console)
         return
-    groups, _ = rows_of(recording)
+    groups, steps = rows_of(recording)
     rows = [row for row in groups if wanted.fits(row)][: options.limit]
+    if options.html:
+        title = f"asyncrl {options.run.resolve().name}"
+        text = page(title, recording, steps, rows, _trained(options.run), render.decoder(options.run))
+        options.html.write_text(text)
+        print(f"{options.html}: {len(steps)} batches, {len(rows)} of {len(groups)} groups")
+        return
     decode = render.decoder(options.run) if options.text else None
     for row in rows:
         group = recording.group(row.uid) if decode else None
@@ -64,7 +74,8 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
             content = {"group": json.loads(msgspec.json.encode(group))} if group else {}
             print(json.dumps({**asdict(row), **content}))
         elif group and decode:
-            console.print(render.group_text(group, decode))
+            scores = recording.scores(int(row.place)).get(row.uid) if options.gap and row.place.isdigit() else None
+            console.print(render.group_text(group, decode, scores))
     if not options.json and not decode:
         console.print(render.groups_table(rows))
 
@@ -76,13 +87,17 @@ def _overview(recording: Recording, options: argparse.Namespace, console: Consol
             uids = [group.uid for group in row.groups]
             print(json.dumps({"step": row.step, "groups": uids, "figures": row.figures}))
         return
-    metrics = options.run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    trained = {int(line["step"]): line for line in map(json.loads, lines)}
-    console.print(render.steps_table(steps, trained))
+    console.print(render.steps_table(steps, _trained(options.run)))
     console.print("groups: " + render.reasons_line(groups))
     if recording.torn:
         console.print(f"{recording.torn} bytes at the end were not written out, and are left out")
+
+
+def _trained(run: Path) -> dict[int, dict[str, float]]:
+    """metrics.jsonl by step."""
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return {int(line["step"]): line for line in map(json.loads, lines)}
 
 
 def _bounds(text: str) -> Bounds:
@@ -110,7 +125,9 @@ def _parser() -> argparse.ArgumentParser:
         )
     parser.add_argument("--limit", type=int, default=100, help="groups at most (default 100)")
     parser.add_argument("--text", action="store_true", help="with their text, or under --json with all of it")
+    parser.add_argument("--gap", action="store_true", help="colour the text by the gap between trainer and engine")
     parser.add_argument("--json", action="store_true", help="lines of JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
     return parser
 
 

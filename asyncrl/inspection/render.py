@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Group as Lines
@@ -16,6 +16,8 @@ from asyncrl.inspection.rows import GroupRow, StepRow
 from asyncrl.types import Completion, Group, Trajectory
 
 Decode = Callable[[int], str]
+GAPS = ((0.01, "default"), (0.1, "green"), (0.5, "yellow"), (2.0, "red"))
+"""Colours by the difference of log-probabilities, trainer minus engine."""
 COLOURS, SURPRISE = ((-0.05, "default"), (-0.7, "green"), (-2.3, "yellow"), (-5.0, "red")), "bold red"
 """A token's colour, by its log-probability: how much it surprised the engine that wrote it."""
 
@@ -74,38 +76,46 @@ def groups_table(rows: Iterable[GroupRow]) -> Table:
     return table
 
 
-def group_text(group: Group, decode: Decode, trajectories: Sequence[int] | None = None) -> RenderableType:
-    """The prompt, and each trajectory with its turns, version boundaries and surprises."""
+def group_text(group: Group, decode: Decode, scores: Sequence[float] | None = None) -> RenderableType:
+    """The prompt, and each trajectory with its turns, version boundaries and surprises; or with the gaps to `scores`,
+    the trainer's log-probabilities of all tokens of the group."""
     lines: list[Text] = [Text.assemble((f"{group.uid}  {group.task}", "bold"))]
     lines.append(Text("".join(decode(token) for token in group.prompt_ids), "dim"))
+    told = iter(scores) if scores is not None else None
     for number, trajectory in enumerate(group.trajectories):
-        if trajectories is None or number in trajectories:
-            lines.append(Text(f"-- {number}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens", "bold"))
-            lines.append(_trajectory(trajectory, decode))
+        lines.append(Text(f"-- {number}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens", "bold"))
+        lines.append(_trajectory(trajectory, decode, told))
     return Lines(*lines)
 
 
-def _trajectory(trajectory: Trajectory, decode: Decode) -> Text:
+def _trajectory(trajectory: Trajectory, decode: Decode, scores: Iterator[float] | None) -> Text:
     text = Text()
     for turn in trajectory.turns:
         if turn.observation:
             text.append("".join(decode(token) for token in turn.observation), "italic blue")
-        _completion(text, turn.completion, decode)
+        _completion(text, turn.completion, decode, scores)
         if turn.reward:
             text.append(f" [turn's reward {turn.reward:g}]", "bold")
     return text
 
 
-def _completion(text: Text, completion: Completion, decode: Decode) -> None:
+def _completion(text: Text, completion: Completion, decode: Decode, scores: Iterator[float] | None) -> None:
     begins = {span.start: span for span in completion.versions if span.end > span.start}
     for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         if position in begins:
             span = begins[position]
             text.append(f"⟨v{span.version}{'?' if span.inferred else ''}⟩", "cyan")
-        text.append(
-            decode(token), next(colour for least, colour in COLOURS if logprob >= least or least == -float("inf"))
-        )
+        text.append(decode(token), _gap_colour(next(scores) - logprob) if scores else _colour(logprob))
     text.append(f"⟨{completion.finish_reason}⟩", "cyan")
+
+
+def _colour(logprob: float) -> str:
+    return next((colour for least, colour in COLOURS if logprob >= least), SURPRISE)
+
+
+def _gap_colour(gap: float) -> str:
+    """Dim where the trainer ran no such token."""
+    return next((colour for most, colour in GAPS if abs(gap) <= most), "dim" if gap != gap else SURPRISE)
 
 
 def _all(groups: Iterable[GroupRow], name: str) -> list[float]:

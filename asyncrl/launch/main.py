@@ -25,7 +25,7 @@ from asyncrl.addresses import Addresses
 from asyncrl.config import Config
 from asyncrl.engine.router import Workers
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.launch import reference
+from asyncrl.launch import reference, resume
 from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import choose_ports, count_gpus
 from asyncrl.launch.plan import plan
@@ -96,8 +96,17 @@ def launch(config: Config) -> None:
     teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
     if teacher:
         check_teacher(config, model, teacher)
-    prepare_run_dir(run_dir, overwrite=config.run.overwrite)  # last: a refused run must not empty a folder
-    (run_dir / "logs").mkdir(parents=True)
+    goes_on = config.resume == "auto" and (run_dir / "config.json").is_file()
+    if not goes_on:
+        prepare_run_dir(run_dir, overwrite=config.run.overwrite)  # last: a refused run must not empty a folder
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    held = resume.lock(run_dir)
+    origin = resume.choose(config, run_dir)
+    if goes_on and origin and (reason := resume.finished(config, run_dir, origin)):
+        print(f"asyncrl: {run_dir} is at version {origin.version}, and done: {reason}")
+        return
+    if goes_on or origin:
+        resume.roll_back(run_dir, origin)
     (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
 
     ports, host = choose_ports(config), config.cluster.host
@@ -112,16 +121,18 @@ def launch(config: Config) -> None:
         started_at=STARTED_AT,
         teacher=teacher,
         teachers=tuple(config.teacher.urls) or tuple(f"http://{host}:{port}" for port in ports.teachers),
+        resume=origin.folder if origin else None,
     )
     addresses.write(run_dir)
     specs = plan(config, addresses, ports, run_dir, os.environ.get("CUDA_VISIBLE_DEVICES"))
     console = Console(config, run_dir)
-    console.opening(differences(config))
+    console.opening([*differences(config), *resume.changes(config, origin)], str(origin.folder) if origin else None)
     workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
     watches = {spec.name: Watch(spec.watch, addresses.api_key, spec.patience) for spec in specs if spec.watch}
     policy = RestartPolicy(run_dir, workers.remove, watches)
     Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy).run(console.follow)
     console.closing()
+    os.close(held)
 
 
 def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:

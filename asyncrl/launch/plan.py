@@ -10,7 +10,14 @@ from pathlib import Path
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config, Engine, Teacher, on_gpu
 from asyncrl.engine.router import router_argv
-from asyncrl.engine.server import DELTA_LOADER, server_argv, server_env, teacher_argv
+from asyncrl.engine.server import (
+    DELTA_LOADER,
+    DETERMINISTIC_ENV,
+    deterministic_args,
+    server_argv,
+    server_env,
+    teacher_argv,
+)
 
 ROUTER_PATIENCE = 30.0
 """Seconds: it computes nothing, but a machine may be busy."""
@@ -124,6 +131,7 @@ def _engines(config: Config, addresses: Addresses, ports: Ports, numbers: list[s
             base_gpu_id=first if gpu and by_ipc else None,
             nccl_port=_meeting(config.engine, ports.engine_ranks[number]),
             enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
+            **(deterministic_args(gpu=gpu) if config.deterministic else {}),
         )
         own = numbers if by_ipc else numbers[first : first + config.engine.tensor_parallel]
         visible = ",".join(own) if gpu else ""
@@ -131,6 +139,7 @@ def _engines(config: Config, addresses: Addresses, ports: Ports, numbers: list[s
             **_shared_env(addresses),
             **({} if gpu else KEEP_MEMORY),
             **server_env(config.engine, gpu=gpu),
+            **(DETERMINISTIC_ENV if config.deterministic else {}),
             "CUDA_VISIBLE_DEVICES": visible,
         }
         # on SIGTERM SGLang drains its requests in steps of 5 s; here nobody waits for them, and an engine owns no files
@@ -207,6 +216,7 @@ def _trainers(
         env = {
             **_shared_env(addresses),
             **({} if gpu else KEEP_MEMORY),
+            **(DETERMINISTIC_ENV if config.deterministic else {}),
             "OMP_NUM_THREADS": str(config.trainer.threads),
             "CUDA_VISIBLE_DEVICES": ",".join(numbers[:world]) if gpu else "",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",

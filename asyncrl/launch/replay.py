@@ -9,7 +9,19 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
-OTHER_ANYWAY = ("mode", "record", "replay", "run.dir", "run.name", "run.overwrite", "metrics", "cluster", "engine")
+OTHER_ANYWAY = (
+    "mode",
+    "record",
+    "replay",
+    "resume",
+    "checkpoint",
+    "run.dir",
+    "run.name",
+    "run.overwrite",
+    "metrics",
+    "cluster",
+    "engine",
+)
 """Settings that a replay does not read, or must have otherwise."""
 
 
@@ -37,7 +49,12 @@ def differences(config: Config) -> list[str]:
     """field: recorded -> now, for all that matters to training. Empty when the run's config.json is not there."""
     if config.mode != "replay" or not (file := config.replay.folder / "config.json").is_file():
         return []
-    then, now = _flat(json.loads(file.read_text())), _flat(json.loads(config.model_dump_json()))
+    return differing(json.loads(file.read_text()), config)
+
+
+def differing(before: dict[str, Any], config: Config) -> list[str]:
+    """field: before -> now, for all that matters to training."""
+    then, now = _flat(before), _flat(json.loads(config.model_dump_json()))
     return [
         f"{name}: {then.get(name)} -> {now.get(name)}"
         for name in sorted(then.keys() | now.keys())

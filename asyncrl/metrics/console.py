@@ -23,12 +23,13 @@ class Console:
         self._config, self._run_dir = config, run_dir
         self._out = out or rich.console.Console(highlight=False, soft_wrap=True)
         names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl")
-        self._evaluations, self._warnings, self._steps = (Tail(run_dir / name) for name in names)
+        self._evaluations, self._warnings, self._steps = (Tail(run_dir / name, new=True) for name in names)
         self._first: tuple[int, float] | None = None  # step and time that the pace is measured from
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
 
-    def opening(self, differences: Sequence[str] = ()) -> None:
-        """What is about to start, and where it writes; of a replay, in which settings it is another run."""
+    def opening(self, differences: Sequence[str] = (), resumed: str | None = None) -> None:
+        """What is about to start, and where it writes; of a replay or a run that goes on, from where, and in which
+        settings it is another."""
         c, t = self._config, self._config.trainer
         layout = (
             f"trainer TP {t.tensor_parallel} × PP {t.pipeline_parallel} × CP {t.context_parallel} "
@@ -46,7 +47,9 @@ class Console:
             )
         self._print(f"[bold]{escape(c.run.name)}[/]: {escape(c.model.path)} {what}")
         for line in differences:
-            self._print(f"not as recorded  {escape(line)}")
+            self._print(f"not as before  {escape(line)}")
+        if resumed:
+            self._print(f"goes on from {escape(resumed)}")
         self._print(f"run folder {escape(str(self._run_dir))}")
 
     def follow(self) -> None:

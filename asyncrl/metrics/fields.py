@@ -112,6 +112,11 @@ STEP_COMPARISON = {
     "compare/others": "groups that the recording lacks, or has with another prompt",
 }
 
+# The same file, with checkpoint.every, after a step that ended with a checkpoint
+STEP_CHECKPOINT = {
+    "time/save": "where the step before ended with a checkpoint: copying the state, after waiting for the one before",
+}
+
 # The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
 STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 
@@ -176,6 +181,12 @@ SUMMARY = {
     "time/total": "from the command to the summary",
     "transport": "how weights travelled, and why",
     "ledger": "where every prompt, group, trajectory and token is at the end, as in ledger.json",
+}
+
+# The same file, with checkpoint.every
+SUMMARY_CHECKPOINT = {
+    "checkpoint/last": "version of the last that is whole",
+    "checkpoint/failed": "how many could not be written",
 }
 
 # The same file, for each evaluation set where there are several; <set> is its name

@@ -28,11 +28,22 @@ class StepLog:
         """`started_at` is the wall-clock time (time.time) of the command; `tasks` are those that training mixes."""
         self._sinks, self._tasks, self._clock = sinks, tasks, clock
         self._offset = time.time() - started_at - clock()
+        self._before = 0.0  # seconds of the runs that this one goes on from
         self._spans: dict[str, float] = {}
         self._last_end: float | None = None
         self._first_batch: float | None = None
         self.steps: list[Step] = []
         self.staleness: Counter[int] = Counter()
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint keeps, beside the steps, which are in metrics.jsonl."""
+        return {"staleness": dict(self.staleness)}
+
+    def restore(self, counters: dict[str, Any], steps: list[Step]) -> None:
+        """As it was after these steps; time goes on from the last of them."""
+        self.staleness = Counter({int(age): count for age, count in counters["staleness"].items()})
+        self.steps = list(steps)
+        self._before = steps[-1]["time/since_start"] if steps else 0.0
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -79,7 +90,7 @@ class StepLog:
             "engines/serving": sent["engines"],
             "bytes/published": sent["bytes"],
             "time/step": now - self._last_end,
-            "time/since_start": now + self._offset,
+            "time/since_start": now + self._offset + self._before,
         }
         self._last_end, self._spans = now, {}
         self.steps.append(record)
@@ -124,7 +135,7 @@ class StepLog:
             **_mean("logprob_gap/mean", steps),
             "step_time/median": statistics.median(step["time/step"] for step in steps),
             "time/start_up": (self._first_batch or 0.0) + self._offset,
-            "time/total": self._clock() + self._offset,
+            "time/total": self._clock() + self._offset + self._before,
         }
 
 

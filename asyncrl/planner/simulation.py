@@ -14,7 +14,8 @@ from functools import partial
 
 from asyncrl.engine.loads import Load
 from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.concurrency import Window
 from asyncrl.types import Group
 

@@ -97,7 +97,20 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
     ledger: dict[str, Any]
 
 
-Event = Began | Admitted | Committed | Rejected | Taken | Published
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """The state at this instant went into the checkpoint of this version, which a later `began` may go on from."""
+
+    version: int
+
+
+class Scored(msgspec.Struct, frozen=True, tag="scored"):
+    """The trainer's log-probabilities of a batch's tokens, in the order of its groups; NaN where it ran none."""
+
+    step: int
+    logprobs: bytes  # [N] float32
+
+
+Event = Began | Admitted | Committed | Rejected | Taken | Published | Saved | Scored
 _decoder = msgspec.msgpack.Decoder(list[Event])
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -135,6 +148,11 @@ def unpacked(group: PackedGroup) -> Group:
         return Group(group.uid, group.slot, _ids_of(group.prompt_ids), trajectories, group.task, group.routing)
     except ValueError as error:
         raise RecordError(f"group {group.uid} is damaged: {error}") from None
+
+
+def scored(step: int, logprobs: Sequence[float]) -> Scored:
+    """Packed."""
+    return Scored(step, np.array(logprobs, "<f4").tobytes())
 
 
 def _pack_turn(turn: Turn) -> PackedTurn:

@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.errors import RecordError
 from asyncrl.records import frames
-from asyncrl.records.events import Committed, Event, Published, Rejected, Taken
+from asyncrl.records.events import Began, Committed, Event, Published, Rejected, Scored, Taken
 from asyncrl.records.frames import Place
 
 
@@ -23,14 +23,16 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: list[str] = []  # uids of the groups that it holds
     steps: list[int] = []  # of the batches that it composes
     versions: list[int] = []  # published
+    began: int = 0  # runs that start or go on within it
 
     @classmethod
     def of(cls, place: Place, end: int, held: Sequence[Event]) -> Line:
         """Of the events of a frame."""
         groups = [e.group.uid for e in held if isinstance(e, Committed | Rejected) and e.group]
-        steps = [event.step for event in held if isinstance(event, Taken)]
+        steps = [event.step for event in held if isinstance(event, Taken | Scored)]
         versions = [event.version for event in held if isinstance(event, Published)]
-        return cls(place.file, place.offset, end, groups, steps, versions)
+        began = sum(isinstance(event, Began) for event in held)
+        return cls(place.file, place.offset, end, groups, steps, versions, began)
 
     @property
     def place(self) -> Place:

@@ -6,15 +6,20 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from asyncrl.errors import RecordError
 from asyncrl.records import events, frames
-from asyncrl.records.events import Committed, Event, Rejected, Taken, unpacked
+from asyncrl.records.events import Committed, Event, Rejected, Scored, Taken, unpacked
 from asyncrl.records.frames import Frames, Place
 from asyncrl.records.index import Line, usable
+from asyncrl.records.lineage import kept
 from asyncrl.types import Batch, Group
 
 RECORDS = "records"
 """The recording's folder, in the folder of its run."""
+TRAINER = "trainer"
+"""In it, what the trainer wrote down of the same batches."""
 KEPT_FRAMES = 64
 """Decoded frames that are remembered: a batch's groups lie near each other."""
 
@@ -34,9 +39,12 @@ class Recording:
             raise RecordError(f"{run} holds no recording: was it made with record=true?")
         self.torn = 0
         """Bytes at the end that were being written when the run was killed, and are left out."""
+        self.began = 0
+        """How often the run was started, or went on from a checkpoint."""
+        self._scores: Recording | None = None
         self._groups: dict[str, Place] = {}
         self._steps: dict[int, Place] = {}
-        self._kept: OrderedDict[Place, list[Event]] = OrderedDict()
+        self._decoded: OrderedDict[Place, list[Event]] = OrderedDict()
         self._open()
 
     @property
@@ -50,7 +58,18 @@ class Recording:
         return list(self._groups)
 
     def events(self) -> Iterator[Event]:
-        """All of them, in order. Raises RecordError at damage."""
+        """In order, as if the run had never been interrupted: what was rolled back is left out (records/lineage.py).
+        Raises RecordError at damage."""
+        if self.began <= 1:
+            yield from self.all_events()
+            return
+        stretches = kept(self.all_events())
+        for number, event in enumerate(self.all_events()):
+            if any(start <= number < end for start, end in stretches):
+                yield event
+
+    def all_events(self) -> Iterator[Event]:
+        """Also those that were rolled back."""
         for frame in Frames(self.folder):
             yield from events.decode(frame.data)
 
@@ -58,7 +77,7 @@ class Recording:
         """The group as it was handed in. Raises RecordError when it is not there."""
         if uid not in self._groups:
             raise RecordError(f"{self.folder} holds no group {uid}")
-        for event in self._frame(self._groups[uid]):
+        for event in reversed(self._frame(self._groups[uid])):
             if isinstance(event, Committed | Rejected) and event.group and event.group.uid == uid:
                 return unpacked(event.group)
         raise RecordError(f"{self.folder}: the index is wrong about group {uid}: delete index.jsonl")
@@ -68,10 +87,30 @@ class Recording:
         if step not in self._steps:
             held = f"{self.steps[0]} to {self.steps[-1]}" if self._steps else "none"
             raise RecordError(f"{self.folder} holds no batch {step}, but {held}")
-        for event in self._frame(self._steps[step]):
+        for event in reversed(self._frame(self._steps[step])):
             if isinstance(event, Taken) and event.step == step:
                 return Batch(step, [self.group(uid) for uid in event.uids], event.figures)
         raise RecordError(f"{self.folder}: the index is wrong about batch {step}: delete index.jsonl")
+
+    def scores(self, step: int) -> dict[str, list[float]]:
+        """What the trainer made of a batch: by uid, its log-probability of each token that the policy wrote, in their
+        order; NaN where it ran none. Empty where nothing was written down. Raises RecordError for damage."""
+        folder = self.folder / TRAINER
+        if self._scores is None and folder.is_dir() and frames.files(folder):
+            self._scores = Recording(folder)
+        if self._scores is None or step not in self._scores._steps:
+            return {}
+        events = reversed(self._scores._frame(self._scores._steps[step]))
+        event = next(event for event in events if isinstance(event, Scored) and event.step == step)
+        found: dict[str, list[float]] = {}
+        values: list[float] = np.frombuffer(event.logprobs, "<f4").tolist()
+        start = 0
+        for group in self.batch(step).groups:
+            found[group.uid] = values[start : start + group.num_tokens]
+            start += group.num_tokens
+        if start != len(values):
+            raise RecordError(f"{folder}: batch {step} has {start} tokens, and {len(values)} were scored")
+        return found
 
     # -- within --------------------------------------------------------------------------------------------
 
@@ -83,16 +122,26 @@ class Recording:
         for frame in rest:
             self._note(Line.of(frame.place, frame.end, events.decode(frame.data)))
         self.torn = rest.torn
+        if self.began > 1:
+            self._leave_out_what_was_rolled_back()
 
     def _note(self, line: Line) -> None:
-        """A later group or batch of the same name takes the place of the one before: that was rolled back."""
+        """A later group or batch of the same name takes the place of the one before."""
         self._groups |= dict.fromkeys(line.groups, line.place)
         self._steps |= dict.fromkeys(line.steps, line.place)
+        self.began += line.began
+
+    def _leave_out_what_was_rolled_back(self) -> None:
+        lines = [Line.of(Place(0, 0), 0, [event]) for event in self.events()]
+        groups = {uid for line in lines for uid in line.groups}
+        steps = {step for line in lines for step in line.steps}
+        self._groups = {uid: place for uid, place in self._groups.items() if uid in groups}
+        self._steps = {step: place for step, place in self._steps.items() if step in steps}
 
     def _frame(self, place: Place) -> list[Event]:
-        if place not in self._kept:
-            self._kept[place] = events.decode(frames.read(self.folder, place).data)
-            if len(self._kept) > KEPT_FRAMES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(place)
-        return self._kept[place]
+        if place not in self._decoded:
+            self._decoded[place] = events.decode(frames.read(self.folder, place).data)
+            if len(self._decoded) > KEPT_FRAMES:
+                self._decoded.popitem(last=False)
+        self._decoded.move_to_end(place)
+        return self._decoded[place]

@@ -8,10 +8,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl import tasks
 from asyncrl.addresses import READY, Addresses
+from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, Rollout, read
 from asyncrl.engine.client import Client, Session
 from asyncrl.engine.loads import Loads
@@ -22,8 +24,10 @@ from asyncrl.models.architectures import routing_shape
 from asyncrl.records.events import Began
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
+from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import build_buffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
 from asyncrl.rollout.concurrency import Window
 from asyncrl.rollout.curriculum import Mixer
@@ -36,6 +40,7 @@ from asyncrl.rollout.recorder import Recorder, WritingRecorder
 from asyncrl.rollout.room import Adaptive, Fixed, Room, Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.serving import serve
+from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.teacher import Teacher
 from asyncrl.rollout.worker import Worker
 from asyncrl.routing import RoutingShape
@@ -61,10 +66,12 @@ async def main(run_dir: Path) -> None:
         return await worker.episode(prompt, session)
 
     notes = Notes(run_dir, lambda: client.inflight.version)
+    mixer = _mixer(config, played, prompts)
     evaluations = Evaluations(play, client, played, prompts.held_out, config.eval, notes.evaluated)
     room = _room(rollout)
     writer = Writer(run_dir / RECORDS) if config.record else None
-    recorder = _recorder(writer, config, addresses, notes)
+    resumed = snapshot.decode((addresses.resume / ROLLOUT).read_bytes()) if addresses.resume else None
+    recorder = _recorder(writer, config, addresses, notes, resumed.service.buffer.version if resumed else 0)
     service = Service(
         build_buffer(rollout),
         client,
@@ -75,17 +82,24 @@ async def main(run_dir: Path) -> None:
         publish=notes.publish,
         figures=lambda: {**(teacher.take_figures() if teacher else {}), **recorder.take_figures()},
         recorder=recorder,
+        save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
     )
-    worker = _worker(config, service, client, played, prompts, room, notes, teacher)
+    worker = _worker(config, service, client, played, mixer, prompts.decode, room, notes, teacher)
+    outstanding = _go_on(resumed, service, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout)
         if teachers:
             await teachers.wait_until_ready(config.engine.start_timeout)
         (run_dir / READY).touch()
-        await evaluations.now()  # alone on version 0, before the first rollout
+        if resumed is None:
+            await evaluations.now()  # alone on version 0, before the first rollout
+        else:
+            await service.released()
+            if resumed.evaluating:
+                evaluations.begin()
         async with asyncio.TaskGroup() as working:
-            working.create_task(worker.run())
+            working.create_task(worker.run(outstanding))
             if isinstance(room, Adaptive):
                 inflight = client.inflight
                 working.create_task(room.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
@@ -116,6 +130,7 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int], rou
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
         routing=routing,
+        seed=config.run.seed if config.deterministic else None,
     )
 
 
@@ -124,7 +139,8 @@ def _worker(
     service: Service,
     client: Client,
     played: dict[str, tasks.Task],
-    prompts: Prompts,
+    mixer: Mixer,
+    decode: Callable[[list[int]], str],
     room: Room,
     notes: Notes,
     teacher: Teacher | None,
@@ -135,8 +151,8 @@ def _worker(
         client,
         load_agent(rollout.agent),
         played,
-        _mixer(config, played, prompts),
-        prompts.decode,
+        mixer,
+        decode,
         group_sizes={name: config.group_size(name) for name in config.mixture},
         room=room,
         max_failures=rollout.max_failures,
@@ -146,6 +162,18 @@ def _worker(
         max_rejections=rollout.max_rejections,
         teacher=teacher,
     )
+
+
+def _go_on(
+    resumed: Snapshot, service: Service, prompts: Prompts, mixer: Mixer
+) -> list[tuple[Ticket, Prompt, Sequence[Session]]]:
+    """From where the checkpoint was; the groups that were being played."""
+    prompts.go_on(resumed.cursor)
+    mixer.restore(resumed.mixer)
+    return [
+        (ticket, prompts.again(name.uid, name.task, name.index), sessions)
+        for ticket, name, sessions in service.restore(resumed.service)
+    ]
 
 
 def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | None:
@@ -162,10 +190,10 @@ def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | N
     )
 
 
-def _recorder(writer: Writer | None, config: Config, addresses: Addresses, notes: Notes) -> Recorder:
+def _recorder(writer: Writer | None, config: Config, addresses: Addresses, notes: Notes, version: int) -> Recorder:
     recorder = Recorder()
     if writer:
-        writer.write(Began(addresses.run_id, time.time(), 0, json.loads(config.model_dump_json())))
+        writer.write(Began(addresses.run_id, time.time(), version, json.loads(config.model_dump_json())))
         recorder = WritingRecorder(writer, notes.warn)
     if compared := config.replay.compare:
         recorder = Comparison(Recording(Path(compared).expanduser()), notes.compared, recorder)

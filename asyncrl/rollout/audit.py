@@ -32,11 +32,24 @@ class _Sample:
 
     values: dict[str, deque[float]] = field(default_factory=lambda: {kind: deque(maxlen=WINDOW) for kind in KINDS})
 
+    def lists(self) -> dict[str, list[float]]:
+        return {kind: list(values) for kind, values in self.values.items()}
+
     def add(self, lengths: list[int], rewards: list[float]) -> None:
         self.values["length"] += lengths
         self.values["reward"] += rewards
         if rewards:
             self.values["difficulty"].append(fmean(rewards))
+
+
+@dataclass
+class AuditState:
+    """What it compares."""
+
+    cohorts: dict[int, dict[str, tuple[bool, list[int], list[float]]]]  # open ones, by number and group
+    generated: dict[str, list[float]]
+    trained: dict[str, list[float]]
+    told: list[str]
 
 
 class Audit:
@@ -46,6 +59,17 @@ class Audit:
         self._open: dict[int, dict[str, tuple[bool, list[int], list[float]]]] = {}  # by cohort and group
         self._generated, self._trained = _Sample(), _Sample()
         self._told: set[str] = set()
+
+    def state(self) -> AuditState:
+        """To be written down at once: some of its parts are the audit's own."""
+        return AuditState(self._open, self._generated.lists(), self._trained.lists(), sorted(self._told))
+
+    def restore(self, state: AuditState) -> None:
+        """As it was."""
+        self._open, self._told = state.cohorts, set(state.told)
+        for sample, values in ((self._generated, state.generated), (self._trained, state.trained)):
+            for kind in KINDS:
+                sample.values[kind].extend(values[kind])
 
     def note(self, cohort: int, uid: str, lengths: list[int], rewards: list[float], *, trained: bool) -> None:
         """A group has ended: tokens and, where they are known, rewards of its trajectories."""

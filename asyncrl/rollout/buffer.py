@@ -28,56 +28,18 @@ import heapq
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from asyncrl.config import Rollout
 from asyncrl.imports import load
+from asyncrl.rollout.cohorts import BufferState, Cohort, Played, Playing, Ticket
 from asyncrl.rollout.hooks import Select, lowest_first
 from asyncrl.rollout.ledger import Events, Ledger, Places, Source, Tokens
 from asyncrl.types import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"
 """Reasons of the ledger: another group had the seat; the batch went without it."""
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """The right to play one group: its slot, and how many groups were played for that slot before."""
-
-    slot: int
-    attempt: int
-    born: int  # version served by the fleet when the ticket was issued
-    cohort: int = 0
-
-    @property
-    def uid(self) -> str:
-        """Fixed width: no request id may be a prefix of another (engines abort by prefix)."""
-        return f"g{self.slot:08d}a{self.attempt:04d}"
-
-
-@dataclass
-class _Playing:
-    """A group that is being played."""
-
-    ticket: Ticket
-    since: float
-    prompt: str = ""  # its uid, once it is drawn
-    trajectories: int = 0
-
-
-@dataclass(frozen=True)
-class _Played:
-    """A group that waits for its batch, or is in it."""
-
-    cohort: int
-    prompt: str
-    group: Group
-    tokens: int
-
-    @property
-    def trajectories(self) -> int:
-        return len(self.group.trajectories)
 
 
 class CohortBuffer:
@@ -104,11 +66,11 @@ class CohortBuffer:
         self._oversample, self._drops, self._select, self._clock = oversample, over_age == "drop", select, clock
         self._next_slot = 0
         self._filling = 0  # the cohort that new slots belong to
-        self._cohorts: defaultdict[int, _Cohort] = defaultdict(lambda: _Cohort(batch_groups))
+        self._cohorts: defaultdict[int, Cohort] = defaultdict(lambda: Cohort(batch_groups))
         self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be played anew
-        self._running: dict[int, _Playing] = {}  # by slot
-        self._ready: dict[int, _Played] = {}  # by slot
-        self._training: list[_Played] = []
+        self._running: dict[int, Playing] = {}  # by slot
+        self._ready: dict[int, Played] = {}  # by slot
+        self._training: list[Played] = []
         self._unwanted: list[Ticket] = []
         self._dropped: list[Group] = []
         self._issued, self._trained, self._tokens = Counter[str](), Counter[str](), Counter[str]()
@@ -131,7 +93,7 @@ class CohortBuffer:
             self._cohorts[cohort].issued += 1
             self._next_slot += 1
         ticket = Ticket(slot, attempt, self.version, cohort)
-        self._running[slot] = _Playing(ticket, self._clock())
+        self._running[slot] = Playing(ticket, self._clock())
         self._cohorts[cohort].playing += 1
         self._issued["groups"] += 1
         return ticket
@@ -150,7 +112,7 @@ class CohortBuffer:
             self.reject(ticket, self._too_late(ticket), tokens=group.num_tokens + discarded)
             return False
         playing = self._close(ticket)
-        self._ready[ticket.slot] = _Played(ticket.cohort, playing.prompt, group, group.num_tokens)
+        self._ready[ticket.slot] = Played(ticket.cohort, playing.prompt, group, group.num_tokens)
         self._tokens["discarded"] += discarded
         cohort.taken += 1
         if cohort.taken == cohort.seats:
@@ -263,6 +225,40 @@ class CohortBuffer:
             f"version {self.version}"
         )
 
+    # -- a checkpoint --------------------------------------------------------------------------------------
+
+    def state(self) -> BufferState:
+        """To be written down at once: its parts are the buffer's own."""
+        if self._training or self.step != self.version:
+            raise ValueError(f"batch {self.step - 1} is in training: its version must be published first")
+        return BufferState(
+            self.version,
+            self._next_slot,
+            self._filling,
+            dict(self._cohorts),
+            self._vacant,
+            list(self._running.values()),
+            list(self._ready.values()),
+            self._unwanted,
+            dict(self._issued),
+            dict(self._trained),
+            dict(self._tokens),
+            {reason: dict(units) for reason, units in self._rejected.items()},
+            self._requeued,
+        )
+
+    def restore(self, state: BufferState) -> None:
+        """What a buffer of the same settings was. Groups that were being played run from now on."""
+        self.version = self.step = state.version
+        self._next_slot, self._filling, self._vacant = state.next_slot, state.filling, state.vacant
+        self._cohorts.update(state.cohorts)
+        self._running = {one.ticket.slot: replace(one, since=self._clock()) for one in state.running}
+        self._ready = {one.group.slot: one for one in state.ready}
+        self._unwanted, self._requeued = state.unwanted, state.requeued
+        self._issued, self._trained = Counter(state.issued), Counter(state.trained)
+        self._tokens = Counter(state.tokens)
+        self._rejected.update({reason: Counter(units) for reason, units in state.rejected.items()})
+
     # -- within --------------------------------------------------------------------------------------------
 
     def _chosen(self, due: set[int]) -> list[int]:
@@ -301,7 +297,7 @@ class CohortBuffer:
             for kind in ("prompts", "groups", "trajectories")
         }
 
-    def _count_rejected(self, reason: str, group: _Playing | _Played, tokens: int) -> None:
+    def _count_rejected(self, reason: str, group: Playing | Played, tokens: int) -> None:
         self._rejected[reason].update(_units([group]))
         self._tokens["rejected"] += tokens
 
@@ -313,7 +309,7 @@ class CohortBuffer:
         playing = self._running.get(ticket.slot)
         return playing is not None and playing.ticket == ticket
 
-    def _close(self, ticket: Ticket) -> _Playing:
+    def _close(self, ticket: Ticket) -> Playing:
         if not self._runs(ticket):
             raise ValueError(f"{ticket} is not running")
         self._cohorts[ticket.cohort].playing -= 1
@@ -337,18 +333,7 @@ def build_buffer(rollout: Rollout) -> CohortBuffer:
     )
 
 
-@dataclass
-class _Cohort:
-    """Groups that are admitted together."""
-
-    seats: int  # groups of it that will be trained
-    issued: int = 0  # slots
-    playing: int = 0
-    vacant: int = 0  # rejected, to be played anew
-    taken: int = 0  # seats of groups that are ready, in training or trained
-
-
-def _units(groups: Collection[_Playing | _Played]) -> Counter[str]:
+def _units(groups: Collection[Playing | Played]) -> Counter[str]:
     """How many prompts, groups and trajectories these are; a group that has begun plays one prompt."""
     return Counter(
         prompts=len({group.prompt for group in groups if group.prompt}),

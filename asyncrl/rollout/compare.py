@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.errors import RecordError
 from asyncrl.records.reading import Recording
-from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.types import Completion, Group
@@ -42,6 +42,12 @@ class Comparison(Recorder):
 
     def published(self, version: int, ledger: Ledger) -> None:
         self._then.published(version, ledger)
+
+    def saved(self, version: int) -> None:
+        self._then.saved(version)
+
+    def flush(self) -> None:
+        self._then.flush()
 
     def take_figures(self) -> dict[str, float]:
         return {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -46,11 +45,19 @@ Curriculum = Callable[[Progress], Mapping[str, float]]
 
 @dataclass
 class _History:
-    """What was played of one task."""
+    """What was played of one task: the last WINDOW groups."""
 
     groups: int = 0
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # means of groups
-    solved: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # shares of groups
+    rewards: list[float] = field(default_factory=list)  # means of groups
+    solved: list[float] = field(default_factory=list)  # shares of groups
+
+
+@dataclass
+class MixerState:
+    """What the next draw depends on."""
+
+    played: dict[str, _History]
+    chance: tuple[int, tuple[int, ...], float | None]  # random.Random.getstate()
 
 
 class Mixer:
@@ -79,8 +86,20 @@ class Mixer:
         """A group was played."""
         history, rewards = self._played[group.task], [trajectory.reward for trajectory in group.trajectories]
         history.groups += 1
-        history.rewards.append(fmean(rewards))
-        history.solved.append(fmean(self._tasks[group.task].correct(reward) for reward in rewards))
+        history.rewards = [*history.rewards, fmean(rewards)][-WINDOW:]
+        solved = fmean(self._tasks[group.task].correct(reward) for reward in rewards)
+        history.solved = [*history.solved, solved][-WINDOW:]
+
+    def state(self) -> MixerState:
+        """To be written down at once: its parts are the mixer's own."""
+        return MixerState(self._played, self._draws.getstate())  # type: ignore[arg-type]
+
+    def restore(self, state: MixerState) -> None:
+        """As it was; a task that is new has no history."""
+        for name, history in state.played.items():
+            if name in self._played:
+                self._played[name] = history
+        self._draws.setstate(state.chance)
 
     def _progress(self, name: str) -> TaskProgress:
         history = self._played[name]

@@ -71,7 +71,16 @@ class Evaluations:
         if self._running:
             self._skipped += 1
         else:
-            self._running = asyncio.create_task(self._evaluate())
+            self.begin()
+
+    def begin(self) -> None:
+        """An evaluation, while none is under way."""
+        self._running = asyncio.create_task(self._evaluate())
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one has begun and its lines are not written."""
+        return self._running is not None and not self._running.done()
 
     async def now(self) -> list[Line]:
         """The lines of an evaluation that begins now, after one that may be under way."""
@@ -102,7 +111,10 @@ class Evaluations:
             name = f"e{next(self._serial):010d}"
             temperatures = [0.0, *[self._settings.temperature] * self._settings.samples]
             async with asyncio.TaskGroup() as group:
-                sessions = [self._client.generate(one, group=name, purpose="evaluation") for one in temperatures]
+                sessions = [
+                    self._client.generate(one, group=name, purpose="evaluation", sample=f"{prompt.uid} {number}")
+                    for number, one in enumerate(temperatures)
+                ]
                 tasks = [group.create_task(self._attempt(prompt, session)) for session in sessions]
         greedy, *sampled = (task.result() for task in tasks)
         return Answers(greedy, sampled)

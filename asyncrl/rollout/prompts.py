@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
@@ -24,6 +27,13 @@ EVAL_OFFSET = 1 << 30  # endless tasks: evaluation questions are numbered from h
 MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions
 
 
+class Cursor(msgspec.Struct, frozen=True):
+    """How far training prompts were drawn."""
+
+    prompts: int  # of all tasks
+    questions: dict[str, int]  # by task, with those that were left out
+
+
 class Prompts:
     """By task, endless training prompts; by evaluation set, its prompts."""
 
@@ -33,7 +43,9 @@ class Prompts:
         self._tasks, self._tokenizer = tasks, tokenizer
         self._questions, self._seed = config.eval.questions, config.run.seed
         self._longest = model_length - config.rollout.max_new_tokens
-        self._serial = itertools.count()
+        self._serial = 0
+        self._drawn: Counter[str] = Counter()
+        self._skip: Mapping[str, int] = {}
         ranges = {name: self._training_range(name) for name in config.mixture}
         serial = itertools.count()
         self.held_out = {
@@ -46,6 +58,26 @@ class Prompts:
     def decode(self, token_ids: list[int]) -> str:
         """Text of an answer, without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def cursor(self) -> Cursor:
+        """Where the next prompts come from."""
+        return Cursor(self._serial, dict(self._drawn))
+
+    def go_on(self, cursor: Cursor) -> None:
+        """As the prompts that were drawn so far are those up to the cursor; before the first is drawn."""
+        self._serial, self._skip = cursor.prompts, cursor.questions
+        self._drawn = Counter(cursor.questions)
+
+    def again(self, uid: str, task: str, index: int) -> Prompt:
+        """A training prompt that was drawn before. Raises ConfigError when there is no such question any more."""
+        size = self._tasks[task].size if task in self._tasks else 0
+        if size is not None and index >= size:
+            remedy = (
+                f"The checkpoint plays question {index} of task {task}: resume with the tasks that it was made with."
+            )
+            raise ConfigError("resume", task, remedy)
+        token_ids, question = self._render(task, index)
+        return Prompt(uid, token_ids, question, task, index)
 
     def _training_range(self, name: str) -> tuple[int, int]:
         """Indices [first, last) that training draws from."""
@@ -86,7 +118,8 @@ class Prompts:
         """Questions in an order that the seed fixes, whatever the other tasks; a finite task is reshuffled every epoch.
         Uids count the prompts of all tasks."""
         skipped = 0
-        for index in self._indices(name, first, last):
+        for index in itertools.islice(self._indices(name, first, last), self._skip.get(name, 0), None):
+            self._drawn[name] += 1
             token_ids, question = self._render(name, index)
             if tuple(token_ids) in held_out:
                 skipped += 1
@@ -98,7 +131,8 @@ class Prompts:
                     )
                 continue
             skipped = 0
-            yield Prompt(f"p{next(self._serial):08d}", token_ids, question, name)
+            self._serial += 1
+            yield Prompt(f"p{self._serial - 1:08d}", token_ids, question, name, index)
 
     def _indices(self, name: str, first: int, last: int) -> Iterator[int]:
         order = random.Random(f"{self._seed} {name}")

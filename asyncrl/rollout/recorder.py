@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from asyncrl.records.events import Admitted, Committed, Event, Published, Rejected, Taken, packed
+from asyncrl.records.events import Admitted, Committed, Event, Published, Rejected, Saved, Taken, packed
 from asyncrl.records.writer import Writer
-from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.types import Group
 
@@ -31,6 +31,12 @@ class Recorder:
 
     def published(self, version: int, ledger: Ledger) -> None:
         """Every engine serves a version."""
+
+    def saved(self, version: int) -> None:
+        """The state at this instant goes into a checkpoint."""
+
+    def flush(self) -> None:
+        """Wait until all of this is safe from the death of this process; in a thread."""
 
     def take_figures(self) -> dict[str, float]:
         """Since the last call, under their names in metrics.jsonl."""
@@ -60,6 +66,12 @@ class WritingRecorder(Recorder):
 
     def published(self, version: int, ledger: Ledger) -> None:
         self.write(Published(version, time.time(), asdict(ledger)))
+
+    def saved(self, version: int) -> None:
+        self.write(Saved(version))
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def write(self, event: Event) -> None:
         """The next event."""

@@ -26,10 +26,11 @@ from asyncrl.addresses import READY, Addresses
 from asyncrl.config import read
 from asyncrl.engine.inflight import Figures
 from asyncrl.errors import RecordError
-from asyncrl.records.events import Admitted, Committed, Published, Rejected, Taken, unpacked
+from asyncrl.records.events import Admitted, Began, Committed, Published, Rejected, Taken, unpacked
 from asyncrl.records.reading import Recording
 from asyncrl.rollout.activity import NOTHING
-from asyncrl.rollout.buffer import CohortBuffer, Ticket, build_buffer
+from asyncrl.rollout.buffer import CohortBuffer, build_buffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.notes import Notes
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.serving import serve
@@ -128,6 +129,9 @@ class Reenactment(Service):
                     await self._take(event)
                 case Published():
                     await self._publish_again(event)
+                case Began() if event.version > self._buffer.version:
+                    problem = f"begins at version {event.version}: what led there is in another run's recording"
+                    raise RecordError(f"{self._recording.folder} {problem}")
         self._over = True  # the run was ended before it published its last batch
         await self._wake()
 
@@ -137,8 +141,8 @@ class Reenactment(Service):
             raise RecordError(f"the buffer admits {ticket}, where {event} was recorded")
         self._tickets[event.slot, event.attempt] = ticket
         self._sessions[ticket] = [_Session() for _ in range(event.trajectories)]
-        self.draw(lambda: Prompt(event.prompt, [], {}, ""))
-        self.begin(ticket, event.prompt, self._sessions[ticket])  # type: ignore[arg-type]
+        prompt = self.draw(lambda: Prompt(event.prompt, [], {}, ""))
+        self.begin(ticket, prompt, self._sessions[ticket])  # type: ignore[arg-type]
 
     def _close_with(self, slot: int, attempt: int, tokens: int) -> Ticket:
         """The group has ended, and engines wrote so many tokens for it."""

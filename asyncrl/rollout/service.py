@@ -6,6 +6,7 @@
     POST /hold              weights are about to change: keep new requests back; 202 while a drain goes on
     POST /version {"version": v}    every engine serves v: let requests go, open admission
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
+    POST /snapshot {"version": v}   everything of this side, for a checkpoint, as bytes; between a version and its batch
     GET  /status            the ledger, and what the next batch waits for
     GET  /health            200 once rollouts run
 
@@ -33,11 +34,13 @@ from asyncrl.engine.client import Client, Session
 from asyncrl.errors import AsyncRLError
 from asyncrl.rollout.activity import slowest
 from asyncrl.rollout.audit import Audit
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.ledger import Ledger, Source
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.room import Room, Unbounded
+from asyncrl.rollout.snapshot import Outstanding, PromptName, ServiceState, Sibling
 from asyncrl.types import Batch, Group, Prompt, encode
 
 POLL_SECONDS = 2.0
@@ -56,6 +59,14 @@ class _Encoded:
     readers: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class _Group:
+    """That is being played."""
+
+    prompt: PromptName
+    siblings: Sequence[Session]
+
+
 class Service:
     """The buffer with an event loop around it: whoever waits is woken by every change."""
 
@@ -71,8 +82,10 @@ class Service:
         publish: Callable[[dict[str, Any], list[str]], None] = lambda ledger, warnings: None,
         figures: Callable[[], dict[str, float]] = dict,
         recorder: Recorder | None = None,
+        save: Callable[[ServiceState], bytes] | None = None,
     ) -> None:
-        """`publish` gets the ledger, and what must be told, at every version; `figures` adds some to a batch's."""
+        """`publish` gets the ledger, and what must be told, at every version; `figures` adds some to a batch's; `save`
+        encodes a snapshot of which the state is a part."""
         self._buffer, self._client, self._api_key = buffer, client, api_key
         self._evaluations, self._drain = evaluations, drain
         self._room, self._waited = room or Unbounded(), False
@@ -81,7 +94,8 @@ class Service:
         self._recorder = recorder or Recorder()
         self._rewards: list[float] = []
         self._drawn, self._reused = 0, 0
-        self._playing: dict[Ticket, Sequence[Session]] = {}
+        self._playing: dict[Ticket, _Group] = {}
+        self._save, self._released = save, asyncio.Event()
         self._encoded: _Encoded | None = None
         self._retried: Counter[str] = Counter()
         self._tokens_reported: Counter[str] = Counter()
@@ -103,11 +117,11 @@ class Service:
         self._drawn += 1
         return prompt
 
-    def begin(self, ticket: Ticket, prompt: str, siblings: Sequence[Session]) -> None:
-        """The group of a ticket plays the prompt of this uid, a trajectory in each session."""
-        self._buffer.begin(ticket, prompt, len(siblings))
-        self._recorder.admitted(ticket, prompt, len(siblings))
-        self._playing[ticket] = siblings
+    def begin(self, ticket: Ticket, prompt: Prompt, siblings: Sequence[Session]) -> None:
+        """The group of a ticket plays this prompt, a trajectory in each session."""
+        self._buffer.begin(ticket, prompt.uid, len(siblings))
+        self._recorder.admitted(ticket, prompt.uid, len(siblings))
+        self._playing[ticket] = _Group(PromptName(prompt.uid, prompt.task, prompt.index), siblings)
 
     async def commit(self, ticket: Ticket, group: Group) -> None:
         """A group is ready; engines may have written more tokens for it than its agent kept."""
@@ -132,7 +146,7 @@ class Service:
 
     def _close(self, ticket: Ticket) -> list[int]:
         """Tokens that engines wrote for each sibling."""
-        return [session.close() for session in self._playing.pop(ticket)]
+        return [session.close() for session in self._playing.pop(ticket).siblings]
 
     async def _ended(self) -> None:
         if time.monotonic() - self._checked > CHECK_SECONDS:
@@ -213,6 +227,7 @@ class Service:
             self._buffer.publish(version)
             self._encoded = None
         self._client.inflight.release(version)
+        self._released.set()
         ledger = self.ledger()
         if new:
             self._recorder.published(version, ledger)
@@ -227,6 +242,16 @@ class Service:
         """Answer the held-out questions now, after an evaluation that may be under way."""
         return JSONResponse(await self._evaluations.now())
 
+    async def snapshot(self, request: Request) -> Response:
+        """Everything of this side; what a recording holds of it is safe then, too."""
+        version = int((await request.json())["version"])
+        if self._save is None or (self._buffer.version, self._buffer.step) != (version, version):
+            return PlainTextResponse(f"it is no moment between version {version} and its batch", status_code=409)
+        data = self._save(self.state())
+        self._recorder.saved(version)
+        await asyncio.to_thread(self._recorder.flush)
+        return Response(data, media_type="application/msgpack")
+
     async def status(self, _: Request) -> Response:
         """The ledger, and why the next batch is not ready."""
         encoded = self._encoded
@@ -239,12 +264,55 @@ class Service:
             }
         )
 
+    # -- a checkpoint --------------------------------------------------------------------------------------
+
+    def state(self) -> ServiceState:
+        """To be written down at once."""
+        flight = self._client.inflight
+        outstanding = [
+            Outstanding(ticket, group.prompt, [Sibling(one.received, one.said()) for one in group.siblings])
+            for ticket, group in self._playing.items()
+        ]
+        return ServiceState(
+            self._buffer.state(),
+            outstanding,
+            self._audit.state(),
+            self._drawn,
+            self._reused,
+            self._rewards,
+            dict(self._retried),
+            dict(self._tokens_reported),
+            dict(flight.tokens),
+            flight.late_tokens,
+        )
+
+    def restore(self, state: ServiceState) -> list[tuple[Ticket, PromptName, Sequence[Session]]]:
+        """Before anything has begun. Returns the groups that must be played on."""
+        self._buffer.restore(state.buffer)
+        self._client.inflight.resume(state.buffer.version, state.tokens, state.late)
+        self._audit.restore(state.audit)
+        self._drawn, self._reused, self._rewards = state.drawn, state.reused, state.rewards
+        self._retried, self._tokens_reported = Counter(state.retried), Counter(state.reported)
+        for one in state.outstanding:
+            uid = one.ticket.uid
+            sessions = [
+                self._client.resume(uid, f"{uid} {number}", sibling.received, sibling.said)
+                for number, sibling in enumerate(one.siblings)
+            ]
+            self._playing[one.ticket] = _Group(one.prompt, sessions)
+        self.ledger()
+        return [(ticket, group.prompt, group.siblings) for ticket, group in self._playing.items()]
+
+    async def released(self) -> None:
+        """Wait until the trainer says that every engine serves its version."""
+        await self._released.wait()
+
     # -- what is known of all that goes on -----------------------------------------------------------------
 
     def ledger(self) -> Ledger:
         """The books, checked. Raises LedgerError."""
         tokens, late = self._client.inflight.tokens, self._client.inflight.late_tokens
-        running = sum(session.received for siblings in self._playing.values() for session in siblings)
+        running = sum(session.received for group in self._playing.values() for session in group.siblings)
         source = Source(self._drawn, tokens["training"], running, late, tokens["evaluation"], self._reused)
         ledger = self._buffer.ledger(source, dict(self._retried + self._client.inflight.figures.continued))
         ledger.check()
@@ -253,7 +321,7 @@ class Service:
 
     def waiting_for(self) -> str:
         """Why the next batch is not ready, and what the groups do that have been silent longest."""
-        playing = [(ticket.cohort, ticket.uid, siblings) for ticket, siblings in self._playing.items()]
+        playing = [(ticket.cohort, ticket.uid, group.siblings) for ticket, group in self._playing.items()]
         due = [group for group in playing if group[0] <= self._buffer.due()]
         lines = slowest((uid, siblings) for _, uid, siblings in due or playing)
         return "; ".join([self._buffer.waiting_for(), *lines])
@@ -300,6 +368,7 @@ class Service:
             Route("/hold", self.hold, methods=["POST"]),
             Route("/version", self.version, methods=["POST"]),
             Route("/evaluate", self.evaluate, methods=["POST"]),
+            Route("/snapshot", self.snapshot, methods=["POST"]),
             Route("/status", self.status),
             Route("/health", lambda _: Response()),
         ]

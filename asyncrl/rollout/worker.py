@@ -15,7 +15,7 @@ from functools import partial
 from asyncrl.engine.client import Client, Session
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import Agent
-from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import Episode, Limits
 from asyncrl.rollout.faults import Faults
@@ -61,19 +61,21 @@ class Worker:
         self._playing: dict[Ticket, asyncio.Task[None]] = {}
         self._stopped: dict[Ticket, str] = {}
 
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def run(self, outstanding: Sequence[tuple[Ticket, Prompt, Sequence[Session]]] = ()) -> None:
+        """Until cancelled; first the groups that were being played when the state of a run was saved."""
         largest = max(self._group_sizes.values())  # which task is drawn is known only with the ticket
         async with asyncio.TaskGroup() as groups:
             groups.create_task(self._stop_the_unwanted())
+            for ticket, prompt, sessions in outstanding:
+                self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions, inside=False))
             while True:
                 await self._room.enter(largest)
                 ticket = await self._service.ticket()
                 prompt = self._service.draw(partial(self._mixer.draw, ticket.born))
                 size = self._group_sizes[prompt.task]
                 self._room.give_back(largest - size)
-                sessions = [self._client.generate(group=ticket.uid) for _ in range(size)]
-                self._service.begin(ticket, prompt.uid, sessions)
+                sessions = [self._client.generate(group=ticket.uid, sample=f"{ticket.uid} {i}") for i in range(size)]
+                self._service.begin(ticket, prompt, sessions)
                 self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions))
 
     async def _stop_the_unwanted(self) -> None:
@@ -82,9 +84,12 @@ class Worker:
                 self._stopped[ticket] = reason
                 self._playing[ticket].cancel()
 
-    async def _play(self, ticket: Ticket, prompt: Prompt, sessions: list[Session]) -> None:
-        """One group, unless the buffer stops it because nobody waits for it any more."""
+    async def _play(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Session], *, inside: bool = True) -> None:
+        """One group, unless the buffer stops it because nobody waits for it any more. `inside`: it has its room."""
         try:
+            if not inside:
+                await self._room.enter(len(sessions))
+                inside = True
             await self._play_out(ticket, prompt, sessions)
         except asyncio.CancelledError:
             if ticket not in self._stopped:
@@ -92,9 +97,10 @@ class Worker:
             await self._service.reject(ticket, self._stopped.pop(ticket))
         finally:
             del self._playing[ticket]
-            self._room.leave(len(sessions))
+            if inside:
+                self._room.leave(len(sessions))
 
-    async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: list[Session]) -> None:
+    async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Session]) -> None:
         """All siblings succeed, or the slot is played anew with another prompt."""
         try:
             async with asyncio.TaskGroup() as siblings:  # one lost sibling cancels the rest: no orphan requests

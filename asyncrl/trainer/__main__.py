@@ -1,6 +1,6 @@
 """Entry of a trainer rank: python -m asyncrl.trainer RUN_DIR, under torchrun's environment.
 
-Wires policy, feed, publisher and log.
+Wires policy, feed, publisher, checkpoints and log.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from asyncrl.trainer import cpu
 
@@ -20,21 +21,28 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from asyncrl import jsonl  # noqa: E402
-from asyncrl.addresses import Addresses  # noqa: E402
+from asyncrl.addresses import READY, Addresses  # noqa: E402
+from asyncrl.checkpoints import manifest  # noqa: E402
+from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.fleet import build_fleet  # noqa: E402
+from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies  # noqa: E402
 from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.trainer.door import Door, RolloutDoor  # noqa: E402
+from asyncrl.trainer import checkpoint  # noqa: E402
+from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
+from asyncrl.trainer.door import Door, RolloutDoor, wait_for_file  # noqa: E402
 from asyncrl.trainer.feed import Batches  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.replayed import NoEngines, RecordedDoor  # noqa: E402
+from asyncrl.trainer.scores import Scores  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
+from asyncrl.types import Batch  # noqa: E402
 from asyncrl.weights.build import build_transport  # noqa: E402
 from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
@@ -49,6 +57,7 @@ def main(run_dir: Path) -> None:
     gpu = on_gpu(config.trainer, addresses.gpus)
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
+    torch.use_deterministic_algorithms(config.deterministic)
     policy = Policy(config, addresses.model, parallel)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     door: Door
@@ -63,7 +72,25 @@ def main(run_dir: Path) -> None:
         door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
         publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, door)
         first, end = 0, None
-    log = StepLog(_sinks(config, run_dir, parallel), started_at=addresses.started_at, tasks=tuple(config.mixture))
+    warn = partial(_warn, run_dir)
+    log = StepLog(_sinks(config, run_dir, parallel, warn), started_at=addresses.started_at, tasks=tuple(config.mixture))
+    stop = StopRule(config.run, end)
+    checkpoints = Checkpoints(
+        config,
+        Shelf(run_dir),
+        addresses.run_id,
+        parallel,
+        policy,
+        counters=lambda: {"stop": stop.counters(), "log": log.counters()},
+        snapshot=door.snapshot,
+        warn=warn,
+    )
+    if addresses.resume:
+        first = _go_on(addresses.resume, run_dir, policy, log, stop)
+        if config.mode == "train" and parallel.is_first:
+            wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
+        checkpoints.resumed(first)
+        publisher.publish(first)  # verified, as a first publish is; only then do the engines go on
 
     def export(folder: Path) -> None:
         save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
@@ -71,14 +98,38 @@ def main(run_dir: Path) -> None:
     def save(version: int) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
             export(run_dir / f"hf-{version:06d}")
+        if checkpoints.due(version):
+            with log.span("save"):
+                checkpoints.save(version)
+
+    scores = Scores(run_dir, warn) if config.record and config.mode == "train" and parallel.is_first else None
+
+    def update(batch: Batch) -> dict[str, float]:
+        figures = policy.update(batch)
+        if scores:
+            scores.write(batch.version, policy.started[: sum(group.num_tokens for group in batch.groups)])
+        return figures
 
     batches = Batches(door if parallel.is_first else None, fleet.needs_weights, parallel)
-    reason = train(policy, batches, publisher, log, StopRule(config.run, end), save=save, version=first)
+    reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
+    checkpoints.save(version)
     export(run_dir / "hf")
+    checkpoints.finish()
+    if scores:
+        scores.close()
     if parallel.is_first:
-        _summarize(config, run_dir, door, log, {"reason": reason, "transport": why})
+        facts = {"reason": reason, "transport": why, **checkpoints.figures()}
+        _summarize(config, run_dir, door, log, facts)
     dist.barrier()  # the peers stay until the summary is written: the first process to leave ends the run
     dist.destroy_process_group()
+
+
+def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: StopRule) -> int:
+    """From a checkpoint; returns its version. The run folder has the steps before it."""
+    counters = checkpoint.load(folder, policy)
+    stop.restore(counters["stop"])
+    log.restore(counters["log"], Tail(run_dir / "metrics.jsonl")())
+    return manifest.read(folder).version
 
 
 def _publisher(
@@ -120,14 +171,14 @@ def _shared_folder(config: Config, run_dir: Path) -> Path:
     return Path(shared).expanduser() / run_dir.parent.name / run_dir.name if shared else run_dir / "weights"
 
 
-def _sinks(config: Config, run_dir: Path, parallel: Parallel) -> list:
+def _warn(run_dir: Path, text: str, version: int) -> None:
+    print(text, file=sys.stderr, flush=True)
+    jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})
+
+
+def _sinks(config: Config, run_dir: Path, parallel: Parallel, warn: Callable[[str, int], None]) -> list:
     if not parallel.is_first:
         return []
-
-    def warn(text: str, version: int) -> None:
-        print(text, file=sys.stderr, flush=True)
-        jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})
-
     return [
         partial(jsonl.append, run_dir / "metrics.jsonl"),
         GapWatch(warn),
@@ -135,7 +186,7 @@ def _sinks(config: Config, run_dir: Path, parallel: Parallel) -> list:
     ]
 
 
-def _summarize(config: Config, run_dir: Path, door: Door, log: StepLog, facts: dict[str, str]) -> None:
+def _summarize(config: Config, run_dir: Path, door: Door, log: StepLog, facts: dict[str, Any]) -> None:
     """summary.json, after a last evaluation on the final weights."""
     accuracy = accuracies([], [])
     if config.eval_sets and config.mode == "train":

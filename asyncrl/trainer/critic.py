@@ -21,6 +21,7 @@ from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.optimizer import Optimizer
 from asyncrl.trainer.seen import Seen
+from asyncrl.trainer.sharded import Sharded
 
 
 class Critic:
@@ -32,7 +33,11 @@ class Critic:
         self._network = Network(config.trainer, start, parallel, value_head=True)
         optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic_lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})
-        self._optimizer = Optimizer(trainer, self._network, config.run.max_steps)
+        self.optimizer = Optimizer(trainer, self._network, config.run.max_steps)
+
+    def sharded(self) -> Sharded:
+        """What a checkpoint holds of it."""
+        return Sharded(self._network, self.optimizer)
 
     def values(self, groups: Groups, table: TokenTable) -> Tensor:
         """[N] as the critic is now."""
@@ -61,9 +66,9 @@ class Critic:
             seen.add("loss", loss)
             return loss
 
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self._network.train(self._network.packs(groups), visit)
-        norm, applied = self._optimizer.step()
+        norm, applied = self.optimizer.step()
         _, totals = seen.gather((), ("loss",))
         return {
             "critic/loss": totals["loss"],

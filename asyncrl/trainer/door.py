@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
@@ -33,6 +34,10 @@ class Door(Protocol):
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
         """Answer the held-out questions now: a line of eval.jsonl for every set."""
+        ...
+
+    def snapshot(self, version: int) -> bytes:
+        """Everything of the rollout side, between this version and its batch; nothing where there is none."""
         ...
 
     def status(self) -> dict[str, Any]:
@@ -89,6 +94,10 @@ class RolloutDoor:
         """Answer the held-out questions now: a line of eval.jsonl for every set."""
         return list(self._ask("POST", "/evaluate", timeout=timeout).json())
 
+    def snapshot(self, version: int) -> bytes:
+        """Everything of the rollout side, between this version and its batch."""
+        return self._ask("POST", "/snapshot", {"version": version}, timeout=self._batch_timeout).content
+
     def status(self) -> dict[str, Any]:
         """The ledger, and what the rollout side waits for."""
         return dict(self._ask("GET", "/status").json())
@@ -101,3 +110,12 @@ class RolloutDoor:
         if response.status_code not in (200, 202):
             raise EngineError(f"the rollout service answered {path} with {response.status_code}: {response.text[:500]}")
         return response
+
+
+def wait_for_file(path: Path, seconds: float, whom: str) -> None:
+    """Until somebody has made it. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{whom} ({path} is missing)", seconds)
+        time.sleep(0.1)

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from asyncrl.metrics.record import StepLog
 from asyncrl.trainer.feed import Batches
-from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.stop import StopRule
+from asyncrl.types import Batch
 
 
 class Publishes(Protocol):
@@ -26,7 +26,7 @@ class Publishes(Protocol):
 
 
 def train(
-    policy: Policy,
+    update: Callable[[Batch], dict[str, float]],
     batches: Batches,
     publisher: Publishes,
     log: StepLog,
@@ -34,15 +34,17 @@ def train(
     *,
     save: Callable[[int], None],
     version: int = 0,
-) -> str:
-    """Train, from `version` on, until a stop rule holds; returns its reason."""
+) -> tuple[str, int]:
+    """Train, from `version` on, until a stop rule holds; returns its reason, and the version."""
+    if version and (reason := stop.at(version)):
+        return reason, version  # the run was killed at its very end, and goes on
     while True:
         with log.span("wait_batch"):
             while (batch := batches.get(version)) is None:
                 publisher.publish(version)  # the engines that came back hold no weights of ours, and no other serves
 
         with log.span("train"):
-            figures = policy.update(batch)
+            figures = update(batch)
 
         version += 1
         with log.span("publish"):
@@ -51,4 +53,4 @@ def train(
         step = log.step(version, batch, figures, sent)
         save(version)
         if reason := stop.reason(step):
-            return reason
+            return reason, version

@@ -23,6 +23,7 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups, packs_of_rank
 from asyncrl.trainer.replica import Replica
 from asyncrl.trainer.routing import Kind, RoutingReplay
+from asyncrl.trainer.sharding import Placed, placed
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.reshard import Resharder
 
@@ -60,6 +61,7 @@ class Network:
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.finalize_model_grads_func = finalize_model_grads
         self.routing: RoutingReplay | None = None
+        self._placed: list[Placed] | None = None
         for chunk in self.wrapped:
             chunk.train()
 
@@ -89,6 +91,12 @@ class Network:
         """Every parameter and persistent buffer: what a checkpoint holds, itself and not a copy."""
         states = [chunk.state_dict(keep_vars=True) for chunk in self._inner.values()]
         return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
+
+    def placed(self) -> list[Placed]:
+        """All of these, with their places in the whole model."""
+        if self._placed is None:
+            self._placed = placed(list(self._inner.values()), self.hf["vocab_size"])
+        return self._placed
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All of this rank."""

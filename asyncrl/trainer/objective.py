@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from asyncrl.algo.correction import CorrectionParams, correction, log_linear_proximal
@@ -31,6 +32,8 @@ class Objective:
         self._algo, self._longest, self._temperature = algo, rollout.max_new_tokens, rollout.temperature
         self._correction, self._clip = taken(CorrectionParams, algo), taken(LossParams, algo)
         self._loss = LOSSES[algo.loss].loss
+        self.started = torch.zeros(0, dtype=torch.float64)
+        """[N] of the last batch: log-probabilities of the policy that its steps started from; NaN where none ran."""
 
     # -- which tokens --------------------------------------------------------------------------------------
 
@@ -104,6 +107,7 @@ class Objective:
         """Of a batch's steps. Collective."""
         columns, totals = seen.gather(COLUMNS, TOTALS)
         ran = columns["seen"]
+        self.started = torch.where(ran, columns["logprobs"] if table.proximal is None else table.proximal, torch.nan)
         used = replace(table, proximal=columns["proximal"], advantages=columns["advantages"])
         start = columns["logprobs"] if table.proximal is None else table.proximal
         clip = (self._algo.clip_low, self._algo.clip_high)

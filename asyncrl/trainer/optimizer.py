@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from asyncrl.config import Trainer
 from asyncrl.errors import BadStep
 from asyncrl.trainer.network import Network
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Elements [start, start + N) of a flattened parameter, as this rank's optimizer holds them."""
+
+    parameter: Tensor
+    start: int
+    master: Tensor  # [N] float32
+    moments: dict[str, Tensor]  # [N] float32 each
 
 
 class Optimizer:
@@ -58,6 +75,7 @@ class Optimizer:
         )
         self._schedule.step(increment=1)  # update k takes the rate of step k: none is spent at a warm-up's zero
         self._bad_steps = 0
+        self._applied = 0  # steps since the moments were zero
 
     @property
     def lr(self) -> float:
@@ -84,6 +102,7 @@ class Optimizer:
             self._clip(norm, trainer.optimizer.clip_grad)
         self._optimizer.step_with_ready_grads()
         self._schedule.step(increment=1)
+        self._applied += 1
         return norm, True
 
     def start_anew(self) -> None:
@@ -91,6 +110,44 @@ class Optimizer:
         self._optimizer.reload_model_params()
         for part in self._parts():
             part.optimizer.state.clear()
+        self._applied = 0
+
+    # -- what a checkpoint holds ---------------------------------------------------------------------------
+
+    def shards(self) -> Iterator[Shard]:
+        """The state itself and not a copy: written into, it is as if steps had led there. Moments that AdamW has not
+        made yet are zero."""
+        for part in self._parts():
+            for parameter, start, master in _masters(part):
+                state = part.optimizer.state[master]
+                for name in MOMENTS:
+                    if name not in state:
+                        state[name] = torch.zeros_like(master, dtype=torch.float32)
+                self._count(part, state)
+                yield Shard(parameter, start, master.detach().view(-1), {n: state[n].view(-1) for n in MOMENTS})
+
+    def counters(self) -> dict[str, int]:
+        """Where schedule, bias correction and the patience with bad steps are."""
+        return {"applied": self._applied, "scheduled": self._schedule.num_steps, "bad_steps": self._bad_steps}
+
+    def restore(self, counters: dict[str, int]) -> None:
+        """As `counters` gave them, for moments that were written into `shards`."""
+        self._applied, self._bad_steps = counters["applied"], counters["bad_steps"]
+        self._schedule.step(increment=counters["scheduled"] - self._schedule.num_steps)
+        for _ in self.shards():  # counts the steps of each
+            pass
+
+    def _count(self, part: Any, state: dict[str, Any]) -> None:
+        """The number of steps that bias correction goes by: torch's AdamW keeps one beside each parameter's moments,
+        those of Apex and TransformerEngine one for a group."""
+        if isinstance(part.optimizer, torch.optim.AdamW | torch.optim.Adam):
+            device = state[MOMENTS[0]].device if self._fused or state[MOMENTS[0]].is_cuda else "cpu"
+            state["step"] = torch.tensor(float(self._applied), device=device)
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = self._applied
+
+    # -- within --------------------------------------------------------------------------------------------
 
     def _clip(self, norm: float, most: float) -> None:
         """As Megatron does; torch's fused AdamW scales gradients as it reads them, without a pass of their own."""
@@ -110,3 +167,18 @@ class Optimizer:
             f"trainer.on_bad_step={t.on_bad_step}, trainer.max_bad_steps={t.max_bad_steps}). "
             "Lower trainer.optimizer.lr, or look at reward and logprob_gap of the last steps in metrics.jsonl."
         )
+
+
+def _masters(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Each parameter that a part of Megatron's optimizer steps, and of which stretch, from `start` on, it holds the
+    float32 values."""
+    if isinstance(part, DistributedOptimizer):
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            start = part._get_model_param_range_map(parameter)["param"].start
+            yield parameter, start, part.optimizer.param_groups[group]["params"][order]
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        for halves, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from ((half, 0, master) for half, master in zip(halves, masters, strict=True))
+        yield from ((own, 0, own) for group in part.fp32_from_fp32_groups for own in group)
+    else:
+        yield from ((own, 0, own) for group in part.optimizer.param_groups for own in group["params"])

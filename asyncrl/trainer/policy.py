@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +32,8 @@ from asyncrl.trainer.optimizer import Optimizer
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.resets import Resets
 from asyncrl.trainer.seen import Seen
-from asyncrl.types import Batch
+from asyncrl.trainer.sharded import Sharded
+from asyncrl.types import Batch, Group
 
 
 class Policy:
@@ -58,6 +60,37 @@ class Policy:
     def reused(self) -> int:
         """Groups that were trained again so far."""
         return self._replay.reused
+
+    @property
+    def started(self) -> Tensor:
+        """[N] log-probabilities of the last batch's tokens where its steps started, NaN where none ran a token. Groups
+        that came again stand behind."""
+        return self._objective.started
+
+    # -- what a checkpoint holds ---------------------------------------------------------------------------
+
+    def sharded(self) -> dict[str, Sharded]:
+        """Its networks, by the name of their folder."""
+        parts = {"policy": Sharded(self.network, self._optimizer)}
+        return {**parts, "critic": self._critic.sharded()} if self._critic else parts
+
+    def counters(self) -> dict[str, Any]:
+        """Beside weights and moments."""
+        own = {"optimizer": self._optimizer.counters(), "reused": self._replay.reused}
+        return {**own, "critic": self._critic.optimizer.counters()} if self._critic else own
+
+    def samples(self) -> list[Group]:
+        """Groups that may be trained again."""
+        return self._replay.kept
+
+    def restore(self, counters: dict[str, Any], samples: list[Group]) -> None:
+        """As `counters` and `samples` gave them."""
+        self._optimizer.restore(counters["optimizer"])
+        self._replay.kept, self._replay.reused = samples, counters["reused"]
+        if self._critic:
+            self._critic.optimizer.restore(counters["critic"])
+
+    # -- one batch -----------------------------------------------------------------------------------------
 
     def update(self, batch: Batch) -> dict[str, float]:
         """The optimizer steps of one batch. Returns its figures, the same on every rank."""

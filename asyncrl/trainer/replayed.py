@@ -47,6 +47,10 @@ class RecordedDoor:
         """There is no engine to ask."""
         return []
 
+    def snapshot(self, version: int) -> bytes:
+        """There is no rollout side."""
+        return b""
+
     def status(self) -> dict[str, Any]:
         """No group has moved."""
         return {"ledger": None}

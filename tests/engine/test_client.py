@@ -61,6 +61,29 @@ def test_siblings_become_one_request_of_n_samples() -> None:
     assert request["return_logprob"] is request["stream"] is True
 
 
+def test_samples_with_seeds_are_requests_of_their_own_and_are_drawn_alike_in_every_run() -> None:
+    def seeds(run_seed: int, *samples: str) -> list[int]:
+        engine = FakeEngine(echo())
+
+        async def play(client: Client) -> None:
+            sessions = [client.generate(group="g", sample=sample) for sample in samples]
+            sessions.append(client.generate(group="g", sample=samples[0], purpose="evaluation"))
+            await asyncio.gather(*(session(PROMPT) for session in sessions))
+
+        asked(engine, play, seed=run_seed)
+        assert {request["sampling_params"]["n"] for request in engine.requests} == {1}
+        return sorted(request["sampling_params"]["sampling_seed"] for request in engine.requests)
+
+    found = seeds(0, "g 0", "g 1")
+    assert len(set(found)) == 3
+    assert all(0 <= seed < 2**63 for seed in found)
+    assert seeds(0, "g 1", "g 0")[:1] != seeds(1, "g 1", "g 0")[:1]
+    assert set(seeds(0, "g 0", "g 2")) & set(found)
+    plain = FakeEngine(echo())
+    asked(plain, lambda client: siblings(client, 2))
+    assert "sampling_seed" not in plain.requests[0]["sampling_params"]
+
+
 def test_other_prompts_other_temperatures_and_greedy_answers_are_requests_of_their_own() -> None:
     engine = FakeEngine(echo())
 

@@ -88,7 +88,7 @@ class Bench:
             batches = Kept(door, lambda: False, self.parallel)
             log = StepLog([], started_at=time.time())
             publisher: Any = Relabelled(engine, door)
-            train(self.policy, batches, publisher, log, StopRule(self.config.run), save=lambda version: None)
+            train(self.policy.update, batches, publisher, log, StopRule(self.config.run), save=lambda version: None)
         self.leave(batches.groups, log.steps)
 
     def leave(self, trained: list[list[Group]], figures: list[dict[str, float]]) -> None:

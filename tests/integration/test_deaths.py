@@ -33,7 +33,7 @@ def _kill_and_check(tmp_path: Path, victim: str, step: int, delay: float) -> Non
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("victim", ["engine", "rollout", "trainer-1"])  # the others in a campaign
+@pytest.mark.parametrize("victim", ["engine"])  # rollout process, trainer and launcher: test_resume.py; all: a campaign
 def test_a_death_ends_the_run_with_a_diagnosis(victim: str, tmp_path: Path) -> None:
     _kill_and_check(tmp_path, victim, step=2, delay=0.0)
 
@@ -51,6 +51,7 @@ def test_sigterm_stops_everything(tmp_path: Path) -> None:
     nothing_is_left(run_dir, started)
 
 
+@pytest.mark.campaign
 @pytest.mark.integration
 def test_the_launchers_own_death_leaves_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

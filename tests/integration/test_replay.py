@@ -90,9 +90,13 @@ def same_schedule(live: Path, again: Path, *settings: str) -> None:
     nothing_is_left(again)
 
 
+@pytest.mark.campaign
 def test_whole_schedule_comes_to_the_same_batches_books_and_weights(live: Path, tmp_path: Path) -> None:
+    """That of a run which was killed and went on: test_resume.py."""
     same_schedule(live, tmp_path / "again", *SLACK)
-    # a buffer with another rule comes to something else, and that is told
+
+
+def test_buffer_with_another_rule_comes_to_something_else_and_that_is_told(live: Path, tmp_path: Path) -> None:
     other = ["mode=replay", f"replay.from={live}", "replay.schedule=true", "rollout.max_staleness=1"]
     with start(tmp_path / "other", *SMALL, *other) as process:
         code, text = finish(process, tmp_path / "other")

@@ -84,6 +84,19 @@ def test_engines_are_told_to_keep_experts_only_where_they_are_replayed() -> None
     assert flag not in flags(made()["engine-0"])
 
 
+def test_deterministic_engines_heed_seeds_and_on_a_cpu_have_one_request_at_a_time() -> None:
+    settings = {"deterministic": True, "rollout.max_staleness": 0}
+    cpu, gpu = (made(gpus=gpus, **settings)["engine-0"] for gpus in (0, 2))
+    for engine in (cpu, gpu):
+        assert flags(engine)["enable-deterministic-inference"] is True
+        assert engine.env["TORCHDYNAMO_DISABLE"] == "1"
+    assert (flags(cpu)["max-running-requests"], flags(cpu)["disable-radix-cache"]) == ("1", True)
+    assert flags(gpu)["max-running-requests"] == str(tiny_config().engine.max_running_requests)
+    assert "disable-radix-cache" not in flags(gpu)
+    assert made(**settings)["trainer-0"].env["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "enable-deterministic-inference" not in flags(made()["engine-0"])
+
+
 def test_server_args_win_and_take_flags_numbers_and_absence() -> None:
     extra = {"log_level": "debug", "enable_metrics": True, "mem_fraction_static": 0.5, "skip_server_warmup": False}
     found = flags(made(**{"engine.server_args": extra})["engine-0"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import RecordError
 from asyncrl.records import frames
-from asyncrl.records.events import Admitted, Committed, Event, Rejected, Taken, packed
+from asyncrl.records.events import Admitted, Began, Committed, Event, Rejected, Saved, Taken, packed
 from asyncrl.records.index import index_path
 from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
@@ -87,7 +87,7 @@ def test_torn_tail_is_left_out_and_counted_and_writing_goes_on(tmp_path_factory:
     assert writer.left_out == recording.torn
     writer.write(told()[0])
     writer.close()
-    assert list(Recording(folder).events()) == [*told(2)[:kept], told()[0]]
+    assert list(Recording(folder).all_events()) == [*told(2)[:kept], told()[0]]
 
 
 @given(st.data())
@@ -169,3 +169,33 @@ def test_full_disk_ends_the_recording_and_leaves_it_whole(tmp_path: Path, monkey
     writer.write(told()[2])
     writer.close()
     assert list(Recording(tmp_path).events()) == told()[:1]
+
+
+def test_events_that_were_rolled_back_are_left_out(tmp_path: Path) -> None:
+    """Killed behind a checkpoint, gone on from an older one, begun anew."""
+
+    def began(version: int) -> Began:
+        return Began("r", 0.0, version, {})
+
+    def record(*events: Event) -> list[Event]:
+        writer = Writer(tmp_path)
+        for event in events:
+            writer.write(event)
+        writer.close()
+        return list(Recording(tmp_path).events())
+
+    def rejected(slot: int) -> Event:
+        return Rejected(slot, 0, "judge", 1, packed(group(slot)))
+
+    first = [began(0), rejected(0), Saved(4), rejected(1), Taken(4, ["g1"], {}), Saved(8), rejected(2)]
+    assert record(*first) == first
+    assert record(began(4), rejected(3), Saved(8)) == [*first[:3], began(4), rejected(3), Saved(8)]
+    recording = Recording(tmp_path)
+    assert (recording.uids, recording.steps, recording.began) == (["g0", "g3"], [], 2)
+    with pytest.raises(RecordError, match="no group g1"):
+        recording.group("g1")
+    # from the checkpoint of the second stretch, not of the first
+    expected = [*first[:3], began(4), rejected(3), Saved(8), began(8), rejected(4)]
+    assert record(rejected(9), began(8), rejected(4)) == expected
+    assert len(list(Recording(tmp_path).all_events())) == len(first) + 3 + 3
+    assert record(began(0), rejected(5)) == [began(0), rejected(5)]

@@ -6,20 +6,26 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 import msgspec
 
 from asyncrl.agents.single_turn import SingleTurn
+from asyncrl.engine.client import Session
+from asyncrl.rollout import snapshot
+from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import Limits
 from asyncrl.rollout.faults import Faults
 from asyncrl.rollout.hooks import by_weight
+from asyncrl.rollout.prompts import Cursor
 from asyncrl.rollout.room import Fixed, Unbounded
 from asyncrl.rollout.service import Service
+from asyncrl.rollout.snapshot import ServiceState, Snapshot
 from asyncrl.rollout.worker import Worker
 from asyncrl.tasks import Task
 from asyncrl.types import Batch, Completion, Group, Prompt, VersionSpan, decode_batch
@@ -135,6 +141,7 @@ class Machinery:
         max_running: int | None = None,
         training: Iterator[Prompt] | None = None,
         task: Task | None = None,
+        agent: Agent | None = None,
         name: str = "length",
         decode: Callable[[list[int]], str] = lambda ids: "x" * len(ids),
         **client: Any,
@@ -145,13 +152,15 @@ class Machinery:
 
         scored = task or LengthTask()
         evaluations: Any = NoEvaluations()
-        self.service = Service(self.buffer, self.client, evaluations, "key0")
+        self.mixer = Mixer({name: scored}, {name: training or prompts()}, {name: 1.0}, by_weight, 0)
+        self.service = Service(self.buffer, self.client, evaluations, "key0", save=self._save)
+        self.outstanding: list[tuple[Ticket, Prompt, Sequence[Session]]] = []
         self.worker = Worker(
             self.service,
             self.client,
-            SingleTurn(),
+            agent or SingleTurn(),
             {name: scored},
-            Mixer({name: scored}, {name: training or prompts()}, {name: 1.0}, by_weight, 0),
+            self.mixer,
             decode,
             group_sizes={name: group_size},
             room=Fixed(max_running) if max_running else Unbounded(),
@@ -160,18 +169,38 @@ class Machinery:
             faults=Faults(lambda text, trace: None),
         )
 
+    def _save(self, state: ServiceState) -> bytes:
+        return snapshot.encode(Snapshot(state, Cursor(state.drawn, {}), self.mixer.state(), evaluating=False))
+
+    def go_on(self, saved: bytes, prompt: Callable[[str], Prompt]) -> None:
+        """From a snapshot; `prompt` gives those that were drawn before."""
+        whole = snapshot.decode(saved)
+        self.mixer.restore(whole.mixer)
+        playing = self.service.restore(whole.service)
+        self.outstanding = [(ticket, prompt(name.uid), sessions) for ticket, name, sessions in playing]
+
     def batches(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:
         """What a trainer gets that trains and publishes one batch after the other."""
         return asyncio.run(asyncio.wait_for(self._batches(steps, train), 20))
 
-    async def _batches(self, steps: int, train: Callable[[Batch], None]) -> list[Batch]:
+    def snapshot(self, steps: int) -> tuple[list[Batch], bytes]:
+        """So many batches, and what a checkpoint keeps after them."""
+        saved: list[bytes] = []
+        return asyncio.run(asyncio.wait_for(self._batches(steps, lambda batch: None, saved), 20)), saved[0]
+
+    async def _batches(
+        self, steps: int, train: Callable[[Batch], None], saved: list[bytes] | None = None
+    ) -> list[Batch]:
         door = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=self.service.app()), base_url="http://service", headers=KEY
         )
         found = []
         async with door, asyncio.TaskGroup() as group:  # the worker's death ends the trainer
-            working = group.create_task(self.worker.run())
-            for version in range(steps):
+            first = self.buffer.version
+            if first:  # it goes on
+                await door.post("/version", json={"version": first})
+            working = group.create_task(self.worker.run(self.outstanding))
+            for version in range(first, first + steps):
                 while (answer := await door.get("/batch", params={"version": version})).status_code == 202:
                     pass
                 batch = decode_batch(answer.raise_for_status().content)
@@ -184,6 +213,9 @@ class Machinery:
                 self.engine.version = version + 1
                 self.engine.serving.set()
                 await door.post("/version", json={"version": version + 1})
+            if saved is not None:
+                answer = await door.post("/snapshot", json={"version": first + steps})
+                saved.append(answer.raise_for_status().content)
             working.cancel()
         await self.client.close()
         return found

@@ -7,9 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.cohorts import BufferState, Ticket
 from asyncrl.rollout.hooks import lowest_first
 from asyncrl.rollout.ledger import Ledger, Source
 from tests.fakes import group
@@ -30,6 +32,7 @@ class Run:
     oversample: int = 0
     over_age: str = "wait"
     picky: bool = False  # a hook that chooses at random
+    saves: bool = False  # at every version the buffer is another one, made from what a checkpoint keeps
     batches: list[list[int]] = field(default_factory=list)
     births: list[list[int]] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
@@ -37,7 +40,17 @@ class Run:
     def __post_init__(self) -> None:
         self.bound = self.lead + self.slack
         self.random = random.Random(self.seed)
-        self.buffer = CohortBuffer(
+        self.buffer = self._new_buffer()
+        self.running: list[Ticket] = []
+        self.sizes: dict[Ticket, int] = {}
+        self.received: Counter[Ticket] = Counter()  # tokens of running groups
+        self.slow: set[Ticket] = set()
+        self.born: dict[int, int] = {}
+        self.books: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    def _new_buffer(self) -> CohortBuffer:
+        return CohortBuffer(
             self.batch_groups,
             self.bound,
             self.lead,
@@ -46,13 +59,12 @@ class Run:
             select=(lambda ready, count: self.random.sample(ready, count)) if self.picky else lowest_first,
             clock=lambda: 0.0,
         )
-        self.running: list[Ticket] = []
-        self.sizes: dict[Ticket, int] = {}
-        self.received: Counter[Ticket] = Counter()  # tokens of running groups
-        self.slow: set[Ticket] = set()
-        self.born: dict[int, int] = {}
-        self.books: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
+
+    def _resume(self) -> None:
+        """What a crash and a restart leave of the buffer."""
+        saved = msgspec.msgpack.decode(msgspec.msgpack.encode(self.buffer.state()), type=BufferState)
+        self.buffer = self._new_buffer()
+        self.buffer.restore(saved)
 
     def play(self) -> Run:
         weights = [self.random.choice([1, 5, 25]) for _ in range(4)]
@@ -149,6 +161,8 @@ class Run:
         self.books["trained"] += self.books.pop("training")
         self.books["tokens_trained"] += self.books.pop("in_batch")
         self.trace.append("publish")
+        if self.saves:
+            self._resume()
         return True
 
     def _check(self) -> None:
@@ -179,5 +193,6 @@ def schedules(kind: type[Run], **more: st.SearchStrategy[Any]) -> st.SearchStrat
         rejections=st.sampled_from([0.0, 0.2, 0.6]),
         concurrency=st.sampled_from([1, 2, 5, 10**6]),
         stragglers=st.sampled_from([0.0, 0.1, 0.5]),
+        saves=st.booleans(),
         **more,
     )

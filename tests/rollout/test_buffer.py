@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Source
 from asyncrl.types import Group
 from tests.fakes import group

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.records.events import Committed, packed
 from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
-from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison, difference
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.types import Completion, Group, VersionSpan

@@ -14,7 +14,8 @@ import pytest
 from asyncrl.engine.client import Session
 from asyncrl.errors import LedgerError
 from asyncrl.rollout import service as module
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Ledger, Tokens
 from asyncrl.rollout.room import Unbounded
 from asyncrl.rollout.service import Service
@@ -74,7 +75,7 @@ class Site:
 
     def begin(self, ticket: Ticket) -> list[Session]:
         sessions: list[Session] = [self.client.generate(group=ticket.uid) for _ in range(2)]
-        self.service.begin(ticket, self.service.draw(lambda: next(self.prompts)).uid, sessions)
+        self.service.begin(ticket, self.service.draw(lambda: next(self.prompts)), sessions)
         return sessions
 
     def receive(self, session: Session, tokens: int) -> None:

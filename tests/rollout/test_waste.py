@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.rollout.buffer import OVER_AGE, SURPLUS, CohortBuffer, Ticket
+from asyncrl.rollout.buffer import OVER_AGE, SURPLUS, CohortBuffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Source
 from asyncrl.types import Group
 from tests.fakes import group

@@ -1,0 +1,125 @@
+"""A checkpoint is a folder with a manifest, which is written last: its files, their sizes and their SHA-256.
+
+    RUN/checkpoints/00000040/
+        policy/        Megatron's torch_dist format: weights and moments, float32           (trainer/sharded.py)
+        critic/        likewise, with algo.advantage=gae
+        trainer.json   counters of the optimizers, the stop rule and the log                (trainer/checkpoint.py)
+        samples.msgpack  groups that may be trained again, with algo.replay_groups
+        rollout.msgpack  everything of the rollout side                                     (rollout/snapshot.py)
+        manifest.json
+
+What has no manifest was cut short; what differs from its manifest is damaged. Nothing in a folder is read before its
+manifest was checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import RecordError
+
+NAME = "manifest.json"
+COUNTERS, SAMPLES, ROLLOUT = "trainer.json", "samples.msgpack", "rollout.msgpack"
+"""Files of a checkpoint beside those of its networks."""
+FORMAT = 1
+_BLOCK = 4 << 20
+_READERS = 16
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a whole checkpoint holds."""
+
+    format: int
+    version: int  # that the engines served
+    run_id: str  # of the launch that wrote it
+    time: float  # time.time()
+    config: dict[str, Any]
+    files: dict[str, FileEntry]  # by path within the folder
+
+
+def describe(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Entries of these files, read anew."""
+    return {name: _entry(folder / name) for name in names}
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Make the folder a checkpoint: it is one after this, or not at all."""
+    partial = folder / f"{NAME}.partial"
+    with partial.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(manifest)))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(folder / NAME)
+    for place in (folder, folder.parent):
+        _sync(place)
+
+
+def read(folder: Path) -> Manifest:
+    """Raises RecordError when there is none that can be read; looks at no other file."""
+    try:
+        manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise RecordError(f"{folder} has no {NAME}: it was not written to its end") from None
+    except OSError as error:
+        raise RecordError(f"{folder / NAME} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RecordError(f"{folder / NAME} is damaged: {error}") from None
+    if manifest.format != FORMAT:
+        raise RecordError(f"{folder} is of format {manifest.format}, and this version reads {FORMAT}")
+    return manifest
+
+
+def verified(folder: Path) -> Manifest:
+    """The manifest of a folder whose every file is as it was written. Raises RecordError, naming the first that is
+    not."""
+    manifest = read(folder)
+    outside = [name for name in manifest.files if name.startswith("/") or ".." in Path(name).parts]
+    if outside:
+        raise RecordError(f"{folder / NAME} is damaged: it names {outside[0]}")
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        checks = [pool.submit(_check, folder, name, entry) for name, entry in manifest.files.items()]
+        for check in checks:
+            check.result()
+    return manifest
+
+
+def _check(folder: Path, name: str, entry: FileEntry) -> None:
+    try:
+        size = (folder / name).stat().st_size
+        if size != entry.bytes:
+            raise RecordError(f"{folder / name} is damaged: {size} bytes, and {entry.bytes} were written")
+        if _entry(folder / name) != entry:
+            raise RecordError(f"{folder / name} is damaged: its checksum differs")
+    except OSError as error:
+        raise RecordError(f"{folder / name} cannot be read: {error.strerror}") from None
+
+
+def _entry(path: Path) -> FileEntry:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return FileEntry(size, digest.hexdigest())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

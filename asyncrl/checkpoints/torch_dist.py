@@ -1,0 +1,101 @@
+"""The frame of a folder in Megatron's `torch_dist` format, around the chunks that torch.distributed.checkpoint writes.
+
+`.metadata` says for every key its whole shape and in which file, at which byte, each chunk of it lies; `metadata.json`
+names the format, `common.pt` holds what is not sharded. `.metadata` is a pickle: it is read here by an unpickler that
+builds the classes of the format and nothing else. Read from megatron-core 0.16.1, core/dist_checkpointing/.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata
+
+from asyncrl.errors import RecordError
+
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+METADATA = ".metadata"
+_ALLOWED = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("pathlib", "PosixPath"): PurePosixPath,
+}
+_DAMAGED = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What the bytes of a damaged pickle may raise."""
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong there")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Raises RecordError for anything but what the format says."""
+    path = folder / METADATA
+    try:
+        return parse(path.read_bytes())
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+    except RecordError as error:
+        raise RecordError(f"{path} is damaged: {error}") from None
+
+
+def parse(data: bytes) -> Metadata:
+    """What a `.metadata` holds. Raises RecordError for anything but what the format says."""
+    try:
+        found = _Unpickler(io.BytesIO(data)).load()
+    except _DAMAGED as error:
+        raise RecordError(f"{type(error).__name__}: {error}") from None
+    if not isinstance(found, Metadata):
+        raise RecordError(f"it holds a {type(found).__name__}")
+    return found
+
+
+def write_frame(folder: Path, version: int) -> None:
+    """What stands beside the chunks."""
+    (folder / "metadata.json").write_text(json.dumps(FORMAT))
+    buffer = io.BytesIO()  # torch.save meets a full disk with words of its own
+    torch.save({"checkpoint_version": 3.0, "iteration": version}, buffer)
+    (folder / "common.pt").write_bytes(buffer.getvalue())

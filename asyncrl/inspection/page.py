@@ -1,0 +1,96 @@
+"""A recorded run as one HTML file that needs nothing else: curves over the steps, and trajectories token by token."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.inspection.render import Decode
+from asyncrl.inspection.rows import GroupRow, StepRow
+from asyncrl.records.reading import Recording
+from asyncrl.types import Completion, Group
+
+TEMPLATE = Path(__file__).with_name("page.html")
+PLACE = "/*DATA*/null"
+DIGITS = 4
+
+
+def page(title: str, recording: Recording, steps: Sequence[StepRow], rows: Sequence[GroupRow],
+         trained: dict[int, dict[str, float]], decode: Decode) -> str:  # fmt: skip
+    """`rows` are the groups whose trajectories it shows; `trained` has metrics.jsonl by step."""
+    data = {
+        "title": title,
+        "steps": [_step(row, trained.get(row.step + 1, {})) for row in steps],
+        "groups": [_group(recording, row, decode) for row in rows],
+    }
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False)
+    text = text.replace("</", "<\\/").replace("<!--", "<\\!--")  # what would end the script that holds it
+    text = text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return TEMPLATE.read_text().replace(PLACE, text)
+
+
+def _step(row: StepRow, trained: dict[str, float]) -> dict[str, Any]:
+    rewards = [reward for group in row.groups for reward in group.rewards]
+    lengths = [length for group in row.groups for length in group.lengths]
+    ages = [age for group in row.groups for age in group.staleness]
+    figures = {name: trained[name] for name in ("loss", "grad_norm", "entropy", "logprob_gap/mean") if name in trained}
+    return {
+        "step": row.step,
+        "reward": _mean(rewards),
+        "length": _mean(lengths),
+        "longest": max(lengths, default=0),
+        "staleness": _mean(ages),
+        "stalest": max(ages, default=0),
+        **{name: value for name, value in figures.items() if math.isfinite(value)},
+    }
+
+
+def _group(recording: Recording, row: GroupRow, decode: Decode) -> dict[str, Any]:
+    group = recording.group(row.uid)
+    scores = recording.scores(int(row.place)).get(row.uid, []) if row.place.isdigit() else []
+    return {
+        "uid": row.uid,
+        "task": row.task,
+        "place": row.place,
+        "prompt": "".join(decode(token) for token in group.prompt_ids),
+        "trajectories": _trajectories(group, row, scores, decode),
+    }
+
+
+def _trajectories(group: Group, row: GroupRow, scores: Sequence[float], decode: Decode) -> list[dict[str, Any]]:
+    told, found = iter(scores), []
+    for number, one in enumerate(group.trajectories):
+        turns = [
+            {
+                "observation": "".join(decode(token) for token in turn.observation),
+                "tokens": _tokens(turn.completion, [next(told, math.nan) for _ in turn.completion.token_ids], decode),
+                "reason": turn.completion.finish_reason,
+                "reward": turn.reward,
+            }
+            for turn in one.turns
+        ]
+        age = row.staleness[number] if row.staleness else None
+        found.append({"reward": one.reward, "length": one.num_tokens, "staleness": age, "turns": turns})
+    return found
+
+
+def _tokens(completion: Completion, scores: Sequence[float], decode: Decode) -> list[list[Any]]:
+    """[text, log-probability, gap or null, version, whether that is inferred] of each."""
+    spans = [span for span in completion.versions for _ in range(span.start, span.end)]
+    return [
+        [
+            decode(token),
+            round(logprob, DIGITS),
+            round(score - logprob, DIGITS) if math.isfinite(score) else None,
+            span.version,
+            span.inferred,
+        ]
+        for token, logprob, score, span in zip(completion.token_ids, completion.logprobs, scores, spans, strict=True)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

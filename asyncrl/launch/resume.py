@@ -1,0 +1,152 @@
+"""resume=auto|PATH: which checkpoint a run goes on from, whether it may, and what of the run folder is rolled back."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.addresses import LOST, READY
+from asyncrl.checkpoints import manifest
+from asyncrl.checkpoints.manifest import Manifest
+from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, RecordError
+from asyncrl.launch.replay import differing
+
+ROLLED_BACK = "rolled_back"
+FOLLOWED = {"metrics.jsonl": "version", "eval.jsonl": "version_max"}
+"""Files whose lines belong to versions, and the field that says to which."""
+MUST_STAY = ("run.seed", "rollout.batch_groups", "rollout.max_staleness", "rollout.effective_lead", "eval.questions")
+"""The groups under way were admitted, and their prompts drawn, under these."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint that is whole."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def version(self) -> int:
+        """That every engine served."""
+        return self.manifest.version
+
+    @property
+    def run_dir(self) -> Path:
+        """Of the run that wrote it."""
+        return self.folder.parent.parent
+
+
+def choose(config: Config, run_dir: Path) -> Resume | None:
+    """The checkpoint to go on from; None where the run begins. Raises ConfigError where one was named and there is
+    none, RecordError where the one that was named is damaged."""
+    if config.resume is None:
+        return None
+    if config.resume == "auto":
+        found = Shelf(run_dir).newest(_tell)
+    else:
+        named = Path(config.resume).expanduser().absolute()
+        if (named / manifest.NAME).is_file():
+            found = named, manifest.verified(named)
+        elif not (found := Shelf(named).newest(_tell)):
+            remedy = "Neither a checkpoint nor a run with a whole one: name such a folder, or set resume=auto."
+            raise ConfigError("resume", config.resume, remedy)
+    resume = Resume(*found) if found else None
+    if resume:
+        _check(config, resume)
+    return resume
+
+
+def _check(config: Config, resume: Resume) -> None:
+    """Whether these settings can go on from it."""
+    if config.mode == "replay":
+        return
+    if manifest.ROLLOUT not in resume.manifest.files:
+        raise RecordError(f"{resume.folder} holds no rollout side, for mode=replay wrote it: train from it by a replay")
+    then = Config.model_validate(resume.manifest.config)
+    for field in MUST_STAY:
+        section, name = field.split(".")
+        before, now = (getattr(getattr(one, section), name) for one in (then, config))
+        if before != now:
+            field = "rollout.lead" if name == "effective_lead" else field
+            remedy = f"The checkpoint's groups under way were made with {before!r}: resume with that."
+            raise ConfigError(field, now, remedy)
+    if missing := sorted(then.mixture.keys() - config.mixture.keys()):
+        raise ConfigError(
+            "tasks", missing[0], "The checkpoint's groups under way play this task: keep it, at weight 0."
+        )
+
+
+def finished(config: Config, run_dir: Path, resume: Resume) -> str | None:
+    """Why there is nothing left to do in the run's own folder, or None: it ended, and is asked for nothing more."""
+    summary = run_dir / "summary.json"
+    if not summary.exists() or (resume.version < config.run.max_steps and changes(config, resume)):
+        return None
+    return str(json.loads(summary.read_text())["reason"])
+
+
+def changes(config: Config, resume: Resume | None) -> list[str]:
+    """field: before -> now."""
+    return differing(resume.manifest.config, config) if resume else []
+
+
+def roll_back(run_dir: Path, resume: Resume | None) -> None:
+    """Make the run folder what it was at the checkpoint; what came after it is kept aside. A run that goes on in a
+    folder of its own gets the lines before the checkpoint."""
+    version = resume.version if resume else -1
+    source = resume.run_dir if resume else run_dir
+    aside = run_dir / ROLLED_BACK / f"{len(list((run_dir / ROLLED_BACK).glob('*'))):04d}"
+    aside.mkdir(parents=True)
+    for name, field in FOLLOWED.items():
+        lines = _lines(source / name)
+        kept = [line for line in lines if line[field] <= version]
+        if source == run_dir:
+            _write(aside / name, [line for line in lines if line[field] > version])
+        _write(run_dir / name, kept)
+    for name in ("config.json", LOST, "summary.json"):
+        if (run_dir / name).exists():
+            (run_dir / name).rename(aside / name)
+    (run_dir / READY).unlink(missing_ok=True)
+    shutil.rmtree(run_dir / "weights", ignore_errors=True)  # buckets of the disk transport
+    for path in Shelf(run_dir).folder.glob("[0-9]*"):
+        if int(path.name) > version:
+            Shelf(run_dir).remove(path)  # damaged, cut short, or of a future that will not be
+
+
+def lock(run_dir: Path) -> int:
+    """Keep every other launcher out of the folder until this one ends. Raises ConfigError when one is at work there."""
+    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            "run.dir", str(run_dir), "A run is under way in this folder: wait for it, or end it."
+        ) from None
+    return descriptor
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Whole ones: the last may have been cut short."""
+    if not path.exists():
+        return []
+    *whole, _ = path.read_text().split("\n")
+    return [json.loads(line) for line in whole]
+
+
+def _write(path: Path, lines: list[dict[str, Any]]) -> None:
+    if lines or path.exists():
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        partial.rename(path)
+
+
+def _tell(text: str) -> None:
+    print(f"asyncrl: {text}", file=sys.stderr, flush=True)

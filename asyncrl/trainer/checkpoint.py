@@ -1,0 +1,224 @@
+"""Checkpoints of a run: what the trainers hold at a version, with the rollout side at the same version.
+
+    stall      the state is copied into host memory, and the rollout side tells its own; the next step may begin
+    write      a thread of each rank writes its pieces, flushes them to the disk, and takes their checksums
+    commit     rank 0 writes the manifest when everybody is done, and removes checkpoints that need not be kept
+
+waits for     the checkpoint before, where it is still being written when the next is due (checkpoint.timeout)
+on failure    a full disk, say: a warning, and the run goes on; the checkpoints before are as they were
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from asyncrl.checkpoints import manifest
+from asyncrl.checkpoints.manifest import COUNTERS, ROLLOUT, SAMPLES, FileEntry, Manifest
+from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.torch_dist import METADATA, write_frame
+from asyncrl.config import Config
+from asyncrl.errors import DeadlineExceeded, RecordError
+from asyncrl.parallel import Parallel
+from asyncrl.trainer import sharded
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.sharded import Staged
+from asyncrl.types import Group
+
+
+@dataclass
+class _Work:
+    """A checkpoint that is being written."""
+
+    version: int
+    files: dict[str, bytes]  # whole, by name; of rank 0
+    thread: threading.Thread | None = None
+    problem: str | None = None
+    seconds: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+
+
+class Checkpoints:
+    """One per rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        shelf: Shelf,
+        run_id: str,
+        parallel: Parallel,
+        policy: Policy,
+        *,
+        counters: Callable[[], dict[str, Any]],
+        snapshot: Callable[[int], bytes],
+        warn: Callable[[str, int], None],
+    ) -> None:
+        """`counters` of the run's loop go into trainer.json; `snapshot` asks the rollout side, on rank 0."""
+        self._config, self._settings = config, config.checkpoint
+        self._shelf, self._run_id, self._parallel, self._policy = shelf, run_id, parallel, policy
+        self._counters, self._snapshot, self._warn = counters, snapshot, warn
+        self._staged: dict[str, Staged] = {}
+        self._work: _Work | None = None
+        self._size, self._begun = 0, -1
+        self.failed, self.last = 0, -1
+        """How many could not be written, and the version of the last that was."""
+        timeout = timedelta(seconds=self._settings.timeout)
+        parallel_run = self._settings.every and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if parallel_run else None
+        if self._settings.every:
+            self._prepare()
+
+    def resumed(self, version: int) -> None:
+        """The run goes on from a checkpoint of this version: it needs no other."""
+        self._begun = self.last = version
+
+    def due(self, version: int) -> bool:
+        """Whether one must be written in the course of the run."""
+        return bool(self._settings.every) and version % (self._settings.every or 1) == 0
+
+    def save(self, version: int) -> dict[str, float]:
+        """A checkpoint, unless checkpoint.every is unset or this version has one; the seconds that it cost the loop."""
+        if not self._settings.every or version == self._begun:
+            return {}
+        self._begun, started = version, time.monotonic()
+        self.finish()
+        waited = time.monotonic() - started
+        if problem := self._from_first(lambda: self._shelf.lacks(self._size)):
+            self._fail(version, problem)
+            return {}
+        work = _Work(version, self._from_rollout_and_loop(version) if self._parallel.is_first else {})
+        copying = time.monotonic()
+        for name, part in self._policy.sharded().items():
+            self._staged[name].copy(list(part.written()))
+        self._from_first(lambda: str(self._shelf.make_room(version)))  # everyone waits until it is there
+        work.thread = threading.Thread(target=self._write, args=(work,), name="checkpoint", daemon=True)
+        work.thread.start()
+        self._work = work
+        now = time.monotonic()
+        return {"checkpoint/stall": now - started, "checkpoint/copy": now - copying, "checkpoint/waited": waited}
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written stands. Raises DeadlineExceeded."""
+        if (work := self._work) is None:
+            return
+        assert work.thread is not None
+        work.thread.join(max(0.0, self._settings.timeout - (time.monotonic() - work.began)))
+        if work.thread.is_alive():
+            raise DeadlineExceeded(f"checkpoint {work.version} to be written", self._settings.timeout)
+        self._work = None
+        if work.problem:
+            self._fail(work.version, work.problem)
+        else:
+            self.last = work.version
+
+    def figures(self) -> dict[str, Any]:
+        """For the summary."""
+        return {"checkpoint/last": self.last, "checkpoint/failed": self.failed} if self._settings.every else {}
+
+    # -- the stall -----------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Memory for the copies, and how much all ranks together will write."""
+        for name, part in self._policy.sharded().items():
+            self._staged[name] = Staged(list(part.written()))
+        mine = sum(staged.nbytes for staged in self._staged.values())
+        sizes = [mine]
+        if self._group:
+            sizes = [0] * dist.get_world_size()
+            dist.all_gather_object(sizes, mine, self._group)
+        self._size = sum(sizes)
+
+    def _from_rollout_and_loop(self, version: int) -> dict[str, bytes]:
+        counters = {**self._counters(), "policy": self._policy.counters()}
+        samples = msgspec.msgpack.encode(self._policy.samples())
+        files = {COUNTERS: json.dumps(counters).encode(), SAMPLES: samples}
+        rollout = self._snapshot(version)
+        return {**files, ROLLOUT: rollout} if rollout else files
+
+    def _from_first(self, ask: Callable[[], str | None]) -> str | None:
+        """Rank 0's answer, on every rank."""
+        answer = [ask() if self._parallel.is_first else None]
+        if self._group:
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+        return answer[0]
+
+    def _fail(self, version: int, problem: str) -> None:
+        self.failed += 1
+        if self._parallel.is_first:
+            self._warn(f"checkpoint {version} could not be written, and the run goes on without it: {problem}", version)
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _write(self, work: _Work) -> None:
+        folder = self._shelf.path(work.version)
+        try:
+            found: dict[str, FileEntry] | str = self._write_mine(work, folder)
+        except (CheckpointException, OSError, RuntimeError) as error:
+            found = _told(error)
+        everyone: list[Any] = [found]
+        try:
+            if self._group:
+                everyone = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, found, self._group)
+            problems = [one for one in everyone if isinstance(one, str)]
+            work.problem = problems[0] if problems else self._from_first(lambda: self._commit(work, folder, everyone))
+        except (OSError, RuntimeError) as error:
+            work.problem = _told(error)
+        if work.problem and self._parallel.is_first:
+            self._shelf.remove(folder)
+        work.seconds = time.monotonic() - work.began
+
+    def _write_mine(self, work: _Work, folder: Path) -> dict[str, FileEntry]:
+        names = []
+        for name, staged in self._staged.items():
+            part = folder / name
+            sharded.write(part, staged.pieces, self._group)
+            names += [f"{name}/{file.name}" for file in part.glob(f"__{self._parallel.rank}_*")]
+            if self._parallel.is_first:
+                write_frame(part, work.version)
+                names += [f"{name}/{file}" for file in (METADATA, "metadata.json", "common.pt")]
+        for name, content in work.files.items():
+            (folder / name).write_bytes(content)
+        return manifest.describe(folder, [*names, *work.files])
+
+    def _commit(self, work: _Work, folder: Path, written: list[dict[str, FileEntry]]) -> str | None:
+        """What every rank has written is a checkpoint now; or why not."""
+        files = {name: entry for one in written for name, entry in one.items()}
+        config = json.loads(self._config.model_dump_json())
+        try:
+            manifest.commit(folder, Manifest(manifest.FORMAT, work.version, self._run_id, time.time(), config, files))
+            self._shelf.prune(self._settings.keep_last, self._settings.keep_every)
+        except OSError as error:
+            return _told(error)
+        return None
+
+
+def _told(error: BaseException) -> str:
+    """In one line: torch tells the failures of all ranks."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
+
+
+def load(folder: Path, policy: Policy) -> dict[str, Any]:
+    """Bring the policy to where it was, under any layout; returns the loop's counters. Raises RecordError."""
+    for name, part in policy.sharded().items():
+        part.load(folder / name)
+    try:
+        counters: dict[str, Any] = json.loads((folder / COUNTERS).read_bytes())
+        samples = msgspec.msgpack.decode((folder / SAMPLES).read_bytes(), type=list[Group])
+        policy.restore(counters["policy"], samples)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{folder} cannot be read: {type(error).__name__}: {error}") from None
+    return counters

@@ -1,0 +1,30 @@
+"""What the trainer's log-probabilities of a recorded batch were, beside the recording: the gap of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from asyncrl.records.events import scored
+from asyncrl.records.reading import RECORDS, TRAINER
+from asyncrl.records.writer import Writer
+
+
+class Scores:
+    """Of rank 0. Where they cannot be written the run goes on, and says so once."""
+
+    def __init__(self, run_dir: Path, warn: Callable[[str, int], None]) -> None:
+        self._writer, self._warn, self._warned = Writer(run_dir / RECORDS / TRAINER), warn, False
+
+    def write(self, step: int, logprobs: Tensor) -> None:
+        """[N] of a batch's tokens."""
+        self._writer.write(scored(step, logprobs.tolist()))
+        if self._writer.failed and not self._warned:
+            self._warned = True
+            self._warn(f"{self._writer.failed}. The run goes on without it.", step)
+
+    def close(self) -> None:
+        """Write the rest."""
+        self._writer.close()

@@ -1,0 +1,237 @@
+"""The state of a network and its optimizer in a folder that all ranks write and read, in Megatron's torch_dist format.
+
+A parameter is saved once, in float32: its master value, under the key of Megatron's model. Its moments stand beside it
+under `optimizer.exp_avg.KEY` and `optimizer.exp_avg_sq.KEY`. So a checkpoint knows neither the layout nor the precision
+nor the kind of optimizer that wrote it. (Megatron's own optimizer state does not load across expert parallelism, nor
+into an optimizer that is not distributed.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import planner_helpers
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
+
+from asyncrl.checkpoints.torch_dist import read_metadata
+from asyncrl.errors import RecordError
+from asyncrl.trainer.network import Network
+from asyncrl.trainer.optimizer import MOMENTS, Optimizer
+from asyncrl.trainer.sharding import Box, Placed, Shape
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of this rank, and which box of the whole it is."""
+
+    key: str
+    box: Box
+    tensor: Tensor  # of the box's size
+
+
+class Sharded:
+    """A network with its optimizer, as the pieces that this rank writes or reads."""
+
+    def __init__(self, network: Network, optimizer: Optimizer) -> None:
+        self._network, self._optimizer = network, optimizer
+
+    def written(self) -> Iterator[Piece]:
+        """Each element of the whole is written by one rank."""
+        places = {id(place.tensor): place for place in self._network.placed()}
+        for shard in self._optimizer.shards():
+            place = places[id(shard.parameter)]
+            if place.ours if self._network.sharded else place.first:
+                yield from _pieces(place, shard.start, {"": shard.master, **_moments(shard.moments)})
+        for place in places.values():
+            if place.first and not isinstance(place.tensor, torch.nn.Parameter):  # a buffer
+                yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
+
+    def weights(self) -> Iterator[Piece]:
+        """What this rank computes with, in its own precision."""
+        for place in self._network.placed():
+            yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
+
+    def states(self) -> Iterator[Piece]:
+        """What this rank's optimizer holds. In float32 a weight is its own master."""
+        places = {id(place.tensor): place for place in self._network.placed()}
+        for shard in self._optimizer.shards():
+            masters = {"": shard.master} if _apart(shard.master, shard.parameter) else {}
+            yield from _pieces(places[id(shard.parameter)], shard.start, {**masters, **_moments(shard.moments)})
+
+    def load(self, folder: Path) -> None:
+        """As `write` left it under any layout. Raises RecordError."""
+        read(folder, list(self.weights()))
+        read(folder, list(self.states()))
+
+
+def _moments(moments: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"optimizer.{name}.": moments[name] for name in MOMENTS}
+
+
+def _apart(master: Tensor, parameter: Tensor) -> bool:
+    return master.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+
+
+def _pieces(place: Placed, start: int, flat: dict[str, Tensor]) -> Iterator[Piece]:
+    """Of flat tensors, by prefix, that hold elements from `start` on."""
+    end = start + len(next(iter(flat.values())))
+    for box in place.boxes:
+        for part in box.within(start, end):
+            for prefix, values in flat.items():
+                first = part.start - start
+                yield Piece(prefix + part.key, part, values[first : first + part.numel].view(part.size))
+
+
+class Staged:
+    """A copy of pieces in host memory, which is kept for the next time: what is written while training goes on."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        pinned = any(piece.tensor.is_cuda for piece in pieces)
+        # zeros, so that the first copy finds its memory touched, as all later ones do
+        self.pieces = [
+            replace(piece, tensor=torch.zeros(piece.box.size, dtype=piece.tensor.dtype, pin_memory=pinned))
+            for piece in pieces
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank."""
+        return sum(piece.tensor.nbytes for piece in self.pieces)
+
+    def copy(self, pieces: Sequence[Piece]) -> None:
+        """Take the values as they are now, of the same pieces."""
+        for own, piece in zip(self.pieces, pieces, strict=True):
+            assert (own.key, own.box) == (piece.key, piece.box), f"{own.key} lies elsewhere now"
+            own.tensor.copy_(piece.tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def write(folder: Path, pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> None:
+    """Collective over `group`. Raises torch's CheckpointException on every rank when one of them fails."""
+    save_chunks({}, storage_writer=FileSystemWriter(folder), planner=_Writing(pieces), process_group=group)
+
+
+def read(folder: Path, pieces: Sequence[Piece]) -> None:
+    """Fill these. Raises RecordError when the folder is damaged, or holds another model."""
+    metadata = read_metadata(folder)
+    by_key: defaultdict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_key[piece.key].append(piece)
+    items = [item for key, wanted in by_key.items() for item in _items(folder, metadata, key, wanted)]
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    filling: Any = _Filling(pieces)
+    try:
+        reader.read_data(LoadPlan(items), filling).wait()
+    except (OSError, RuntimeError, KeyError, ValueError, AssertionError) as error:
+        raise RecordError(f"{folder} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _items(folder: Path, metadata: Metadata, key: str, wanted: Sequence[Piece]) -> list[ReadItem]:
+    """What to read of a key, all of it checked to be there."""
+    entry, whole = metadata.state_dict_metadata.get(key), wanted[0].box.whole
+    if not isinstance(entry, TensorStorageMetadata):
+        raise RecordError(f"{folder} has no {key}: it is of another model, or of another algo.advantage")
+    if tuple(entry.size) != whole:
+        raise RecordError(f"{key} in {folder} has shape {tuple(entry.size)}, and {whole} in this model")
+    items = planner_helpers.create_read_items_for_chunk_list(key, entry, [_chunk(piece.box) for piece in wanted])
+    found, sought = sum(math.prod(item.lengths) for item in items), sum(piece.box.numel for piece in wanted)
+    if found != sought:
+        raise RecordError(f"{folder} holds {found} of {sought} elements of {key}")
+    return items
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
+
+
+class _Writing(SavePlanner):
+    """torch asks it what this rank writes."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._tensors: dict[tuple[str, Shape], Tensor] = {(p.key, p.box.offset): p.tensor for p in pieces}
+        self._items = [
+            WriteItem(
+                MetadataIndex(piece.key, torch.Size(piece.box.offset)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    _chunk(piece.box),
+                    TensorProperties(dtype=piece.tensor.dtype),
+                    torch.Size(piece.box.whole),
+                ),
+            )
+            for piece in pieces
+        ]
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Nothing."""
+
+    def create_local_plan(self) -> SavePlan:
+        """The pieces."""
+        return SavePlan(self._items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Everybody's, checked to be everything, once."""
+        plans, metadata = create_default_global_save_plan(all_plans)
+        for key, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+                if held != math.prod(entry.size):
+                    raise RuntimeError(f"{held} of {math.prod(entry.size)} elements of {key} would be saved")
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The tensor of a piece."""
+        index = write_item.index
+        assert index.offset is not None
+        return self._tensors[index.fqn, tuple(index.offset)]
+
+
+class _Filling:
+    """torch asks it where what was read belongs."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._tensors = {(piece.key, piece.box.offset): piece.tensor for piece in pieces}
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        """The part of a piece's tensor; other precisions are converted by the copy into it."""
+        index = item.dest_index
+        assert index.offset is not None
+        tensor = self._tensors[index.fqn, tuple(index.offset)]
+        for axis, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(axis, start, length)
+        return tensor
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        """It is there already."""

@@ -1,0 +1,173 @@
+"""A checkpoint is whole, or it is refused: nothing that is damaged is read, and nothing in it is ever run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
+
+from asyncrl.checkpoints import manifest, torch_dist
+from asyncrl.checkpoints.manifest import Manifest
+from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.errors import RecordError
+
+MUTATIONS = 100 * int(os.environ.get("ASYNCRL_TRIALS", "3"))
+
+
+def write(shelf: Shelf, version: int, content: bytes = b"some bytes") -> Path:
+    folder = shelf.make_room(version)
+    (folder / "policy").mkdir()
+    (folder / "policy/chunk").write_bytes(content)
+    (folder / "trainer.json").write_bytes(b"{}")
+    files = manifest.describe(folder, ["policy/chunk", "trainer.json"])
+    manifest.commit(folder, Manifest(manifest.FORMAT, version, "run", 0.0, {}, files))
+    return folder
+
+
+def newest(shelf: Shelf) -> tuple[int | None, list[str]]:
+    told: list[str] = []
+    found = shelf.newest(told.append)
+    return found[1].version if found else None, told
+
+
+def test_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    assert newest(shelf) == (None, [])
+    for version in (3, 20, 100):
+        write(shelf, version)
+    shelf.make_room(200)  # cut short: no manifest
+    assert newest(shelf) == (100, [])
+    assert shelf.versions() == [3, 20, 100]
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a changed byte": (lambda folder: (folder / "policy/chunk").write_bytes(b"some bytez"), "checksum differs"),
+    "a cut file": (lambda folder: os.truncate(folder / "policy/chunk", 4), "4 bytes, and 10 were written"),
+    "a file less": (lambda folder: (folder / "policy/chunk").unlink(), "cannot be read: No such file"),
+    "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 40), "manifest.json is damaged"),
+    "an empty manifest": (lambda folder: os.truncate(folder / "manifest.json", 0), "manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_one_is_refused_with_the_reason_and_the_one_before_used(
+    damage: Callable[[Path], object], reason: str, tmp_path: Path
+) -> None:
+    shelf = Shelf(tmp_path)
+    write(shelf, 3)
+    damage(write(shelf, 4))
+    version, told = newest(shelf)
+    assert version == 3
+    (text,) = told
+    assert text.startswith("checkpoint 4 is refused: ")
+    assert reason in text
+
+
+def test_manifest_of_another_format_or_that_names_files_outside_is_refused(tmp_path: Path) -> None:
+    folder = write(Shelf(tmp_path), 1)
+    whole = manifest.read(folder)
+    (tmp_path / "secret").write_bytes(b"x")
+    for name in ("../../../secret", str(tmp_path / "secret")):
+        files = manifest.describe(tmp_path, ["secret"])
+        manifest.commit(folder, msgspec.structs.replace(whole, files={name: files["secret"]}))
+        with pytest.raises(RecordError, match="it names"):
+            manifest.verified(folder)
+    manifest.commit(folder, msgspec.structs.replace(whole, format=99))
+    with pytest.raises(RecordError, match="of format 99, and this version reads 1"):
+        manifest.verified(folder)
+
+
+@settings(deadline=None, max_examples=MUTATIONS, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_manifest_with_any_damage_is_refused_or_says_the_same(data: st.DataObject, tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    folder = shelf.path(1) if shelf.versions() else write(shelf, 1)
+    whole = (folder / "manifest.json").read_bytes()
+    before = manifest.read(folder)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    (folder / "manifest.json").write_bytes(whole[:place] + data.draw(st.binary(max_size=4)) + whole[place + 1 :])
+    try:
+        files = manifest.verified(folder).files
+    except RecordError:
+        files = before.files
+    finally:
+        (folder / "manifest.json").write_bytes(whole)
+    assert files == before.files
+
+
+def test_newest_and_those_for_ever_stay_and_the_rest_goes(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    for version in range(2, 22, 2):
+        write(shelf, version)
+        shelf.prune(keep_last=2, keep_every=8)
+    assert shelf.versions() == [8, 16, 18, 20]
+    shelf.make_room(22)  # cut short
+    shelf.prune(keep_last=1, keep_every=None)
+    assert [path.name for path in shelf.folder.iterdir()] == ["00000020"]
+
+
+def test_room_on_the_disk_is_asked_for_before(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    assert shelf.lacks(1000) is None
+    problem = shelf.lacks(1 << 60)
+    assert problem is not None
+    assert "GB left" in problem
+
+
+# --- Megatron's .metadata is a pickle -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As torch writes it."""
+    made = tmp_path_factory.mktemp("dist")
+    with contextlib.redirect_stderr(io.StringIO()), pytest.warns(UserWarning, match="single process"):
+        save_chunks({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, checkpoint_id=made)
+    return made
+
+
+def test_metadata_is_what_torch_wrote(folder: Path) -> None:
+    found = torch_dist.read_metadata(folder)
+    theirs = pickle.loads((folder / ".metadata").read_bytes())
+    assert (found.state_dict_metadata, found.storage_data) == (theirs.state_dict_metadata, theirs.storage_data)
+
+
+class Run:
+    """What a pickle may do to who reads it."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_pickle_that_names_anything_else_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Run(tmp_path / "mark")))
+    with pytest.raises(RecordError, match=r"it names posix\.mkdir, which does not belong there"):
+        torch_dist.read_metadata(tmp_path)
+    assert not (tmp_path / "mark").exists()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps([1, 2]))
+    with pytest.raises(RecordError, match="it holds a list"):
+        torch_dist.read_metadata(tmp_path)
+
+
+@settings(deadline=None, max_examples=MUTATIONS)
+@given(data=st.data())
+def test_metadata_with_any_damage_is_refused_or_read(data: st.DataObject, folder: Path) -> None:
+    changed = bytearray((folder / ".metadata").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(changed) - 1))
+        changed[place : place + 1] = data.draw(st.binary(max_size=3))
+    with contextlib.suppress(RecordError):
+        torch_dist.parse(bytes(changed))

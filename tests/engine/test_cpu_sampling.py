@@ -1,0 +1,50 @@
+"""The hash behind seeds is MurmurHash3, and what is drawn by it follows the distribution."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+from asyncrl.engine.cpu_sampling import murmur_hash32
+
+
+def rotated(word: int, bits: int) -> int:
+    return ((word << bits) | (word >> (32 - bits))) & 0xFFFFFFFF
+
+
+def murmur3(data: bytes) -> int:
+    """MurmurHash3_x86_32 with seed 0, as its author wrote it, for whole blocks."""
+    state = 0
+    for (block,) in struct.iter_unpack("<I", data):
+        mixed = rotated(block * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
+        state = (rotated(state ^ mixed, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
+    state ^= len(data)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ (state >> shift)) * factor & 0xFFFFFFFF
+    return state ^ (state >> 16)
+
+
+def test_reference_itself() -> None:
+    assert murmur3(b"") == 0
+    assert murmur3(b"\x21\x43\x65\x87") == 0xF55B516B  # of the smhasher's published vectors
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**40 + 17, 2**63 - 1])
+def test_hash_is_that_of_seed_position_and_column(seed: int) -> None:
+    positions, columns = torch.tensor([0, 3, 2**31 - 1]), torch.arange(70)
+    found = murmur_hash32(torch.full((3,), seed), positions, columns)
+    expected = [
+        [murmur3(struct.pack("<QII", seed, position, column)) for column in columns.tolist()]
+        for position in positions.tolist()
+    ]
+    assert found.tolist() == expected
+
+
+def test_largest_of_gumbels_made_of_it_is_drawn_with_its_probability() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    uniform = murmur_hash32(torch.full((20_000,), 7), torch.arange(20_000), torch.arange(4)).double() / (2**32 - 1)
+    gumbels = -torch.log(-torch.log(uniform.clamp(1e-12, 1 - 1e-12)))
+    drawn = (probabilities.log() + gumbels).argmax(1).bincount(minlength=4) / 20_000
+    torch.testing.assert_close(drawn.double(), probabilities, rtol=0, atol=0.01)

@@ -1,0 +1,63 @@
+"""One trainer rank of test_checkpoint.py: python rank_checkpoint.py NAME SOURCE FOLDER..., under torchrun.
+
+In each FOLDER it loads model/ and trains groups.msgpack for two updates, or takes the checkpoint of SOURCE in their
+place; writes a checkpoint of NAME, trains once more, and writes figures and weights under NAME.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from asyncrl.trainer import cpu
+
+cpu.enable()
+
+import msgspec  # noqa: E402
+
+from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
+from asyncrl.config import read  # noqa: E402
+from asyncrl.trainer import checkpoint  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.types import Batch, Group  # noqa: E402
+from asyncrl.weights.export import save_hf  # noqa: E402
+
+VERSION = 2
+
+
+def main(name: str, source: str, folders: list[Path]) -> None:
+    parallel = initialize(read(folders[0]).trainer, gpu=False, seed=0, timeout=120.0)
+    for folder in folders:
+        config = read(folder)
+        policy = Policy(config, folder / "model", parallel)
+        groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+        if source == "-":
+            for version in range(VERSION):
+                policy.update(Batch(version, groups, {}))
+        else:
+            checkpoint.load(Shelf(folder / source).path(VERSION), policy)
+        told: list[str] = []
+        writer = checkpoint.Checkpoints(
+            config,
+            Shelf(folder / name),
+            "run",
+            parallel,
+            policy,
+            counters=dict,
+            snapshot=lambda version: b"",
+            warn=lambda text, version, told=told: told.append(text),
+        )
+        stalled = writer.save(VERSION)
+        figures = policy.update(Batch(VERSION, groups, {}))
+        writer.finish()
+        assert (writer.last, told) == (VERSION, []), told
+        save_hf(folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer.dtype)
+        if parallel.is_first:
+            (folder / f"figures-{name}.json").write_text(json.dumps([figures]))
+            (folder / f"stalled-{name}.json").write_text(json.dumps(stalled))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], [Path(folder) for folder in sys.argv[3:]])

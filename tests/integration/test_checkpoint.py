@@ -1,0 +1,134 @@
+"""What a checkpoint holds does not depend on the layout that wrote it, and brings any other to the same place.
+
+Each chain starts with a run whose layout is the first, which trains, writes a checkpoint and trains once more. The next
+layouts load the checkpoint of the one before, write it again, and train that same step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
+
+from asyncrl.checkpoints import manifest
+from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.torch_dist import read_metadata
+from asyncrl.config import load
+from asyncrl.launch.main import CONF
+from tests.integration.rank_checkpoint import VERSION
+from tests.integration.ranks import run_ranks
+from tests.integration.test_trainer import LAYOUTS, Outcome, _outcome, folder  # noqa: F401
+
+pytestmark = pytest.mark.integration
+
+CHAINS: dict[str, list[str]] = {
+    "llama-tied": ["single", "pp2", "tp2-sp-cp2", "dp2", "single"],
+    "qwen3-moe": ["ep2", "pp2-vpp2-ep2", "tp2-sp-ep2", "single", "etp2-ep2"],
+    "glm4-moe": ["pp2-vpp2-ep2", "tp2-sp-ep2"],
+}
+ALGO = {
+    "llama-tied": {"advantage": "gae", "replay_groups": 2},  # a critic, and groups that come again
+    "qwen3-moe": {},
+    "glm4-moe": {},
+}
+
+
+def written(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of it, whole."""
+    found: dict[str, torch.Tensor] = {}
+    for part in sorted(path for path in checkpoint.iterdir() if path.is_dir()):
+        state: dict[str, Any] = {
+            key: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+            for key, entry in read_metadata(part).state_dict_metadata.items()
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # there is one process
+            load_chunks(state, checkpoint_id=part, no_dist=True)
+        found |= {f"{part.name}/{key}": tensor for key, tensor in state.items()}
+    return found
+
+
+def launch(folder: Path, model: str, number: int, trainer: dict[str, Any]) -> Outcome:  # noqa: F811
+    """Link `number` of a model's chain."""
+    with initialize_config_dir(str(CONF), version_base=None):
+        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
+    raw["trainer"].update(trainer)
+    raw["trainer"]["optimizer"].update(eps=1e-3, schedule="cosine", warmup_steps=2)
+    raw["algo"].update(ALGO[model])
+    config = load(raw)
+    (folder / model / "config.json").write_text(config.model_dump_json())
+    name, source = f"link-{number}", f"link-{number - 1}" if number else "-"
+    run_ranks("rank_checkpoint.py", name, source, str(folder / model), world=config.trainer.world_size)
+    return _outcome(folder / model, name)
+
+
+@cache
+def _chain(folder: Path, model: str) -> list[Outcome]:  # noqa: F811
+    return [launch(folder, model, number, LAYOUTS[layout]) for number, layout in enumerate(CHAINS[model])]
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_a_checkpoint_is_the_same_whichever_layout_wrote_it(folder: Path, model: str) -> None:  # noqa: F811
+    links = _chain(folder, model)
+    first = written(Shelf(folder / model / "link-0").path(VERSION))
+    moments = [tensor for key, tensor in first.items() if "/optimizer.exp_avg." in key]
+    assert any(tensor.abs().sum() > 0 for tensor in moments)
+    assert not any(tensor.isnan().any() for tensor in first.values())
+    assert len(first) > 3 * len(moments) - 5  # weights and two moments; some buffers have none
+    for number in range(1, len(links)):
+        path = Shelf(folder / model / f"link-{number}").path(VERSION)
+        again = written(path)
+        assert again.keys() == first.keys()
+        assert [key for key in first if not torch.equal(first[key], again[key])] == []
+        assert (path / "trainer.json").read_bytes() == (
+            Shelf(folder / model / "link-0").path(VERSION) / "trainer.json"
+        ).read_bytes()
+        manifest.verified(path)
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -> None:  # noqa: F811
+    """To the last bit in the same layout; in another, sums run in another order."""
+    (figures, weights), *others = _chain(folder, model)
+    for layout, (mine, my_weights) in zip(CHAINS[model][1:], others, strict=True):
+        same = layout == CHAINS[model][0]
+        for name in ("loss", "grad_norm", "lr", "logprob_gap/mean", "groups/replayed", "critic/loss"):
+            if name in figures[0]:
+                assert mine[0][name] == (
+                    figures[0][name] if same else pytest.approx(figures[0][name], rel=2e-4, abs=1e-5)
+                ), name
+        for name, tensor in my_weights.items():
+            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0 if same else 1e-5)
+
+
+def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
+    """One rank without a distributed optimizer, then two with; and float32 from what bfloat16 wrote."""
+    half = {"dtype": "bfloat16"}
+    settings = [half, {**half, **LAYOUTS["dp2"]}, {**half, **LAYOUTS["tp2"]}, {}]
+    model = "qwen3-untied"
+    ALGO[model] = {}
+    links = [launch(folder, model, number, trainer) for number, trainer in enumerate(settings)]
+    contents = [written(Shelf(folder / model / f"link-{number}").path(VERSION)) for number in range(len(settings))]
+    for again in contents[1:]:
+        assert [key for key, tensor in contents[0].items() if not torch.equal(tensor, again[key])] == []
+    masters = contents[0]["policy/embedding.word_embeddings.weight"]
+    assert masters.dtype == torch.float32
+    assert not torch.equal(masters, masters.bfloat16().float())
+    for figures, _ in links[1:]:
+        assert figures[0]["loss"] == pytest.approx(links[0][0][0]["loss"], rel=0.05, abs=1e-2)
+
+
+def test_disk_that_is_full_costs_a_checkpoint_and_nothing_else(folder: Path) -> None:  # noqa: F811
+    """On every rank, whichever's disk it is; those before are whole, and the next is written again."""
+    with initialize_config_dir(str(CONF), version_base=None):
+        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
+    raw["trainer"].update(LAYOUTS["dp2"])
+    (folder / "llama-tied" / "config.json").write_text(load(raw).model_dump_json())
+    run_ranks("rank_full_disk.py", str(folder / "llama-tied"), world=2)

@@ -1,0 +1,217 @@
+"""Whatever is killed, and when: the same command goes on, and nothing shows that it ever stopped.
+
+The proof is the recording: trained again without engines and without an interruption it gives the same losses, gradient
+norms and weights to the last bit, and its schedule, done again by a buffer that was never saved, the same tickets,
+batches and books.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.convert.cli import main as convert
+from asyncrl.records.events import Committed, Taken
+from asyncrl.records.reading import Recording
+from tests.integration.running import (
+    descendants,
+    finish,
+    lines,
+    nothing_is_left,
+    processes_of,
+    run,
+    start,
+    wait_for_step,
+)
+from tests.integration.test_replay import trained, weights
+
+pytestmark = pytest.mark.integration
+
+STEPS, BOUND, BATCH, GROUP = 14, 3, 4, 8
+RUN = [
+    f"run.max_steps={STEPS}",
+    "eval.questions=8",
+    f"rollout.batch_groups={BATCH}",
+    f"rollout.group_size={GROUP}",
+    f"rollout.max_staleness={BOUND}",
+    "rollout.lead=2",
+    "record=true",
+    "resume=auto",
+    "checkpoint.every=2",
+]
+VICTIMS = ["everything", "trainer", "rollout"]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One death."""
+
+    victim: str
+    step: int  # behind which it comes
+    delay: float  # seconds later
+
+    def strike(self, run_dir: Path, *settings: str) -> str:
+        """Start the run, and let this happen to it; what it printed."""
+        with start(run_dir, *RUN, *settings) as launcher:
+            wait_for_step(launcher, run_dir, self.step)
+            time.sleep(self.delay)
+            started, named = descendants(launcher), processes_of(launcher, run_dir)
+            victims = sorted(name for name in named if name.startswith(self.victim))
+            if self.victim == "everything":
+                launcher.kill()  # its children die with it
+            elif victims:
+                os.kill(named[victims[-1]], signal.SIGKILL)
+            code, text = finish(launcher, run_dir, 60)
+        assert code in (0, 1, -signal.SIGKILL), text  # it may have ended before
+        if code == 1:
+            assert f"{victims[-1]} died: killed by SIGKILL" in text, text
+        nothing_is_left(run_dir, started)
+        return text
+
+
+def go_on_to_the_end(run_dir: Path, *settings: str) -> str:
+    """The same command once more."""
+    with start(run_dir, *RUN, *settings) as launcher:
+        code, text = finish(launcher, run_dir)
+    assert code == 0, text
+    nothing_is_left(run_dir)
+    return text
+
+
+def check_books(run_dir: Path) -> None:
+    """Every step once, every group trained once, the bound kept, and the books of the whole run in balance."""
+    steps = lines(run_dir / "metrics.jsonl")
+    assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
+    assert max(step["staleness/max"] for step in steps) <= BOUND
+    summary = json.loads((run_dir / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert ledger["groups"]["trained"] == ledger["prompts"]["trained"] == STEPS * BATCH
+    assert ledger["trajectories"]["trained"] == STEPS * BATCH * GROUP == sum(summary["staleness/histogram"].values())
+    for kind in ("prompts", "groups", "trajectories"):
+        books = ledger[kind]
+        placed = sum(books[place] for place in ("running", "ready", "training", "trained"))
+        assert books["issued"] == placed + sum(books["rejected"].values())
+    tokens = ledger["tokens"]
+    assert tokens["generated"] == sum(
+        tokens[place] for place in ("running", "held", "trained", "rejected", "discarded")
+    )
+    events = list(Recording(run_dir).events())
+    taken = Counter(uid for event in events if isinstance(event, Taken) for uid in event.uids)
+    assert sorted(taken.values()) == [1] * STEPS * BATCH
+    committed = Counter(event.group.uid for event in events if isinstance(event, Committed))
+    assert set(committed.values()) == {1}
+    assert {line["version_max"] for line in lines(run_dir / "eval.jsonl")} == {0, STEPS}
+
+
+def check_replay(run_dir: Path, tmp_path: Path, *settings: str, schedule: bool = True) -> None:
+    """What an uninterrupted run makes of the recorded answers."""
+    shape = [one for one in RUN if not one.startswith(("record", "resume", "checkpoint"))]
+    again = [*shape, *settings, "mode=replay", f"replay.from={run_dir}"]
+    whole = run(tmp_path / "whole", *again, *(["replay.schedule=true"] if schedule else []))
+    assert trained(whole) == trained(lines(run_dir / "metrics.jsonl"))
+    assert weights(tmp_path / "whole") == weights(run_dir)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Of an HF folder."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+DETERMINISTIC = ["deterministic=true", "rollout.max_staleness=0", "rollout.lead=null"]
+
+
+def test_deterministic_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path) -> None:
+    """Engines write the same tokens again, from seeds of their own: steps and weights to the last bit."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = run(whole, *RUN, *DETERMINISTIC)
+    Blow("everything", 3, 0.2).strike(killed, *DETERMINISTIC)
+    assert len(lines(killed / "metrics.jsonl")) < STEPS
+    go_on_to_the_end(killed, *DETERMINISTIC)
+    check_books(killed)
+    assert trained(lines(killed / "metrics.jsonl")) == trained(expected)
+    assert weights(killed) == weights(whole)
+    assert len({step["reward/mean"] for step in expected}) > 3  # its answers are no constant
+    # its last checkpoint holds the weights that it exported
+    model = json.loads((whole / "addresses.json").read_text())["model"]
+    policy = Shelf(killed).path(STEPS) / "policy"
+    assert convert(["to-hf", str(policy), str(tmp_path / "converted"), "--model", model]) == 0
+    held, exported = tensors(tmp_path / "converted"), tensors(whole / "hf")
+    assert held.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in held.items())
+
+
+@pytest.mark.parametrize("victim", ["trainer", "rollout"])
+def test_run_goes_on_as_if_nothing_had_happened(victim: str, tmp_path: Path) -> None:
+    """Each victim in another layout, killed beyond a checkpoint."""
+    layout = {"trainer": ["trainer.data_parallel=2"], "rollout": ["engine.count=2"]}[victim]
+    run_dir = tmp_path / "run"
+    Blow(victim, 5, 0.15).strike(run_dir, *layout)
+    before = max(Shelf(run_dir).versions(), default=0)
+    text = go_on_to_the_end(run_dir, *layout)
+    assert f"goes on from {Shelf(run_dir).path(before)}" in text
+    check_books(run_dir)
+    if victim == "trainer":  # replays of the others are campaigns
+        check_replay(run_dir, tmp_path, *layout)
+
+
+def test_run_goes_on_in_another_layout_with_other_engines_and_from_a_copy(tmp_path: Path) -> None:
+    """TP1 x PP2 -> TP2 x PP1, two engines -> DP2: the same steps, as far as sums in another order are the same."""
+    first = tmp_path / "run"
+    stop = ["run.max_steps=6"]
+    run(first, *[one for one in RUN if not one.startswith("run.max")], *stop, "trainer.pipeline_parallel=2")
+    shutil.copytree(first / "checkpoints/00000004", tmp_path / "moved")  # a checkpoint is a folder like any other
+    second = tmp_path / "second"
+    settings = [one for one in RUN if not one.startswith(("resume", "run.max"))]
+    steps = run(second, *settings, "run.max_steps=8", f"resume={first}", "trainer.tensor_parallel=2", "engine.count=2")
+    assert [step["version"] for step in steps] == list(range(1, 9))
+    assert trained(steps[:6]) == trained(lines(first / "metrics.jsonl"))
+    third = run(
+        tmp_path / "third", *settings, "run.max_steps=7", f"resume={tmp_path / 'moved'}", "trainer.data_parallel=2"
+    )
+    assert [step["version"] for step in third] == [5, 6, 7]
+    # the recorded answers of the first run, trained from its checkpoint in the layout of the third
+    again = [*[one for one in settings if not one.startswith(("record", "checkpoint"))], "mode=replay"]
+    replayed = run(
+        tmp_path / "replayed", *again, f"replay.from={first}", f"resume={tmp_path / 'moved'}", "trainer.data_parallel=2"
+    )
+    assert [step["version"] for step in replayed] == [5, 6]
+    for mine, theirs in zip(replayed, lines(first / "metrics.jsonl")[4:6], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3, abs=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("trial", range(int(os.environ.get("ASYNCRL_TRIALS", "4"))))
+def test_any_number_of_deaths_at_any_moment(trial: int, tmp_path: Path) -> None:
+    """One to three deaths, anywhere between the start and the end, also before the first checkpoint."""
+    draw = random.Random(trial)
+    layout = draw.choice([[], ["trainer.data_parallel=2"], ["trainer.tensor_parallel=2"], ["engine.count=2"]])
+    run_dir = tmp_path / "run"
+    told = []
+    for _ in range(draw.randint(1, 3)):
+        done = len(lines(run_dir / "metrics.jsonl"))
+        step = draw.randint(0, STEPS - 1)
+        blow = Blow(
+            draw.choice(VICTIMS), step, draw.uniform(0.0, 0.4 if step else 12.0)
+        )  # steps take 0.2 s, starting 12
+        if blow.step >= done:
+            blow.strike(run_dir, *layout)
+            told.append(
+                f"{blow.victim} at {len(lines(run_dir / 'metrics.jsonl'))}, from {Shelf(run_dir).versions()[-1:]}"
+            )
+    go_on_to_the_end(run_dir, *layout)
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path, *layout)
+    print(f"trial {trial}: {' '.join(layout) or 'single'}: {'; '.join(told) or 'no death'}; the rest bit for bit")

@@ -1,0 +1,156 @@
+"""Which checkpoint a run goes on from, with which settings, and what becomes of what came after it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.addresses import READY
+from asyncrl.checkpoints import manifest
+from asyncrl.checkpoints.manifest import Manifest
+from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.errors import ConfigError, RecordError
+from asyncrl.launch import resume
+from asyncrl.launch.resume import Resume, choose, lock, roll_back
+from tests.fakes import tiny_config
+
+
+def save(run_dir: Path, version: int, *, rollout: bool = True, **changes: Any) -> Path:
+    """A checkpoint of a run with these settings."""
+    folder = Shelf(run_dir).make_room(version)
+    names = ["trainer.json", *([manifest.ROLLOUT] if rollout else [])]
+    for name in names:
+        (folder / name).write_bytes(b"{}")
+    config = json.loads(tiny_config(**changes).model_dump_json())
+    files = manifest.describe(folder, names)
+    manifest.commit(folder, Manifest(manifest.FORMAT, version, "run", 0.0, config, files))
+    return folder
+
+
+def chosen(run_dir: Path, what: str | None, **changes: Any) -> Resume | None:
+    return choose(tiny_config(resume=what, **changes), run_dir)
+
+
+def test_newest_whole_checkpoint_is_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chosen(tmp_path, None) is None
+    assert chosen(tmp_path, "auto") is None
+    old, damaged = save(tmp_path, 4), save(tmp_path, 8)
+    (damaged / "trainer.json").write_bytes(b"[]")
+    found = chosen(tmp_path, "auto")
+    assert found is not None
+    assert (found.folder, found.version, found.run_dir) == (old, 4, tmp_path)
+    assert "asyncrl: checkpoint 8 is refused" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_named_by_its_folder_or_its_run(tmp_path: Path) -> None:
+    save(tmp_path / "a", 4)
+    folder = save(tmp_path / "a", 8)
+    for named in (tmp_path / "a", folder):
+        found = chosen(tmp_path / "b", str(named))
+        assert found is not None
+        assert found.folder == folder
+    with pytest.raises(ConfigError, match=r"resume: got .* Neither a checkpoint nor a run with a whole one"):
+        chosen(tmp_path / "b", str(tmp_path))
+    (folder / "trainer.json").unlink()
+    with pytest.raises(RecordError, match=r"trainer\.json cannot be read"):  # it was meant, and no other
+        chosen(tmp_path / "b", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("run.seed", {"run.seed": 1}),
+        ("rollout.batch_groups", {"rollout.batch_groups": 4}),
+        ("rollout.max_staleness", {"rollout.max_staleness": 3, "rollout.lead": 2}),
+        ("rollout.lead", {"rollout.lead": 1}),
+        ("eval.questions", {"eval.questions": 7}),
+    ],
+)
+def test_settings_of_the_groups_under_way_must_stay(field: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    with pytest.raises(ConfigError, match=f"{field}: got .* resume with that"):
+        chosen(tmp_path, "auto", **changes)
+
+
+def test_other_settings_may_change_and_are_told(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    config = tiny_config(
+        resume="auto", **{"trainer.tensor_parallel": 2, "run.max_steps": 300, "rollout.lead": 2, "engine.count": 3}
+    )
+    found = choose(config, tmp_path)
+    told = resume.changes(config, found)
+    assert "trainer.tensor_parallel: 1 -> 2" in told
+    assert "run.max_steps: 200 -> 300" in told
+    assert not any("engine" in line or "resume" in line for line in told)
+    assert resume.changes(config, None) == []
+
+
+def test_run_that_ended_has_nothing_left_to_do_unless_more_is_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, 200)
+    found = chosen(tmp_path, "auto")
+    assert found is not None
+    assert resume.finished(tiny_config(), tmp_path, found) is None  # killed at its very end: its summary is missing
+    (tmp_path / "summary.json").write_text(json.dumps({"reason": "run.max_steps 200 reached"}))
+    assert resume.finished(tiny_config(), tmp_path, found) == "run.max_steps 200 reached"
+    assert resume.finished(tiny_config(**{"run.max_steps": 300}), tmp_path, found) is None
+
+
+def test_what_a_replay_wrote_holds_no_rollouts_to_go_on_with(tmp_path: Path) -> None:
+    save(tmp_path, 4, rollout=False)
+    with pytest.raises(RecordError, match="holds no rollout side"):
+        chosen(tmp_path, "auto")
+
+
+def lines(path: Path, **values: list[int]) -> None:
+    ((name, numbers),) = values.items()
+    path.write_text("".join(json.dumps({name: number}) + "\n" for number in numbers))
+
+
+def numbers(path: Path) -> list[int]:
+    return [next(iter(json.loads(line).values())) for line in path.read_text().splitlines()]
+
+
+def test_what_came_after_the_checkpoint_is_kept_aside(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    later = Shelf(tmp_path).make_room(6)  # cut short
+    lines(tmp_path / "metrics.jsonl", version=[1, 2, 3, 4, 5, 6])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"version": 7, "lo')
+    lines(tmp_path / "eval.jsonl", version_max=[0, 4, 5])
+    for name in ("config.json", "lost.jsonl", READY):
+        (tmp_path / name).write_text("{}")
+    roll_back(tmp_path, chosen(tmp_path, "auto"))
+    assert numbers(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+    assert numbers(tmp_path / "eval.jsonl") == [0, 4]
+    aside = tmp_path / "rolled_back/0000"
+    assert numbers(aside / "metrics.jsonl") == [5, 6]
+    assert numbers(aside / "eval.jsonl") == [5]
+    assert (aside / "lost.jsonl").exists()  # its notes are of engines that are no more
+    assert not (tmp_path / READY).exists()
+    assert not later.exists()
+    roll_back(tmp_path, None)  # as if it had no checkpoint: from the beginning
+    assert numbers(tmp_path / "metrics.jsonl") == []
+    assert numbers(tmp_path / "rolled_back/0001/metrics.jsonl") == [1, 2, 3, 4]
+    assert Shelf(tmp_path).versions() == []
+
+
+def test_run_in_a_folder_of_its_own_has_the_steps_before(tmp_path: Path) -> None:
+    save(tmp_path / "a", 4)
+    lines(tmp_path / "a/metrics.jsonl", version=[1, 2, 3, 4, 5])
+    (tmp_path / "b").mkdir()
+    roll_back(tmp_path / "b", chosen(tmp_path / "b", str(tmp_path / "a")))
+    assert numbers(tmp_path / "b/metrics.jsonl") == [1, 2, 3, 4]
+    assert numbers(tmp_path / "a/metrics.jsonl") == [1, 2, 3, 4, 5]
+    assert Shelf(tmp_path / "a").versions() == [4]
+
+
+def test_two_launchers_do_not_share_a_folder(tmp_path: Path) -> None:
+    held = lock(tmp_path)
+    with pytest.raises(ConfigError, match="A run is under way in this folder"):
+        lock(tmp_path)
+    os.close(held)
+    os.close(lock(tmp_path))

@@ -1,0 +1,253 @@
+"""The rollout side, saved at one instant and gone on from: nothing lost, nothing twice, the bound kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import os
+from collections.abc import AsyncIterator
+from functools import cache
+from typing import Any
+
+import httpx
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.engine.answer import Answer, Exchange, Piece
+from asyncrl.engine.client import Client, Said
+from asyncrl.errors import RecordError
+from asyncrl.rollout import snapshot
+from asyncrl.types import Batch, Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
+from tests.fakes import completion, pieces, prompts, stream
+from tests.rollout.machinery import EOS, KEY, Machinery, RecordedEngine, _extend
+from tests.rollout.schedules import Run, schedules
+
+MUTATIONS = 100 * int(os.environ.get("ASYNCRL_TRIALS", "3"))
+
+
+class Chain(RecordedEngine):
+    """Every next token is a function of all tokens before it: a continuation gives what the whole answer would have."""
+
+    sent = 0
+
+    def _reply(self, request: dict[str, Any]) -> AsyncIterator[bytes]:
+        sampling = request["sampling_params"]
+        return self._chain(request["input_ids"], sampling["n"], sampling["max_new_tokens"])
+
+    async def _chain(self, prompt: list[int], count: int, most: int) -> AsyncIterator[bytes]:
+        written: dict[int, list[int]] = {i: [] for i in range(count)}
+        spans: dict[int, list[VersionSpan]] = {i: [] for i in written}
+        while written:
+            i = self._random.choice(list(written))
+            await self._idle()
+            await self.serving.wait()
+            mine = written[i]
+            mine.append(following([*prompt, *mine]))
+            _extend(spans[i], self.version, 1)
+            self.sent += 1
+            reason = "stop" if mine[-1] == EOS else "length" if len(mine) == most else None
+            (event,) = pieces(completion(1), i)
+            event["output_ids"] = mine[-1:]
+            meta = {"finish_reason": None, "output_token_logprobs": [[-0.5, mine[-1], None]]}
+            if reason:
+                told = [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans[i]]
+                meta |= {"finish_reason": {"type": reason}, "weight_versions": told}
+                del written[i]
+            yield stream([event | {"meta_info": meta}]).removesuffix(b"data: [DONE]\n\n")
+        yield b"data: [DONE]\n\n"
+
+
+def following(sequence: list[int]) -> int:
+    digest = hashlib.sha256(bytes(sequence)).digest()
+    return EOS if digest[0] < 50 else digest[1] % 10
+
+
+def machinery(engine: RecordedEngine, drawn: int = 0, **settings: Any) -> Machinery:
+    shape = {"batch_groups": 3, "group_size": 2, "max_staleness": 3, "lead": 2} | settings
+    shape["cache_key"] = (
+        "group"  # or requests that a publish overtakes would be asked anew, and what had come discarded
+    )
+    return Machinery(engine, training=itertools.islice(prompts(), drawn, None), **shape)
+
+
+def uids(batches: list[Batch]) -> list[list[str]]:
+    return [[group.uid for group in batch.groups] for batch in batches]
+
+
+def answers(batches: list[Batch]) -> dict[str, list[list[int]]]:
+    return {
+        group.uid: sorted(turn.completion.token_ids for one in group.trajectories for turn in one.turns)
+        for batch in batches
+        for group in batch.groups
+    }
+
+
+def prompt_of(uid: str) -> Prompt:
+    return next(itertools.islice(prompts(), int(uid.removeprefix("p")), None))
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**32), stop=st.integers(1, 4), slack=st.integers(0, 2), running=st.sampled_from([None, 2]))
+def test_run_that_goes_on_trains_every_group_once_with_the_tokens_that_were_written(
+    seed: int, stop: int, slack: int, running: int | None
+) -> None:
+    shape = {"lead": 2, "max_staleness": 2 + slack, "max_running": running}
+    whole = machinery(Chain(seed), **shape).batches(8)
+    engine = Chain(seed + 1)
+    before, saved = machinery(engine, **shape).snapshot(stop)
+    state = snapshot.decode(saved).service
+
+    again = Chain(seed + 2)
+    again.version = stop
+    resumed = machinery(again, drawn=state.drawn, **shape)
+    resumed.go_on(saved, prompt_of)
+    after = resumed.batches(8 - stop)
+
+    assert [batch.version for batch in before + after] == list(range(8))
+    trained = [uid for batch in uids(before + after) for uid in batch]
+    assert len(set(trained)) == len(trained) == 8 * 3
+    for batch in before + after:  # what a resumed answer is depends on nothing but its prompt
+        assert max(age for group in batch.groups for age in group.staleness(batch.version)) <= 2 + slack
+    both = answers(before + after)
+    for uid, mine in answers(whole).items():
+        if uid in both:
+            assert both[uid] == mine
+    if not slack:  # batches are cohorts, whatever the timing
+        assert uids(before + after) == uids(whole)
+    # every token that had come is in the snapshot, and every one of these is trained or waits to be
+    received = sum(sibling.received for one in state.outstanding for sibling in one.siblings)
+    said = [said.completion for one in state.outstanding for sibling in one.siblings for said in sibling.said]
+    assert sum(len(completion.token_ids) for completion in said) == received
+    ledger = resumed.service.ledger()
+    assert (ledger.groups.trained, ledger.tokens.discarded, ledger.groups.rejected) == (8 * 3, 0, {})
+
+
+class Turns:
+    """Three turns; the environment says `words` in between."""
+
+    def __init__(self, words: list[int]) -> None:
+        self.words = words
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        context, turns = list(prompt.token_ids), []
+        for number in range(3):
+            observation = self.words if number else []
+            answer = await generate([*context, *observation])
+            turns.append(Turn(observation, answer))
+            context += [*observation, *answer.token_ids]
+        return Trajectory(turns)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**32), same=st.booleans())
+def test_agents_of_many_turns_are_told_again_what_they_were_told(seed: int, same: bool) -> None:
+    """And where the environment says something else the second time, what was written in vain is discarded."""
+    first = machinery(Chain(seed), agent=Turns([7, 7]))
+    before, saved = first.snapshot(2)
+    state = snapshot.decode(saved).service
+    again = Chain(seed + 1)
+    again.version = 2
+    resumed = machinery(again, drawn=state.drawn, agent=Turns([7, 7] if same else [8, 9]))
+    resumed.go_on(saved, prompt_of)
+    batches = before + resumed.batches(4)
+    assert len({uid for batch in uids(batches) for uid in batch}) == 6 * 3
+    for batch in batches:
+        assert max(age for group in batch.groups for age in group.staleness(batch.version)) <= 3
+    ledger = resumed.service.ledger()  # in balance
+    said = [said for one in state.outstanding for sibling in one.siblings for said in sibling.said]
+    assert (ledger.tokens.discarded == 0) or not same
+    if any(7 in one.context[3:] for one in said) and not same:
+        assert ledger.tokens.discarded + ledger.tokens.running > 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(schedules(Run))
+def test_schedule_is_the_same_whether_or_not_its_buffer_was_saved_and_restored(run: Run) -> None:
+    same = {name: getattr(run, name) for name in run.__dataclass_fields__ if name not in ("batches", "births", "trace")}
+    one, other = Run(**{**same, "saves": False}).play(), Run(**{**same, "saves": True}).play()
+    assert (one.trace, one.batches, one.births) == (other.trace, other.batches, other.births)
+
+
+def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
+    site = machinery(Chain(0))
+
+    async def play() -> None:
+        transport = httpx.ASGITransport(app=site.service.app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://service", headers=KEY) as door:
+            working = asyncio.create_task(site.worker.run())
+            assert (await door.post("/snapshot", json={"version": 0})).status_code == 200
+            assert (await door.post("/snapshot", json={"version": 1})).status_code == 409
+            while (await door.get("/batch", params={"version": 0})).status_code == 202:
+                pass
+            answer = await door.post("/snapshot", json={"version": 0})
+            assert answer.status_code == 409
+            assert "no moment between version 0 and its batch" in answer.text
+            working.cancel()
+        await site.client.close()
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+
+
+def test_what_is_under_way_is_told_with_the_oldest_version_it_can_have() -> None:
+    live = Answer(asked_at=7)
+    live.add(msgspec.convert({"output_ids": [4, 5], "meta_info": {"output_token_logprobs": [[-0.1, 4, None]]}}, Piece))
+    exchange = Exchange([1, 2], parts=[], live=live)
+    said = exchange.so_far()
+    assert said == Completion([4], [-0.1], [VersionSpan(7, 0, 1, inferred=True)], "")
+    assert live.token_ids == [4, 5]  # looking changes nothing
+    again = Answer.recalled(said, routed_from=0)
+    assert (again.cut, again.spans(), again.token_ids) == ("the run was resumed", said.versions, [4])
+
+
+def test_recalled_answers_are_given_once_and_only_to_what_was_asked() -> None:
+    client = Client(
+        "http://nowhere",
+        run="r",
+        api_key="k",
+        max_new_tokens=4,
+        temperature=1.0,
+        stop_token_ids=[EOS],
+        timeout=1.0,
+        retry_timeout=1.0,
+        coalesce=True,
+    )
+    told = Said([1, 2], Completion([3, EOS], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop"))
+    session = client.resume("g", "g 0", 2, [told])
+    assert session.recall([1]) is None
+    assert session.said() == [told]  # not asked for yet: the next checkpoint holds it, too
+    assert session.recall([1, 2]) == told.completion
+    assert session.recall([1, 2]) is None
+    assert (session.received, session.said()) == (2, [])
+
+
+@settings(deadline=None, max_examples=MUTATIONS)
+@given(data=st.data())
+def test_damaged_snapshots_are_refused_or_read_as_something_of_the_same_shape(data: st.DataObject) -> None:
+    saved = bytearray(_saved())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, max(0, len(saved) - 1)))
+        match data.draw(st.sampled_from(["flip", "cut", "insert"])):
+            case "flip" if saved:
+                saved[place] = data.draw(st.integers(0, 255))
+            case "cut":
+                del saved[place:]
+            case _:
+                saved[place:place] = data.draw(st.binary(max_size=8))
+    with contextlib.suppress(RecordError):
+        snapshot.encode(snapshot.decode(bytes(saved)))
+
+
+@cache
+def _saved() -> bytes:
+    """With groups that are being played, and ready ones."""
+    snapshots = (machinery(Chain(seed)).snapshot(2)[1] for seed in itertools.count())
+    return next(one for one in snapshots if snapshot.decode(one).service.buffer.ready)
+
+
+def test_snapshot_holds_what_was_being_played_and_what_was_ready() -> None:
+    state = snapshot.decode(_saved()).service
+    assert state.buffer.running
+    assert state.drawn == len(state.buffer.running) + len(state.buffer.ready) + 2 * 3
