@@ -38,6 +38,8 @@ from asyncrl.metrics.console import Console
 
 STARTED_AT = time.time()
 FORGET_SECONDS = 5.0  # the router's answer about an engine that died
+AT_ONCE = {"logs", resume.LOCK}
+"""What a launcher makes first: one that was killed at once leaves these alone."""
 PACKAGE = Path(asyncrl.__file__).parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, or in a checkout
 
@@ -139,7 +141,7 @@ def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
     """A run never writes into another's folder, and never empties one that is not a run's."""
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError("run.dir", str(run_dir), "This is a file: name a folder.")
-    if not run_dir.exists() or not any(run_dir.iterdir()):
+    if not run_dir.exists() or {path.name for path in run_dir.iterdir()} <= AT_ONCE:
         return
     if not overwrite:
         raise ConfigError(

@@ -19,7 +19,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.launch.replay import differing
 
-ROLLED_BACK = "rolled_back"
+ROLLED_BACK, LOCK = "rolled_back", "lock"
 FOLLOWED = {"metrics.jsonl": "version", "eval.jsonl": "version_max"}
 """Files whose lines belong to versions, and the field that says to which."""
 MUST_STAY = ("run.seed", "rollout.batch_groups", "rollout.max_staleness", "rollout.effective_lead", "eval.questions")
@@ -51,6 +51,9 @@ def choose(config: Config, run_dir: Path) -> Resume | None:
         return None
     if config.resume == "auto":
         found = Shelf(run_dir).newest(_tell)
+        if not found and Shelf(run_dir).versions():
+            problem = "no checkpoint is whole: move them away to begin anew, or name one of another run by resume=PATH"
+            raise RecordError(f"{Shelf(run_dir).folder}: {problem}")
     else:
         named = Path(config.resume).expanduser().absolute()
         if (named / manifest.NAME).is_file():
@@ -110,19 +113,23 @@ def roll_back(run_dir: Path, resume: Resume | None) -> None:
         if source == run_dir:
             _write(aside / name, [line for line in lines if line[field] > version])
         _write(run_dir / name, kept)
-    for name in ("config.json", LOST, "summary.json"):
+    for name in (LOST, "summary.json"):
         if (run_dir / name).exists():
             (run_dir / name).rename(aside / name)
+    if (run_dir / "config.json").exists():  # it stays: by it the folder is known as a run's
+        shutil.copy(run_dir / "config.json", aside)
     (run_dir / READY).unlink(missing_ok=True)
     shutil.rmtree(run_dir / "weights", ignore_errors=True)  # buckets of the disk transport
     for path in Shelf(run_dir).folder.glob("[0-9]*"):
-        if int(path.name) > version:
-            Shelf(run_dir).remove(path)  # damaged, cut short, or of a future that will not be
+        if int(path.name) > version and (path / manifest.NAME).exists():
+            path.rename(aside / f"checkpoint-{path.name}")  # damaged: it was refused
+        elif int(path.name) > version:
+            Shelf(run_dir).remove(path)  # cut short
 
 
 def lock(run_dir: Path) -> int:
     """Keep every other launcher out of the folder until this one ends. Raises ConfigError when one is at work there."""
-    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

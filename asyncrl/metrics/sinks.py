@@ -10,10 +10,11 @@ from asyncrl.metrics.record import Step
 class TensorBoard:
     """Event files in tb/."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: int | None = None) -> None:
+        """`first`: the step that a run goes on with; what the folder holds of it and later ones is not shown."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), flush_secs=10)
+        self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=first)
 
     def __call__(self, record: Step) -> None:
         for name, value in record.items():

@@ -73,7 +73,9 @@ def main(run_dir: Path) -> None:
         publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, door)
         first, end = 0, None
     warn = partial(_warn, run_dir)
-    log = StepLog(_sinks(config, run_dir, parallel, warn), started_at=addresses.started_at, tasks=tuple(config.mixture))
+    log = StepLog(
+        _sinks(config, addresses, run_dir, parallel, warn), started_at=addresses.started_at, tasks=tuple(config.mixture)
+    )
     stop = StopRule(config.run, end)
     checkpoints = Checkpoints(
         config,
@@ -176,13 +178,16 @@ def _warn(run_dir: Path, text: str, version: int) -> None:
     jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})
 
 
-def _sinks(config: Config, run_dir: Path, parallel: Parallel, warn: Callable[[str, int], None]) -> list:
+def _sinks(
+    config: Config, addresses: Addresses, run_dir: Path, parallel: Parallel, warn: Callable[[str, int], None]
+) -> list:
     if not parallel.is_first:
         return []
+    first = manifest.read(addresses.resume).version + 1 if addresses.resume else None
     return [
         partial(jsonl.append, run_dir / "metrics.jsonl"),
         GapWatch(warn),
-        *([TensorBoard(run_dir / "tb")] if config.metrics.tensorboard else []),
+        *([TensorBoard(run_dir / "tb", first)] if config.metrics.tensorboard else []),
     ]
 
 

@@ -93,14 +93,13 @@ class Checkpoints:
         self._begun, started = version, time.monotonic()
         self.finish()
         waited = time.monotonic() - started
-        if problem := self._from_first(lambda: self._shelf.lacks(self._size)):
+        if problem := self._from_first(lambda: self._room_for(version)):
             self._fail(version, problem)
             return {}
         work = _Work(version, self._from_rollout_and_loop(version) if self._parallel.is_first else {})
         copying = time.monotonic()
         for name, part in self._policy.sharded().items():
             self._staged[name].copy(list(part.written()))
-        self._from_first(lambda: str(self._shelf.make_room(version)))  # everyone waits until it is there
         work.thread = threading.Thread(target=self._write, args=(work,), name="checkpoint", daemon=True)
         work.thread.start()
         self._work = work
@@ -137,6 +136,16 @@ class Checkpoints:
             sizes = [0] * dist.get_world_size()
             dist.all_gather_object(sizes, mine, self._group)
         self._size = sum(sizes)
+
+    def _room_for(self, version: int) -> str | None:
+        """An empty folder, or why there is none."""
+        try:
+            if problem := self._shelf.lacks(self._size):
+                return problem
+            self._shelf.make_room(version)
+        except OSError as error:
+            return _told(error)
+        return None
 
     def _from_rollout_and_loop(self, version: int) -> dict[str, bytes]:
         counters = {**self._counters(), "policy": self._policy.counters()}

@@ -82,6 +82,9 @@ def test_new_or_empty_folder_is_taken(overwrite: bool, tmp_path: Path) -> None:
     prepare_run_dir(tmp_path / "new", overwrite=overwrite)
     prepare_run_dir(tmp_path, overwrite=overwrite)
     assert tmp_path.is_dir()
+    (tmp_path / "logs").mkdir()  # of a launcher that was killed at once
+    (tmp_path / "lock").touch()
+    prepare_run_dir(tmp_path, overwrite=overwrite)
 
 
 def test_folder_with_anything_in_it_is_never_overwritten_silently(tmp_path: Path) -> None:

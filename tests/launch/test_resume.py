@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,21 @@ def numbers(path: Path) -> list[int]:
     return [next(iter(json.loads(line).values())) for line in path.read_text().splitlines()]
 
 
+def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_over_them(tmp_path: Path) -> None:
+    for version in (4, 8):
+        (save(tmp_path, version) / "trainer.json").write_bytes(b"")
+    with pytest.raises(RecordError, match="no checkpoint is whole: move them away to begin anew"):
+        chosen(tmp_path, "auto")
+
+
+def test_damaged_checkpoint_that_was_passed_over_is_kept_aside(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    (save(tmp_path, 8) / "trainer.json").write_bytes(b"")
+    roll_back(tmp_path, chosen(tmp_path, "auto"))
+    assert Shelf(tmp_path).versions() == [4]
+    assert (tmp_path / "rolled_back/0000/checkpoint-00000008/manifest.json").exists()
+
+
 def test_what_came_after_the_checkpoint_is_kept_aside(tmp_path: Path) -> None:
     save(tmp_path, 4)
     later = Shelf(tmp_path).make_room(6)  # cut short
@@ -132,10 +148,11 @@ def test_what_came_after_the_checkpoint_is_kept_aside(tmp_path: Path) -> None:
     assert (aside / "lost.jsonl").exists()  # its notes are of engines that are no more
     assert not (tmp_path / READY).exists()
     assert not later.exists()
-    roll_back(tmp_path, None)  # as if it had no checkpoint: from the beginning
+    shutil.rmtree(Shelf(tmp_path).folder)
+    roll_back(tmp_path, None)  # it has no checkpoint: from the beginning
     assert numbers(tmp_path / "metrics.jsonl") == []
     assert numbers(tmp_path / "rolled_back/0001/metrics.jsonl") == [1, 2, 3, 4]
-    assert Shelf(tmp_path).versions() == []
+    assert (tmp_path / "config.json").exists()  # by it the folder is known
 
 
 def test_run_in_a_folder_of_its_own_has_the_steps_before(tmp_path: Path) -> None:
