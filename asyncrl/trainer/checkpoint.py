@@ -44,7 +44,6 @@ class _Work:
     files: dict[str, bytes]  # whole, by name; of rank 0
     thread: threading.Thread | None = None
     problem: str | None = None
-    seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
 
@@ -86,25 +85,21 @@ class Checkpoints:
         """Whether one must be written in the course of the run."""
         return bool(self._settings.every) and version % (self._settings.every or 1) == 0
 
-    def save(self, version: int) -> dict[str, float]:
-        """A checkpoint, unless checkpoint.every is unset or this version has one; the seconds that it cost the loop."""
+    def save(self, version: int) -> None:
+        """A checkpoint, unless checkpoint.every is unset or this version has one."""
         if not self._settings.every or version == self._begun:
-            return {}
-        self._begun, started = version, time.monotonic()
+            return
+        self._begun = version
         self.finish()
-        waited = time.monotonic() - started
         if problem := self._from_first(lambda: self._room_for(version)):
             self._fail(version, problem)
-            return {}
+            return
         work = _Work(version, self._from_rollout_and_loop(version) if self._parallel.is_first else {})
-        copying = time.monotonic()
         for name, part in self._policy.sharded().items():
             self._staged[name].copy(list(part.written()))
         work.thread = threading.Thread(target=self._write, args=(work,), name="checkpoint", daemon=True)
         work.thread.start()
         self._work = work
-        now = time.monotonic()
-        return {"checkpoint/stall": now - started, "checkpoint/copy": now - copying, "checkpoint/waited": waited}
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written stands. Raises DeadlineExceeded."""
@@ -185,7 +180,6 @@ class Checkpoints:
             work.problem = _told(error)
         if work.problem and self._parallel.is_first:
             self._shelf.remove(folder)
-        work.seconds = time.monotonic() - work.began
 
     def _write_mine(self, work: _Work, folder: Path) -> dict[str, FileEntry]:
         names = []

@@ -49,14 +49,13 @@ def main(name: str, source: str, folders: list[Path]) -> None:
             snapshot=lambda version: b"",
             warn=lambda text, version, told=told: told.append(text),
         )
-        stalled = writer.save(VERSION)
+        writer.save(VERSION)
         figures = policy.update(Batch(VERSION, groups, {}))
         writer.finish()
         assert (writer.last, told) == (VERSION, []), told
         save_hf(folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer.dtype)
         if parallel.is_first:
             (folder / f"figures-{name}.json").write_text(json.dumps([figures]))
-            (folder / f"stalled-{name}.json").write_text(json.dumps(stalled))
 
 
 if __name__ == "__main__":

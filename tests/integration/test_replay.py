@@ -133,6 +133,21 @@ def test_replay_repeats_a_run_in_every_layout(layout: list[str], tmp_path: Path)
     assert weights(tmp_path / "again") == weights(tmp_path / "live")
 
 
+@pytest.mark.campaign
+def test_replay_of_a_language_model_in_bfloat16_repeats_its_run(tmp_path: Path) -> None:
+    """SmolLM2-135M, twice: once more from a checkpoint on."""
+    model = ["model=smollm2-135m", "task=count_bits", "trainer.dtype=bfloat16", "engine.dtype=bfloat16"]
+    shape = [*model, "run.max_steps=4", "eval.questions=0", "rollout.max_new_tokens=6", "trainer.optimizer.lr=1e-5"]
+    sizes = ["rollout.batch_groups=4", "rollout.group_size=8", "algo.entropy_bonus=0"]
+    live, again, later = (tmp_path / name for name in ("live", "again", "later"))
+    steps = run(live, *shape, *sizes, "record=true", "checkpoint.every=2")
+    assert trained(run(again, *shape, *sizes, "mode=replay", f"replay.from={live}")) == trained(steps)
+    assert weights(again) == weights(live)
+    from_two = [f"replay.from={live}", f"resume={live / 'checkpoints/00000002'}"]
+    assert trained(run(later, *shape, *sizes, "mode=replay", *from_two)) == trained(steps)  # with those before it
+    assert weights(later) == weights(live)
+
+
 def test_engines_alone_fill_a_recording_that_trainers_then_train(tmp_path: Path) -> None:
     """Engines keep their weights, versions go by; what is trained from it is as old as its labels say."""
     alone = tmp_path / "alone"
