@@ -55,6 +55,7 @@ def main() -> None:
         hydra.main(version_base=None, config_path=str(CONF), config_name="train")(composed.append)()
         if composed:  # empty when Hydra only printed (--cfg, completion)
             values: Any = OmegaConf.to_container(composed[0], resolve=True, throw_on_missing=True)
+            check_resume(values, composed[0])
             launch(configuration.load(values))
     except ConfigError as error:
         _fail(2, f"wrong setting\n{error}")
@@ -66,6 +67,14 @@ def main() -> None:
         _fail(128 + stopped.number, f"stopped by {stopped}")
     except KeyboardInterrupt:  # before the supervisor's handlers stand
         _fail(128 + signal.SIGINT, "stopped by SIGINT")
+
+
+def check_resume(values: dict[str, Any], composed: DictConfig) -> None:
+    """A folder that is named after the moment is another one when the command is given again."""
+    unresolved: Any = OmegaConf.to_container(composed, resolve=False)
+    if values.get("resume") == "auto" and "${now:" in str(unresolved["run"]["dir"]):
+        remedy = "run.dir is a new folder each time: set run.dir=FOLDER, which the same command finds again."
+        raise ConfigError("resume", "auto", remedy)
 
 
 def _first_line(error: Exception) -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from asyncrl.config import Section
 from asyncrl.errors import ConfigError
 from asyncrl.launch import main as module
 from asyncrl.launch import reference
-from asyncrl.launch.main import CONF, prepare_run_dir
+from asyncrl.launch.main import CONF, check_resume, prepare_run_dir
 from tests.fakes import tiny_config
 
 
@@ -119,3 +122,15 @@ def test_refused_model_leaves_the_old_run_in_place(tmp_path: Path) -> None:
     done = command(f"run.dir={folder}", "run.overwrite=true", "model.path=/no/such/folder", cwd=tmp_path)
     assert done.returncode == 2
     assert (folder / "config.json").exists()
+
+
+def test_going_on_by_itself_needs_a_folder_that_is_found_again() -> None:
+    for overrides, fine in ((["resume=auto"], False), (["resume=auto", "run.dir=/runs/a"], True), ([], True)):
+        with initialize_config_dir(str(CONF), version_base=None):
+            composed = compose("train", ["experiment=tiny", *overrides])
+        values: Any = OmegaConf.to_container(composed, resolve=True)
+        if fine:
+            check_resume(values, composed)
+        else:
+            with pytest.raises(ConfigError, match=r"resume: got 'auto'. run.dir is a new folder each time"):
+                check_resume(values, composed)
