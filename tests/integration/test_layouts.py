@@ -52,6 +52,7 @@ def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layo
     nothing_is_left(tmp_path / "run")
 
 
+@pytest.mark.campaign
 def test_an_asynchronous_run_keeps_its_bound_and_its_word(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     steps = run(

@@ -104,6 +104,7 @@ def test_buffer_with_another_rule_comes_to_something_else_and_that_is_told(live:
     assert "was recorded" in text
 
 
+@pytest.mark.campaign
 def test_schedule_that_was_cut_short_is_done_again_to_its_last_batch(live: Path, tmp_path: Path) -> None:
     """The run was killed before it published what it trained last, within a frame."""
     shutil.copytree(live / "records", tmp_path / "killed/records")

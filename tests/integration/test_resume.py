@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from asyncrl.checkpoints.shelf import Shelf
 from asyncrl.convert.cli import main as convert
-from asyncrl.records.events import Committed, Taken
+from asyncrl.records.events import Admitted, Committed, Taken
 from asyncrl.records.reading import Recording
 from tests.integration.running import (
     descendants,
@@ -110,6 +110,8 @@ def check_books(run_dir: Path) -> None:
     events = list(Recording(run_dir).events())
     taken = Counter(uid for event in events if isinstance(event, Taken) for uid in event.uids)
     assert sorted(taken.values()) == [1] * STEPS * BATCH
+    prompts = [event.prompt for event in events if isinstance(event, Admitted)]
+    assert len(set(prompts)) == len(prompts) == ledger["prompts"]["issued"]
     committed = Counter(event.group.uid for event in events if isinstance(event, Committed))
     assert set(committed.values()) == {1}
     assert {line["version_max"] for line in lines(run_dir / "eval.jsonl")} == {0, STEPS}
@@ -155,17 +157,26 @@ def test_deterministic_run_that_was_killed_is_the_run_that_was_not(tmp_path: Pat
 @pytest.mark.parametrize("victim", ["trainer", "rollout"])
 def test_run_goes_on_as_if_nothing_had_happened(victim: str, tmp_path: Path) -> None:
     """Each victim in another layout, killed beyond a checkpoint."""
-    layout = {"trainer": ["trainer.data_parallel=2"], "rollout": ["engine.count=2"]}[victim]
+    layout = {"trainer": ["trainer.data_parallel=2"], "rollout": []}[victim]
     run_dir = tmp_path / "run"
     Blow(victim, 5, 0.15).strike(run_dir, *layout)
     before = max(Shelf(run_dir).versions(), default=0)
     text = go_on_to_the_end(run_dir, *layout)
     assert f"goes on from {Shelf(run_dir).path(before)}" in text
     check_books(run_dir)
-    if victim == "trainer":  # replays of the others are campaigns
-        check_replay(run_dir, tmp_path, *layout)
+    if victim == "rollout":  # replays of the others are campaigns
+        return
+    check_replay(run_dir, tmp_path, *layout)
+    # a run of its own, from its last checkpoint but one, in another layout and with other engines
+    fork = [one for one in RUN if not one.startswith("resume")]
+    fork += [f"resume={Shelf(run_dir).path(STEPS - 2)}", "trainer.tensor_parallel=2", "engine.count=2"]
+    steps = run(tmp_path / "fork", *fork)
+    assert trained(steps[: STEPS - 2]) == trained(lines(run_dir / "metrics.jsonl")[: STEPS - 2])
+    assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
+    assert max(step["logprob_gap/lag0"] for step in steps[STEPS - 2 :] if "logprob_gap/lag0" in step) < 1e-4
 
 
+@pytest.mark.campaign
 def test_run_goes_on_in_another_layout_with_other_engines_and_from_a_copy(tmp_path: Path) -> None:
     """TP1 x PP2 -> TP2 x PP1, two engines -> DP2: the same steps, as far as sums in another order are the same."""
     first = tmp_path / "run"

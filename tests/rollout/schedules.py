@@ -65,6 +65,7 @@ class Run:
         saved = msgspec.msgpack.decode(msgspec.msgpack.encode(self.buffer.state()), type=BufferState)
         self.buffer = self._new_buffer()
         self.buffer.restore(saved)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(self.buffer.state()), type=BufferState) == saved
 
     def play(self) -> Run:
         weights = [self.random.choice([1, 5, 25]) for _ in range(4)]

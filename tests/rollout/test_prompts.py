@@ -54,6 +54,29 @@ def test_training_draws_everything_but_what_is_held_out(tokenizer: Any, digits: 
         assert len(drawn) == 10**digits - questions
 
 
+@pytest.mark.parametrize("count", [0, 1, 9, 40])
+@pytest.mark.parametrize("endless", [True, False])
+def test_prompts_go_on_where_a_checkpoint_was(tokenizer: Any, file: dict, endless: bool, count: int) -> None:
+    """Past questions that are left out, and through epochs that are shuffled anew."""
+    settings = {"task.params": {"digits": 1}} if endless else file
+    task = "copy3" if endless else next(iter(build(tokenizer, **file, **{"eval.questions": 4}).training))
+    whole, before, after = (build(tokenizer, **settings, **{"eval.questions": 4}) for _ in range(3))
+    expected = first(whole, count + 20, task)
+    drawn = first(before, count, task)
+    after.go_on(before.cursor())
+    assert [*drawn, *first(after, 20, task)] == expected
+    assert after.cursor() == whole.cursor()
+    for prompt in drawn:  # those under way are rendered again
+        assert after.again(prompt.uid, prompt.task, prompt.index) == prompt
+
+
+def test_question_that_is_no_more_is_no_part_of_a_resumed_run(tokenizer: Any, file: dict) -> None:
+    prompts = build(tokenizer, **file, **{"eval.questions": 4})
+    for task, index in ((next(iter(prompts.training)), 10**9), ("other", 0)):
+        with pytest.raises(ConfigError, match=f"resume: got '{task}'. The checkpoint plays its question {index}"):
+            prompts.again("p0", task, index)
+
+
 def test_task_without_enough_questions_to_hold_out_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SKIPS", 500)
     with pytest.raises(ConfigError, match="Task copy3 has only 10 distinct questions to hold out") as caught:

@@ -247,6 +247,21 @@ def _saved() -> bytes:
     return next(one for one in snapshots if snapshot.decode(one).service.buffer.ready)
 
 
+def test_whoever_is_restored_is_what_was_saved() -> None:
+    """Service and mixture: a snapshot of what was made from a snapshot is that snapshot."""
+    whole = snapshot.decode(_saved())
+    again = machinery(Chain(0), drawn=whole.service.drawn)
+    again.go_on(_saved(), prompt_of)
+    service = again.service.state()
+    assert again.mixer.state() == whole.mixer
+    assert whole.mixer.played["length"].groups > 0
+    for field in ("audit", "drawn", "reused", "rewards", "retried", "reported", "tokens", "late"):
+        assert getattr(service, field) == getattr(whole.service, field), field
+    assert whole.service.audit.cohorts
+    told = [[(s.received, s.said) for s in one.siblings] for one in service.outstanding]
+    assert told == [[(s.received, s.said) for s in one.siblings] for one in whole.service.outstanding]
+
+
 def test_snapshot_holds_what_was_being_played_and_what_was_ready() -> None:
     state = snapshot.decode(_saved()).service
     assert state.buffer.running
