@@ -73,7 +73,9 @@ def test_prompts_go_on_where_a_checkpoint_was(tokenizer: Any, file: dict, endles
 def test_question_that_is_no_more_is_no_part_of_a_resumed_run(tokenizer: Any, file: dict) -> None:
     prompts = build(tokenizer, **file, **{"eval.questions": 4})
     for task, index in ((next(iter(prompts.training)), 10**9), ("other", 0)):
-        with pytest.raises(ConfigError, match=f"resume: got '{task}'. The checkpoint plays its question {index}"):
+        with pytest.raises(
+            ConfigError, match=f"resume: got '{task}'. The checkpoint plays question {index} of task {task}"
+        ):
             prompts.again("p0", task, index)
 
 
