@@ -173,7 +173,6 @@ def test_run_goes_on_as_if_nothing_had_happened(victim: str, tmp_path: Path) -> 
     steps = run(tmp_path / "fork", *fork)
     assert trained(steps[: STEPS - 2]) == trained(lines(run_dir / "metrics.jsonl")[: STEPS - 2])
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
-    assert max(step["logprob_gap/lag0"] for step in steps[STEPS - 2 :] if "logprob_gap/lag0" in step) < 1e-4
 
 
 @pytest.mark.campaign
