@@ -44,7 +44,7 @@ ALLOWED = {
     "weights": {"config", "engine"},
     "trainer": {"config", "addresses", "algo", "weights", "records", "checkpoints", "models"},
     "planner": {"rollout", "engine"},
-    "convert": {"weights", "models", "records", "inspection"},
+    "convert": {"weights", "models", "records", "inspection", "checkpoints"},
     "collect": set(),
     "inspection": {"records"},
 }

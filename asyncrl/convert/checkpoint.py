@@ -7,7 +7,6 @@ format) and `common.pt` (what is not sharded). Read from megatron-core 0.16.1, c
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -35,15 +34,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from asyncrl.checkpoints.torch_dist import FORMAT, write_frame
 from asyncrl.convert.parameters import Address, Parameter
 from asyncrl.errors import WeightsError
 
-FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 OPTIMIZER = re.compile(r"^(chained_\d+\.)?optimizer\.")
 
 
@@ -218,17 +212,9 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Write what Megatron looks for first; `.metadata` last, as Megatron does."""
         self._close()
-        (self._folder / "metadata.json").write_text(json.dumps(FORMAT))
-        (self._folder / "common.pt").write_bytes(_pickled({"checkpoint_version": 3.0, "iteration": 0}))
+        write_frame(self._folder, 0)
         metadata = Metadata(self._entries, {}, self._places, StorageMeta(), CURRENT_DCP_VERSION)
         (self._folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def _pickled(saved: object) -> bytes:
-    """In memory: torch.save meets a full disk with words of its own."""
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    return buffer.getvalue()
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

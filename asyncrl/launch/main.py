@@ -107,14 +107,15 @@ def launch(config: Config) -> None:
     teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
     if teacher:
         check_teacher(config, model, teacher)
+    origin = resume.choose(config, run_dir)
     goes_on = config.resume == "auto" and (run_dir / "config.json").is_file()
     if not goes_on:
+        resume.check_apart(run_dir, origin)
         prepare_run_dir(run_dir, overwrite=config.run.overwrite)  # last: a refused run must not empty a folder
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     held = resume.lock(run_dir)
-    origin = resume.choose(config, run_dir)
-    if goes_on and origin and (reason := resume.finished(config, run_dir, origin)):
-        print(f"asyncrl: {run_dir} is at version {origin.version}, and done: {reason}")
+    if goes_on and (reason := resume.finished(config, run_dir, origin)):
+        print(f"asyncrl: {run_dir} is done: {reason}")
         return
     if goes_on or origin:
         resume.roll_back(run_dir, origin)
@@ -162,6 +163,7 @@ def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
             True,
             f"{run_dir} holds no config.json of a run: empty it yourself if that is meant.",
         )
+    os.close(resume.lock(run_dir))  # a run may be at work in it
     shutil.rmtree(run_dir)
 
 

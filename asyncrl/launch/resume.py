@@ -14,9 +14,10 @@ from typing import Any
 from asyncrl.addresses import LOST, READY
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
-from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.shelf import FOLDER, Shelf
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RecordError
+from asyncrl.jsonl import Tail
 from asyncrl.launch.replay import differing
 
 ROLLED_BACK, LOCK = "rolled_back", "lock"
@@ -39,9 +40,9 @@ class Resume:
         return self.manifest.version
 
     @property
-    def run_dir(self) -> Path:
-        """Of the run that wrote it."""
-        return self.folder.parent.parent
+    def run_dir(self) -> Path | None:
+        """Of the run that wrote it; None where the checkpoint was moved."""
+        return self.folder.parent.parent if self.folder.parent.name == FOLDER else None
 
 
 def choose(config: Config, run_dir: Path) -> Resume | None:
@@ -87,12 +88,22 @@ def _check(config: Config, resume: Resume) -> None:
         )
 
 
-def finished(config: Config, run_dir: Path, resume: Resume) -> str | None:
+def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None:
     """Why there is nothing left to do in the run's own folder, or None: it ended, and is asked for nothing more."""
     summary = run_dir / "summary.json"
-    if not summary.exists() or (resume.version < config.run.max_steps and changes(config, resume)):
+    if not summary.exists():
         return None
+    if resume is None or resume.version < config.run.max_steps:
+        then = resume.manifest.config if resume else json.loads((run_dir / "config.json").read_text())
+        if differing(then, config):
+            return None
     return str(json.loads(summary.read_text())["reason"])
+
+
+def check_apart(run_dir: Path, resume: Resume | None) -> None:
+    """Refuse to empty the folder that holds the checkpoint which a new run in it would go on from."""
+    if resume and run_dir in resume.folder.parents:
+        raise ConfigError("resume", str(resume.folder), "It lies in run.dir: set resume=auto, or another run.dir.")
 
 
 def changes(config: Config, resume: Resume | None) -> list[str]:
@@ -108,7 +119,7 @@ def roll_back(run_dir: Path, resume: Resume | None) -> None:
     aside = run_dir / ROLLED_BACK / f"{len(list((run_dir / ROLLED_BACK).glob('*'))):04d}"
     aside.mkdir(parents=True)
     for name, field in FOLLOWED.items():
-        lines = _lines(source / name)
+        lines = Tail(source / name)() if source else []  # whole ones: the last may have been cut short
         kept = [line for line in lines if line[field] <= version]
         if source == run_dir:
             _write(aside / name, [line for line in lines if line[field] > version])
@@ -138,14 +149,6 @@ def lock(run_dir: Path) -> int:
             "run.dir", str(run_dir), "A run is under way in this folder: wait for it, or end it."
         ) from None
     return descriptor
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Whole ones: the last may have been cut short."""
-    if not path.exists():
-        return []
-    *whole, _ = path.read_text().split("\n")
-    return [json.loads(line) for line in whole]
 
 
 def _write(path: Path, lines: list[dict[str, Any]]) -> None:

@@ -77,9 +77,10 @@ def main(run_dir: Path) -> None:
         _sinks(config, addresses, run_dir, parallel, warn), started_at=addresses.started_at, tasks=tuple(config.mixture)
     )
     stop = StopRule(config.run, end)
+    shelf = Shelf(run_dir)
     checkpoints = Checkpoints(
         config,
-        Shelf(run_dir),
+        shelf,
         addresses.run_id,
         parallel,
         policy,
@@ -91,8 +92,11 @@ def main(run_dir: Path) -> None:
         first = _go_on(addresses.resume, run_dir, policy, log, stop)
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
-        checkpoints.resumed(first)
         publisher.publish(first)  # verified, as a first publish is; only then do the engines go on
+        if addresses.resume.parent == shelf.folder:
+            checkpoints.resumed(first)
+        else:
+            checkpoints.save(first)  # of its own: from now on resume=auto goes on here
 
     def export(folder: Path) -> None:
         save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)

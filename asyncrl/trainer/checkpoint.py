@@ -43,7 +43,7 @@ class _Work:
     version: int
     files: dict[str, bytes]  # whole, by name; of rank 0
     thread: threading.Thread | None = None
-    problem: str | None = None
+    problem: str | None = "its thread died"  # until all is written
     began: float = field(default_factory=time.monotonic)
 
 

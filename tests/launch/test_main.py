@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import main as module
 from asyncrl.launch import reference
 from asyncrl.launch.main import CONF, check_resume, prepare_run_dir
+from asyncrl.launch.resume import lock
 from tests.fakes import tiny_config
 
 
@@ -98,6 +100,10 @@ def test_folder_with_anything_in_it_is_never_overwritten_silently(tmp_path: Path
         prepare_run_dir(folder, overwrite=False)
     assert (found.value.field, found.value.value) == ("run.dir", str(folder))
     assert (folder / "config.json").exists()
+    held = lock(folder)
+    with pytest.raises(ConfigError, match="A run is under way in this folder"):
+        prepare_run_dir(folder, overwrite=True)
+    os.close(held)
     prepare_run_dir(folder, overwrite=True)
     assert not folder.exists()
 

@@ -100,6 +100,30 @@ def test_run_that_ended_has_nothing_left_to_do_unless_more_is_asked_for(tmp_path
     assert resume.finished(tiny_config(**{"run.max_steps": 300}), tmp_path, found) is None
 
 
+def test_run_that_ended_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(tiny_config().model_dump_json())
+    (tmp_path / "summary.json").write_text(json.dumps({"reason": "enough"}))
+    assert resume.finished(tiny_config(), tmp_path, None) == "enough"
+    assert resume.finished(tiny_config(**{"run.max_steps": 300}), tmp_path, None) is None
+
+
+def test_folder_with_the_checkpoint_is_not_emptied_for_the_run_that_needs_it(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", 4)
+    found = chosen(tmp_path / "b", str(folder))
+    resume.check_apart(tmp_path / "b", found)
+    resume.check_apart(tmp_path / "b", None)
+    with pytest.raises(ConfigError, match=r"It lies in run.dir: set resume=auto"):
+        resume.check_apart(tmp_path / "a", found)
+
+
+def test_checkpoint_that_was_moved_has_no_steps_before_it(tmp_path: Path) -> None:
+    lines(tmp_path / "metrics.jsonl", version=[1, 2])  # of whoever lives there
+    moved = save(tmp_path / "a", 4).rename(tmp_path / "moved")
+    (tmp_path / "b").mkdir()
+    roll_back(tmp_path / "b", chosen(tmp_path / "b", str(moved)))
+    assert not (tmp_path / "b/metrics.jsonl").exists()
+
+
 def test_what_a_replay_wrote_holds_no_rollouts_to_go_on_with(tmp_path: Path) -> None:
     save(tmp_path, 4, rollout=False)
     with pytest.raises(RecordError, match="holds no rollout side"):
