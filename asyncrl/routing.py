@@ -85,19 +85,21 @@ def share_prompt(group: Group) -> Group:
     firsts = (t.turns[0].completion.routing for t in group.trajectories if t.turns)
     prompt = next((r for r in firsts if r and r.start == 0 and r.end >= length), None)
     shared = Routing(0, prompt.width, prompt.rows[: length * prompt.width]) if prompt else None
-    trajectories = [Trajectory(_new_rows(t.turns, length), t.reward) for t in group.trajectories]
+    trajectories = [Trajectory(_new_rows(t, length), t.reward) for t in group.trajectories]
     return msgspec.structs.replace(group, trajectories=trajectories, routing=shared)
 
 
-def _new_rows(turns: list[Turn], start: int) -> list[Turn]:
-    """`start`: where the first turn's rows begin to be its own; a later one's do at the last token written before."""
-    found, end = [], start
-    for turn in turns:
-        completion = turn.completion
-        if completion.routing:
-            cut = msgspec.structs.replace(completion, routing=completion.routing.since(start))
-            turn = msgspec.structs.replace(turn, completion=cut)
-        found.append(turn)
-        end += len(turn.observation) + len(completion.token_ids)
-        start = max(start, end - 1)
+def _new_rows(trajectory: Trajectory, prompt: int) -> list[Turn]:
+    """Rows of a sample's first turn begin to be its own where the prompt ends (at once, where it follows none); a later
+    one's do at the last token written before."""
+    found = list(trajectory.turns)
+    for sample in trajectory.samples():
+        start = end = 0 if sample[0][1].begins else prompt
+        for place, turn in sample:
+            completion = turn.completion
+            if completion.routing:
+                cut = msgspec.structs.replace(completion, routing=completion.routing.since(start))
+                found[place] = msgspec.structs.replace(turn, completion=cut)
+            end += len(turn.observation) + len(completion.token_ids)
+            start = max(start, end - 1)
     return found

@@ -4,6 +4,8 @@ prompt      token ids and what the reward needs to score an answer
 completion  one answer of an engine: token ids, their log-probabilities, and which weights wrote them
 turn        what the environment said, then a completion
 trajectory  one episode: one or more turns, and its reward
+sample      a stretch of turns of a trajectory, each of which goes on from the tokens of the one before
+role        who acts in an episode of several: each has samples, rewards and siblings of its own
 group       the trajectories of one prompt
 batch       the groups that are trained between two versions
 version     number of batches trained and published; version 0 is what the run started from
@@ -22,6 +24,7 @@ Trained as batch 6, its staleness is 6 - 4 = 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -85,14 +88,45 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"version spans {self.versions} do not cover {len(self.token_ids)} tokens")
 
 
-class Generate(Protocol):
-    """The policy, as an agent sees it: continue exactly these token ids. Raises EngineError when the fleet cannot."""
+Message = dict[str, Any]
+"""Of a chat, in the form of chat templates and of the OpenAI API: role, content, and tool_calls where there are any."""
 
-    async def __call__(self, token_ids: list[int]) -> Completion: ...
+
+class Template(Protocol):
+    """The model's chat template over its tokenizer: asyncrl/agents/template.py."""
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """A chat from its start, up to where the model writes."""
+        ...
+
+    def extend(self, messages: Sequence[Message], *, last: int | None) -> list[int]:
+        """What follows a completion whose last token is `last`: its end, unless that is it, and these messages, up to
+        where the model writes again."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text, without special tokens."""
+        ...
+
+
+class Generate(Protocol):
+    """The policy, as an agent sees it."""
+
+    @property
+    def template(self) -> Template:
+        """How chats become tokens."""
+        ...
+
+    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
+        """Continue exactly these token ids, by at most so many (unset: rollout.max_new_tokens). Where the model's
+        context has no room for one more the completion is empty and ends by "length". Raises EngineError when the fleet
+        cannot. `role`: for whom, in an episode of several."""
+        ...
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """`observation` is what was appended before the completion; empty in the first turn, which follows the prompt.
+    """`observation` is what was appended before the completion; empty in the first turn, which follows the prompt. A
+    turn that `begins` a sample follows nothing: its observation is the whole context, in the prompt's place.
 
     Rewards of single turns and tokens stand beside that of the trajectory, and are added to it where an algorithm knows
     only whole episodes.
@@ -103,6 +137,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     reward: float = 0.0
     token_rewards: list[float] = []  # [T], or empty
     teacher: list[float] = []  # [T] the teacher's log-probabilities of the completion's tokens, or empty without one
+    begins: bool = False
+    role: str = ""
+    state: str = ""  # names the environment's state in which it acted, for algorithms that compare turns in one state
 
     def __post_init__(self) -> None:
         if self.teacher and len(self.teacher) != len(self.completion.token_ids):
@@ -116,10 +153,40 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, array_like=True):
-    """One episode."""
+    """One episode. Without a reward it has yet to be scored: an agent that gives one has scored it itself."""
 
     turns: list[Turn]
-    reward: float = 0.0
+    reward: float | None = None
+
+    @property
+    def total(self) -> float:
+        """Its reward, with those of its turns and tokens, over all roles."""
+        return (self.reward or 0.0) + sum(turn.reward + sum(turn.token_rewards) for turn in self.turns)
+
+    def totals(self) -> dict[str, float]:
+        """Of each role, in the order of their names: what it gets of this, and of the reward that all share."""
+        turns = sorted(self.by_role().items())
+        return {
+            role: (self.reward or 0.0) + sum(turn.reward + sum(turn.token_rewards) for _, turn in own)
+            for role, own in turns
+        }
+
+    def by_role(self) -> dict[str, list[tuple[int, Turn]]]:
+        """The turns of each role, with their places among all."""
+        found: dict[str, list[tuple[int, Turn]]] = {}
+        for place, turn in enumerate(self.turns):
+            found.setdefault(turn.role, []).append((place, turn))
+        return found
+
+    def samples(self) -> list[list[tuple[int, Turn]]]:
+        """Its turns, with their places, cut where one begins a sample: role after role."""
+        found: list[list[tuple[int, Turn]]] = []
+        for turns in self.by_role().values():
+            for number, (place, turn) in enumerate(turns):
+                if turn.begins or not number:
+                    found.append([])
+                found[-1].append((place, turn))
+        return found
 
     @property
     def num_tokens(self) -> int:
@@ -128,7 +195,7 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that wrote a token."""
+        """The oldest version that wrote a token. ValueError when none did."""
         return min(span.version for turn in self.turns for span in turn.completion.versions)
 
 
@@ -146,6 +213,11 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         """Tokens that the policy wrote."""
         return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether some role of a trajectory was rewarded otherwise than in another: else no advantage is left."""
+        return any(one.totals() != self.trajectories[0].totals() for one in self.trajectories)
 
     def staleness(self, version: int) -> list[int]:
         """Per trajectory, when trained as batch `version`."""

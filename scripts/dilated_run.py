@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from asyncrl import config as configuration  # noqa: E402
 from asyncrl import tasks  # noqa: E402
 from asyncrl.addresses import Addresses  # noqa: E402
+from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.config import Config  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.router import router_argv  # noqa: E402
@@ -79,7 +80,7 @@ class DilatedRun:
     def workload(self) -> Workload:
         """The same groups in the same order, for the simulation."""
         config = self._config(Setting(1, 1.0, 0, in_play=0), pause_mode="in_place")
-        prompts = Prompts(config, _tasks(config), load_tokenizer(self._model, None), 1 << 20)
+        prompts = Prompts(config, _tasks(config), ChatTemplate(load_tokenizer(self._model, None)), 1 << 20)
         stream = next(iter(prompts.training.values()))
         numbers = [number_of(prompt.token_ids) for prompt in islice(stream, 4096)]
         episodes = self._lengths.episodes()
@@ -109,7 +110,7 @@ class DilatedRun:
             f"rollout.lead={'null' if setting.lead is None else setting.lead}",
             f"rollout.max_running_groups={'null' if groups is None else groups}",
             f"rollout.max_new_tokens={self._lengths.longest}",
-            f"rollout.agent={self._agent}",
+            f"agent={self._agent}",
             f"weights.pause_mode={pause_mode}",
         ]
         with initialize_config_dir(str(CONF), version_base=None):

@@ -210,7 +210,7 @@ class FakeSession(Session):
         super().__init__(client, "", 1.0, purpose)  # type: ignore[arg-type]
         self._answer, self._waste, self._delay = answer, waste, client.delay
 
-    async def __call__(self, token_ids: list[int]) -> Completion:
+    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
         await asyncio.sleep(self._delay)
         found = self._answer(token_ids)
         self.hear(len(found.token_ids) + self._waste)
@@ -250,6 +250,26 @@ class FakeClient:
 
     def take_figures(self) -> Figures:
         return Figures(requests=1, prompt_tokens=8, cached_tokens=2, seconds_busy=0.5)
+
+
+class FakeTemplate:
+    """Messages are digits; a chat is <bos>, its digits and "="."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        self._decode = decode or (lambda ids: "".join(str(token) for token in ids if token < 10))
+
+    def begin(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        return [12, *(int(digit) for message in messages for digit in message["content"]), 11]
+
+    def extend(self, messages: Sequence[dict[str, Any]], *, last: int | None) -> list[int]:
+        return [
+            *([] if last == 10 else [10]),
+            *(int(digit) for message in messages for digit in message["content"]),
+            11,
+        ]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids)
 
 
 class LengthTask:

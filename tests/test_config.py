@@ -26,7 +26,7 @@ from asyncrl.launch.reference import docstrings
 from tests.fakes import compose_values, tiny_config, tiny_values
 
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
-TASKS = sorted(file.stem for file in (CONF / "task").glob("*.yaml") if file.stem != "file")
+TASKS = sorted(file.stem for file in (CONF / "task").glob("*.yaml") if file.stem not in ("base", "file", "own"))
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "num_attention_heads": 6,
@@ -91,9 +91,12 @@ def test_task_composes_and_is_valid(name: str) -> None:
 
 def test_every_option_of_every_group_is_in_some_composition() -> None:
     options = {(f.parent.name, f.stem) for f in CONF.glob("*/*.yaml")} - {("experiment", name) for name in EXPERIMENTS}
-    for group, option in sorted(options):
-        extra = ["task.train_file=/rows.jsonl"] if (group, option) == ("task", "file") else []
-        load(compose_values(f"{group}={option}", *extra))
+    extra = {
+        ("task", "file"): ["task.train_file=/rows.jsonl"],
+        ("task", "own"): ["task.kind=my_module:Mine"],
+    }
+    for group, option in sorted(options - {("task", "base")}):  # the base lacks a kind and a name
+        load(compose_values(f"{group}={option}", *extra.get((group, option), [])))
 
 
 def test_command_without_arguments_is_the_default_experiment() -> None:
@@ -327,8 +330,8 @@ def test_set_of_a_file_needs_no_training_questions() -> None:
 
 def test_missing_field_is_named() -> None:
     values = tiny_values()
-    del values["rollout"]["agent"]
-    with pytest.raises(ConfigError, match=r"rollout.agent: got None. This field has no value"):
+    del values["agent"]
+    with pytest.raises(ConfigError, match=r"agent: got None. This field has no value"):
         load(values)
 
 

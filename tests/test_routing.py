@@ -58,7 +58,7 @@ def test_siblings_share_the_rows_of_their_prompt_and_turns_tell_no_row_twice() -
     prompt = [1, 2, 3]
     first = [turn([], 2, kept(0, 4)), turn([5, 6], 3, kept(4, 9))]  # the last token of a turn is read in the next
     anew = [turn([], 2, kept(0, 4, sibling=1)), turn([5, 6], 3, kept(0, 9, sibling=1))]  # told from the start again
-    group = share_prompt(Group("g", 0, prompt, [Trajectory(first), Trajectory(anew, 1.0)], "t"))
+    group = share_prompt(Group("g", 0, prompt, [Trajectory(first, 0.0), Trajectory(anew, 1.0)], "t"))
     assert group.routing == kept(0, 3)
     for number, trajectory in enumerate(group.trajectories):
         assert [one.completion.routing for one in trajectory.turns] == [

@@ -67,7 +67,7 @@ def rloo(table: TokenTable, params: AdvantageParams) -> Tensor:
 def opo(table: TokenTable, params: AdvantageParams) -> Tensor:
     """R minus the length-weighted mean of the group: OPO, arXiv 2505.23585, the baseline of least variance."""
     groups = _Groups(table)
-    lengths = table.lengths().to(groups.rewards.dtype)
+    lengths = table.sum_per_episode(torch.ones_like(table.behaviour))
     baseline = groups.total(lengths * groups.rewards) / groups.total(lengths).clamp(min=1)
     return groups.spread(groups.rewards - baseline)
 
@@ -127,15 +127,15 @@ def grpo_turn(table: TokenTable, params: AdvantageParams) -> Tensor:
     """Process supervision: the turn's reward and those of later turns, each normalised among all turns of the group
     (GRPO, arXiv 2402.03300, section 4.1.3); the reward of the episode counts with its last turn."""
     turns = _turns(table)
-    group = table.group[table.sample[turns.last]]
-    normal = _normalised(turns.rewards, group)
-    to_go = returns(normal, table.sample[turns.last], params.discount)
+    owner = table.owner[turns.last]
+    normal = _normalised(turns.rewards, table.group[owner])
+    to_go = returns(normal, owner, params.discount)
     return to_go[turns.of_token]
 
 
 def reinforce_pp(table: TokenTable, params: AdvantageParams) -> Tensor:
     """The discounted rewards from each token on, whitened over the tokens of the batch: REINFORCE++, 2501.03262."""
-    return whiten(returns(token_rewards(table), table.sample, params.discount))
+    return whiten(returns(token_rewards(table), table.owner, params.discount))
 
 
 def gae(table: TokenTable, params: AdvantageParams) -> Tensor:
@@ -150,13 +150,13 @@ def gae_raw(table: TokenTable, params: AdvantageParams) -> Tensor:
     after = torch.cat([values[1:], values.new_zeros(1)])
     after[table.last_rows()] = 0.0
     delta = token_rewards(table) + params.discount * after - values
-    return returns(delta, table.sample, params.discount * params.gae_lambda)
+    return returns(delta, table.owner, params.discount * params.gae_lambda)
 
 
 def token_rewards(table: TokenTable) -> Tensor:
     """[N] with the reward of the episode at its last token."""
     rewards, last = table.token_reward.clone(), table.last_rows()
-    rewards[last] += table.reward[table.sample[last]]
+    rewards[last] += table.reward[table.owner[last]]
     return rewards
 
 
@@ -187,11 +187,11 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 class _Groups:
-    """Rewards of episodes, with the figures of each one's group beside it: everything [S]."""
+    """Rewards of episodes, with the figures of each one's group beside it: everything [E]."""
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
-        self.rewards = table.reward + table.sum_per_sample(table.token_reward)
+        self.rewards = table.reward + table.sum_per_episode(table.token_reward)
         self.sizes = self.total(torch.ones_like(self.rewards))
 
     def total(self, values: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class _Groups:
         return torch.sqrt(squares / (self.sizes - 1).clamp(min=1))
 
     def spread(self, advantages: Tensor) -> Tensor:
-        """[S] -> [N], zero in groups whose rewards are all equal (their mean may differ from them by rounding)."""
+        """[E] -> [N], zero in groups whose rewards are all equal (their mean may differ from them by rounding)."""
         return self._table.per_token(torch.where(_differs(self.rewards, self._table.group), advantages, 0.0))
 
 
@@ -221,7 +221,7 @@ class _Turns:
 
 def _turns(table: TokenTable) -> _Turns:
     starts = torch.ones(table.num_tokens, dtype=torch.bool)
-    starts[1:] = (table.sample[1:] != table.sample[:-1]) | (table.turn[1:] != table.turn[:-1])
+    starts[1:] = (table.owner[1:] != table.owner[:-1]) | (table.turn[1:] != table.turn[:-1])
     of_token = starts.cumsum(0) - 1
     count = int(starts.sum())
     rewards = torch.zeros(count, dtype=torch.float64).index_add(0, of_token, token_rewards(table))

@@ -37,6 +37,5 @@ class Replay:
             self.kept += [
                 group
                 for group in groups
-                if len({trajectory.reward for trajectory in group.trajectories}) > 1
-                and all(trajectory.num_tokens for trajectory in group.trajectories)
+                if group.has_signal and all(trajectory.num_tokens for trajectory in group.trajectories)
             ]

@@ -76,10 +76,12 @@ def engine_routes(
     groups share, the first group's rows. Raises ValueError when rows are of another model."""
     routes = Routes.empty(count, len(layers), shape)
     for group, siblings in zip(groups, samples, strict=True):
-        if siblings and group.routing:
-            _put(routes, siblings[0], group.routing, shape, layers)
-        for trajectory, sample in zip(group.trajectories, siblings, strict=True):
-            for turn in trajectory.turns:
+        follows = (sample for sample in siblings if sample.prompt_ids == group.prompt_ids)
+        if group.routing and (first := next(follows, None)):
+            _put(routes, first, group.routing, shape, layers)
+        stretches = [turns for trajectory in group.trajectories for turns in trajectory.samples()]
+        for turns, sample in zip(stretches, siblings, strict=True):
+            for _, turn in turns:
                 if turn.completion.routing:
                     _put(routes, sample, turn.completion.routing, shape, layers)
     return routes

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.table import TokenTable
-from asyncrl.types import Group, Trajectory
+from asyncrl.types import Group, Turn
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One token sequence after a prompt. `mask` marks what the policy wrote; only that is trained.
+    """One token sequence after a prompt, or after a context of its own. `mask` marks what the policy wrote; only that
+    is trained.
 
     Example: a tool's answer [50, 51] between two completions [7, 8] and [9], the third sample of a batch:
         token_ids [7, 8, 50, 51, 9]   mask [1, 1, 0, 0, 1]   first_row 12: rows 12, 13 and 14 of the table
@@ -47,18 +48,22 @@ def build_samples(groups: Sequence[Group]) -> list[list[Sample]]:
     number = row = 0
     for group in groups:
         found.append([])
-        for trajectory in group.trajectories:
-            found[-1].append(_sample(group.prompt_ids, trajectory, number, row))
+        for turns in (turns for trajectory in group.trajectories for turns in trajectory.samples()):
+            found[-1].append(_sample(group.prompt_ids, [turn for _, turn in turns], number, row))
             number, row = number + 1, row + found[-1][-1].num_trained
     return found
 
 
-def _sample(prompt_ids: list[int], trajectory: Trajectory, number: int, row: int) -> Sample:
+def _sample(prompt_ids: list[int], turns: Sequence[Turn], number: int, row: int) -> Sample:
+    """A sample that begins anew has its own context in the prompt's place."""
     token_ids: list[int] = []
     mask: list[bool] = []
-    for turn in trajectory.turns:
-        token_ids += [*turn.observation, *turn.completion.token_ids]
-        mask += [False] * len(turn.observation) + [True] * len(turn.completion.token_ids)
+    for turn in turns:
+        observation = turn.observation
+        if turn.begins:
+            prompt_ids, observation = observation, []
+        token_ids += [*observation, *turn.completion.token_ids]
+        mask += [False] * len(observation) + [True] * len(turn.completion.token_ids)
     return Sample(prompt_ids, token_ids, mask, number, row)
 
 
@@ -66,19 +71,19 @@ def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longe
     """[N] each token's weight in the loss of one optimizer step over these samples; 0 for those of others.
 
     token:    loss = sum over tokens / N_tokens
-    sequence: loss = sum over sequences of the mean over their tokens / N_sequences
-    constant: loss = sum over tokens / (N_sequences * longest)      (Dr. GRPO, arXiv 2503.20783)
+    sequence: loss = sum over episodes of the mean over their tokens / N_episodes
+    constant: loss = sum over tokens / (N_episodes * longest)      (Dr. GRPO, arXiv 2503.20783)
 
-    The denominator counts every token, or every sequence that has one, whether it will have a gradient or not.
+    The denominator counts every token, or every episode that has one, whether it will have a gradient or not. Into how
+    many samples an episode is cut changes no weight.
     """
-    chosen = torch.zeros(table.num_samples, dtype=torch.float64)
-    chosen[torch.tensor([sample.number for sample in samples], dtype=torch.int64)] = 1.0
-    lengths = table.lengths() * chosen
-    num_tokens, num_sequences = max(1, int(lengths.sum())), max(1, int((lengths > 0).sum()))
+    of_samples = torch.zeros(table.num_samples, dtype=torch.float64)
+    of_samples[torch.tensor([sample.number for sample in samples], dtype=torch.int64)] = 1.0
+    chosen = of_samples[table.sample]
+    lengths = table.sum_per_episode(chosen)
+    num_tokens, num_episodes = max(1, int(lengths.sum())), max(1, int((lengths > 0).sum()))
     if aggregation == "token":
-        of_sample = chosen / num_tokens
-    elif aggregation == "sequence":
-        of_sample = chosen / (lengths.clamp(min=1) * num_sequences)
-    else:
-        of_sample = chosen / (num_sequences * longest)
-    return table.per_token(of_sample)
+        return chosen / num_tokens
+    if aggregation == "sequence":
+        return chosen * table.per_token(1.0 / (lengths.clamp(min=1) * num_episodes))
+    return chosen / (num_episodes * longest)

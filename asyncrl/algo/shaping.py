@@ -29,8 +29,8 @@ class ShapingParams:
 
 
 def shaped(table: TokenTable, params: ShapingParams, longest: int) -> Tensor:
-    """[S] rewards of episodes; `longest` is the limit of an answer in tokens."""
-    reward, lengths = table.reward, table.lengths().double()
+    """[E] rewards of episodes; `longest` is the limit of an answer in tokens."""
+    reward, lengths = table.reward, table.sum_per_episode(torch.ones_like(table.behaviour))
     if params.overlong_buffer is not None:
         reward = reward + params.overlong_penalty * overlong(lengths, params.overlong_buffer, longest)
     reward = reward - params.length_penalty * lengths / longest
@@ -41,14 +41,14 @@ def shaped(table: TokenTable, params: ShapingParams, longest: int) -> Tensor:
 
 def overlong(lengths: Tensor, buffer: int, longest: int) -> Tensor:
     """0 up to longest - buffer tokens, from there linearly to -1 at `longest`, and no lower: the soft overlong
-    punishment of DAPO, arXiv 2503.14476, equation 13. Lengths are in tokens that the policy wrote. [S] -> [S]."""
+    punishment of DAPO, arXiv 2503.14476, equation 13. Lengths are in tokens that the policy wrote. [E] -> [E]."""
     return ((longest - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def normalised(reward: Tensor) -> Tensor:
     """Mean 0 and standard deviation 1 (unbiased, plus EPSILON) over the episodes of the batch; 0 where all are equal:
     reward normalisation at batch level, as in AReaL and ROLL; followed by dr_grpo it is TRL's scale_rewards=batch. Not
-    a running figure: a step is made of its batch and its weights alone. [S] -> [S]."""
+    a running figure: a step is made of its batch and its weights alone. [E] -> [E]."""
     if len(reward) < 2 or bool((reward == reward[0]).all()):
         return torch.zeros_like(reward)
     return (reward - reward.mean()) / (reward.std() + EPSILON)

@@ -2,7 +2,8 @@
 
     row        0 1 2 | 3 4 | 5 6 7 8 |           sample 3 wrote nothing: it has no row, and counts as a sample
     sample     0 0 0   1 1   2 2 2 2
-    group      sample -> group, so that siblings are found by number and never by position
+    episode    sample -> episode: what one role wrote in one trajectory, most often a single sample
+    group      episode -> group, so that siblings are found by number and never by position; each role has its own
 
 The stages of a step (trainer/policy.py) fill in the columns that the algorithm needs; packs refer to tokens by row.
 """
@@ -21,15 +22,17 @@ from asyncrl.types import Group, Trajectory, Turn
 
 @dataclass(frozen=True)
 class TokenTable:
-    """N tokens of S samples of G groups. Numbers are float64: they are small, and differences of them matter."""
+    """N tokens of S samples of E episodes of G groups. Numbers are float64: they are small, and differences of them
+    matter."""
 
     sample: Tensor  # [N] int64, ascending
-    turn: Tensor  # [N] int64, ascending within a sample
+    turn: Tensor  # [N] int64, its place in the trajectory, ascending within an episode
     behaviour: Tensor  # [N] the engine's log-probabilities
     lag: Tensor  # [N] int64, version in training minus the version that wrote the token
-    group: Tensor  # [S] int64
-    reward: Tensor  # [S] of the whole episode
-    truncated: Tensor  # [S] bool, ended by length
+    episode: Tensor  # [S] int64, ascending
+    group: Tensor  # [E] int64
+    reward: Tensor  # [E] of the whole episode
+    truncated: Tensor  # [E] bool, ended by length
     token_reward: Tensor  # [N] given to single tokens or, at their last token, to turns; beside `reward`
     # filled in by the step
     proximal: Tensor | None = None  # [N] log-probabilities of the policy that the step starts from
@@ -48,6 +51,11 @@ class TokenTable:
     @property
     def num_samples(self) -> int:
         """S."""
+        return len(self.episode)
+
+    @property
+    def num_episodes(self) -> int:
+        """E."""
         return len(self.group)
 
     @property
@@ -59,24 +67,34 @@ class TokenTable:
         """[S] trained tokens of each sample."""
         return torch.bincount(self.sample, minlength=self.num_samples)
 
-    def per_token(self, of_samples: Tensor) -> Tensor:
-        """[S] -> [N]: what is a sample's holds for each of its tokens."""
-        return of_samples[self.sample]
+    @property
+    def owner(self) -> Tensor:
+        """[N] the episode of each token."""
+        return self.episode[self.sample]
+
+    def per_token(self, of_episodes: Tensor) -> Tensor:
+        """[E] -> [N]: what is an episode's holds for each of its tokens."""
+        return of_episodes[self.owner]
 
     def sum_per_sample(self, of_tokens: Tensor) -> Tensor:
         """[N] -> [S]."""
         return of_tokens.new_zeros(self.num_samples).index_add(0, self.sample, of_tokens)
 
+    def sum_per_episode(self, of_tokens: Tensor) -> Tensor:
+        """[N] -> [E]."""
+        return of_tokens.new_zeros(self.num_episodes).index_add(0, self.owner, of_tokens)
+
     def last_rows(self) -> Tensor:
-        """Rows of the last token of each sample that wrote any."""
-        lengths = self.lengths()
+        """Rows of the last token of each episode that wrote any."""
+        lengths = torch.bincount(self.owner, minlength=self.num_episodes)
         return (lengths.cumsum(0) - 1)[lengths > 0]
 
     def rows(self, where: Tensor, dtype: torch.dtype) -> TokenTable:
-        """The rows [T] of a micro-batch, numbers as `dtype`; the columns of samples stay whole, and so do numbers."""
+        """The rows [T] of a micro-batch, numbers as `dtype`; the columns of samples and episodes stay whole, and so do
+        numbers."""
 
         def chosen(name: str, column: Tensor) -> Tensor:
-            column = column if name in PER_SAMPLE else column.index_select(0, where)
+            column = column if name in WHOLE else column.index_select(0, where)
             return column.to(dtype) if column.is_floating_point() else column
 
         return self._with_columns(chosen)
@@ -97,19 +115,22 @@ def known(column: Tensor | None) -> Tensor:
     return column
 
 
-PER_SAMPLE = ("group", "reward", "truncated")
+WHOLE = ("episode", "group", "reward", "truncated")
+"""Columns of samples and episodes."""
 
 
 def build_table(groups: Sequence[Group], version: int) -> TokenTable:
-    """The table of the groups that version `version` is trained on, in order, and their trajectories in order."""
+    """The table of the groups that version `version` is trained on, in order: of each its trajectories, of these the
+    roles, of each role its samples (Trajectory.samples)."""
     sample: list[int] = []
     turn: list[int] = []
     behaviour: list[float] = []
     lag: list[int] = []
     token_reward: list[float] = []
     trajectories = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories]
-    for row, (_, trajectory) in enumerate(trajectories):
-        for place, one in enumerate(trajectory.turns):
+    samples = [turns for _, trajectory in trajectories for turns in trajectory.samples()]
+    for row, turns in enumerate(samples):
+        for place, one in turns:
             written = one.completion
             sample += [row] * len(written.token_ids)
             turn += [place] * len(written.token_ids)
@@ -117,31 +138,47 @@ def build_table(groups: Sequence[Group], version: int) -> TokenTable:
             for span in written.versions:
                 lag += [version - span.version] * (span.end - span.start)
             token_reward += _turn_rewards(one)
+    episodes = _episodes(trajectories)
     return TokenTable(
         torch.tensor(sample, dtype=torch.int64),
         torch.tensor(turn, dtype=torch.int64),
         torch.tensor(behaviour, dtype=torch.float64),
         torch.tensor(lag, dtype=torch.int64),
-        torch.tensor([number for number, _ in trajectories], dtype=torch.int64),
-        torch.tensor([_episode_reward(trajectory) for _, trajectory in trajectories], dtype=torch.float64),
-        torch.tensor(
-            [bool(t.turns) and t.turns[-1].completion.finish_reason == "length" for _, t in trajectories],
-            dtype=torch.bool,
-        ),
+        torch.tensor([number for number, one in enumerate(episodes) for _ in range(one.samples)], dtype=torch.int64),
+        torch.tensor([one.group for one in episodes], dtype=torch.int64),
+        torch.tensor([one.reward for one in episodes], dtype=torch.float64),
+        torch.tensor([one.truncated for one in episodes], dtype=torch.bool),
         torch.tensor(token_reward, dtype=torch.float64),
-        teacher=_teacher(groups, len(sample)),
+        teacher=_teacher(samples, len(sample)),
     )
 
 
-def _episode_reward(trajectory: Trajectory) -> float:
-    """With those of turns that wrote nothing: no token can hold them."""
-    return trajectory.reward + sum(turn.reward for turn in trajectory.turns if not turn.completion.token_ids)
+@dataclass(frozen=True)
+class _Episode:
+    group: int
+    samples: int
+    reward: float
+    truncated: bool
 
 
-def _teacher(groups: Sequence[Group], tokens: int) -> Tensor | None:
+def _episodes(trajectories: Sequence[tuple[int, Trajectory]]) -> list[_Episode]:
+    """What each role wrote in each trajectory. All share the trajectory's reward; a turn's is its role's own (and the
+    episode's where the turn wrote nothing: no token can hold it)."""
+    found, groups = [], dict[tuple[int, str], int]()
+    for group, trajectory in trajectories:
+        for role, placed in trajectory.by_role().items():
+            turns = [turn for _, turn in placed]
+            number = groups.setdefault((group, role), len(groups))
+            samples = 1 + sum(turn.begins for turn in turns[1:])
+            silent = sum(turn.reward for turn in turns if not turn.completion.token_ids)
+            cut = turns[-1].completion.finish_reason == "length"
+            found.append(_Episode(number, samples, (trajectory.reward or 0.0) + silent, cut))
+    return found
+
+
+def _teacher(samples: Sequence[Sequence[tuple[int, Turn]]], tokens: int) -> Tensor | None:
     """[N], or None where no teacher was asked. ValueError where it was asked for some tokens alone."""
-    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
-    found = [logprob for turn in turns for logprob in turn.teacher]
+    found = [logprob for turns in samples for _, turn in turns for logprob in turn.teacher]
     if not found:
         return None
     if len(found) != tokens:

@@ -67,6 +67,11 @@ class Config(Section):
     teacher: Teacher
     rollout: Rollout
     algo: Algo
+    agent: str
+    """Who plays an episode, as an import path, module:name: an async function of (prompt, generate), or a class with
+    such a method, run. A task may have one of its own."""
+    agent_params: dict[str, Any]
+    """Its arguments, beside prompt and generate; of a class, those that it is made with."""
     task: Task
     tasks: dict[Name, Task]
     """Several tasks in the place of `task`, by name, mixed by their weights: +task@tasks.NAME=OPTION."""

@@ -90,8 +90,6 @@ class Rollout(Section):
     max_running_groups: Count | Literal["auto"] | None
     """Groups that may be in flight at once. auto: as many as keep engines and trainer busy (rollout/concurrency.py);
     null: as many as admission allows."""
-    agent: str
-    """Import path of the agent, module:name."""
     max_new_tokens: Count
     """Longest completion."""
     temperature: Positive
@@ -141,12 +139,17 @@ class Rollout(Section):
 class Task(Section):
     """Where prompts come from and how answers are scored."""
 
-    kind: Literal["reasoning_gym", "copy", "file"]
-    """A reasoning-gym generator, the digit-copying toy, or files of your own."""
+    kind: str
+    """reasoning_gym (a generator), copy (the digit-copying toy), file (questions of your own), or the import path of a
+    class of your own, module:name, with its questions and what scores or plays them (asyncrl/tasks/own.py)."""
     name: str
     """reasoning_gym: the dataset's name; otherwise a label."""
     params: dict[str, Any]
-    """reasoning_gym: the dataset's arguments; copy: digits."""
+    """reasoning_gym: the dataset's arguments; copy: digits; a class of your own: its arguments."""
+    agent: str | None
+    """Who plays this task, in the place of the run's agent; unset: that, or what the task itself brings."""
+    agent_params: dict[str, Any]
+    """Its arguments; where the task brings an environment and agent is unset, those of MultiTurn (max_turns)."""
     system: str | None
     """System message."""
     shots: Natural

@@ -182,7 +182,7 @@ def _rows(recording: Recording) -> Iterator[dict[str, Any]]:
                 "task": group.task,
                 "place": found.place,
                 "trajectory": number,
-                "reward": trajectory.reward,
+                "reward": trajectory.total,
                 "prompt_ids": group.prompt_ids,
                 **_tokens(trajectory),
                 "finish_reason": trajectory.turns[-1].completion.finish_reason,

@@ -161,6 +161,8 @@ class Exchange:
     """What an episode asked, and what it was answered so far."""
 
     context: list[int]
+    limit: int  # tokens
+    seed: int | None = None
     parts: list[Answer] = field(default_factory=list)  # that have ended, whole or cut
     live: Answer | None = None  # whose pieces come now
     completion: Completion | None = None  # once it is whole

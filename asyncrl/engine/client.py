@@ -30,6 +30,9 @@ from asyncrl.routing import RoutingShape
 from asyncrl.types import Completion
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
+RESERVED = 7
+"""Tokens of its context that an engine takes in no request: it refuses one of context - 6 (SGLang 0.5.21,
+managers/tp_worker.py, get_worker_info, and managers/utils.py, validate_input_length)."""
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -56,9 +59,18 @@ class Session:
         """Answers of the run that is resumed, to requests that its agent makes once more."""
         self.waits_for, self.since = "", time.monotonic()
 
-    async def __call__(self, token_ids: list[int]) -> Completion:
-        """Continue exactly these tokens. Raises EngineError when the fleet cannot."""
-        return await self._client.submit(self, token_ids)
+    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
+        """Continue exactly these tokens, by at most so many: nothing where the context has no room. Raises EngineError
+        when the fleet cannot."""
+        return await self._client.submit(self, token_ids, max_new_tokens)
+
+    def asks(self, token_ids: list[int], limit: int) -> Exchange:
+        """Its next request. Each has a seed of its own: an agent that asks the same twice gets two answers."""
+        seed, number = self.seed, len(self.exchanges)
+        if seed is not None and number:
+            seed = _seed(f"{seed} {number}")
+        self.exchanges.append(Exchange(token_ids, limit, seed))
+        return self.exchanges[-1]
 
     def wait_for(self, event: str) -> None:
         """What its episode waits for from now on, for whoever asks."""
@@ -109,10 +121,12 @@ class Client:
         fields: Mapping[str, Any] | None = None,
         routing: RoutingShape | None = None,
         seed: int | None = None,
+        context: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`routing`: ask for the experts of every token that is read for training. `seed`: every sample is drawn from a
-        seed of its own, made of this and its name; none then shares a request."""
+        seed of its own, made of this and its name; none then shares a request. `context`: tokens of one sequence that
+        an engine can hold."""
         self._http = httpx.AsyncClient(
             base_url=router,
             headers={"Authorization": f"Bearer {api_key}"},
@@ -120,15 +134,11 @@ class Client:
             trust_env=False,
             timeout=httpx.Timeout(timeout, connect=30.0),
         )
-        self._sampling: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": stop_token_ids,
-            "skip_special_tokens": False,
-        }
+        self._longest, self._context, self._stop = max_new_tokens, context, stop_token_ids
         self.inflight = InFlight(
             self._http,
             run,
-            self._sampling,
+            {"stop_token_ids": stop_token_ids, "skip_special_tokens": False},
             cache_key=cache_key,
             pause_mode=pause_mode,
             fields=dict(fields or {}),
@@ -138,7 +148,7 @@ class Client:
         self._coalesce, self._temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
         self._seed = seed
         self._serial = itertools.count()
-        self._waiting: dict[tuple, list[tuple[Session, asyncio.Future[Completion]]]] = {}
+        self._waiting: dict[tuple, list[_Asking]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def generate(
@@ -147,8 +157,7 @@ class Client:
         """What an agent calls; a temperature of 0 is greedy. Siblings give the same `group`; `sample` names each."""
         seed = None
         if self._seed is not None:
-            digest = hashlib.sha256(f"{self._seed} {purpose} {sample}".encode()).digest()
-            seed = int.from_bytes(digest[:8], "big") >> 1
+            seed = _seed(f"{self._seed} {purpose} {sample}")
         return Session(self, group, self._temperature if temperature is None else temperature, purpose, seed)
 
     def resume(self, group: str, sample: str, received: int, said: list[Said]) -> Session:
@@ -164,25 +173,38 @@ class Client:
 
     # -- one prompt, its siblings --------------------------------------------------------------------------
 
-    def submit(self, session: Session, token_ids: list[int]) -> asyncio.Future[Completion]:
+    def submit(self, session: Session, token_ids: list[int], most: int | None = None) -> asyncio.Future[Completion]:
         """Siblings ask for the same prompt in the same turn of the event loop; they become one request."""
         loop = asyncio.get_running_loop()
+        limit = self._limit(len(token_ids), most)
         if (recalled := session.recall(token_ids)) is not None:
-            return self._go_on(session, token_ids, recalled)
+            return self._go_on(session, session.asks(token_ids, limit), recalled)
+        future: asyncio.Future[Completion] = loop.create_future()
+        exchange = session.asks(token_ids, limit)
+        if limit < 1:
+            exchange.completion = Completion([], [], [], "length")
+            future.set_result(exchange.completion)
+            return future
         key: tuple = (next(self._serial),)
         if self._coalesce and session.temperature > 0:
-            key = (session.group, session.temperature, tuple(token_ids))
-        future: asyncio.Future[Completion] = loop.create_future()
+            key = (session.group, session.temperature, limit, tuple(token_ids))
         if key in self._waiting:
-            self._waiting[key].append((session, future))
+            self._waiting[key].append((session, exchange, future))
         else:
-            self._waiting[key] = [(session, future)]
+            self._waiting[key] = [(session, exchange, future)]
             loop.call_soon(self._start, key, token_ids)
         return future
 
+    def _limit(self, asked: int, most: int | None) -> int:
+        """Tokens that an answer to a request of so many may have."""
+        limit = self._longest if most is None else min(most, self._longest)
+        if self._context is None:
+            return limit
+        return min(limit, self._context - 2 - asked) if asked <= self._context - RESERVED else 0
+
     def _start(self, key: tuple, token_ids: list[int]) -> None:
         asking = self._waiting.pop(key)
-        self._watch(self._answer(asking, token_ids), [future for _, future in asking])
+        self._watch(self._answer(asking, token_ids), [future for _, _, future in asking])
 
     def _watch(self, answering: Coroutine[Any, Any, None], futures: list[asyncio.Future[Completion]]) -> None:
         task = asyncio.get_running_loop().create_task(answering)
@@ -191,11 +213,10 @@ class Client:
         for future in futures:  # when nobody listens any more: end the request too
             future.add_done_callback(lambda _: task.cancel() if _left_alone(futures) else None)
 
-    def _go_on(self, session: Session, token_ids: list[int], recalled: Completion) -> asyncio.Future[Completion]:
+    def _go_on(self, session: Session, exchange: Exchange, recalled: Completion) -> asyncio.Future[Completion]:
         """An answer of the run that is resumed: as it was, or continued from its last token on."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        exchange = Exchange(token_ids)
-        session.exchanges.append(exchange)
+        token_ids = exchange.context
         if recalled.finish_reason:
             exchange.completion = recalled
             session.routed = [*token_ids, *recalled.token_ids] if recalled.routing else []
@@ -211,21 +232,19 @@ class Client:
         self._watch(finish(), [future])
         return future
 
-    async def _answer(self, asking: list[tuple[Session, asyncio.Future[Completion]]], token_ids: list[int]) -> None:
+    async def _answer(self, asking: list[_Asking], token_ids: list[int]) -> None:
         """Send one request, with a sample for each sibling, who goes on as soon as his own is whole."""
         async with asyncio.TaskGroup() as answers:
 
-            def asker(session: Session, future: asyncio.Future[Completion]) -> Asker:
-                exchange = Exchange(token_ids)
-                session.exchanges.append(exchange)
-                return Asker(session, exchange, lambda: answers.create_task(finish(session, future, exchange)))
+            def asker(session: Session, exchange: Exchange, future: asyncio.Future[Completion]) -> Asker:
+                return Asker(session, exchange, lambda: answers.create_task(finish(session, exchange, future)))
 
-            async def finish(session: Session, future: asyncio.Future[Completion], exchange: Exchange) -> None:
+            async def finish(session: Session, exchange: Exchange, future: asyncio.Future[Completion]) -> None:
                 completion = await self._whole(session, exchange)
                 if not future.done():  # a cancelled sibling no longer listens
                     future.set_result(completion)
 
-            known = min(known_rows(session.routed, token_ids) for session, _ in asking)
+            known = min(known_rows(session.routed, token_ids) for session, _, _ in asking)
             await self.inflight.stream([asker(*one) for one in asking], token_ids, begun=0, routed_from=known)
 
     def _settle(self, task: asyncio.Task[None], futures: list[asyncio.Future[Completion]]) -> None:
@@ -251,7 +270,7 @@ class Client:
         while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
             self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
-            if ended := self._ended(begun):  # a cut hides that the last token was the last
+            if ended := self._ended(begun, exchange.limit):  # a cut hides that the last token was the last
                 parts[-1].end_with(ended)
                 break
             session.wait_for(f"another attempt ({reason})")
@@ -267,11 +286,18 @@ class Client:
         exchange.completion, exchange.parts = completion, []
         return completion
 
-    def _ended(self, token_ids: list[int]) -> str | None:
+    def _ended(self, token_ids: list[int], limit: int) -> str | None:
         """Why an answer of these tokens needs no more."""
-        if token_ids and token_ids[-1] in self._sampling["stop_token_ids"]:
+        if token_ids and token_ids[-1] in self._stop:
             return "stop"
-        return "length" if len(token_ids) >= self._sampling["max_new_tokens"] else None
+        return "length" if len(token_ids) >= limit else None
+
+
+_Asking = tuple[Session, Exchange, asyncio.Future[Completion]]
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def _left_alone(futures: list[asyncio.Future[Completion]]) -> bool:

@@ -54,7 +54,6 @@ class Listener(Protocol):
     group: str
     temperature: float
     purpose: Purpose
-    seed: int | None
     closed: bool
     cached: tuple[str, int]
 
@@ -180,7 +179,7 @@ class InFlight:
             sent = _Request(asyncio.timeout(None), len(token_ids))
             self._opened(sent)
             try:
-                request = self._request(sessions, token_ids, begun, routed_from)
+                request = self._request(asking[0].exchange, sessions, token_ids, begun, routed_from)
                 self._needed += _needed(sessions, request, begun)
                 async with sent.scope:
                     await self._read(sent, asking, request)
@@ -245,21 +244,20 @@ class InFlight:
             session.hear(tokens)
 
     def _request(
-        self, sessions: Sequence[Listener], token_ids: list[int], begun: int, routed_from: int
+        self, exchange: Exchange, sessions: Sequence[Listener], token_ids: list[int], begun: int, routed_from: int
     ) -> dict[str, Any]:
         key = f"v{self.version}" if self._cache_key == "version" else sessions[0].group
         routed = {"return_routed_experts": True, "routed_experts_start_len": routed_from}
-        seed = sessions[0].seed
         return {
             **self._fields,
             **(routed if self._routing and sessions[0].purpose == "training" else {}),
             "input_ids": token_ids,
             "sampling_params": {
                 **self._sampling,
-                "max_new_tokens": self._sampling["max_new_tokens"] - begun,
+                "max_new_tokens": exchange.limit - begun,
                 "temperature": sessions[0].temperature,
                 "n": len(sessions),
-                **({} if seed is None else {"sampling_seed": seed}),
+                **({} if exchange.seed is None else {"sampling_seed": exchange.seed}),
             },
             "return_logprob": True,
             "stream": True,

@@ -73,7 +73,7 @@ def _trajectories(group: Group, row: GroupRow, scores: Sequence[float], decode: 
             for turn in one.turns
         ]
         age = row.staleness[number] if row.staleness else None
-        found.append({"reward": one.reward, "length": one.num_tokens, "staleness": age, "turns": turns})
+        found.append({"reward": one.total, "length": one.num_tokens, "staleness": age, "turns": turns})
     return found
 
 

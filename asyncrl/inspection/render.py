@@ -83,7 +83,7 @@ def group_text(group: Group, decode: Decode, scores: Sequence[float] | None = No
     lines.append(Text("".join(decode(token) for token in group.prompt_ids), "dim"))
     told = iter(scores) if scores is not None else None
     for number, trajectory in enumerate(group.trajectories):
-        lines.append(Text(f"-- {number}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens", "bold"))
+        lines.append(Text(f"-- {number}: reward {trajectory.total:g}, {trajectory.num_tokens} tokens", "bold"))
         lines.append(_trajectory(trajectory, decode, told))
     return Lines(*lines)
 

@@ -108,7 +108,7 @@ def _row(group: Group, place: str) -> GroupRow:
         group.slot,
         group.task,
         place,
-        [one.reward for one in group.trajectories],
+        [one.total for one in group.trajectories],
         [one.num_tokens for one in group.trajectories],
         max((len(one.turns) for one in group.trajectories), default=0),
         [],

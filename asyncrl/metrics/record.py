@@ -62,7 +62,7 @@ class StepLog:
             self._spans["time/wait_batch"] = 0.0
             batch.rollout["time/engine_busy"] = min(batch.rollout["time/engine_busy"], now - self._first_batch)
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        rewards = [trajectory.reward for trajectory in trajectories]
+        rewards = [trajectory.total for trajectory in trajectories]
         staleness = [value for group in batch.groups for value in group.staleness(batch.version)]
         completions = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
         self.staleness.update(staleness)
@@ -105,7 +105,7 @@ class StepLog:
             mine = [group for group in groups if group.task == task]
             figures[f"groups/batch/{task}"] = len(mine)
             if mine:
-                rewards = [trajectory.reward for group in mine for trajectory in group.trajectories]
+                rewards = [trajectory.total for group in mine for trajectory in group.trajectories]
                 figures[f"reward/mean/{task}"] = statistics.fmean(rewards)
                 figures[f"groups/signal/{task}"] = _signal(mine)
         return figures
@@ -156,4 +156,4 @@ def _mean(name: str, steps: Sequence[Step]) -> dict[str, float]:
 
 
 def _signal(groups: Sequence[Group]) -> float:
-    return statistics.fmean(len({t.reward for t in group.trajectories}) > 1 for group in groups)
+    return statistics.fmean(group.has_signal for group in groups)

@@ -29,6 +29,9 @@ class PackedTurn(msgspec.Struct, frozen=True, array_like=True):
     token_rewards: bytes
     teacher: bytes
     routing: Routing | None
+    begins: bool = False
+    role: str = ""
+    state: str = ""
 
 
 class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -135,7 +138,7 @@ def decode(data: bytes) -> list[Event]:
 
 def packed(group: Group) -> PackedGroup:
     """Its arrays as bytes."""
-    trajectories = [([_pack_turn(turn) for turn in one.turns], one.reward) for one in group.trajectories]
+    trajectories = [([_pack_turn(turn) for turn in one.turns], one.reward or 0.0) for one in group.trajectories]
     return PackedGroup(group.uid, group.slot, _ids(group.prompt_ids), trajectories, group.task, group.routing)
 
 
@@ -167,6 +170,9 @@ def _pack_turn(turn: Turn) -> PackedTurn:
         _floats(turn.token_rewards),
         _floats(turn.teacher),
         answer.routing,
+        turn.begins,
+        turn.role,
+        turn.state,
     )
 
 
@@ -177,7 +183,16 @@ def _unpack_turn(turn: PackedTurn) -> Turn:
         return _floats_of(data, len(ids))
 
     completion = Completion(ids, floats(turn.logprobs), turn.versions, turn.finish_reason, turn.routing)
-    return Turn(_ids_of(turn.observation), completion, turn.reward, floats(turn.token_rewards), floats(turn.teacher))
+    return Turn(
+        _ids_of(turn.observation),
+        completion,
+        turn.reward,
+        floats(turn.token_rewards),
+        floats(turn.teacher),
+        turn.begins,
+        turn.role,
+        turn.state,
+    )
 
 
 def _ids(values: list[int]) -> bytes:

@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl import tasks
 from asyncrl.addresses import READY, Addresses
+from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, Rollout, read
 from asyncrl.engine.client import Client, Session
@@ -25,7 +26,7 @@ from asyncrl.records.events import Began
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.agent import load_agent
+from asyncrl.rollout.agent import agents
 from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
@@ -54,10 +55,12 @@ async def main(run_dir: Path) -> None:
     config, addresses = read(run_dir), Addresses.read(run_dir)
     played = tasks.build_all(config)
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
+    template = ChatTemplate(tokenizer)
     hf = json.loads((addresses.model / "config.json").read_text())
-    prompts = Prompts(config, played, tokenizer, hf["max_position_embeddings"])
+    prompts = Prompts(config, played, template, hf["max_position_embeddings"])
     routing = routing_shape(hf) if config.algo.routing_replay == "R3" else None
-    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing)
+    context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
+    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing, context)
     rollout, loads = config.rollout, Loads(addresses.engines, addresses.headers)
     teachers = _teacher_engines(config, addresses)
     teacher = Teacher(teachers) if teachers else None
@@ -84,7 +87,7 @@ async def main(run_dir: Path) -> None:
         recorder=recorder,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
     )
-    worker = _worker(config, service, client, played, mixer, prompts.decode, room, notes, teacher)
+    worker = _worker(config, service, client, played, mixer, template, room, notes, teacher)
     outstanding = _go_on(resumed, service, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
@@ -115,7 +118,9 @@ async def main(run_dir: Path) -> None:
             writer.close()
 
 
-def _client(config: Config, addresses: Addresses, stop_token_ids: list[int], routing: RoutingShape | None) -> Client:
+def _client(
+    config: Config, addresses: Addresses, stop_token_ids: list[int], routing: RoutingShape | None, context: int
+) -> Client:
     return Client(
         addresses.router,
         run=addresses.run_id,
@@ -131,6 +136,7 @@ def _client(config: Config, addresses: Addresses, stop_token_ids: list[int], rou
         fields=config.engine.request_fields,
         routing=routing,
         seed=config.run.seed if config.deterministic else None,
+        context=min(context, config.engine.max_total_tokens),
     )
 
 
@@ -140,7 +146,7 @@ def _worker(
     client: Client,
     played: dict[str, tasks.Task],
     mixer: Mixer,
-    decode: Callable[[list[int]], str],
+    template: ChatTemplate,
     room: Room,
     notes: Notes,
     teacher: Teacher | None,
@@ -149,10 +155,10 @@ def _worker(
     return Worker(
         service,
         client,
-        load_agent(rollout.agent),
+        agents(config, played),
         played,
         mixer,
-        decode,
+        template,
         group_sizes={name: config.group_size(name) for name in config.mixture},
         room=room,
         max_failures=rollout.max_failures,

@@ -84,7 +84,7 @@ class Mixer:
 
     def record(self, group: Group) -> None:
         """A group was played."""
-        history, rewards = self._played[group.task], [trajectory.reward for trajectory in group.trajectories]
+        history, rewards = self._played[group.task], [trajectory.total for trajectory in group.trajectories]
         history.groups += 1
         history.rewards = [*history.rewards, fmean(rewards)][-WINDOW:]
         solved = fmean(self._tasks[group.task].correct(reward) for reward in rewards)

@@ -8,19 +8,25 @@ on a hang     EpisodeFailed with the name of the limit
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
+
+from asyncrl.agents.linking import Asked, check, link
 from asyncrl.engine.client import Session
 from asyncrl.errors import EpisodeFailed
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD, TEACHER
-from asyncrl.rollout.agent import Agent
+from asyncrl.rollout.agent import Agent, Played
 from asyncrl.rollout.faults import raised_by
-from asyncrl.types import Completion, Prompt, Trajectory, Turn
+from asyncrl.types import Completion, Prompt, Template, Trajectory, Turn
 
-Score = Callable[[Trajectory], Awaitable[float]]
-Teach = Callable[[Sequence[Turn]], Awaitable[list[Turn]]]
+Score = Callable[[Trajectory], Awaitable[Trajectory]]
+"""What gives a trajectory its reward, where its agent gave none."""
+Teach = Callable[[Trajectory], Awaitable[list[Turn]]]
 """What adds the teacher's log-probabilities to the turns."""
 
 
@@ -36,20 +42,26 @@ class Limits:
 class Episode:
     """The policy as the agent of one episode sees it, with an eye on the clock."""
 
-    def __init__(self, session: Session, limits: Limits) -> None:
+    def __init__(self, session: Session, limits: Limits, template: Template) -> None:
+        self.template = template
         self._session, self._limits = session, limits
         self._asking = 0
         self._silence: asyncio.Timeout | None = None
+        self._serial = itertools.count()
+        self._asked: dict[int, Asked] = {}  # in the order of asking, once they are answered
 
-    async def __call__(self, token_ids: list[int]) -> Completion:
+    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
         """Continue exactly these tokens. While an engine answers, the agent is not silent."""
         self._asking += 1
+        number, context = next(self._serial), list(token_ids)
         self._rest()
         try:
-            return await self._session(token_ids)
+            completion = await self._session(context, max_new_tokens)
         finally:
             self._asking -= 1
             self._rest()
+        self._asked[number] = Asked(context, completion, role)
+        return completion
 
     async def play(self, agent: Agent, prompt: Prompt, score: Score, teach: Teach | None = None) -> Trajectory:
         """Play and score, by the teacher at the same time. Raises EpisodeFailed, or the EngineError that the agent let
@@ -59,21 +71,36 @@ class Episode:
                 try:
                     self._rest()
                     with raised_by("agent_error"):
-                        trajectory = await agent.run(prompt, self)
-                        _check(trajectory, self._session.received)
+                        trajectory = self._trajectory(await agent.run(prompt, self), prompt)
                 finally:
                     self._silence = None  # requests that it left under way may end later
-            taught = asyncio.ensure_future(teach(trajectory.turns)) if teach else None
+            taught = asyncio.ensure_future(teach(trajectory)) if teach else None
             try:
                 self._session.wait_for(REWARD)
-                reward = await score(trajectory)
+                scored = trajectory if trajectory.reward is not None else await score(trajectory)
                 self._session.wait_for(TEACHER)
-                turns = await taught if taught else trajectory.turns
+                turns = _with_teacher(scored.turns, await taught) if taught else scored.turns
             finally:
                 if taught and not taught.cancel() and not taught.cancelled():
                     taught.exception()  # whoever raised first is heard
             self._session.wait_for(NOTHING)
-            return Trajectory(turns, reward)
+            return Trajectory(turns, scored.reward)
+
+    def _trajectory(self, played: Played, prompt: Prompt) -> Trajectory:
+        """What the agent made of what it was answered. Raises ValueError where that is something else."""
+        asked = [one for _, one in sorted(self._asked.items())]
+        if isinstance(played, Trajectory):
+            check(played, prompt.token_ids, asked)
+            trajectory = played
+        elif asked:
+            trajectory = Trajectory(link(prompt.token_ids, asked), None if played is None else float(played))
+        else:
+            raise ValueError("it asked the model for nothing")
+        if not trajectory.num_tokens:
+            raise EpisodeFailed("no_room", "the model's context has no room for an answer to what the agent asked")
+        if not math.isfinite(trajectory.total):
+            raise ValueError(f"its rewards add up to {trajectory.total}")
+        return trajectory
 
     def _rest(self) -> None:
         """The agent's time runs while nothing is asked of an engine."""
@@ -84,12 +111,8 @@ class Episode:
             self._silence.reschedule(None if self._asking else end)
 
 
-def _check(trajectory: Trajectory, received: int) -> None:
-    """Token in, token out: an agent returns what engines wrote, and nothing else."""
-    if not trajectory.turns:
-        raise ValueError("a trajectory without a turn")
-    if trajectory.num_tokens > received:
-        raise ValueError(f"a trajectory of {trajectory.num_tokens} tokens, of which engines wrote {received}")
+def _with_teacher(turns: Sequence[Turn], taught: Sequence[Turn]) -> list[Turn]:
+    return [msgspec.structs.replace(turn, teacher=by.teacher) for turn, by in zip(turns, taught, strict=True)]
 
 
 @asynccontextmanager

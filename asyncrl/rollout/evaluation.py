@@ -140,10 +140,10 @@ def summarize(name: str, answers: Sequence[Answers], correct: Callable[[float], 
         "version_max": max(versions),
         "questions": len(answers),
         "failed": len(failures),
-        "accuracy": fmean(correct(one.reward) for one in greedy),
-        "reward/mean": fmean(one.reward for one in greedy),
+        "accuracy": fmean(correct(one.total) for one in greedy),
+        "reward/mean": fmean(one.total for one in greedy),
         "tokens/mean": fmean(one.num_tokens for one in greedy),
-        **_pass_at_powers([[correct(one.reward) for one in _played(a.sampled)] for a in answers]),
+        **_pass_at_powers([[correct(one.total) for one in _played(a.sampled)] for a in answers]),
     }
 
 

@@ -36,7 +36,7 @@ def accept_all(group: Group) -> bool:
 
 def has_signal(group: Group) -> bool | str:
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): where all rewards are equal no advantage is left."""
-    return len({trajectory.reward for trajectory in group.trajectories}) > 1 or "no_signal"
+    return group.has_signal or "no_signal"
 
 
 def ends(group: Group) -> bool | str:

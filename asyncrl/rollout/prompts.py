@@ -18,7 +18,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question, Task
-from asyncrl.types import Prompt
+from asyncrl.types import Prompt, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,10 +37,8 @@ class Cursor(msgspec.Struct, frozen=True):
 class Prompts:
     """By task, endless training prompts; by evaluation set, its prompts."""
 
-    def __init__(
-        self, config: Config, tasks: Mapping[str, Task], tokenizer: PreTrainedTokenizerBase, model_length: int
-    ) -> None:
-        self._tasks, self._tokenizer = tasks, tokenizer
+    def __init__(self, config: Config, tasks: Mapping[str, Task], template: Template, model_length: int) -> None:
+        self._tasks, self._template = tasks, template
         self._questions, self._seed = config.eval.questions, config.run.seed
         self._longest = model_length - config.rollout.max_new_tokens
         self._serial = 0
@@ -54,10 +52,6 @@ class Prompts:
         }
         taken = {tuple(prompt.token_ids) for prompts in self.held_out.values() for prompt in prompts}
         self.training = {name: self._training(name, *ranges[name], taken) for name in config.mixture}
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of an answer, without special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def cursor(self) -> Cursor:
         """Where the next prompts come from."""
@@ -146,16 +140,14 @@ class Prompts:
 
     def _render(self, name: str, index: int) -> tuple[list[int], Question]:
         question = self._tasks[name].question(index)
-        ids = self._tokenizer.apply_chat_template(
-            question["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        ids = self._template.begin(question["messages"], question.get("tools", ()))
         if len(ids) > self._longest:
             raise ConfigError(
                 "rollout.max_new_tokens",
                 len(ids),
                 f"Question {index} of {name} is longer than the {self._longest} tokens that the model's length leaves.",
             )
-        return list(ids), question
+        return ids, question
 
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:

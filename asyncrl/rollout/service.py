@@ -128,7 +128,7 @@ class Service:
         discarded = sum(self._close(ticket)) - group.num_tokens
         seated = self._buffer.commit(ticket, group, discarded=discarded)
         self._recorder.committed(ticket, group, discarded)
-        rewards = [trajectory.reward for trajectory in group.trajectories]
+        rewards = [trajectory.total for trajectory in group.trajectories]
         self._rewards += rewards
         lengths = [trajectory.num_tokens for trajectory in group.trajectories]
         self._audit.note(ticket.cohort, ticket.uid, lengths, rewards, trained=seated)
@@ -140,7 +140,7 @@ class Service:
         received = self._close(ticket)
         self._buffer.reject(ticket, reason, tokens=sum(received))
         self._recorder.rejected(ticket, reason, sum(received), group)
-        rewards = [trajectory.reward for trajectory in group.trajectories] if group else []
+        rewards = [trajectory.total for trajectory in group.trajectories] if group else []
         self._audit.note(ticket.cohort, ticket.uid, received, rewards, trained=False)
         await self._ended()
 

@@ -7,6 +7,7 @@ on a failure  EpisodeFailed("teacher"): the group is rejected for it, and its sl
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,7 +16,7 @@ import msgspec
 
 from asyncrl.engine.scorer import Figures
 from asyncrl.errors import EngineError, EpisodeFailed
-from asyncrl.types import Turn
+from asyncrl.types import Trajectory, Turn
 
 REASON = "teacher"
 
@@ -33,26 +34,38 @@ class Engines(Protocol):
 
 
 class Teacher:
-    """Scores whole episodes: one request for each, whatever its number of turns."""
+    """Scores whole episodes: one request for each sample, whatever its number of turns."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
         self._seconds, self._episodes = 0.0, 0
 
-    async def score(self, prompt_ids: list[int], turns: Sequence[Turn], group: str) -> list[Turn]:
+    async def score(self, prompt_ids: list[int], trajectory: Trajectory, group: str) -> list[Turn]:
         """The turns, each with the teacher's log-probabilities of its completion. Siblings of a group share an engine,
         and with it the prompt's cache."""
         began = time.monotonic()
+        samples = [sample for sample in trajectory.samples() if any(turn.completion.token_ids for _, turn in sample)]
+        try:
+            async with asyncio.TaskGroup() as asking:
+                tasks = [asking.create_task(self._sample(prompt_ids, [t for _, t in one], group)) for one in samples]
+        except* EpisodeFailed as failed:
+            raise failed.exceptions[0] from None
+        turns = list(trajectory.turns)
+        for sample, task in zip(samples, tasks, strict=True):
+            for (place, _), scored in zip(sample, task.result(), strict=True):
+                turns[place] = scored
+        if samples:
+            self._seconds += time.monotonic() - began
+            self._episodes += 1
+        return turns
+
+    async def _sample(self, prompt_ids: list[int], turns: Sequence[Turn], group: str) -> list[Turn]:
         token_ids, places = _joined(prompt_ids, turns)
-        if not any(turn.completion.token_ids for turn in turns):
-            return list(turns)
         start = next(first for first, end in places if end > first)
         try:
             found = await self._engines.logprobs(token_ids, start, group)
         except EngineError as error:
             raise EpisodeFailed(REASON, str(error)) from None
-        self._seconds += time.monotonic() - began
-        self._episodes += 1
         return [
             msgspec.structs.replace(turn, teacher=found[first - start : end - start] if end > first else [])
             for turn, (first, end) in zip(turns, places, strict=True)
@@ -71,8 +84,8 @@ class Teacher:
 
 
 def _joined(prompt_ids: list[int], turns: Sequence[Turn]) -> tuple[list[int], list[tuple[int, int]]]:
-    """The episode as one sequence, as the trainer sees it (algo/samples.py), and where each completion is in it."""
-    token_ids, places = list(prompt_ids), []
+    """A sample as one sequence, as the trainer sees it (algo/samples.py), and where each completion is in it."""
+    token_ids, places = [] if turns[0].begins else list(prompt_ids), []
     for turn in turns:
         token_ids += turn.observation
         places.append((len(token_ids), len(token_ids) + len(turn.completion.token_ids)))

@@ -9,7 +9,7 @@ on death      an error that is neither an EpisodeFailed (all that a user's code 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from asyncrl.engine.client import Client, Session
@@ -26,7 +26,7 @@ from asyncrl.rollout.service import Service
 from asyncrl.rollout.teacher import Teacher
 from asyncrl.routing import share_prompt
 from asyncrl.tasks import Task
-from asyncrl.types import Group, Prompt, Trajectory, Turn
+from asyncrl.types import Group, Prompt, Template, Trajectory, Turn
 
 
 class Worker:
@@ -36,10 +36,10 @@ class Worker:
         self,
         service: Service,
         client: Client,
-        agent: Agent,
+        agents: Mapping[str, Agent],
         tasks: Mapping[str, Task],
         mixer: Mixer,
-        decode: Callable[[list[int]], str],
+        template: Template,
         *,
         group_sizes: Mapping[str, int],
         room: Room,
@@ -50,10 +50,10 @@ class Worker:
         max_rejections: int = 1000,
         teacher: Teacher | None = None,
     ) -> None:
-        """`tasks` score the answers to their own prompts, of training and evaluation; `group_sizes` are by task; the
-        teacher scores what is trained."""
-        self._service, self._client, self._agent, self._tasks = service, client, agent, tasks
-        self._mixer, self._decode = mixer, decode
+        """`agents` play the prompts of the task of their name, `tasks` score their answers, of training and evaluation;
+        `group_sizes` are by task; the teacher scores what is trained."""
+        self._service, self._client, self._agents, self._tasks = service, client, agents, tasks
+        self._mixer, self._template = mixer, template
         self._group_sizes, self._max_failures = group_sizes, max_failures
         self._limits, self._faults, self._scorer = limits, faults, Scorer(limits.reward)
         self._room, self._accept, self._max_rejections, self._teacher = room, accept, max_rejections, teacher
@@ -117,16 +117,18 @@ class Worker:
     async def episode(self, prompt: Prompt, session: Session) -> Trajectory:
         """Play and score one episode, within the time limits."""
 
-        async def score(trajectory: Trajectory) -> float:
-            answer = self._decode(trajectory.turns[-1].completion.token_ids)
-            return await self._scorer.score(self._tasks[prompt.task], answer, prompt.question)
+        async def score(trajectory: Trajectory) -> Trajectory:
+            answer = self._template.decode(trajectory.turns[-1].completion.token_ids)
+            reward = await self._scorer.score(self._tasks[prompt.task], answer, prompt.question)
+            return Trajectory(trajectory.turns, reward)
 
-        async def teach(turns: Sequence[Turn]) -> list[Turn]:
+        async def teach(trajectory: Trajectory) -> list[Turn]:
             assert self._teacher is not None
-            return await self._teacher.score(prompt.token_ids, turns, session.group)
+            return await self._teacher.score(prompt.token_ids, trajectory, session.group)
 
         taught = teach if self._teacher and session.purpose == "training" else None
-        return await Episode(session, self._limits).play(self._agent, prompt, score, taught)
+        episode = Episode(session, self._limits, self._template)
+        return await episode.play(self._agents[prompt.task], prompt, score, taught)
 
     async def _hand_in(self, ticket: Ticket, group: Group) -> None:
         """A group that is accepted waits for its batch; another takes the place of one that is not."""

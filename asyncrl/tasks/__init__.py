@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from asyncrl.config import Config
 from asyncrl.config import Task as TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.imports import load
+from asyncrl.tasks.own import own_task
 
 Question = dict[str, Any]
 
@@ -41,21 +43,22 @@ class Task(Protocol):
         ...
 
 
+KINDS = {
+    "reasoning_gym": "asyncrl.tasks.reasoning_gym:ReasoningGym",
+    "copy": "asyncrl.tasks.copy_digits:CopyDigits",
+    "file": "asyncrl.tasks.files:FileTask",
+}
+"""By task.kind; each is made with the task's configuration."""
+
+
 def build(config: TaskConfig) -> Task:
     """The task that a configuration names."""
-    if config.kind == "reasoning_gym":
-        from asyncrl.tasks.reasoning_gym import ReasoningGym
-
-        return ReasoningGym(config)
-    if config.kind == "copy":
-        from asyncrl.tasks.copy_digits import CopyDigits
-
-        return CopyDigits(config)
-    if config.kind == "file":
-        from asyncrl.tasks.files import FileTask
-
-        return FileTask(config)
-    raise ConfigError("task.kind", config.kind, "Must be reasoning_gym, copy or file.")
+    if config.kind in KINDS:
+        task: Task = load(KINDS[config.kind], "task.kind")(config)
+        return task
+    if ":" in config.kind:
+        return own_task(config.kind, config.params)
+    raise ConfigError("task.kind", config.kind, f"Must be one of {sorted(KINDS)}, or an import path, module:name.")
 
 
 def build_all(config: Config) -> dict[str, Task]:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algo.table import PER_SAMPLE, TokenTable
+from asyncrl.algo.table import WHOLE, TokenTable
 
 few = settings(max_examples=25)  # a table is large; the tests over them are many
 quarters = st.integers(-20, 20).map(lambda n: n / 4)
@@ -38,6 +38,7 @@ def make(
         torch.zeros(count, dtype=torch.int64),
         torch.full((count,), -1.0, dtype=torch.float64),
         torch.zeros(count, dtype=torch.int64),
+        torch.arange(len(lengths)),
         torch.tensor(list(group) if group is not None else [0] * len(lengths), dtype=torch.int64),
         numbers(rewards),
         torch.zeros(len(lengths), dtype=torch.bool),
@@ -82,22 +83,24 @@ def rows_of(table: TokenTable, samples: Sequence[int]) -> Tensor:
 
 
 def reordered(table: TokenTable, order: Sequence[int]) -> tuple[TokenTable, Tensor]:
-    """The table with its samples in another order, and the old row of each new one."""
+    """The table with its samples, each an episode, in another order, and the old row of each new one."""
     where = rows_of(table, order)
     place = torch.empty(len(order), dtype=torch.int64)
     place[torch.tensor(list(order), dtype=torch.int64)] = torch.arange(len(order))
     moved = {
-        name: column[torch.tensor(list(order))] if name in PER_SAMPLE else column[where]
+        name: column[torch.tensor(list(order))] if name in WHOLE else column[where]
         for name, column in vars(table).items()
         if column is not None
     }
-    return replace(TokenTable(**moved), sample=place[table.sample][where]), where
+    episode = torch.arange(len(order))
+    return replace(TokenTable(**moved), sample=place[table.sample][where], episode=episode), where
 
 
 def with_empty(table: TokenTable, group: int | None = None) -> TokenTable:
     """One more sample, which wrote nothing; of a group of its own unless told otherwise."""
     return replace(
         table,
+        episode=torch.arange(table.num_samples + 1),
         group=torch.cat([table.group, torch.tensor([table.num_groups if group is None else group])]),
         reward=torch.cat([table.reward, numbers([7.0])]),
         truncated=torch.cat([table.truncated, torch.tensor([False])]),

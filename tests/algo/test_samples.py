@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.samples import Sample, build_samples, shares
 from asyncrl.algo.table import build_table
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
@@ -99,3 +100,49 @@ def test_empty_answer_changes_no_weight_of_the_others(aggregation: str) -> None:
     full = weights([group(0, [2, 3])], aggregation).tolist()
     assert weights([group(0, [2, 3]), group(1, [0, 0])], aggregation).tolist() == full
     assert weights([group(0, [2, 0, 3])], aggregation).tolist() == full
+
+
+def cut(trajectory: Trajectory, prompt: list[int], at: set[int]) -> Trajectory:
+    """The same episode, with samples that begin at these turns: all before is read again, as context."""
+    context, turns = list(prompt), []
+    for place, turn in enumerate(trajectory.turns):
+        context += turn.observation
+        begins = place in at
+        turns.append(Turn(list(context) if begins else turn.observation, turn.completion, turn.reward, begins=begins))
+        context += turn.completion.token_ids
+    return Trajectory(turns, trajectory.reward)
+
+
+@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=4), st.data())
+def test_into_how_many_samples_an_episode_is_cut_changes_neither_weights_nor_advantages(sizes, data) -> None:
+    """Nor what any token is predicted from."""
+
+    def episode(lengths: list[int]) -> Trajectory:
+        rewards = data.draw(st.lists(st.integers(-2, 2), min_size=len(lengths), max_size=len(lengths)))
+        turns = [
+            Turn([50] if place else [], completion(tokens=length), float(reward))
+            for place, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
+        ]
+        return Trajectory(turns, float(data.draw(st.integers(0, 3))))
+
+    prompt = [12, 11]
+    whole = [episode(lengths) for lengths in sizes]
+    places = [data.draw(st.sets(st.integers(1, max(1, len(one.turns) - 1)))) for one in whole]
+    groups = [Group("g", 0, prompt, whole, "made")]
+    pieces = [Group("g", 0, prompt, [cut(one, prompt, at) for one, at in zip(whole, places, strict=True)], "made")]
+    for aggregation in AGGREGATIONS:
+        assert weights(pieces, aggregation).tolist() == weights(groups, aggregation).tolist()
+    tables = [build_table(of, 0) for of in (groups, pieces)]
+    for name in ("grpo", "dr_grpo", "rloo", "opo", "grpo_turn", "reinforce_pp", "reinforce_pp_baseline"):
+        found, expected = (ADVANTAGES[name](table, AdvantageParams(discount=0.9)) for table in tables)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+    def contexts(of: list[Group]) -> list[tuple[list[int], int]]:
+        found = []
+        for sample in (one for group in build_samples(of) for one in group):
+            ids = [*sample.prompt_ids, *sample.token_ids]
+            first = len(sample.prompt_ids)
+            found += [(ids[: first + i], ids[first + i]) for i, mine in enumerate(sample.mask) if mine]
+        return found
+
+    assert contexts(pieces) == contexts(groups)

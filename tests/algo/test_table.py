@@ -103,3 +103,38 @@ def test_rows_and_samples_count_the_same_tokens(sizes: list[list[int]]) -> None:
     for sample in (sample for one in build_samples(groups) for sample in one):
         rows = (table.sample == sample.number).nonzero()[:, 0].tolist()
         assert rows == list(range(sample.first_row, sample.first_row + sample.num_trained))
+
+
+def said(*logprobs: float, **turn) -> Turn:
+    return Turn(turn.pop("observation", []), answer(list(logprobs), [(0, 0, len(logprobs))]), **turn)
+
+
+ROLES = Trajectory(
+    [
+        said(-0.1, role="white", reward=1.0),
+        said(-0.2, role="black", reward=-1.0, observation=[12, 9], begins=True),
+        said(-0.3, role="white", observation=[12, 8], begins=True),
+        said(-0.4, role="black", observation=[7]),
+    ],
+    reward=0.5,
+)
+
+
+def test_each_role_has_episodes_samples_and_siblings_of_its_own() -> None:
+    other = Trajectory([said(-0.5, role="black"), said(-0.6, role="white", begins=True, observation=[12])], 0.0)
+    groups = [Group("a", 0, [12], [ROLES, other], "made"), Group("b", 1, [13], [other], "made")]
+    table, samples = build_table(groups, version=0), [one for of in build_samples(groups) for one in of]
+    assert table.behaviour.tolist() == [-0.1, -0.3, -0.2, -0.4, -0.5, -0.6, -0.5, -0.6]
+    assert table.turn.tolist() == [0, 2, 1, 3, 0, 1, 0, 1]
+    assert table.sample.tolist() == [0, 1, 2, 2, 3, 4, 5, 6]
+    assert table.episode.tolist() == [0, 0, 1, 2, 3, 4, 5]  # white's two samples are one episode
+    assert table.group.tolist() == [0, 1, 1, 0, 2, 3]  # white a, black a; then black a, white a; black b, white b
+    assert table.reward.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert table.sum_per_episode(table.token_reward).tolist() == [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    assert table.last_rows().tolist() == [1, 3, 4, 5, 6, 7]
+    assert [(one.prompt_ids, one.token_ids, one.mask) for one in samples[:3]] == [
+        ([12], [0], [True]),
+        ([12, 8], [0], [True]),
+        ([12, 9], [0, 7, 0], [True, False, True]),
+    ]
+    assert [one.first_row for one in samples] == [0, 1, 2, 4, 5, 6, 7]

@@ -30,6 +30,7 @@ import uvicorn  # noqa: E402
 
 from asyncrl import tasks  # noqa: E402
 from asyncrl.addresses import Addresses  # noqa: E402
+from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.config import Config, read  # noqa: E402
 from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
@@ -55,7 +56,8 @@ class Bench:
         self.policy = Policy(config, self.model, parallel)
         ((self.name, self.task),) = tasks.build_all(config).items()
         self.tokenizer = load_tokenizer(self.model, None)
-        self.prompts = Prompts(config, {self.name: self.task}, self.tokenizer, model_length=64)
+        self.template = ChatTemplate(self.tokenizer)
+        self.prompts = Prompts(config, {self.name: self.task}, self.template, model_length=64)
         self.training = self.prompts.training[self.name]
         self.folder = folder
         folder.mkdir()
@@ -63,7 +65,7 @@ class Bench:
     def plain(self, ask: synchronous.Ask, publish: Callable[[int], None] = lambda version: None) -> None:
         """Ask, train, publish, and so on."""
         config, trained, figures = self.config, [], []
-        batches = synchronous.batches(ask, self.training, self.task, self.prompts.decode, config.rollout.batch_groups)
+        batches = synchronous.batches(ask, self.training, self.task, self.template.decode, config.rollout.batch_groups)
         for version, groups in enumerate(islice(batches, config.run.max_steps)):
             trained.append(groups)
             figures.append(self.policy.update(Batch(version, groups, {})))
@@ -81,7 +83,7 @@ class Bench:
             training=self.training,
             task=self.task,
             name=self.name,
-            decode=self.prompts.decode,
+            template=self.template,
         )
         with served(made) as url:
             door = RolloutDoor(url, KEY, batch_timeout=60.0)

@@ -61,7 +61,7 @@ def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alon
         "task=file",
         f"task.train_file={tmp_path / 'questions.jsonl'}",
         "task.reward=users:score",
-        "rollout.agent=users:Agent",
+        "agent=users:Agent",
         "rollout.agent_timeout=1.0",
         "rollout.reward_timeout=1.0",
         "rollout.batch_groups=4",

@@ -99,7 +99,7 @@ def over_stubs(seed: int) -> Trial:
         "rollout.coalesce": choose.choice(["true", "false"]),
         "rollout.cache_key": choose.choice(["version", "group"]),
         "rollout.oversample": choose.choice([0, 0, 1]),
-        "rollout.agent": "tests.integration.faulty_users:Turns",
+        "agent": "tests.integration.faulty_users:Turns",
         "rollout.agent_timeout": 1.0,
         "weights.pause_mode": choose.choice(["in_place", "in_place", "retract", "abort", "drain"]),
         "weights.verify": "false",  # there is nothing to verify
@@ -121,7 +121,7 @@ def over_engines(seed: int) -> Trial:
         "rollout.batch_groups": 4,
         "rollout.group_size": 4,
         "rollout.max_staleness": choose.randint(0, 2),
-        "rollout.agent": "tests.integration.faulty_users:OneTurn",
+        "agent": "tests.integration.faulty_users:OneTurn",
         "rollout.agent_timeout": 2.0,
         "weights.pause_mode": choose.choice(["in_place", "retract", "abort"]),
         "cluster.max_restarts": 100,

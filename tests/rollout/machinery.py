@@ -28,8 +28,8 @@ from asyncrl.rollout.service import Service
 from asyncrl.rollout.snapshot import ServiceState, Snapshot
 from asyncrl.rollout.worker import Worker
 from asyncrl.tasks import Task
-from asyncrl.types import Batch, Completion, Group, Prompt, VersionSpan, decode_batch
-from tests.fakes import FakeEngine, LengthTask, pieces, prompts
+from asyncrl.types import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
+from tests.fakes import FakeEngine, FakeTemplate, LengthTask, pieces, prompts
 
 EOS, LONGEST = 10, 8
 KEY = {"authorization": "Bearer key0"}
@@ -143,7 +143,7 @@ class Machinery:
         task: Task | None = None,
         agent: Agent | None = None,
         name: str = "length",
-        decode: Callable[[list[int]], str] = lambda ids: "x" * len(ids),
+        template: Template | None = None,
         **client: Any,
     ) -> None:
         self.engine = engine
@@ -158,10 +158,10 @@ class Machinery:
         self.worker = Worker(
             self.service,
             self.client,
-            agent or SingleTurn(),
+            {name: agent or SingleTurn()},
             {name: scored},
             self.mixer,
-            decode,
+            template or FakeTemplate(lambda ids: "x" * len(ids)),
             group_sizes={name: group_size},
             room=Fixed(max_running) if max_running else Unbounded(),
             max_failures=10**6,

@@ -18,7 +18,7 @@ from asyncrl.rollout.episode import Episode, Limits
 from asyncrl.rollout.faults import PER_MINUTE, Faults
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.types import Generate, Prompt, Trajectory, Turn
-from tests.fakes import FakeClient, LengthTask, completion
+from tests.fakes import FakeClient, FakeTemplate, LengthTask, completion
 
 PROMPT = Prompt("p0", [12, 1, 11], {}, "length")
 Script = Callable[[Generate], Coroutine[Any, Any, None]]
@@ -33,15 +33,16 @@ class Scripted:
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         first = await generate(prompt.token_ids)
         await self.script(generate)
-        return Trajectory([Turn([], first), Turn([1], await generate([1]))])
+        second = await generate([*prompt.token_ids, *first.token_ids, 1])
+        return Trajectory([Turn([], first), Turn([1], second)])
 
 
-async def one(_: Trajectory) -> float:
-    return 1.0
+async def one(trajectory: Trajectory) -> Trajectory:
+    return Trajectory(trajectory.turns, 1.0)
 
 
 def played(
-    script: Script, score: Callable[[Trajectory], Coroutine[Any, Any, float]] = one, **limits: float
+    script: Script, score: Callable[[Trajectory], Coroutine[Any, Any, Trajectory]] = one, **limits: float
 ) -> tuple[Trajectory, Any]:
     """The trajectory, and the session."""
 
@@ -50,7 +51,8 @@ def played(
         session = client.generate()
         options: dict[str, Any] = {"agent": 60.0, "reward": 60.0, "episode": None} | limits
         async with asyncio.timeout(5):
-            return await Episode(session, Limits(**options)).play(Scripted(script), PROMPT, score), session
+            episode = Episode(session, Limits(**options), FakeTemplate())
+            return await episode.play(Scripted(script), PROMPT, score), session
 
     return asyncio.run(main())
 
@@ -108,7 +110,7 @@ def test_request_that_the_agent_left_under_way_may_end_later() -> None:
 
         session = FakeClient(delay=0.02).generate()
         with pytest.raises(EpisodeFailed, match="agent_error"):
-            await Episode(session, Limits(60.0, 60.0, None)).play(Scripted(leave), PROMPT, one)
+            await Episode(session, Limits(60.0, 60.0, None), FakeTemplate()).play(Scripted(leave), PROMPT, one)
         assert (await left[0]).token_ids == [0, 1]
 
     asyncio.run(main())
@@ -123,11 +125,11 @@ def test_session_says_whom_its_episode_waits_for() -> None:
     async def main() -> None:
         session = FakeClient().generate()
 
-        async def score(_: Trajectory) -> float:
+        async def score(trajectory: Trajectory) -> Trajectory:
             seen.append(session.waits_for)
-            return 0.0
+            return await one(trajectory)
 
-        await Episode(session, Limits(60.0, 60.0, None)).play(Scripted(look), PROMPT, score)
+        await Episode(session, Limits(60.0, 60.0, None), FakeTemplate()).play(Scripted(look), PROMPT, score)
         seen.append(session.waits_for)
 
     asyncio.run(main())
@@ -271,6 +273,7 @@ def test_flood_of_one_fault_is_told_in_part_and_counted_and_another_is_still_tol
 
 def test_default_agent_is_an_agent_for_an_episode() -> None:
     async def main() -> Trajectory:
-        return await Episode(FakeClient().generate(), Limits(60.0, 60.0, None)).play(SingleTurn(), PROMPT, one)
+        episode = Episode(FakeClient().generate(), Limits(60.0, 60.0, None), FakeTemplate())
+        return await episode.play(SingleTurn(), PROMPT, one)
 
     assert asyncio.run(main()).reward == 1.0

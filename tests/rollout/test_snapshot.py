@@ -194,7 +194,7 @@ def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
 def test_what_is_under_way_is_told_with_the_oldest_version_it_can_have() -> None:
     live = Answer(asked_at=7)
     live.add(msgspec.convert({"output_ids": [4, 5], "meta_info": {"output_token_logprobs": [[-0.1, 4, None]]}}, Piece))
-    exchange = Exchange([1, 2], parts=[], live=live)
+    exchange = Exchange([1, 2], 8, parts=[], live=live)
     said = exchange.so_far()
     assert said == Completion([4], [-0.1], [VersionSpan(7, 0, 1, inferred=True)], "")
     assert live.token_ids == [4, 5]  # looking changes nothing

@@ -40,7 +40,7 @@ def turn(*token_ids: int, observation: list[int] | None = None) -> Turn:
 
 def taught(turns: list[Turn]) -> tuple[list[Turn], Scored]:
     engines = Scored()
-    return asyncio.run(Teacher(engines).score([12, 1, 11], turns, "g7")), engines
+    return asyncio.run(Teacher(engines).score([12, 1, 11], Trajectory(turns), "g7")), engines
 
 
 def test_turns_get_the_teachers_of_their_own_tokens_and_keep_everything_else() -> None:
@@ -68,7 +68,7 @@ def test_episode_without_a_token_is_not_asked_for() -> None:
 def test_failure_of_the_engines_is_the_episodes_with_a_reason_of_its_own() -> None:
     teacher = Teacher(Scored(lambda _: EngineError("down")))
     with pytest.raises(EpisodeFailed, match="teacher: down") as caught:
-        asyncio.run(teacher.score([12], [turn(1)], "g"))
+        asyncio.run(teacher.score([12], Trajectory([turn(1)]), "g"))
     assert caught.value.reason == "teacher"
 
 
@@ -127,19 +127,19 @@ def test_teacher_is_asked_while_the_reward_is_worked_out() -> None:
     async def main() -> Trajectory:
         from asyncrl.agents.single_turn import SingleTurn
         from asyncrl.rollout.episode import Episode, Limits
-        from tests.fakes import FakeClient
+        from tests.fakes import FakeClient, FakeTemplate
 
         teacher = Teacher(Watched())
 
-        async def score(_: Trajectory) -> float:
+        async def score(trajectory: Trajectory) -> Trajectory:
             await asyncio.sleep(0.02)
             order.append("reward")
-            return 1.0
+            return Trajectory(trajectory.turns, 1.0)
 
         prompt = Prompt("p", [12, 1, 11], {}, "length")
         session: Any = FakeClient().generate()
-        episode = Episode(session, Limits(60.0, 60.0, None))
-        return await episode.play(SingleTurn(), prompt, score, lambda turns: teacher.score([12, 1, 11], turns, "g"))
+        episode = Episode(session, Limits(60.0, 60.0, None), FakeTemplate())
+        return await episode.play(SingleTurn(), prompt, score, lambda found: teacher.score([12, 1, 11], found, "g"))
 
     found = asyncio.run(main())
     assert order == ["teacher", "reward"]

@@ -20,13 +20,13 @@ from asyncrl.rollout.room import Fixed, Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
 from asyncrl.types import Generate, Prompt, Trajectory, Turn
-from tests.fakes import FakeClient, FakeEngine, LengthTask, completion, echo, mixer, until
+from tests.fakes import FakeClient, FakeEngine, FakeTemplate, LengthTask, completion, echo, mixer, until
 
 LIMITS = Limits(agent=60.0, reward=60.0, episode=None)
 
 
-async def no_score(_: Trajectory) -> float:
-    return 0.0
+async def no_score(trajectory: Trajectory) -> Trajectory:
+    return Trajectory(trajectory.turns, 0.0)
 
 
 class Failing:
@@ -79,10 +79,10 @@ class Site:
         self.worker = Worker(
             service,
             self.client,
-            agent or SingleTurn(),
+            dict.fromkeys(tasks, agent or SingleTurn()),
             tasks,
             self.mixer,
-            lambda ids: "x" * len(ids),
+            FakeTemplate(lambda ids: "x" * len(ids)),
             **options,
         )
 
@@ -187,8 +187,9 @@ def test_bug_in_the_client_is_no_fault_of_the_agent(monkeypatch: pytest.MonkeyPa
 
         client = FakeEngine(echo()).client()
         monkeypatch.setattr(client.inflight, "_request", broken)
+        episode = Episode(client.generate(), LIMITS, FakeTemplate())
         with pytest.raises(AsyncRLError, match=r"a bug: KeyError\('ours'\)") as caught:
-            await Episode(client.generate(), LIMITS).play(SingleTurn(), Prompt("p0", [1], {}, "length"), no_score)
+            await episode.play(SingleTurn(), Prompt("p0", [1], {}, "length"), no_score)
         assert type(caught.value) is AsyncRLError
         assert isinstance(caught.value.__cause__, KeyError)
         await client.close()
@@ -224,7 +225,8 @@ def test_agent_that_raises_every_time_ends_the_worker() -> None:
 @pytest.mark.parametrize(
     ("turns", "text"),
     [
-        (lambda found: [Turn([], found), Turn([1], found)], "a trajectory of 2 tokens, of which engines wrote 1"),
+        (lambda found: [Turn([], found), Turn([1], found)], "turn 1 holds tokens that no engine wrote for it"),
+        (lambda found: [Turn([9], found)], "turn 0 follows other tokens than the engine read (4 in the place of 3)"),
         (lambda found: [], "a trajectory without a turn"),
         (lambda found: None, "agent_error: TypeError"),
     ],
@@ -297,12 +299,12 @@ def test_running_groups_never_exceed_their_limit_and_rejections_free_it() -> Non
 @pytest.mark.parametrize("path", ["no_such_module:Agent", "asyncrl.agents.single_turn:Missing", "nothing", ""])
 def test_agent_that_cannot_be_loaded_names_field_value_and_remedy(path: str) -> None:
     with pytest.raises(ConfigError, match=r"Must be an import path, module:name") as caught:
-        load_agent(path)
-    assert (caught.value.field, caught.value.value) == ("rollout.agent", path)
+        load_agent(path, {})
+    assert (caught.value.field, caught.value.value) == ("agent", path)
 
 
 def test_default_agent_loads() -> None:
-    assert isinstance(load_agent("asyncrl.agents.single_turn:SingleTurn"), SingleTurn)
+    assert isinstance(load_agent("asyncrl.agents.single_turn:SingleTurn", {}), SingleTurn)
 
 
 # --- groups that are not accepted, and groups that nobody waits for -------------------------------------------

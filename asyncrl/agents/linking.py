@@ -1,0 +1,84 @@
+"""From what an agent asked and was answered to the turns of a trajectory, and back: token in, token out.
+
+An answer goes on from the sample whose tokens, up to here, are the longest beginning of what was asked; else it begins
+a sample. So an agent that keeps its context has one sample, and one that edits it, or asks on behalf of others, has
+several: nothing is tokenised again, and what was written is trained once.
+
+    asked P          answered a     sample 1: P | a
+    asked P a o      answered b     sample 1: P | a o b
+    asked P a q      answered c     sample 2: P a q | c      (a branch: a stands in its context, not trained twice)
+    asked S          answered d     sample 3: S | d           (the context was reset)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.types import Completion, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of an agent, and its answer."""
+
+    context: list[int]
+    completion: Completion
+    role: str = ""
+
+
+@dataclass
+class _Sample:
+    role: str
+    ids: list[int]
+    turns: list[Turn] = field(default_factory=list)
+
+
+def link(prompt_ids: list[int], asked: Sequence[Asked]) -> list[Turn]:
+    """The turns of everything that was asked, in the order of asking; sample after sample."""
+    samples: list[_Sample] = []
+    for one in asked:
+        goes_on = [sample for sample in samples if sample.role == one.role and _begins(one.context, sample.ids)]
+        if goes_on:
+            sample = max(goes_on, key=lambda sample: len(sample.ids))
+            turn = Turn(one.context[len(sample.ids) :], one.completion, role=one.role)
+        else:
+            first = all(sample.role != one.role for sample in samples)
+            follows = first and _begins(one.context, prompt_ids)
+            observation = one.context[len(prompt_ids) :] if follows else one.context
+            sample, turn = _Sample(one.role, []), Turn(observation, one.completion, begins=not follows, role=one.role)
+            samples.append(sample)
+        sample.turns.append(turn)
+        sample.ids = [*one.context, *one.completion.token_ids]
+    return [turn for sample in samples for turn in sample.turns]
+
+
+def check(trajectory: Trajectory, prompt_ids: list[int], asked: Sequence[Asked]) -> None:
+    """Whether engines wrote every turn, and read before it just what the trajectory says, and each is told once.
+    ValueError where not."""
+    if not trajectory.turns:
+        raise ValueError("a trajectory without a turn")
+    left = list(asked)
+    for turns in trajectory.samples():
+        ids: list[int] = [] if turns[0][1].begins else list(prompt_ids)
+        for place, turn in turns:
+            ids = [*ids, *turn.observation]
+            found = next((one for one in left if one.completion is turn.completion), None)
+            found = found or next((one for one in left if one.completion == turn.completion), None)
+            if found is None:
+                raise ValueError(f"turn {place} holds tokens that no engine wrote for it, or that another turn holds")
+            if found.context != ids:
+                raise ValueError(f"turn {place} follows other tokens than the engine read ({_difference(ids, found)})")
+            left.remove(found)
+            ids += turn.completion.token_ids
+
+
+def _begins(context: list[int], ids: list[int]) -> bool:
+    return context[: len(ids)] == ids
+
+
+def _difference(ids: list[int], found: Asked) -> str:
+    same = next((i for i, (a, b) in enumerate(zip(ids, found.context, strict=False)) if a != b), None)
+    if same is None:
+        return f"{len(ids)} in the place of {len(found.context)}"
+    return f"token {same} is {ids[same]} in the place of {found.context[same]}"

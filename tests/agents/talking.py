@@ -1,0 +1,32 @@
+"""An engine for agents: it answers what it is told to, and remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from asyncrl.agents.linking import Asked
+from asyncrl.types import Completion, Template, VersionSpan
+from tests.fakes import FakeTemplate
+
+EOS = 10
+
+
+def written(*ids: int, finish: str = "stop") -> Completion:
+    """With a log-probability of its own for each token, so that no two completions are equal by chance."""
+    return Completion(list(ids), [-0.125 * (1 + n) for n in range(len(ids))], [VersionSpan(0, 0, len(ids))], finish)
+
+
+class Talking:
+    """A `generate` that gives these completions, one after the other."""
+
+    def __init__(self, answers: Iterable[Completion], template: Template | None = None) -> None:
+        self.template: Template = template or FakeTemplate()
+        self._answers: Iterator[Completion] = iter(answers)
+        self.asked: list[Asked] = []
+        self.limits: list[int | None] = []
+
+    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
+        answer = next(self._answers)
+        self.asked.append(Asked(list(token_ids), answer, role))
+        self.limits.append(max_new_tokens)
+        return answer

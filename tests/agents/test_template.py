@@ -1,0 +1,81 @@
+"""Incremental templating: what a chat template makes of a whole chat, without tokenising anything twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.agents.template import ChatTemplate
+from asyncrl.models import tiny
+from asyncrl.rollout.prompts import load_tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<bos>' + message['role'] + ' ' + message['content'] + '<eos>' + ' ' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<bos>assistant ' }}{% endif %}"
+)
+# What Qwen3's does: thoughts are shown in the last answer alone.
+FORGETFUL = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ '=' + (('0' + message['content']) if loop.last else message['content']) + '<eos>' }}"
+    "{% else %}{{ '<bos>' + message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '=' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny.write(folder)
+    return load_tokenizer(folder, None)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("chat_template", [None, CHATML])
+def test_extended_chat_is_the_chat_that_is_rendered_at_once(tokenizer: Any, chat_template: str | None) -> None:
+    kept, tokenizer.chat_template = tokenizer.chat_template, chat_template or tokenizer.chat_template
+    template = ChatTemplate(tokenizer)
+    ids = template.begin([user("12")])
+    for answer, said in (("3 4", "5"), ("", "6 7")):
+        ids += [*tokenizer.encode(answer, add_special_tokens=False), 10]
+        ids += template.extend([user(said)], last=ids[-1])
+    whole = template.begin([user("12"), assistant("3 4"), user("5"), assistant(""), user("6 7")])
+    tokenizer.chat_template = kept
+    assert ids == whole
+
+
+def test_end_that_the_model_did_not_write_is_put_in(tokenizer: Any) -> None:
+    template = ChatTemplate(tokenizer)
+    assert template.extend([user("5")], last=10) == [5, 11]
+    assert template.extend([user("5")], last=3) == [10, 5, 11]
+    assert template.extend([user("5")], last=None) == [10, 5, 11]
+
+
+def test_template_that_rewrites_earlier_turns_does_not_rewrite_what_was_written(tokenizer: Any) -> None:
+    kept, tokenizer.chat_template = tokenizer.chat_template, FORGETFUL
+    found = ChatTemplate(tokenizer).extend([user("5")], last=10)
+    tokenizer.chat_template = kept
+    assert found == [12, 5, 11]
+
+
+def test_template_that_hides_answers_allows_no_second_turn(tokenizer: Any) -> None:
+    kept, tokenizer.chat_template = tokenizer.chat_template, "{{ '<bos>' }}"
+    with pytest.raises(ValueError, match="does not show what the assistant wrote"):
+        ChatTemplate(tokenizer).extend([user("5")], last=10)
+    tokenizer.chat_template = kept
+
+
+def test_tools_stand_where_the_template_puts_them(tokenizer: Any) -> None:
+    kept = tokenizer.chat_template
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}" + kept
+    found = ChatTemplate(tokenizer).begin([user("1")], [{"type": "function", "function": {"name": "77"}}])
+    tokenizer.chat_template = kept
+    assert found == [7, 7, 12, 1, 11]
