@@ -16,6 +16,9 @@ Anything else that escapes is a bug and ends the run with its traceback.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class AsyncRLError(Exception):
     """Base of every error that a user can cause or cure."""
@@ -49,10 +52,11 @@ class WeightsError(AsyncRLError):
 
 
 class EpisodeFailed(AsyncRLError):
-    """An episode that produced no trajectory through no fault of the policy; `reason` is its ledger entry."""
+    """An episode that produced no trajectory through no fault of the policy; `reason` is its ledger entry. `retry`:
+    the same may go well if it is tried anew, as with most that lies outside of the program."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason = reason
+    def __init__(self, reason: str, detail: str = "", *, retry: bool = True) -> None:
+        self.reason, self.detail, self.retry = reason, detail, retry
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
 
@@ -66,3 +70,15 @@ class BadStep(AsyncRLError):
 
 class RecordError(AsyncRLError):
     """A recording or a checkpoint that is damaged, of another format, or lacks what was asked for."""
+
+
+@contextmanager
+def raised_by(reason: str, *, retry: bool = False) -> Iterator[None]:
+    """Around a user's code: whatever it raises is an EpisodeFailed of this reason, from that. Our own (AsyncRLError)
+    pass: they know what they are."""
+    try:
+        yield
+    except AsyncRLError:
+        raise
+    except Exception as error:
+        raise EpisodeFailed(reason, f"{type(error).__name__}: {error}", retry=retry) from error

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.agents.chat import Chat
 from asyncrl.envs.env import Env, Step
+from asyncrl.envs.pool import Environments
 from asyncrl.types import Generate, Message, Prompt, Trajectory
-
-Environments = Callable[[], AbstractAsyncContextManager[Env]]
-"""Gives an environment for one episode, and takes it back."""
 
 
 class MultiTurn:
@@ -21,6 +18,14 @@ class MultiTurn:
 
     def __init__(self, environments: Environments, *, max_turns: int = 32) -> None:
         self._environments, self._max_turns = environments, max_turns
+
+    async def start(self) -> None:
+        """Before the first episode."""
+        await self._environments.start()
+
+    async def close(self) -> None:
+        """After the last one."""
+        await self._environments.close()
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """One episode."""

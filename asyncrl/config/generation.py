@@ -122,6 +122,9 @@ class Rollout(Section):
     exceeds a limit costs its group, with the limit's name as the reason, and the slot is played anew."""
     reward_timeout: Positive
     """Seconds that the reward of one answer may take."""
+    retries: Natural
+    """Times that an episode is played anew, or its reward asked for anew, when an environment, a judge or another part
+    outside of the program has failed; then its group is rejected, with the reason."""
     max_failures: Count
     """End the run after this many failed groups in a row: those whose agent, environment or reward raised or hung, or
     that no engine answered."""
@@ -134,6 +137,28 @@ class Rollout(Section):
     def effective_lead(self) -> int:
         """The lead in force."""
         return self.max_staleness if self.lead is None else self.lead
+
+
+class Environments(Section):
+    """How the environments of a task are kept, if it is played in some; times are seconds."""
+
+    hosted: bool | None
+    """In processes of their own, which may hang or die without harm; unset: those whose steps are not async, for they
+    would stop everything else."""
+    per_process: Count
+    """Environments that share a process: if one hangs or kills it, the others' episodes are played again."""
+    concurrency: Count | None
+    """Environments at once; unset: as many as there are episodes."""
+    warm: Natural
+    """Environments made ahead of their episodes."""
+    reset_timeout: Positive
+    """For making one, for its reset and for its end."""
+    step_timeout: Positive
+    """For one step."""
+    max_failures: Count
+    """So many failures in a row, and episodes wait until one that tries succeeds."""
+    patience: Positive
+    """How long they wait; then the run ends and names the environment."""
 
 
 class Task(Section):
@@ -150,6 +175,7 @@ class Task(Section):
     """Who plays this task, in the place of the run's agent; unset: that, or what the task itself brings."""
     agent_params: dict[str, Any]
     """Its arguments; where the task brings an environment and agent is unset, those of MultiTurn (max_turns)."""
+    environments: Environments
     system: str | None
     """System message."""
     shots: Natural

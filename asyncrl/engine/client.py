@@ -95,6 +95,10 @@ class Session:
                 return one.completion
         return None
 
+    def forget(self) -> None:
+        """Its episode begins anew: what was asked so far is of no use to it, but counts as received."""
+        self.exchanges = []
+
     def close(self) -> int:
         """Its episode has ended: what still comes is counted, but no longer as its own. Returns what was received."""
         self.closed = True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from asyncrl.errors import ConfigError
+from asyncrl.imports import load
 from asyncrl.types import Message
 
 Question = dict[str, Any]
@@ -28,14 +31,38 @@ class Step:
 
 
 class Env(Protocol):
-    """One episode at a time: reset, then steps until one is done. Each method may be plain or async; a plain one must
-    not block. Whatever they raise costs the episode its group, never a reward: EpisodeFailed tells the reason."""
+    """One episode: reset, steps until one is done, and `close`, if it has one. Each method is plain or async. Whatever
+    they raise costs the episode its group, never a reward: EpisodeFailed tells the reason."""
 
     def reset(self, question: Question) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
-        """Begin an episode of this question. What it returns follows the question's own messages; most often, nothing
+        """Begin the episode of this question. What it returns follows the question's own messages; most often, nothing
         does."""
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
         """What the model's text does."""
         ...
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """An environment's class, and the arguments that an instance is made with: enough to make it in another process."""
+
+    path: str
+    """module:name"""
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Any:
+        """A new one (an Env, and whatever else it may be). Raises ConfigError when there is no such class, or it does
+        not take the arguments."""
+        kind = load(self.path, "task.kind")
+        try:
+            inspect.signature(kind).bind(**self.params)
+        except TypeError as error:
+            raise ConfigError("task.params", dict(self.params), f"{self.path} does not take them: {error}.") from None
+        return kind(**self.params)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its steps are async, and so may share an event loop: plain ones would stop it."""
+        return inspect.iscoroutinefunction(load(self.path, "task.kind").step)

@@ -1,28 +1,204 @@
-"""Environments for episodes: made when one begins, ended when it is over."""
+"""Environments for episodes: made ahead, ended in the background, and never more at once than they bear.
+
+waits for     room (`concurrency`), the breaker (asyncrl/envs/breaker.py), one that is made (`reset_timeout`)
+unblocked by  every episode that ends
+on a fault    EpisodeFailed("environment_..."): the episode is tried anew (rollout.retries); many open the breaker
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from asyncrl.envs.env import Env
+from asyncrl.envs.breaker import Breaker
+from asyncrl.envs.env import Env, EnvSpec, Question, Step
+from asyncrl.envs.hosted import Host, HostedEnv
+from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.types import Message
+
+PREFIX = "environment_"
+"""Of the reasons that are the environment's."""
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """How environments are kept; times are seconds."""
+
+    hosted: bool | None = None  # in processes; None: those whose steps are not async
+    per_process: int = 8
+    concurrency: int | None = None
+    warm: int = 0
+    reset_timeout: float = 120.0
+    step_timeout: float = 60.0
+    max_failures: int = 20
+    patience: float = 600.0
 
 
 class Environments:
     """Those of one task."""
 
-    def __init__(self, make: Callable[[], Env]) -> None:
-        self._make = make
+    def __init__(
+        self,
+        name: str,
+        spec: EnvSpec,
+        settings: PoolSettings | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`name` is the task's, for whoever reads of its failures; `tell` hears of them."""
+        self.name, self._spec, self._settings, self._tell = name, spec, settings or PoolSettings(), tell
+        self._hosted = not spec.waits if self._settings.hosted is None else self._settings.hosted
+        self._room = asyncio.Semaphore(self._settings.concurrency) if self._settings.concurrency else None
+        self._breaker = Breaker(f"environment {name}", self._settings.max_failures, self._settings.patience, tell)
+        self._hosts: list[Host] = []
+        self._starting = asyncio.Lock()
+        self._ready: deque[Env] = deque()
+        self._making = 0
+        self._warming, self._ending = set[asyncio.Task[None]](), set[asyncio.Task[None]]()
+        self._closed = False
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[Env]:
-        """One, for an episode; its `close`, if it has one, is called when that is over, however it ends."""
-        env = self._make()
+        """One, for an episode."""
+        if self._room:
+            await self._room.acquire()
         try:
-            yield env
+            await self._breaker.enter()
+            verdict = False
+            try:
+                env = await self._next()
+                try:
+                    yield _Guarded(env, self._settings)
+                finally:
+                    self._later(self._end(env), self._ending)
+                verdict = True
+                self._breaker.succeeded()
+            except EpisodeFailed as failed:
+                if failed.reason.startswith(PREFIX):
+                    verdict = True
+                    self._breaker.failed(str(failed))
+                raise
+            finally:
+                if not verdict:
+                    self._breaker.left()
         finally:
-            if close := getattr(env, "close", None):
-                ended = close()
-                if inspect.isawaitable(ended):
-                    await ended
+            if self._room:
+                self._room.release()
+
+    async def start(self) -> None:
+        """Make those that shall be warm, in the background."""
+        self._warm_up()
+
+    async def close(self) -> None:
+        """End all of them."""
+        self._closed = True
+        for task in self._warming:
+            task.cancel()
+        await asyncio.gather(*self._warming, return_exceptions=True)
+        while self._ready:
+            self._later(self._end(self._ready.popleft()), self._ending)
+        await asyncio.gather(*self._ending)  # each within reset_timeout
+        await asyncio.gather(*(host.close() for host in self._hosts))
+
+    # -- one after the other -------------------------------------------------------------------------------
+
+    async def _next(self) -> Env:
+        while self._ready:
+            env = self._ready.popleft()
+            if not isinstance(env, HostedEnv) or env.alive:
+                self._warm_up()
+                return env
+        env = await self._make()
+        self._warm_up()
+        return env
+
+    def _warm_up(self) -> None:
+        while len(self._ready) + self._making < self._settings.warm and not self._closed:
+            self._making += 1
+            self._later(self._make_ready(), self._warming)
+
+    async def _make_ready(self) -> None:
+        try:
+            self._ready.append(await self._make())
+        except EpisodeFailed as failed:
+            self._tell(f"environment {self.name} could not be made ahead: {failed}")  # who needs one tries anew
+        finally:
+            self._making -= 1
+
+    async def _make(self) -> Env:
+        if self._hosted:
+            hosted = HostedEnv(
+                await self._host(),
+                reset_timeout=self._settings.reset_timeout,
+                step_timeout=self._settings.step_timeout,
+            )
+            await hosted.make(self._spec)
+            return hosted
+        with raised_by("environment_error", retry=True):
+            env: Env = self._spec.make()
+            return env
+
+    async def _host(self) -> Host:
+        """With room for one more."""
+        async with self._starting:
+            self._hosts = [host for host in self._hosts if not host.gone]
+            for host in self._hosts:
+                if host.alive and host.living < self._settings.per_process:
+                    return host
+            self._hosts.append(await Host.start())
+            return self._hosts[-1]
+
+    async def _end(self, env: Env) -> None:
+        """Beside the episodes that follow. What goes wrong here is told; nobody waits for it."""
+        close = getattr(env, "close", None)
+        try:
+            if close:
+                with raised_by("environment_error"):
+                    async with asyncio.timeout(self._settings.reset_timeout):
+                        await _awaited(close())
+        except EpisodeFailed as failed:
+            self._tell(f"environment {self.name} did not end: {failed}")
+
+    def _later(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+class _Guarded:
+    """An environment whose faults are typed, and whose answers are what they should be."""
+
+    def __init__(self, env: Env, settings: PoolSettings) -> None:
+        self._env, self._settings = env, settings
+
+    async def reset(self, question: Question) -> list[Message]:
+        """As the environment's."""
+        found = await self._call("reset", question, self._settings.reset_timeout, "reset_timeout")
+        return list(found or [])
+
+    async def step(self, action: str) -> Step:
+        """As the environment's."""
+        found = await self._call("step", action, self._settings.step_timeout, "step_timeout")
+        if not isinstance(found, Step):
+            raise EpisodeFailed("environment_error", f"step returned {type(found).__name__} in the place of a Step")
+        if not math.isfinite(found.reward):
+            raise EpisodeFailed("environment_error", f"step gave a reward of {found.reward}")
+        return found
+
+    async def _call(self, method: str, argument: Any, seconds: float, limit: str) -> Any:
+        try:
+            async with asyncio.timeout(None if isinstance(self._env, HostedEnv) else seconds):  # a host has its own
+                with raised_by("environment_error", retry=True):
+                    return await _awaited(getattr(self._env, method)(argument))
+        except TimeoutError:
+            detail = f"{method} has not returned for {seconds:g} s (task.environments.{limit})"
+            raise EpisodeFailed("environment_timeout", detail) from None
+
+
+async def _awaited(found: Any) -> Any:
+    return await found if inspect.isawaitable(found) else found

@@ -51,6 +51,7 @@ STEP = {
     "requests/aborted": "answers that an update or the loss of their engine aborted, and that were continued",
     "requests/broken": "answers whose stream broke, and that were continued",
     "requests/overtaken": "requests that a publish overtook before their first piece, and that were asked anew",
+    "episodes/retried": "episodes played anew, and rewards asked for anew, since the step before: rollout.retries",
     "bias/length": "mean length of trained trajectories against all that were generated, minus 1 (closed cohorts)",
     "bias/reward": "the same of rewards",
     "bias/difficulty": "the same of the mean rewards of groups",

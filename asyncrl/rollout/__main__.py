@@ -26,7 +26,7 @@ from asyncrl.records.events import Began
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.agent import agents
+from asyncrl.rollout.agent import Agent, agents, each
 from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
@@ -69,6 +69,7 @@ async def main(run_dir: Path) -> None:
         return await worker.episode(prompt, session)
 
     notes = Notes(run_dir, lambda: client.inflight.version)
+    players = agents(config, played, notes.warn)
     mixer = _mixer(config, played, prompts)
     evaluations = Evaluations(play, client, played, prompts.held_out, config.eval, notes.evaluated)
     room = _room(rollout)
@@ -83,17 +84,22 @@ async def main(run_dir: Path) -> None:
         room=room,
         drain=config.weights.pause_mode == "drain",
         publish=notes.publish,
-        figures=lambda: {**(teacher.take_figures() if teacher else {}), **recorder.take_figures()},
+        figures=lambda: {
+            **(teacher.take_figures() if teacher else {}),
+            **recorder.take_figures(),
+            **worker.take_figures(),
+        },
         recorder=recorder,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
     )
-    worker = _worker(config, service, client, played, mixer, template, room, notes, teacher)
+    worker = _worker(config, service, client, players, played, mixer, template, room, notes, teacher)
     outstanding = _go_on(resumed, service, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout)
         if teachers:
             await teachers.wait_until_ready(config.engine.start_timeout)
+        await each(players.values(), "start")
         (run_dir / READY).touch()
         if resumed is None:
             await evaluations.now()  # alone on version 0, before the first rollout
@@ -110,6 +116,7 @@ async def main(run_dir: Path) -> None:
     try:
         await serve(service, addresses.rollout, roll_out())
     finally:
+        await each(players.values(), "close")
         await client.close()
         await loads.close()
         if teachers:
@@ -144,6 +151,7 @@ def _worker(
     config: Config,
     service: Service,
     client: Client,
+    players: dict[str, Agent],
     played: dict[str, tasks.Task],
     mixer: Mixer,
     template: ChatTemplate,
@@ -155,12 +163,13 @@ def _worker(
     return Worker(
         service,
         client,
-        agents(config, played),
+        players,
         played,
         mixer,
         template,
         group_sizes={name: config.group_size(name) for name in config.mixture},
         room=room,
+        retries=rollout.retries,
         max_failures=rollout.max_failures,
         limits=Limits(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout),
         faults=Faults(notes.warn),

@@ -1,18 +1,19 @@
 """What an agent is. It reaches the model through `generate` alone: it knows no URL, no engine and no trainer.
 
 a function     async def my_agent(prompt, generate) -> Trajectory | float | None
-a class        with such a method, `run`; made once, with the run's agent_params, it plays all episodes, many at once
+a class        with such a method, `run`; made once, with agent_params, it plays all episodes, many at once. It may
+               have `async start()` and `async close()`, for before the first of them and after the last
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.config import Config
-from asyncrl.envs.pool import Environments
+from asyncrl.envs.pool import Environments, PoolSettings
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load
 from asyncrl.tasks import Task
@@ -61,19 +62,27 @@ def _made(kind: Callable[..., Agent], params: Mapping[str, Any], field: str) -> 
     return kind(**params)
 
 
-def agents(config: Config, tasks: Mapping[str, Task]) -> dict[str, Agent]:
-    """Who plays each task and evaluation set: the one that its section names, or that it brings, or plays in the
-    environment that it brings; else the run's."""
+def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None]) -> dict[str, Agent]:
+    """Who plays each task and evaluation set: the one that its section names, or that it brings; in the environment
+    that it brings, MultiTurn; else the run's. `tell` hears of environments that fail."""
     every = load_agent(config.agent, config.agent_params)
     found = {}
     for name, section in (config.mixture | config.eval_sets).items():
-        task, field = tasks[name], f"{config.field_of(name)}.agent"
+        task, field, params = tasks[name], f"{config.field_of(name)}.agent", dict(section.agent_params)
+        if spec := getattr(task, "environment", None):
+            settings = PoolSettings(**section.environments.model_dump())
+            params["environments"] = Environments(name, spec, settings, tell)
         if section.agent:
-            found[name] = load_agent(section.agent, section.agent_params, field)
+            found[name] = load_agent(section.agent, params, field)
         elif own := getattr(task, "agent", None):
             found[name] = own
-        elif make := getattr(task, "environment", None):
-            found[name] = _made(MultiTurn, {"environments": Environments(make), **section.agent_params}, field)
         else:
-            found[name] = every
+            found[name] = _made(MultiTurn, params, field) if spec else every
     return found
+
+
+async def each(agents: Iterable[Agent], method: str) -> None:
+    """Call `start`, or `close`, of every agent that has it, once."""
+    for agent in dict.fromkeys(agents):
+        if call := getattr(agent, method, None):
+            await call()

@@ -18,10 +18,9 @@ import msgspec
 
 from asyncrl.agents.linking import Asked, check, link
 from asyncrl.engine.client import Session
-from asyncrl.errors import EpisodeFailed
+from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD, TEACHER
 from asyncrl.rollout.agent import Agent, Played
-from asyncrl.rollout.faults import raised_by
 from asyncrl.types import Completion, Prompt, Template, Trajectory, Turn
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
@@ -97,7 +96,8 @@ class Episode:
         else:
             raise ValueError("it asked the model for nothing")
         if not trajectory.num_tokens:
-            raise EpisodeFailed("no_room", "the model's context has no room for an answer to what the agent asked")
+            detail = "the model's context has no room for an answer to what the agent asked"
+            raise EpisodeFailed("no_room", detail, retry=False)
         if not math.isfinite(trajectory.total):
             raise ValueError(f"its rewards add up to {trajectory.total}")
         return trajectory
@@ -123,4 +123,4 @@ async def _within(seconds: float | None, reason: str, detail: str) -> AsyncItera
         async with scope:
             yield scope
     except TimeoutError:
-        raise EpisodeFailed(reason, f"{detail} for {seconds:.0f} s (rollout.{reason})") from None
+        raise EpisodeFailed(reason, f"{detail} for {seconds:.0f} s (rollout.{reason})", retry=False) from None

@@ -1,31 +1,17 @@
-"""What a user's code raises, as a typed failure of the episode; and how failures are told without flooding.
+"""How failures are told without flooding.
 
-Anything that an agent or a reward function raises costs its group, with the reason in the ledger, and
-rollout.max_failures of them in a row end the run. Our own errors (AsyncRLError) pass: they know what they are.
+Anything that an agent, an environment or a reward function raises is a typed failure (errors.raised_by): it costs its
+group, with the reason in the ledger, and rollout.max_failures of them in a row end the run.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-from asyncrl.errors import AsyncRLError, EpisodeFailed
+from collections.abc import Callable
 
 PER_MINUTE = 10
 """Failures of one reason that are told in a minute; the rest is counted."""
-
-
-@contextmanager
-def raised_by(reason: str) -> Iterator[None]:
-    """Around a user's code. Raises EpisodeFailed for whatever it raises, from that."""
-    try:
-        yield
-    except AsyncRLError:
-        raise
-    except Exception as error:
-        raise EpisodeFailed(reason, f"{type(error).__name__}: {error}") from error
 
 
 class Faults:

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, EpisodeFailed
-from asyncrl.rollout.faults import raised_by
+from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
 from asyncrl.tasks import Question, Task
 
 THREADS = 64
@@ -57,7 +56,7 @@ class Scorer:
             self.hanging += 1
             self._room.release()
             detail = f"no reward for {self._timeout:.0f} s (rollout.reward_timeout)"
-            _unless_cancelled(reward, reward.set_exception, EpisodeFailed("reward_timeout", detail))
+            _unless_cancelled(reward, reward.set_exception, EpisodeFailed("reward_timeout", detail, retry=False))
 
         timer = loop.call_later(self._timeout, give_up)
 
@@ -86,7 +85,7 @@ def _score(task: Task, answer: str, question: Question) -> float:
     with raised_by("reward_error"):
         reward = float(task.score(answer, question))
     if not math.isfinite(reward):
-        raise EpisodeFailed("reward_error", f"the reward is {reward}")
+        raise EpisodeFailed("reward_error", f"the reward is {reward}", retry=False)
     return reward
 
 

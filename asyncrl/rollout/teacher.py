@@ -65,7 +65,7 @@ class Teacher:
         try:
             found = await self._engines.logprobs(token_ids, start, group)
         except EngineError as error:
-            raise EpisodeFailed(REASON, str(error)) from None
+            raise EpisodeFailed(REASON, str(error), retry=False) from None
         return [
             msgspec.structs.replace(turn, teacher=found[first - start : end - start] if end > first else [])
             for turn, (first, end) in zip(turns, places, strict=True)

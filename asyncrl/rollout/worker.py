@@ -9,8 +9,11 @@ on death      an error that is neither an EpisodeFailed (all that a user's code 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from asyncrl.engine.client import Client, Session
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
@@ -28,6 +31,10 @@ from asyncrl.routing import share_prompt
 from asyncrl.tasks import Task
 from asyncrl.types import Group, Prompt, Template, Trajectory, Turn
 
+T = TypeVar("T")
+RETRY_DELAY = 0.5
+"""Seconds before the first new attempt; each of the next waits twice as long."""
+
 
 class Worker:
     """Plays every group that the buffer admits."""
@@ -43,6 +50,7 @@ class Worker:
         *,
         group_sizes: Mapping[str, int],
         room: Room,
+        retries: int = 0,
         max_failures: int,
         limits: Limits,
         faults: Faults,
@@ -54,7 +62,8 @@ class Worker:
         `group_sizes` are by task; the teacher scores what is trained."""
         self._service, self._client, self._agents, self._tasks = service, client, agents, tasks
         self._mixer, self._template = mixer, template
-        self._group_sizes, self._max_failures = group_sizes, max_failures
+        self._group_sizes, self._retries, self._max_failures = group_sizes, retries, max_failures
+        self._retried: Counter[str] = Counter()
         self._limits, self._faults, self._scorer = limits, faults, Scorer(limits.reward)
         self._room, self._accept, self._max_rejections, self._teacher = room, accept, max_rejections, teacher
         self._failures_in_a_row = self._rejections_in_a_row = 0
@@ -118,8 +127,8 @@ class Worker:
         """Play and score one episode, within the time limits."""
 
         async def score(trajectory: Trajectory) -> Trajectory:
-            answer = self._template.decode(trajectory.turns[-1].completion.token_ids)
-            reward = await self._scorer.score(self._tasks[prompt.task], answer, prompt.question)
+            answer, task = self._template.decode(trajectory.turns[-1].completion.token_ids), self._tasks[prompt.task]
+            reward = await self._tried(session, lambda: self._scorer.score(task, answer, prompt.question))
             return Trajectory(trajectory.turns, reward)
 
         async def teach(trajectory: Trajectory) -> list[Turn]:
@@ -127,8 +136,32 @@ class Worker:
             return await self._teacher.score(prompt.token_ids, trajectory, session.group)
 
         taught = teach if self._teacher and session.purpose == "training" else None
-        episode = Episode(session, self._limits, self._template)
-        return await episode.play(self._agents[prompt.task], prompt, score, taught)
+
+        def play() -> Awaitable[Trajectory]:
+            session.forget()
+            episode = Episode(session, self._limits, self._template)
+            return episode.play(self._agents[prompt.task], prompt, score, taught)
+
+        return await self._tried(session, play)
+
+    async def _tried(self, session: Session, act: Callable[[], Awaitable[T]]) -> T:
+        """Once, and anew when something outside of the program has failed; up to `retries` times."""
+        for left in range(self._retries, -1, -1):
+            try:
+                return await act()
+            except EpisodeFailed as failed:
+                if not (failed.retry and left):
+                    raise
+                self._retried[failed.reason] += 1
+                self._faults.tell(failed.reason, f"{session.group}, which is tried anew,", failed)
+                session.wait_for(f"another attempt ({failed.reason})")
+                await asyncio.sleep(RETRY_DELAY * random.uniform(0.5, 1.0) * 2 ** (self._retries - left))
+        raise AssertionError("the last attempt has returned or raised")
+
+    def take_figures(self) -> dict[str, float]:
+        """Since the last call, under their names in metrics.jsonl."""
+        retried, self._retried = self._retried, Counter()
+        return {"episodes/retried": float(retried.total())}
 
     async def _hand_in(self, ticket: Ticket, group: Group) -> None:
         """A group that is accepted waits for its batch; another takes the place of one that is not."""

@@ -11,10 +11,10 @@ and if it likes `size` (number of questions; else there is no end), `inline` (sc
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncrl.envs.env import EnvSpec
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load
 
@@ -24,15 +24,15 @@ WAYS = (("score",), ("reset", "step"), ("run",))
 class OwnTask:
     """An instance of a user's class, with what that leaves out."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._made = make()
+    def __init__(self, spec: EnvSpec) -> None:
+        self._made = spec.make()
         self.question: Callable[[int], dict[str, Any]] = self._made.question
         self.inline: bool = getattr(self._made, "inline", False)
         self.size: int | None = getattr(self._made, "size", None)
         self.agent = self._made if hasattr(self._made, "run") else None
         """Who plays it, if it does so itself."""
-        self.environment = make if hasattr(self._made, "step") else None
-        """Makes an environment for an episode, if it is one."""
+        self.environment = spec if hasattr(self._made, "step") else None
+        """What its episodes are played in, if it is an environment."""
 
     def score(self, answer: str, question: dict[str, Any]) -> float:
         """What the class says."""
@@ -53,8 +53,4 @@ def own_task(path: str, params: Mapping[str, Any]) -> OwnTask:
         raise ConfigError("task.kind", path, f"Must be a class with question(index), and {ways}.")
     if not any(all(hasattr(found, name) for name in way) for way in WAYS):
         raise ConfigError("task.kind", path, f"Beside question(index) it needs {ways}.")
-    try:
-        inspect.signature(found).bind(**params)
-    except TypeError as error:
-        raise ConfigError("task.params", dict(params), f"{path} does not take them: {error}.") from None
-    return OwnTask(lambda: found(**params))
+    return OwnTask(EnvSpec(path, params))

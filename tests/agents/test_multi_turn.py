@@ -9,8 +9,9 @@ import pytest
 
 from asyncrl.agents.linking import check
 from asyncrl.agents.multi_turn import MultiTurn
-from asyncrl.envs.env import Step
-from asyncrl.envs.pool import Environments
+from asyncrl.envs.env import EnvSpec, Step
+from asyncrl.envs.pool import Environments, PoolSettings
+from asyncrl.errors import EpisodeFailed
 from asyncrl.types import Completion, Prompt, Trajectory
 from tests.agents.talking import Talking, written
 
@@ -43,7 +44,10 @@ class Guess:
 def play(*answers: Completion, hello: str = "", **options: Any) -> tuple[Trajectory, Talking]:
     async def main() -> tuple[Trajectory, Talking]:
         generate = Talking(answers)
-        return await MultiTurn(Environments(lambda: Guess(hello=hello)), **options).run(PROMPT, generate), generate
+        environments = Environments("guess", EnvSpec(f"{__name__}:Guess", {"hello": hello}), PoolSettings(hosted=False))
+        found = await MultiTurn(environments, **options).run(PROMPT, generate)
+        await environments.close()
+        return found, generate
 
     Guess.ended.clear()
     return asyncio.run(main())
@@ -71,6 +75,6 @@ def test_what_a_reset_tells_is_read_behind_the_question() -> None:
 
 
 def test_environment_that_raises_is_given_back() -> None:
-    with pytest.raises(KeyError, match="no such guess"):
+    with pytest.raises(EpisodeFailed, match="environment_error: KeyError: 'no such guess'"):
         play(written(3, 10), written(9, 10))
     assert Guess.ended == [2]

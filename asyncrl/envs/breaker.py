@@ -1,0 +1,83 @@
+"""What keeps a broken environment from burning prompts, and names it: a circuit breaker.
+
+closed   failures in a row are counted; at `most` it opens
+open     episodes wait; after a pause, which doubles each time, one of them tries: it closes the breaker, or not
+end      after `patience` seconds without a success the run ends with the environment's name and its last failure
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from asyncrl.errors import AsyncRLError
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+
+
+class Breaker:
+    """Of one environment."""
+
+    def __init__(
+        self,
+        name: str,
+        most: int,
+        patience: float,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tell` hears when it opens and closes."""
+        self._name, self._most, self._patience, self._tell, self._clock = name, most, patience, tell, clock
+        self._failures, self._pause = 0, FIRST_PAUSE
+        self._opened: float | None = None
+        self._next_try = 0.0
+        self._trying = False
+        self._changed = asyncio.Event()
+
+    async def enter(self) -> None:
+        """At once while it is closed; else when it closes, or for a try."""
+        while self._opened is not None:
+            left = self._next_try - self._clock()
+            if left <= 0 and not self._trying:
+                self._trying = True
+                return
+            changed = self._changed
+            try:
+                await asyncio.wait_for(changed.wait(), None if self._trying else max(left, 0.0))
+            except TimeoutError:
+                continue
+
+    def succeeded(self) -> None:
+        """An episode came to its end."""
+        if self._opened is not None:
+            self._tell(f"{self._name} works again, after {self._clock() - self._opened:.0f} s")
+        self._failures, self._pause, self._opened, self._trying = 0, FIRST_PAUSE, None, False
+        self._wake()
+
+    def failed(self, detail: str) -> None:
+        """An episode was lost to the environment. Raises AsyncRLError when that has gone on for too long."""
+        self._failures += 1
+        now = self._clock()
+        if self._opened is None and self._failures >= self._most:
+            self._opened = now
+            self._tell(f"{self._name} has failed {self._failures} times in a row, and episodes wait: {detail}")
+        if self._opened is None:
+            return
+        if now - self._opened > self._patience:
+            raise AsyncRLError(
+                f"{self._name} has failed {self._failures} times in a row, for {now - self._opened:.0f} s "
+                f"(task.environments.patience); the last: {detail}"
+            )
+        self._next_try, self._trying = now + self._pause, False
+        self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+        self._wake()
+
+    def left(self) -> None:
+        """Who entered has gone without a verdict: another may try."""
+        self._trying = False
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

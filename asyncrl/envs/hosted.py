@@ -1,0 +1,215 @@
+"""Environments in processes of their own: what hangs, crashes or floods there costs its own episodes, not the run.
+
+waits for     an answer, as long as the caller says
+on a hang     EpisodeFailed("environment_timeout") for the one that hung; its process is killed, with all in it
+on death      EpisodeFailed("environment_died") for all of them, with the signal or exit code and the last lines
+on nonsense   frames that are no frames, or longer than OVERSIZED: killed; environment_garbage, environment_oversized
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from asyncrl.envs.env import EnvSpec, Question, Step
+from asyncrl.envs.host import LENGTH, VALUE
+from asyncrl.errors import EpisodeFailed
+from asyncrl.types import Message
+
+OVERSIZED = 16 << 20
+"""Bytes of an answer."""
+LAST_LINES = 8
+"""Of what a process printed, for the diagnosis."""
+PRINTED = 2048
+"""Characters of a line that are kept."""
+END_SECONDS = 2.0
+
+
+class Host:
+    """One process."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self._serial = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._printed: deque[str] = deque(maxlen=LAST_LINES)
+        self._writing = asyncio.Lock()
+        self._end = EpisodeFailed("environment_died")
+        self.alive = True
+        self.living = 0
+        """Environments in it."""
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._drain())]
+
+    @classmethod
+    async def start(cls) -> Host:
+        """A process without environments."""
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "asyncrl.envs.host", str(theirs.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            )
+        except OSError as error:
+            ours.close()
+            raise EpisodeFailed("environment_died", f"no process could be started for it: {error}") from None
+        finally:
+            theirs.close()
+        return cls(process, *await asyncio.open_connection(sock=ours))
+
+    @property
+    def gone(self) -> bool:
+        """Its process has ended, and nobody need wait for it."""
+        return all(task.done() for task in self._tasks)
+
+    async def call(self, env: int, method: str, *arguments: Any, seconds: float, limit: str) -> Any:
+        """What a method returns. Raises EpisodeFailed; `limit` is the setting that bounds the seconds."""
+        try:
+            data = msgspec.msgpack.encode([number := next(self._serial), env, method, list(arguments)])
+        except (TypeError, OverflowError) as error:
+            raise EpisodeFailed("environment_error", f"its arguments cannot be sent to its process: {error}") from None
+        if not self.alive:
+            raise self._end
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(seconds):
+                async with self._writing:
+                    self._writer.write(LENGTH.pack(len(data)) + data)
+                    await self._writer.drain()
+                return await answer
+        except TimeoutError:
+            failed = EpisodeFailed("environment_timeout", f"{method} has not returned for {seconds:g} s ({limit})")
+            self._kill(EpisodeFailed("environment_died", "another environment in its process hung"))
+            raise failed from None
+        except ConnectionError:
+            await asyncio.wait(self._tasks[:1])  # it tells why
+            raise self._end from None
+        finally:
+            self._asked.pop(number, None)
+            answer.cancel()
+
+    async def close(self) -> None:
+        """End it, and wait until it is gone."""
+        self._kill(EpisodeFailed("environment_died", "its process was ended"))
+        await asyncio.wait(self._tasks, timeout=END_SECONDS)
+
+    async def _listen(self) -> None:
+        """Every answer to who waits for it, until the end."""
+        why = EpisodeFailed("environment_died", "")
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                if length > OVERSIZED:
+                    why = EpisodeFailed(
+                        "environment_oversized", f"an answer of {length} bytes; {OVERSIZED} are allowed"
+                    )
+                    break
+                self._settle(*msgspec.msgpack.decode(await self._reader.readexactly(length), type=tuple[int, str, Any]))
+        except (msgspec.DecodeError, ValueError) as error:
+            why = EpisodeFailed("environment_garbage", f"its process sent what is no answer: {error}")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the stream has ended: the process has, or is about to
+        self._kill(why)
+        code = await self._process.wait()
+        if not why.detail:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._end = EpisodeFailed("environment_died", f"its process ended by {how}{self._last_lines()}")
+        self._writer.close()
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(self._end)
+
+    def _settle(self, number: int, outcome: str, value: Any) -> None:
+        answer = self._asked.get(number)
+        if answer is None or answer.done():
+            return  # nobody waits any more
+        if outcome == VALUE:
+            answer.set_result(value)
+        else:
+            reason, detail, retry = value
+            answer.set_exception(EpisodeFailed(reason, detail, retry=retry))
+
+    async def _drain(self) -> None:
+        """What it prints is read as fast as it comes, and all but the last lines forgotten."""
+        assert self._process.stdout is not None
+        line = b""
+        while piece := await self._process.stdout.read(1 << 16):
+            *lines, line = (line + piece).split(b"\n")
+            line = line[-PRINTED:]
+            self._printed += [one[:PRINTED].decode(errors="replace") for one in lines[-LAST_LINES:]]
+        if line:
+            self._printed.append(line.decode(errors="replace"))
+
+    def _last_lines(self) -> str:
+        return "; it printed last:\n" + "\n".join(self._printed) if self._printed else ""
+
+    def _kill(self, why: EpisodeFailed) -> None:
+        """With whatever it has started."""
+        if self.alive:
+            self.alive, self._end = False, why
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class HostedEnv:
+    """An environment in a process; an Env with time limits."""
+
+    _serial = itertools.count()
+
+    def __init__(self, host: Host, *, reset_timeout: float, step_timeout: float) -> None:
+        self._host, self._name = host, next(self._serial)
+        self._reset_timeout, self._step_timeout = reset_timeout, step_timeout
+        host.living += 1
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is."""
+        return self._host.alive
+
+    async def make(self, spec: EnvSpec) -> None:
+        """In its process."""
+        await self._within_reset("make", spec.path, dict(spec.params))
+
+    async def reset(self, question: Question) -> list[Message] | None:
+        """As the environment's."""
+        found = await self._within_reset("reset", question)
+        return _checked(found, list[dict[str, Any]] | None)
+
+    async def step(self, action: str) -> Step:
+        """As the environment's."""
+        limit = "task.environments.step_timeout"
+        return _checked(
+            await self._host.call(self._name, "step", action, seconds=self._step_timeout, limit=limit), Step
+        )
+
+    async def close(self) -> None:
+        """As the environment's, if its process is there."""
+        self._host.living -= 1
+        if self._host.alive:
+            await self._within_reset("close")
+
+    async def _within_reset(self, method: str, *arguments: Any) -> Any:
+        limit = "task.environments.reset_timeout"
+        return await self._host.call(self._name, method, *arguments, seconds=self._reset_timeout, limit=limit)
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise EpisodeFailed("environment_garbage", str(error)) from None
