@@ -1,0 +1,136 @@
+"""Agents and environments of users, on the real engine: they train, and whatever they do the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from asyncrl.agents.linking import Asked, link
+from asyncrl.records.events import Committed, unpacked
+from asyncrl.records.reading import Recording
+from asyncrl.types import Group
+from tests.integration.running import lines, nothing_is_left, run
+
+pytestmark = pytest.mark.integration
+
+TWENTY_LINES = '''
+import random
+
+from asyncrl.envs.env import Step
+
+
+class Nearer:
+    """Find a digit: 1 says that it is higher, 0 that it is lower."""
+
+    def question(self, index):
+        digit = random.Random(index).randrange(10)
+        return {"messages": [{"role": "user", "content": str(index % 10)}], "secret": digit}
+
+    def reset(self, question):
+        self.secret = question["secret"]
+
+    def step(self, text):
+        if not text.isdigit() or int(text) == self.secret:
+            return Step(reward=float(text.isdigit()), done=True)
+        return Step("1" if self.secret > int(text) else "0", reward=0.1)
+'''
+
+SMALLEST = '''
+async def my_agent(prompt, generate, bonus):
+    """Asks twice, forgets what it asked, and keeps everything."""
+    first = await generate(prompt.token_ids)
+    second = await generate([12, *first.token_ids[:1], 11], max_new_tokens=2)
+    return bonus + len(second.token_ids)
+'''
+
+
+def books_balance(run_dir: Path) -> dict:
+    """The ledger of the summary, whose equations hold."""
+    ledger: dict = json.loads((run_dir / "summary.json").read_text())["ledger"]
+    for kind in ("prompts", "groups", "trajectories"):
+        places = sum(ledger[kind][place] for place in ("running", "ready", "training", "trained"))
+        assert ledger[kind]["issued"] == places + sum(ledger[kind]["rejected"].values())
+    tokens = dict(ledger["tokens"])
+    assert tokens.pop("generated") == sum(tokens.values()) > 0
+    return ledger
+
+
+def groups_of(run_dir: Path) -> list[Group]:
+    """Of its recording."""
+    return [unpacked(event.group) for event in Recording(run_dir).events() if isinstance(event, Committed)]
+
+
+def test_twenty_lines_in_a_folder_outside_of_the_package_train_by_import_path(tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(TWENTY_LINES)
+    run_dir = tmp_path / "run"
+    steps = run(
+        run_dir,
+        *("task=own", "task.kind=games:Nearer", "task.name=nearer", "+task.agent_params.max_turns=4", "record=true"),
+        *("rollout.max_new_tokens=2", "algo.advantage=grpo_turn", "run.max_steps=8", "eval.questions=10"),
+        *("task.environments.warm=4", "trainer.data_parallel=2"),
+    )
+    assert len(steps) == 8
+    ledger = books_balance(run_dir)
+    assert ledger["groups"]["rejected"] == {}
+    groups = groups_of(run_dir)
+    assert {len(t.turns) for g in groups for t in g.trajectories} == {1, 2, 3, 4}
+    for trajectory in (t for g in groups for t in g.trajectories):
+        assert trajectory.turns == link([], [Asked([], trajectory.turns[0].completion)]) or len(trajectory.turns) > 1
+        for before, turn in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+            ended = before.completion.token_ids[-1] == 10
+            assert turn.observation in ([[0, 11], [1, 11]] if ended else [[10, 0, 11], [10, 1, 11]])
+    nothing_is_left(run_dir)
+
+
+def test_function_that_edits_its_context_trains_every_token_that_it_was_answered(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SMALLEST)
+    run_dir = tmp_path / "run"
+    run(
+        run_dir,
+        *("agent=mine:my_agent", "+agent_params.bonus=0.5", "run.max_steps=4", "eval.questions=0", "record=true"),
+    )
+    ledger = books_balance(run_dir)
+    assert ledger["tokens"]["discarded"] == 0
+    for trajectory in (t for g in groups_of(run_dir) for t in g.trajectories):
+        first, second = trajectory.turns
+        assert (first.begins, second.begins, second.observation[0]) == (False, True, 12)
+        assert trajectory.reward == 0.5 + len(second.completion.token_ids)
+
+
+def faults(run_dir: Path, count: int, steps: int) -> Counter[str]:
+    """A run whose environments have about so many faults; how many failures it told, by reason."""
+    run(
+        run_dir,
+        *("task=own", "task.kind=tests.integration.faulty_envs:Copying", "task.name=copying"),
+        *(f"+task.params.marks={run_dir.parent}", f"+task.params.faults={count}"),
+        *("rollout.batch_groups=4", "rollout.group_size=4", f"run.max_steps={steps}", "eval.questions=0"),
+        *("task.environments.step_timeout=3", "task.environments.reset_timeout=20", "task.environments.per_process=4"),
+        *("rollout.retries=1", "task.environments.max_failures=1000", "task.environments.warm=4"),
+        *("rollout.max_failures=1000", "rollout.max_staleness=4"),
+    )
+    books_balance(run_dir)
+    nothing_is_left(run_dir)
+    warnings = [line["warning"].partition(" failed: ")[2] for line in lines(run_dir / "warnings.jsonl")]
+    return Counter(warning.split(":")[0] for warning in warnings if warning)
+
+
+def test_environments_at_fault_cost_their_episodes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
+    told = faults(tmp_path / "run", 30, 12)
+    assert told.keys() >= {"environment_died", "environment_timeout", "environment_error"}
+    assert len(list(tmp_path.glob("fault-*"))) >= 20  # that were really committed
+
+
+@pytest.mark.campaign
+def test_a_thousand_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ASYNCRL_TRIALS is their number."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
+    count = int(os.environ.get("ASYNCRL_TRIALS", "20"))
+    told = faults(tmp_path / "run", count, max(4, count // 4))
+    committed = Counter(path.name.split("-")[1] for path in tmp_path.glob("fault-*"))
+    print(f"faults: {dict(committed)}; told: {dict(told)}")
+    assert committed.total() >= 0.8 * count
