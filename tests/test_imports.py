@@ -57,6 +57,7 @@ ONLY = {
     ("rollout", "engine"): {"engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"},
     ("weights", "engine"): {"engine.control", "engine.update", "engine.server"},
     ("trainer", "models"): {"models.architectures"},
+    ("rewards", "envs"): {"envs.sandbox.protocol"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},
     ("planner", "engine"): {"engine.loads"},
 }

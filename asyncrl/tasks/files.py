@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Task as TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.matching import MATCHES
 from asyncrl.tasks import Question
 
 Reward = Callable[[str, dict[str, Any]], float]
@@ -34,7 +34,7 @@ class FileTask:
                         f"Row {number} has only the fields {sorted(row)}.",
                     )
         self._reward = _reward(config)
-        self.inline = config.reward in NAMED
+        self.inline = config.reward in MATCHES
         self._head = [{"role": "system", "content": config.system}] if config.system else []
 
     @property
@@ -82,28 +82,14 @@ def _rows(field: str, path: str) -> list[dict[str, Any]]:
 
 
 def _reward(config: TaskConfig) -> Reward:
-    if config.reward in NAMED:
-        matches = NAMED[config.reward]
+    if config.reward in MATCHES:
+        matches = MATCHES[config.reward]
         return lambda answer, row: float(matches(answer, str(row[config.answer_key])))
     module, _, name = config.reward.partition(":")
     try:
         function: Reward = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            "task.reward", config.reward, f"Must be one of {sorted(NAMED)} or module:function ({error})."
+            "task.reward", config.reward, f"Must be one of {sorted(MATCHES)} or module:function ({error})."
         ) from None
     return function
-
-
-NAMED: dict[str, Callable[[str, str], bool]] = {
-    "exact": lambda answer, reference: answer.strip() == reference.strip(),
-    "contains": lambda answer, reference: reference.strip() in answer,
-    "number": lambda answer, reference: (
-        (found := _last_number(answer)) is not None and found == _last_number(reference)
-    ),
-}
-
-
-def _last_number(text: str) -> float | None:
-    found = re.findall(r"-?\d[\d,]*\.?\d*", text)
-    return float(found[-1].replace(",", "")) if found else None

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl import tasks
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.files import FileTask, _last_number
+from asyncrl.tasks.files import FileTask
 from tests.fakes import tiny_config
 
 ROWS = [{"prompt": f"{i} + 1 =", "answer": i + 1, "level": i % 2} for i in range(4)]
@@ -116,13 +116,6 @@ def twice_the_level(answer: str, row: dict[str, Any]) -> float:
 def test_reward_by_import_path_sees_the_answer_and_the_whole_row(tmp_path: Path) -> None:
     task = from_file(jsonl(tmp_path / "rows.jsonl", ROWS), reward=f"{__name__}:twice_the_level")
     assert task.score("ab", task.question(1)) == 4.0
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("3.", 3.0), ("1,000,000", 1e6), ("1, 2", 2.0), ("", None), ("a 4.5 b", 4.5), ("$12,", 12.0)]
-)
-def test_last_number(text: str, number: float | None) -> None:
-    assert _last_number(text) == number
 
 
 @pytest.mark.parametrize("reward", ["nearly", "no_such_module:f", f"{__name__}:missing", ""])

@@ -1,0 +1,115 @@
+"""A reward from what a configuration says of it: `use`, a registered name or an import path, and `params`.
+
+An import path module:name may lead to
+
+    a function (text, record) -> float     sync or async; params are passed by name with every call. With an attribute
+                                           `inline` or `pure` it says so of itself (asyncrl/rewards/reward.py)
+    a class                                made with the params
+    a function without positional          a factory: called with the params, it returns a reward
+    parameters
+    a reward                               taken as it is
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from asyncrl import imports
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.parameters import check
+from asyncrl.rewards.reward import Answer, Result, Reward
+
+REGISTERED = {
+    "exact": "asyncrl.rewards.matching:Exact",
+    "contains": "asyncrl.rewards.matching:Contains",
+    "number": "asyncrl.rewards.matching:Number",
+    "fuzzy": "asyncrl.rewards.matching:Fuzzy",
+    "choice": "asyncrl.rewards.matching:Choice",
+    "boxed": "asyncrl.rewards.matching:Boxed",
+    "format": "asyncrl.rewards.matching:Format",
+    "math": "asyncrl.rewards.math:Math",
+    "code": "asyncrl.rewards.code:Code",
+    "remote": "asyncrl.rewards.remote:Remote",
+    "judge": "asyncrl.rewards.judge:Judge",
+    "process": "asyncrl.rewards.process:Process",
+    "weighted": "asyncrl.rewards.combine:Weighted",
+    "gate": "asyncrl.rewards.combine:Gate",
+    "rubric": "asyncrl.rewards.rubric:Rubric",
+    "cached": "asyncrl.rewards.cache:Cached",
+}
+FORMS = "Must be a function (text, record), a class, a factory that takes its params by name, or a reward"
+Spec = Mapping[str, Any]
+"""How one reward stands in the params of another: {"use": ..., "params": {...}}."""
+
+
+class Function:
+    """A function (text, record) -> float as a reward. Unless it says otherwise it may hang, and is not pure."""
+
+    def __init__(self, function: Callable[..., float | Awaitable[float]], params: Mapping[str, Any]) -> None:
+        self._function, self._params = function, params
+        self.inline = bool(getattr(function, "inline", False)) or inspect.iscoroutinefunction(function)
+        self.pure = bool(getattr(function, "pure", False))
+
+    def __call__(self, answer: Answer) -> Result:
+        """What the function says of the last completion and the record."""
+        return self._function(answer.text, answer.record, **self._params)
+
+
+def build(use: str, params: Mapping[str, Any] | None = None, field: str = "reward") -> Reward:
+    """Raises ConfigError for `field` and what stands below it: `field`.use, `field`.params.NAME."""
+    params = params or {}
+    below = f"{field}.params"
+    if use not in REGISTERED and ":" not in use:
+        raise ConfigError(f"{field}.use", use, f"Must be one of {sorted(REGISTERED)} or an import path, module:name.")
+    found = imports.load(REGISTERED.get(use, use), f"{field}.use")
+    if inspect.isclass(found):
+        return _reward(_made(found, params, below), use, field)
+    if hasattr(found, "inline") and hasattr(found, "pure") and not inspect.isroutine(found):
+        if params:
+            raise ConfigError(below, params, f"{use} is a reward already: it takes none.")
+        return _reward(found, use, field)
+    positional = _required_positional(found, use, field)
+    if positional == 2:
+        check(found, params, below, given=2)
+        return Function(found, params)
+    if positional == 0:
+        return _reward(_made(found, params, below), use, field)
+    raise ConfigError(f"{field}.use", use, f"{FORMS}; this one takes {positional} positional arguments.")
+
+
+def part(spec: Spec | Reward, field: str) -> Reward:
+    """A reward within another's params. Raises ConfigError for what is not one."""
+    if not isinstance(spec, Mapping):
+        return _reward(spec, type(spec).__name__, field)
+    if "use" not in spec or spec.keys() - {"use", "params"}:
+        raise ConfigError(field, dict(spec), "Must be a mapping of use and params.")
+    use, params = spec["use"], spec.get("params") or {}
+    if not isinstance(use, str) or not isinstance(params, Mapping):
+        raise ConfigError(field, dict(spec), "use must be a name, params a mapping.")
+    return build(use, params, field)
+
+
+def _made(maker: Callable[..., Any], params: Mapping[str, Any], below: str) -> Any:
+    check(maker, params, below)
+    try:
+        return maker(**params)
+    except ConfigError as error:  # of a parameter: it does not know where it stands
+        raise ConfigError(f"{below}.{error.field}", error.value, error.remedy) from None
+
+
+def _required_positional(found: Any, use: str, field: str) -> int:
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigError(f"{field}.use", use, f"{FORMS}; it is a {type(found).__name__}.") from None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in kinds and one.default is one.empty for one in parameters)
+
+
+def _reward(found: Any, use: str, field: str) -> Reward:
+    if not callable(found) or not hasattr(found, "inline") or not hasattr(found, "pure"):
+        raise ConfigError(f"{field}.use", use, "Must be a reward: callable with an answer, with `inline` and `pure`.")
+    reward: Reward = found
+    return reward

@@ -1,0 +1,152 @@
+"""A reward that is asked once for the same answer to the same question.
+
+What is the same: a digest of the whole question and of all texts (asyncrl/rewards/reward.py, `pure`). A cache belongs
+to one reward, with its params. The least recently used scores make room for others. Whoever asks while the same is
+being asked waits for that; a failure is not kept, and neither is what cannot be encoded.
+
+waits for     the same question, asked by another: in a thread where the reward belongs in one, else in the event loop
+on a failure  those who wait in the event loop have it too, those in threads ask for themselves
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.build import part
+from asyncrl.rewards.calls import give_up, settled
+from asyncrl.rewards.parameters import Count
+from asyncrl.rewards.reward import Answer, Result, Score, checked, close
+
+
+class Cached:
+    """The same scores, sooner."""
+
+    def __init__(self, reward: Any, size: Count = 10_000) -> None:
+        """`reward`: one that is pure, or its {"use", "params"}. `size`: scores that are kept."""
+        self._reward = part(reward, "reward")
+        if not self._reward.pure:
+            raise ConfigError("reward", reward, "It is not pure: its scores must not be kept.")
+        self.inline, self.pure = self._reward.inline, True
+        self._size = size
+        self._kept: OrderedDict[bytes, Score] = OrderedDict()
+        self._asked: dict[bytes, _Asked] = {}
+        self._asked_in_threads: dict[bytes, threading.Event] = {}
+        self._lock = threading.Lock()  # calls come from threads and from the event loop
+        self.hits = self.misses = 0
+
+    def __call__(self, answer: Answer) -> Result:
+        """A score that was kept, or the reward's."""
+        key = identity(answer)
+        if key is None:
+            return self._reward(answer)
+        while True:
+            with self._lock:
+                if (kept := self._find(key)) is not None:
+                    return kept
+                if (asked := self._asked_in_threads.get(key)) is None:
+                    asked = self._asked_in_threads[key] = threading.Event()
+                    break
+            asked.wait()
+        try:
+            result = self._reward(answer)
+            if inspect.isawaitable(result):
+                return _Later(self, key, answer, result)
+            return self._keep(key, checked(result, answer))
+        finally:
+            with self._lock:
+                del self._asked_in_threads[key]
+            asked.set()
+
+    async def close(self) -> None:
+        """Close the reward."""
+        await close(self._reward)
+
+    async def shared(self, key: bytes, answer: Answer, result: Result) -> Score:
+        """What the reward answers, to all who ask while it does."""
+        with self._lock:
+            kept = self._find(key)
+        if kept is not None or key in self._asked:
+            give_up(result)  # another came first, since this call was made
+        if kept is not None:
+            return kept
+        if (asked := self._asked.get(key)) is None:
+            asked = self._asked[key] = _Asked(asyncio.ensure_future(settled(result, answer)))
+            asked.task.add_done_callback(lambda task: self._done(key, asked))
+        else:
+            self.hits += 1
+        asked.waiting += 1
+        try:
+            return _copy(await asyncio.shield(asked.task))
+        finally:
+            asked.waiting -= 1
+            if not asked.waiting and not asked.task.done():  # nobody listens any more
+                asked.task.cancel()
+                self._forget(key, asked)
+
+    def _done(self, key: bytes, asked: _Asked) -> None:
+        self._forget(key, asked)
+        if not asked.task.cancelled() and asked.task.exception() is None:
+            self._keep(key, asked.task.result())
+
+    def _forget(self, key: bytes, asked: _Asked) -> None:
+        if self._asked.get(key) is asked:
+            del self._asked[key]
+
+    def _find(self, key: bytes) -> Score | None:
+        if (kept := self._kept.get(key)) is None:
+            return None
+        self._kept.move_to_end(key)
+        self.hits += 1
+        return _copy(kept)
+
+    def _keep(self, key: bytes, score: Score) -> Score:
+        with self._lock:
+            self.misses += 1
+            self._kept[key] = _copy(score)
+            while len(self._kept) > self._size:
+                self._kept.popitem(last=False)
+        return score
+
+
+class _Asked:
+    """A question on its way, and how many wait for it."""
+
+    def __init__(self, task: asyncio.Future[Score]) -> None:
+        self.task, self.waiting = task, 0
+
+
+class _Later:
+    """A score that is awaited once, or given up."""
+
+    def __init__(self, cache: Cached, key: bytes, answer: Answer, result: Result) -> None:
+        self._cache, self._key, self._answer, self._result = cache, key, answer, result
+
+    def __await__(self) -> Generator[Any, None, Score]:
+        return self._cache.shared(self._key, self._answer, self._result).__await__()
+
+    def close(self) -> None:
+        """Nobody will await it."""
+        give_up(self._result)
+
+
+def identity(answer: Answer) -> bytes | None:
+    """A digest of all that a pure reward may look at; None for a question that cannot be encoded."""
+    try:
+        content = msgspec.msgpack.encode((answer.question, answer.text, list(answer.texts)), order="deterministic")
+    except (TypeError, OverflowError):
+        return None
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _copy(score: Score) -> Score:
+    """Whoever gets one may change what is in it."""
+    return Score(score.reward, tuple(score.turns), dict(score.parts))

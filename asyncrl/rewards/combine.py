@@ -1,0 +1,106 @@
+"""Rewards of several: a weighted sum, and a gate.
+
+The parts of a sum are named, and stand by their names in the metrics, next to what they say of themselves below them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.build import part
+from asyncrl.rewards.calls import combined, settled
+from asyncrl.rewards.reward import Answer, Result, Reward, Score, checked, close
+
+
+class Weighted:
+    """The sum of rewards by their weights; those of turns are added likewise."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        """`parts`, by name: {"use", "params", "weight"}, or a pair of a reward and its weight. A weight is 1 unless
+        said otherwise, and may be below 0."""
+        if not parts:
+            raise ConfigError("parts", parts, "Must name at least one reward.")
+        self._parts = {name: _weighed(spec, f"parts.{name}") for name, spec in parts.items()}
+        rewards = [reward for reward, _ in self._parts.values()]
+        self.inline = all(reward.inline for reward in rewards)
+        self.pure = all(reward.pure for reward in rewards)
+
+    def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
+        """All parts, at the same time if they are async."""
+        return combined([(answer, partial(reward, answer)) for reward, _ in self._parts.values()], self._sum)
+
+    async def close(self) -> None:
+        """Close all parts."""
+        for reward, _ in self._parts.values():
+            await close(reward)
+
+    def _sum(self, scores: Sequence[Score]) -> Score:
+        weights = [weight for _, weight in self._parts.values()]
+        weighed = list(zip(scores, weights, strict=True))
+        parts: dict[str, float] = {}
+        for name, score in zip(self._parts, scores, strict=True):
+            parts |= named(name, score)
+        turns = [[weight * turn for turn in score.turns] for score, weight in weighed if score.turns]
+        reward = math.fsum(score.reward * weight for score, weight in weighed)
+        return Score(reward, [math.fsum(of_turn) for of_turn in zip(*turns, strict=True)], parts)
+
+
+class Gate:
+    """The product of two rewards: nothing unless the gate opens. Behind one that is shut nothing is asked, where that
+    can be known in time."""
+
+    def __init__(self, gate: Any, reward: Any) -> None:
+        """Both are rewards, or their {"use", "params"}."""
+        self._gate, self._reward = part(gate, "gate"), part(reward, "reward")
+        self.inline = self._gate.inline and self._reward.inline
+        self.pure = self._gate.pure and self._reward.pure
+
+    def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
+        """The gate first; a reward that belongs in a thread is asked for at once, as this call is made in one."""
+        gate = self._gate(answer)
+        if inspect.isawaitable(gate):
+            return self._awaited(answer, gate, None if self._reward.inline else self._reward(answer))
+        opened = checked(gate, answer)
+        if not opened.reward:
+            return _product(opened, None)
+        return combined([(answer, partial(self._reward, answer))], lambda scores: _product(opened, scores[0]))
+
+    async def close(self) -> None:
+        """Close both."""
+        await close(self._gate)
+        await close(self._reward)
+
+    async def _awaited(self, answer: Answer, gate: Result, reward: Result | None) -> Score:
+        opened = await settled(gate, answer)
+        if reward is None and not opened.reward:
+            return _product(opened, None)
+        return _product(opened, await settled(self._reward(answer) if reward is None else reward, answer))
+
+
+def named(name: str, score: Score) -> dict[str, float]:
+    """A score and its parts below a name."""
+    return {name: score.reward, **{f"{name}/{below}": value for below, value in score.parts.items()}}
+
+
+def _product(gate: Score, behind: Score | None) -> Score:
+    parts = named("gate", gate)
+    if behind is None:
+        return Score(0.0, parts=parts)
+    turns = [gate.reward * turn for turn in behind.turns]
+    return Score(gate.reward * behind.reward, turns, parts | named("gated", behind))
+
+
+def _weighed(spec: Any, field: str) -> tuple[Reward, float]:
+    if isinstance(spec, Mapping):
+        weight = spec.get("weight", 1.0)
+        spec = {key: value for key, value in spec.items() if key != "weight"}
+    else:
+        spec, weight = spec
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"{field}.weight", weight, "Must be a finite number.")
+    return part(spec, field), float(weight)

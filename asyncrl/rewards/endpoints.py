@@ -1,0 +1,136 @@
+"""JSON over HTTP to servers that do the same: reward models, or engines that judge.
+
+A request goes to the server with the fewest of ours in flight; one that has failed is left out for some seconds, as
+long as there are others. Faults of the machinery (no connection, no answer in time, 408, 429, 5xx) are retried: at
+another server at once, and when all have failed after growing delays. Nothing else is: a refusal and an answer that is
+no JSON will come again.
+
+waits for     one of `max_running` places, a server (`request_timeout`), delays
+unblocked by  an answer; in any case after `deadline`
+on a failure  EpisodeFailed with the reason of whoever asks
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+from asyncrl.errors import ConfigError, EpisodeFailed
+
+FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
+REST_SECONDS = 5.0
+"""A server that has failed is left out for so long."""
+IDLE_SECONDS = 2.0
+"""A connection is kept for less than uvicorn's 5 s: one that the server is closing must not be used again."""
+JSON = {"Content-Type": "application/json"}
+PASSING = frozenset({408, 429, *range(500, 600)})
+
+
+class RefusedError(EpisodeFailed):
+    """The server understood, and will not (4xx)."""
+
+
+class _PassingError(Exception):
+    """Another try may help."""
+
+
+class Endpoints:
+    """The way to some servers. Of one event loop."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        reason: str,
+        *,
+        max_running: int,
+        request_timeout: float,
+        deadline: float,
+        api_key_env: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`urls` may be empty until the servers are known. `api_key_env`: the environment variable that holds the
+        key."""
+        headers = {}
+        if api_key_env:
+            if not (key := os.environ.get(api_key_env)):
+                raise ConfigError("api_key_env", api_key_env, "No such environment variable, or it is empty.")
+            headers = {"Authorization": f"Bearer {key}"}
+        self.urls = [url.rstrip("/") for url in urls]
+        self._reason, self._deadline = reason, deadline
+        self._room = asyncio.Semaphore(max_running)
+        self._in_flight: Counter[str] = Counter()
+        self._failed_at: dict[str, float] = {}
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            transport=transport,
+            trust_env=False,
+            timeout=httpx.Timeout(request_timeout, connect=min(10.0, request_timeout)),
+            limits=httpx.Limits(max_connections=max_running, keepalive_expiry=IDLE_SECONDS),
+        )
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """What a server answers. Raises EpisodeFailed, RefusedError among them."""
+        if not self.urls:
+            raise ConfigError("urls", self.urls, "No server is known that could be asked.")
+        content = msgspec.json.encode(body, enc_hook=str)  # a row of parquet may hold dates, bytes and more
+        failures: list[str] = []
+        try:
+            async with asyncio.timeout(self._deadline):
+                return await self._post(path, content, failures)
+        except TimeoutError:
+            last = f"; the last: {failures[-1]}" if failures else ""
+            detail = f"no answer within {self._deadline:g} s, after {len(failures)} failed attempts{last}"
+            raise EpisodeFailed(self._reason, detail) from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _post(self, path: str, content: bytes, failures: list[str]) -> Any:
+        while True:
+            async with self._room:
+                url = self._pick()
+                self._in_flight[url] += 1
+                try:
+                    return await self._ask(f"{url}{path}", content)
+                except _PassingError as error:
+                    self._failed_at[url] = asyncio.get_running_loop().time()
+                    failures.append(f"{url}: {error}")
+                finally:
+                    self._in_flight[url] -= 1
+            if len(failures) % len(self.urls) == 0:  # all were asked
+                delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(len(failures) // len(self.urls) - 1, 16))
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+
+    def _pick(self) -> str:
+        """The one with the fewest requests in flight; those that have failed of late come last, the latest at the
+        end."""
+        now = asyncio.get_running_loop().time()
+
+        def rank(url: str) -> tuple[float, int]:
+            failed = self._failed_at.get(url, -math.inf)
+            return failed if now - failed < REST_SECONDS else -math.inf, self._in_flight[url]
+
+        return min(self.urls, key=rank)
+
+    async def _ask(self, url: str, content: bytes) -> Any:
+        try:
+            response = await self._http.post(url, content=content, headers=JSON)
+        except httpx.TransportError as error:
+            raise _PassingError(f"{type(error).__name__} {error}".strip()) from None
+        if response.status_code in PASSING:
+            raise _PassingError(f"{response.status_code} {response.text[:200]}")
+        if response.status_code != 200:
+            raise RefusedError(self._reason, f"{url} answered {response.status_code}: {response.text[:500]}")
+        try:
+            return response.json()
+        except ValueError:
+            raise EpisodeFailed(self._reason, f"{url} answered what is no JSON: {response.text[:500]}") from None

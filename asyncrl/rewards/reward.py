@@ -1,0 +1,91 @@
+"""What a reward is given and what it gives; the same for one that counts words and one that asks a fleet of judges.
+
+A fault of whatever scores (a judge, a reward model, a sandbox, the record of a task) raises EpisodeFailed with the
+reason `judge`, `reward_model`, `sandbox` or `reward_error`: the episode is counted and replaced. A reward of 0 says
+something of the answer, never of the machinery.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from asyncrl.errors import EpisodeFailed
+from asyncrl.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reward sees of an episode."""
+
+    text: str  # the last completion, without special tokens
+    texts: Sequence[str]  # every completion in order, one per turn
+    question: Mapping[str, Any]  # the task's record; of a task from a file the row is question["row"]
+    trajectory: Trajectory
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """The row of a task from a file; of other tasks the question itself."""
+        row = self.question.get("row")
+        return row if isinstance(row, Mapping) else self.question
+
+    def field(self, key: str) -> Any:
+        """A field of the record. Raises EpisodeFailed when it has none: that is no fault of the answer."""
+        record = self.record
+        if key not in record:
+            raise EpisodeFailed("reward_error", f"the question's record has no field {key!r}, only {sorted(record)}")
+        return record[key]
+
+    def until(self, turn: int) -> Answer:
+        """As it stood when this turn, counted from 0, had been written."""
+        turns = Trajectory(self.trajectory.turns[: turn + 1])
+        return replace(self, text=self.texts[turn], texts=self.texts[: turn + 1], trajectory=turns)
+
+
+@dataclass(frozen=True)
+class Score:
+    """`reward` is the episode's. `turns` are added to the rewards of its turns: one for each, or none."""
+
+    reward: float
+    turns: Sequence[float] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)  # named components, for metrics
+
+
+Result = Score | float | Awaitable[Score | float]
+
+
+class Reward(Protocol):
+    """May also have `async close()`, for its connections and processes."""
+
+    @property
+    def inline(self) -> bool:
+        """Whether a call is quick and cannot hang, so that it may be made in the event loop; else it is made in a
+        thread. The call of an async reward only makes an awaitable: it is inline."""
+        ...
+
+    @property
+    def pure(self) -> bool:
+        """Whether the same answer to the same question always gets the same score, which may then be kept."""
+        ...
+
+    def __call__(self, answer: Answer) -> Result:
+        """The score. Raises EpisodeFailed when whatever scores is at fault, not the answer."""
+        ...
+
+
+def checked(value: Score | float, answer: Answer) -> Score:
+    """As a Score of finite numbers. Raises EpisodeFailed("reward_error") for anything else."""
+    score = value if isinstance(value, Score) else Score(float(value))
+    if not all(math.isfinite(one) for one in (score.reward, *score.turns)):
+        raise EpisodeFailed("reward_error", f"the reward is {score.reward}, of turns {list(score.turns)}")
+    if score.turns and len(score.turns) != len(answer.texts):
+        raise EpisodeFailed("reward_error", f"rewards of {len(score.turns)} turns for {len(answer.texts)}")
+    return score
+
+
+async def close(reward: object) -> None:
+    """Close what a reward has open, if anything."""
+    if closing := getattr(reward, "close", None):
+        await closing()

@@ -1,0 +1,82 @@
+"""What a judge's text says, as a number from 0 to 1.
+
+It is found by a regular expression (the group of its last match: the judge may well quote the answer before) or as the
+field of the last JSON object that has it; then it is a number on a scale, or one of some labels.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from asyncrl.errors import ConfigError
+
+SCALE = (0.0, 10.0)
+SCORE = r"(?i:score)\W*?(-?\d+(?:\.\d+)?)"
+VERDICT = r"(?i:verdict)\W*(\w+)"
+
+
+class Verdicts:
+    """One way of reading them."""
+
+    def __init__(
+        self,
+        pattern: str | None = None,
+        json_field: str | None = None,
+        scale: Sequence[float] | None = None,
+        labels: Mapping[str, float] | None = None,
+    ) -> None:
+        """By default "Score: N" from 0 to 10; with `labels`, "Verdict: LABEL"."""
+        if pattern and json_field:
+            raise ConfigError("json_field", json_field, "Goes not together with pattern.")
+        if scale and labels:
+            raise ConfigError("labels", labels, "Go not together with scale.")
+        low, high = scale or SCALE
+        if not low < high:
+            raise ConfigError("scale", [low, high], "Must be two numbers, the lower first.")
+        for label, value in (labels or {}).items():
+            if not 0 <= value <= 1:
+                raise ConfigError(f"labels.{label}", value, "Must be from 0 to 1.")
+        self._field, self._low, self._high = json_field, low, high
+        self._labels = {label.lower(): value for label, value in labels.items()} if labels else None
+        self._pattern = _compiled(pattern or (VERDICT if labels else SCORE))
+
+    def read(self, text: str) -> float | None:
+        """From 0 to 1, or None when there is none in it, or one that is off the scale or no label."""
+        found = self._in_json(text) if self._field else self._in_text(text)
+        if found is None:
+            return None
+        if self._labels is not None:
+            return self._labels.get(str(found).strip().lower())
+        try:
+            value = float(found)
+        except (TypeError, ValueError):
+            return None
+        return (value - self._low) / (self._high - self._low) if self._low <= value <= self._high else None
+
+    def _in_text(self, text: str) -> str | None:
+        found: list[str] = self._pattern.findall(text)
+        return found[-1] if found else None
+
+    def _in_json(self, text: str) -> str | float | None:
+        decoder, start = json.JSONDecoder(), len(text)
+        while (start := text.rfind("{", 0, start)) >= 0:
+            try:
+                found, _ = decoder.raw_decode(text, start)
+            except (ValueError, RecursionError):
+                continue
+            if self._field in found and not isinstance(found[self._field], bool):
+                value: str | float | None = found[self._field]
+                return value
+        return None
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError("pattern", pattern, f"Not a regular expression: {error}.") from None
+    if compiled.groups != 1:
+        raise ConfigError("pattern", pattern, "Must have one group: what stands in it is the vote.")
+    return compiled

@@ -1,0 +1,179 @@
+"""Rewards from what a configuration says: names, import paths of every form, and errors that name the field."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.rewards import Answer, Reward, Score, build
+from asyncrl.rewards.build import REGISTERED
+from asyncrl.rewards.parameters import Count
+from asyncrl.rewards.reward import checked, close
+from tests.rewards.doubles import answer
+
+HERE = __name__
+
+
+def length(text: str, record: Mapping[str, Any], factor: float = 1.0) -> float:
+    return len(text) * factor + record["level"]
+
+
+async def slow_length(text: str, record: Mapping[str, Any]) -> float:
+    await asyncio.sleep(0)
+    return len(text) + record["level"]
+
+
+def quick(text: str, record: Mapping[str, Any]) -> float:
+    return 1.0
+
+
+quick.inline = quick.pure = True  # type: ignore[attr-defined]
+
+
+class Constant:
+    inline = pure = True
+
+    def __init__(self, value: float, *, times: Count = 1) -> None:
+        if value < 0:
+            raise ConfigError("value", value, "Must not be below 0.")
+        self.value, self.closed = value * times, False
+
+    def __call__(self, answer: Answer) -> Score:
+        return Score(self.value)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def factory(*, value: float = 3.0) -> Reward:
+    return Constant(value)
+
+
+def no_reward() -> str:
+    return "no reward"
+
+
+def three(text: str, record: Mapping[str, Any], more: int) -> float:
+    return 0.0
+
+
+ready = Constant(5.0)
+A_NUMBER = 7
+
+
+@pytest.mark.parametrize(
+    ("use", "params", "score"),
+    [
+        ("length", {}, 4.0),
+        ("length", {"factor": 2.0}, 6.0),
+        ("Constant", {"value": 2.0, "times": 2}, Score(4.0)),
+        ("factory", {}, Score(3.0)),
+        ("factory", {"value": 1.0}, Score(1.0)),
+        ("ready", {}, Score(5.0)),
+    ],
+)
+def test_import_path_may_lead_to_a_function_a_class_a_factory_or_a_reward(
+    use: str, params: dict[str, Any], score: Any
+) -> None:
+    assert build(f"{HERE}:{use}", params)(answer("ab", level=2)) == score
+
+
+def test_async_function_is_awaited_and_may_be_called_in_the_event_loop() -> None:
+    reward = build(f"{HERE}:slow_length")
+    assert reward.inline
+    result = reward(answer("ab", level=2))
+    assert inspect.isawaitable(result)
+    assert asyncio.run(asyncio.wait_for(result, 5)) == 4.0
+
+
+def test_function_is_neither_inline_nor_pure_unless_it_says_so() -> None:
+    plain, said = build(f"{HERE}:length"), build(f"{HERE}:quick")
+    assert (plain.inline, plain.pure, said.inline, said.pure) == (False, False, True, True)
+
+
+def test_record_is_the_row_of_a_file_and_else_the_question() -> None:
+    of_a_file = answer("ab", level=2)
+    other = Answer("ab", ["ab"], {"level": 7}, of_a_file.trajectory)
+    assert of_a_file.record == {"level": 2}
+    assert build(f"{HERE}:length")(other) == 9.0
+
+
+@pytest.mark.parametrize(
+    ("use", "params", "field", "value", "remedy"),
+    [
+        ("nearly", {}, "use", "nearly", r"Must be one of \['boxed', 'cached'"),
+        ("no_such_module:f", {}, "use", "no_such_module:f", "Must be an import path"),
+        (f"{HERE}:missing", {}, "use", f"{HERE}:missing", "Must be an import path"),
+        (f"{HERE}:A_NUMBER", {}, "use", f"{HERE}:A_NUMBER", "it is a int"),
+        (f"{HERE}:no_reward", {}, "use", f"{HERE}:no_reward", "callable with an answer"),
+        (f"{HERE}:three", {}, "use", f"{HERE}:three", "takes 3 positional"),
+        (f"{HERE}:ready", {"value": 1.0}, "params", {"value": 1.0}, "a reward already"),
+        (f"{HERE}:length", {"fctor": 2.0}, "params.fctor", 2.0, r"Unknown: it takes \['factor'\]"),
+        (f"{HERE}:length", {"factor": "2"}, "params.factor", "2", "valid number"),
+        (f"{HERE}:length", {"text": "x"}, "params.text", "x", "Unknown"),
+        (f"{HERE}:Constant", {}, "params.value", None, "It must be given"),
+        (f"{HERE}:Constant", {"value": 1.0, "times": 0}, "params.times", 0, "greater than or equal to 1"),
+        (f"{HERE}:Constant", {"value": -1.0}, "params.value", -1.0, "Must not be below 0"),
+        (f"{HERE}:factory", {"worth": 1.0}, "params.worth", 1.0, r"Unknown: it takes \['value'\]"),
+        ("exact", {"key": "a"}, "params.key", "a", r"Unknown: it takes \['answer_key'\]"),
+        ("judge", {"model": "m", "votes": "three"}, "params.votes", "three", "valid integer"),
+        ("remote", {"urls": ["localhost"]}, "params.urls.0", "localhost", "should match pattern"),
+        ("code", {"tests": "unit"}, "params.tests", "unit", "'asserts', 'check' or 'programs'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_field(
+    use: str, params: dict[str, Any], field: str, value: object, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        build(use, params, "tasks.sums.reward")
+    assert (caught.value.field, caught.value.value) == (f"tasks.sums.reward.{field}", value)
+
+
+def test_error_in_a_reward_within_others_names_the_way_to_it() -> None:
+    inner = {"use": f"{HERE}:Constant", "params": {"value": -1.0}}
+    params = {"parts": {"one": {"use": "gate", "params": {"gate": {"use": "exact"}, "reward": inner}}}}
+    with pytest.raises(ConfigError) as caught:
+        build("weighted", params)
+    assert caught.value.field == "reward.params.parts.one.params.reward.params.value"
+
+
+@pytest.mark.parametrize("name", sorted(REGISTERED))
+def test_every_registered_name_leads_to_a_class_that_explains_itself(name: str) -> None:
+    module, _, attribute = REGISTERED[name].partition(":")
+    found = getattr(__import__(module, fromlist=[attribute]), attribute)
+    assert inspect.isclass(found)
+    assert found.__doc__
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), Score(1.0, turns=[0.0, float("nan")]), Score(1.0, turns=[1.0])]
+)
+def test_score_that_is_not_finite_or_of_other_turns_is_a_fault_and_no_score(value: Any) -> None:
+    with pytest.raises(EpisodeFailed) as caught:
+        checked(value, answer("a", "b"))
+    assert caught.value.reason == "reward_error"
+
+
+def test_score_of_each_turn_passes_and_a_number_becomes_one() -> None:
+    assert checked(Score(1.0, turns=[0.0, 2.0]), answer("a", "b")).turns == [0.0, 2.0]
+    assert checked(True, answer("a")) == Score(1.0)
+
+
+def test_answer_as_it_stood_after_a_turn() -> None:
+    whole = answer("a", "b", "c", answer="x")
+    first = whole.until(1)
+    assert (first.text, first.texts) == ("b", ("a", "b"))
+    assert first.trajectory.turns == whole.trajectory.turns[:2]
+    assert first.question == whole.question
+
+
+def test_closing_is_for_those_who_have_something_open() -> None:
+    reward = Constant(1.0)
+    asyncio.run(close(reward))
+    asyncio.run(close(build("exact")))
+    assert reward.closed
