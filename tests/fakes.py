@@ -275,7 +275,7 @@ class FakeTemplate:
 class LengthTask:
     """Rewards every character of an answer."""
 
-    size = None
+    size, inline = None, False
 
     def __init__(self, worth: float = 1.0) -> None:
         self._worth = worth

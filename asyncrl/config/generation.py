@@ -188,8 +188,12 @@ class Task(Section):
     """file: field with the question (text, or a list of chat messages)."""
     answer_key: str
     """file: field with the reference answer."""
-    reward: str
-    """file: `exact`, `contains`, `number`, or an import path module:function of (answer text, record) -> float."""
+    reward: str | None
+    """What scores an answer, in the place of the task's own: one of those in docs/rewards.md (exact, number, math,
+    code, judge, weighted, ...), or an import path, module:name, of a function (answer text, record) -> float, plain or
+    async, or of a reward (asyncrl/rewards/reward.py). Not asked where an agent or an environment rewards itself."""
+    reward_params: dict[str, Any]
+    """Its arguments."""
     weight: Positive
     """Share of the prompts, relative to the other tasks'."""
     group_size: Count | None

@@ -9,6 +9,7 @@ from asyncrl import tasks
 from asyncrl.config import Config, Trainer, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
+from asyncrl.tasks.scores import rewards
 
 
 def check_model(config: Config, hf: dict[str, Any]) -> None:
@@ -150,7 +151,7 @@ def check_devices(config: Config, gpus: int) -> None:
 
 def check_files(config: Config) -> None:
     """Refuse tasks that cannot be built and a chat template that is not there."""
-    tasks.build_all(config)
+    rewards(config, tasks.build_all(config))
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "No such file: name a jinja file.")

@@ -25,6 +25,7 @@ from asyncrl.models.architectures import routing_shape
 from asyncrl.records.events import Began
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
+from asyncrl.rewards.reward import Reward
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import Agent, agents, each
 from asyncrl.rollout.buffer import build_buffer
@@ -45,6 +46,7 @@ from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.teacher import Teacher
 from asyncrl.rollout.worker import Worker
 from asyncrl.routing import RoutingShape
+from asyncrl.tasks.scores import rewards
 from asyncrl.types import Prompt, Trajectory
 
 TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
@@ -69,7 +71,7 @@ async def main(run_dir: Path) -> None:
         return await worker.episode(prompt, session)
 
     notes = Notes(run_dir, lambda: client.inflight.version)
-    players = agents(config, played, notes.warn)
+    players, scores = agents(config, played, notes.warn), rewards(config, played)
     mixer = _mixer(config, played, prompts)
     evaluations = Evaluations(play, client, played, prompts.held_out, config.eval, notes.evaluated)
     room = _room(rollout)
@@ -92,7 +94,7 @@ async def main(run_dir: Path) -> None:
         recorder=recorder,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
     )
-    worker = _worker(config, service, client, players, played, mixer, template, room, notes, teacher)
+    worker = _worker(config, service, client, players, scores, mixer, template, room, notes, teacher)
     outstanding = _go_on(resumed, service, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
@@ -117,6 +119,7 @@ async def main(run_dir: Path) -> None:
         await serve(service, addresses.rollout, roll_out())
     finally:
         await each(players.values(), "close")
+        await each(scores.values(), "close")
         await client.close()
         await loads.close()
         if teachers:
@@ -152,7 +155,7 @@ def _worker(
     service: Service,
     client: Client,
     players: dict[str, Agent],
-    played: dict[str, tasks.Task],
+    scores: dict[str, Reward],
     mixer: Mixer,
     template: ChatTemplate,
     room: Room,
@@ -164,7 +167,7 @@ def _worker(
         service,
         client,
         players,
-        played,
+        scores,
         mixer,
         template,
         group_sizes={name: config.group_size(name) for name in config.mixture},

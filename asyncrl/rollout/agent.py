@@ -81,8 +81,8 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
     return found
 
 
-async def each(agents: Iterable[Agent], method: str) -> None:
-    """Call `start`, or `close`, of every agent that has it, once."""
-    for agent in dict.fromkeys(agents):
-        if call := getattr(agent, method, None):
+async def each(parts: Iterable[object], method: str) -> None:
+    """Call `start`, or `close`, of every one that has it, once."""
+    for part in dict.fromkeys(parts):
+        if call := getattr(part, method, None):
             await call()

@@ -1,7 +1,8 @@
 """Rewards from functions that may be slow, or never return, beside an event loop that must not stop.
 
-A task's score runs in a thread of its own, unless the task says that it is quick (`inline`): a thread costs 0.1 ms. One
-that does not return within the time limit cannot be ended; it is left behind and counted, and too many end the run.
+A reward runs in a thread of its own, unless it says that it is quick or async (`inline`): a thread costs 0.1 ms. One
+that does not return within the time limit cannot be ended; it is left behind and counted, and too many end the run. An
+async one is cancelled.
 
 waits for     room: THREADS calls at once
 unblocked by  every call that returns or is given up
@@ -11,14 +12,14 @@ on a hang     EpisodeFailed("reward_timeout"); after MOST_HANGING an AsyncRLErro
 from __future__ import annotations
 
 import asyncio
-import math
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
-from asyncrl.tasks import Question, Task
+from asyncrl.rewards.reward import Answer, Result, Reward, Score, checked
 
 THREADS = 64
 MOST_HANGING = 64
@@ -32,22 +33,36 @@ class Scorer:
         self._room = asyncio.Semaphore(THREADS)
         self.hanging = 0
 
-    async def score(self, task: Task, answer: str, question: Question) -> float:
-        """Raises EpisodeFailed: reward_error, reward_timeout, or the reason that the task gives."""
-        if getattr(task, "inline", False):
-            return _score(task, answer, question)
-        if self.hanging >= MOST_HANGING:
+    async def score(self, reward: Reward, answer: Answer) -> Score:
+        """Raises EpisodeFailed: reward_error, reward_timeout, or the reason that the reward gives."""
+        if reward.inline:
+            result = _call(reward, answer)
+        elif self.hanging >= MOST_HANGING:
             raise AsyncRLError(
                 f"{self.hanging} calls of the reward function have not returned within {self._timeout:.0f} s "
                 "(rollout.reward_timeout) and still run: what do they wait for?"
             )
-        await self._room.acquire()
-        return await self._in_a_thread(task, answer, question)
+        else:
+            await self._room.acquire()
+            result = await self._in_a_thread(reward, answer)
+        return await self._settled(result, answer) if inspect.isawaitable(result) else checked(result, answer)
 
-    def _in_a_thread(self, task: Task, answer: str, question: Question) -> asyncio.Future[float]:
+    async def _settled(self, result: Awaitable[Score | float], answer: Answer) -> Score:
+        try:
+            async with asyncio.timeout(self._timeout):
+                with raised_by("reward_error"):
+                    return checked(await result, answer)
+        except TimeoutError:
+            raise self._too_late() from None
+
+    def _too_late(self) -> EpisodeFailed:
+        detail = f"no reward for {self._timeout:.0f} s (rollout.reward_timeout)"
+        return EpisodeFailed("reward_timeout", detail, retry=False)
+
+    def _in_a_thread(self, reward: Reward, answer: Answer) -> asyncio.Future[Result]:
         """A daemon: neither the loop nor the end of the process waits for it."""
         loop = asyncio.get_running_loop()
-        reward: asyncio.Future[float] = loop.create_future()
+        found: asyncio.Future[Result] = loop.create_future()
         hangs = False
 
         def give_up() -> None:
@@ -55,40 +70,36 @@ class Scorer:
             hangs = True
             self.hanging += 1
             self._room.release()
-            detail = f"no reward for {self._timeout:.0f} s (rollout.reward_timeout)"
-            _unless_cancelled(reward, reward.set_exception, EpisodeFailed("reward_timeout", detail, retry=False))
+            _unless_cancelled(found, found.set_exception, self._too_late())
 
         timer = loop.call_later(self._timeout, give_up)
 
-        def ended(settle: Callable[[Any], None], value: float | AsyncRLError) -> None:
+        def ended(settle: Callable[[Any], None], value: Result | AsyncRLError) -> None:
             if hangs:
                 self.hanging -= 1
             else:
                 timer.cancel()
                 self._room.release()
-            _unless_cancelled(reward, settle, value)
+            _unless_cancelled(found, settle, value)
 
         def work() -> None:
-            settled: tuple[Callable[[Any], None], float | AsyncRLError]
+            settled: tuple[Callable[[Any], None], Result | AsyncRLError]
             try:
-                settled = reward.set_result, _score(task, answer, question)
+                settled = found.set_result, _call(reward, answer)
             except AsyncRLError as error:
-                settled = reward.set_exception, error
+                settled = found.set_exception, error
             with suppress(RuntimeError):  # the loop was closed meanwhile: nobody listens
                 loop.call_soon_threadsafe(ended, *settled)
 
         threading.Thread(target=work, name="reward", daemon=True).start()
-        return reward
+        return found
 
 
-def _score(task: Task, answer: str, question: Question) -> float:
+def _call(reward: Reward, answer: Answer) -> Result:
     with raised_by("reward_error"):
-        reward = float(task.score(answer, question))
-    if not math.isfinite(reward):
-        raise EpisodeFailed("reward_error", f"the reward is {reward}", retry=False)
-    return reward
+        return reward(answer)
 
 
-def _unless_cancelled(future: asyncio.Future[float], settle: Callable[[Any], None], value: Any) -> None:
+def _unless_cancelled(future: asyncio.Future[Result], settle: Callable[[Any], None], value: Any) -> None:
     if not future.done():
         settle(value)

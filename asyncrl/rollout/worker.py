@@ -13,10 +13,14 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import TypeVar
+
+import msgspec
 
 from asyncrl.engine.client import Client, Session
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
+from asyncrl.rewards.reward import Answer, Reward
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
@@ -28,7 +32,6 @@ from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.teacher import Teacher
 from asyncrl.routing import share_prompt
-from asyncrl.tasks import Task
 from asyncrl.types import Group, Prompt, Template, Trajectory, Turn
 
 T = TypeVar("T")
@@ -44,7 +47,7 @@ class Worker:
         service: Service,
         client: Client,
         agents: Mapping[str, Agent],
-        tasks: Mapping[str, Task],
+        rewards: Mapping[str, Reward],
         mixer: Mixer,
         template: Template,
         *,
@@ -58,9 +61,10 @@ class Worker:
         max_rejections: int = 1000,
         teacher: Teacher | None = None,
     ) -> None:
-        """`agents` play the prompts of the task of their name, `tasks` score their answers, of training and evaluation;
-        `group_sizes` are by task; the teacher scores what is trained."""
-        self._service, self._client, self._agents, self._tasks = service, client, agents, tasks
+        """`agents` play the prompts of the task of their name, `rewards` score their answers, of training and
+        evaluation; `group_sizes` are by task; the teacher scores what is trained."""
+        self._service, self._client, self._agents, self._rewards = service, client, agents, rewards
+        self._parts: dict[str, list[float]] = {}
         self._mixer, self._template = mixer, template
         self._group_sizes, self._retries, self._max_failures = group_sizes, retries, max_failures
         self._retried: Counter[str] = Counter()
@@ -127,9 +131,15 @@ class Worker:
         """Play and score one episode, within the time limits."""
 
         async def score(trajectory: Trajectory) -> Trajectory:
-            answer, task = self._template.decode(trajectory.turns[-1].completion.token_ids), self._tasks[prompt.task]
-            reward = await self._tried(session, lambda: self._scorer.score(task, answer, prompt.question))
-            return Trajectory(trajectory.turns, reward)
+            texts = [self._template.decode(turn.completion.token_ids) for turn in trajectory.turns]
+            answer, reward = Answer(texts[-1], texts, prompt.question, trajectory), self._rewards[prompt.task]
+            found = await self._tried(session, lambda: self._scorer.score(reward, answer))
+            for name, part in found.parts.items():
+                self._parts.setdefault(name, []).append(part)
+            turns = list(trajectory.turns)
+            for place, more in enumerate(found.turns):
+                turns[place] = msgspec.structs.replace(turns[place], reward=turns[place].reward + more)
+            return Trajectory(turns, found.reward)
 
         async def teach(trajectory: Trajectory) -> list[Turn]:
             assert self._teacher is not None
@@ -161,7 +171,9 @@ class Worker:
     def take_figures(self) -> dict[str, float]:
         """Since the last call, under their names in metrics.jsonl."""
         retried, self._retried = self._retried, Counter()
-        return {"episodes/retried": float(retried.total())}
+        parts, self._parts = self._parts, {}
+        means = {f"reward/part/{name}": fmean(values) for name, values in sorted(parts.items())}
+        return {"episodes/retried": float(retried.total()), **means}
 
     async def _hand_in(self, ticket: Ticket, group: Group) -> None:
         """A group that is accepted waits for its batch; another takes the place of one that is not."""

@@ -1,23 +1,20 @@
-"""Questions of your own, from JSONL or parquet, with a reward by name or import path."""
+"""Questions of your own, from JSONL or parquet."""
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Task as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.matching import MATCHES
 from asyncrl.tasks import Question
-
-Reward = Callable[[str, dict[str, Any]], float]
 
 
 class FileTask:
     """Rows of a file; evaluation rows come first when they are in a file of their own (see `held_out`)."""
+
+    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
@@ -33,8 +30,6 @@ class FileTask:
                         key,
                         f"Row {number} has only the fields {sorted(row)}.",
                     )
-        self._reward = _reward(config)
-        self.inline = config.reward in MATCHES
         self._head = [{"role": "system", "content": config.system}] if config.system else []
 
     @property
@@ -50,8 +45,8 @@ class FileTask:
         return {"messages": [*self._head, *messages], "row": row}
 
     def score(self, answer: str, question: Question) -> float:
-        """What the configured reward function says."""
-        return float(self._reward(answer, question["row"]))
+        """Files hold no reward: task.reward names one (asyncrl/tasks/scores.py)."""
+        raise NotImplementedError
 
     def correct(self, reward: float) -> bool:
         """A reward of 1 or more."""
@@ -79,17 +74,3 @@ def _rows(field: str, path: str) -> list[dict[str, Any]]:
     if not rows:
         raise ConfigError(field, path, "The file has no rows.")
     return rows
-
-
-def _reward(config: TaskConfig) -> Reward:
-    if config.reward in MATCHES:
-        matches = MATCHES[config.reward]
-        return lambda answer, row: float(matches(answer, str(row[config.answer_key])))
-    module, _, name = config.reward.partition(":")
-    try:
-        function: Reward = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            "task.reward", config.reward, f"Must be one of {sorted(MATCHES)} or module:function ({error})."
-        ) from None
-    return function

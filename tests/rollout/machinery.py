@@ -28,6 +28,7 @@ from asyncrl.rollout.service import Service
 from asyncrl.rollout.snapshot import ServiceState, Snapshot
 from asyncrl.rollout.worker import Worker
 from asyncrl.tasks import Task
+from asyncrl.tasks.scores import OwnScore
 from asyncrl.types import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from tests.fakes import FakeEngine, FakeTemplate, LengthTask, pieces, prompts
 
@@ -159,7 +160,7 @@ class Machinery:
             self.service,
             self.client,
             {name: agent or SingleTurn()},
-            {name: scored},
+            {name: OwnScore(scored)},
             self.mixer,
             template or FakeTemplate(lambda ids: "x" * len(ids)),
             group_sizes={name: group_size},

@@ -12,13 +12,14 @@ import pytest
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, EpisodeFailed
+from asyncrl.rewards.reward import Answer
 from asyncrl.rollout import scoring
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD
 from asyncrl.rollout.episode import Episode, Limits
 from asyncrl.rollout.faults import PER_MINUTE, Faults
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.types import Generate, Prompt, Trajectory, Turn
-from tests.fakes import FakeClient, FakeTemplate, LengthTask, completion
+from tests.fakes import FakeClient, FakeTemplate, completion
 
 PROMPT = Prompt("p0", [12, 1, 11], {}, "length")
 Script = Callable[[Generate], Coroutine[Any, Any, None]]
@@ -139,18 +140,23 @@ def test_session_says_whom_its_episode_waits_for() -> None:
 # --- rewards --------------------------------------------------------------------------------------------------
 
 
-class Judge(LengthTask):
+class Judge:
     """A reward function of the user's."""
+
+    pure = False
 
     def __init__(self, score: Callable[[], Any], *, inline: bool = False) -> None:
         self._score, self.inline = score, inline
 
-    def score(self, answer: str, question: dict[str, Any]) -> float:
-        return self._score()  # type: ignore[no-any-return]
+    def __call__(self, answer: Answer) -> Any:
+        return self._score()
+
+
+ANSWER = Answer("", [""], {}, Trajectory([]))
 
 
 def scored(score: Callable[[], Any], *, timeout: float = 5.0, inline: bool = False) -> float:
-    return asyncio.run(Scorer(timeout).score(Judge(score, inline=inline), "answer", {}))
+    return asyncio.run(Scorer(timeout).score(Judge(score, inline=inline), ANSWER)).reward
 
 
 def test_quick_score_runs_in_the_loop_and_any_other_beside_it() -> None:
@@ -167,7 +173,7 @@ def test_quick_score_runs_in_the_loop_and_any_other_beside_it() -> None:
 def test_slow_score_does_not_stop_the_loop() -> None:
     async def main() -> int:
         release, turns = threading.Event(), 0
-        scoring_ = asyncio.ensure_future(Scorer(5.0).score(Judge(lambda: release.wait(5)), "answer", {}))
+        scoring_ = asyncio.ensure_future(Scorer(5.0).score(Judge(lambda: release.wait(5)), ANSWER))
         while turns < 20:
             await asyncio.sleep(0.001)
             turns += 1
@@ -223,16 +229,16 @@ def test_too_many_scores_that_hang_end_the_run_and_those_that_return_late_do_not
     async def main() -> None:
         release, scorer = threading.Event(), Scorer(0.05)
         judge = Judge(lambda: release.wait(30))
-        asking = asyncio.gather(*(scorer.score(judge, "", {}) for _ in range(3)), return_exceptions=True)
+        asking = asyncio.gather(*(scorer.score(judge, ANSWER) for _ in range(3)), return_exceptions=True)
         found = await asyncio.wait_for(asking, 5)
         assert [str(error)[:14] for error in found] == ["reward_timeout"] * 3  # room for the third: none waits for ever
         with pytest.raises(AsyncRLError, match="3 calls of the reward function have not returned"):
-            await scorer.score(judge, "", {})
+            await scorer.score(judge, ANSWER)
         release.set()
         async with asyncio.timeout(5):
             while scorer.hanging:  # noqa: ASYNC110  nothing tells
                 await asyncio.sleep(0.001)
-        assert await scorer.score(judge, "", {}) == 1.0
+        assert (await scorer.score(judge, ANSWER)).reward == 1.0
 
     asyncio.run(main())
 
@@ -242,10 +248,10 @@ def test_cancelled_scores_give_their_room_back(monkeypatch: pytest.MonkeyPatch) 
 
     async def main() -> None:
         release, scorer = threading.Event(), Scorer(0.2)
-        waiting = asyncio.ensure_future(scorer.score(Judge(lambda: release.wait(30)), "", {}))
+        waiting = asyncio.ensure_future(scorer.score(Judge(lambda: release.wait(30)), ANSWER))
         await asyncio.sleep(0.02)
         waiting.cancel()
-        assert await asyncio.wait_for(scorer.score(Judge(lambda: 1.0), "", {}), 2) == 1.0
+        assert (await asyncio.wait_for(scorer.score(Judge(lambda: 1.0), ANSWER), 2)).reward == 1.0
         assert scorer.hanging == 1
         release.set()
 
@@ -277,3 +283,23 @@ def test_default_agent_is_an_agent_for_an_episode() -> None:
         return await episode.play(SingleTurn(), PROMPT, one)
 
     assert asyncio.run(main()).reward == 1.0
+
+
+async def never() -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+async def broken() -> float:
+    raise KeyError("no reference")
+
+
+def test_async_reward_is_awaited_within_the_limit_and_ended_by_it() -> None:
+    async def half() -> float:
+        return 0.5
+
+    assert scored(half, inline=True) == scored(half) == 0.5
+    with pytest.raises(EpisodeFailed, match=r"reward_timeout: no reward for 0 s \(rollout.reward_timeout\)"):
+        scored(never, inline=True, timeout=0.05)
+    with pytest.raises(EpisodeFailed, match="reward_error: KeyError: 'no reference'"):
+        scored(broken, inline=True)

@@ -19,6 +19,7 @@ from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.room import Fixed, Unbounded
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
+from asyncrl.tasks.scores import OwnScore
 from asyncrl.types import Generate, Prompt, Trajectory, Turn
 from tests.fakes import FakeClient, FakeEngine, FakeTemplate, LengthTask, completion, echo, mixer, until
 
@@ -80,7 +81,7 @@ class Site:
             service,
             self.client,
             dict.fromkeys(tasks, agent or SingleTurn()),
-            tasks,
+            {name: OwnScore(task) for name, task in tasks.items()},
             self.mixer,
             FakeTemplate(lambda ids: "x" * len(ids)),
             **options,

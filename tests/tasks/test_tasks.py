@@ -12,7 +12,11 @@ import pytest
 
 from asyncrl import tasks
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.reward import Answer
+from asyncrl.tasks import build_all
 from asyncrl.tasks.files import FileTask
+from asyncrl.tasks.scores import rewards
+from asyncrl.types import Trajectory
 from tests.fakes import tiny_config
 
 ROWS = [{"prompt": f"{i} + 1 =", "answer": i + 1, "level": i % 2} for i in range(4)]
@@ -104,9 +108,18 @@ def test_system_message_comes_first_and_chats_are_taken_as_they_are(tmp_path: Pa
 )
 def test_named_rewards(tmp_path: Path, reward: str, answer: str, reference: Any, score: float) -> None:
     row = {"prompt": "?", "answer": reference}
-    task = from_file(jsonl(tmp_path / "rows.jsonl", [row]), reward=reward)
-    assert task.score(answer, task.question(0)) == score
-    assert task.correct(score) is (score == 1.0)
+    assert scored(jsonl(tmp_path / "rows.jsonl", [row]), answer, 0, reward=reward) == score
+
+
+def scored(path: str, text: str, row: int, **changes: Any) -> Any:
+    """By the reward of a task from this file."""
+    config = tiny_config(
+        **{"task.kind": "file", "task.params": {}, "task.train_file": path, "eval.questions": 0},
+        **{f"task.{name}": value for name, value in changes.items()},
+    )
+    tasks = build_all(config)
+    question = tasks["copy3"].question(row)
+    return rewards(config, tasks)["copy3"](Answer(text, [text], question, Trajectory([])))
 
 
 def twice_the_level(answer: str, row: dict[str, Any]) -> float:
@@ -114,15 +127,41 @@ def twice_the_level(answer: str, row: dict[str, Any]) -> float:
 
 
 def test_reward_by_import_path_sees_the_answer_and_the_whole_row(tmp_path: Path) -> None:
-    task = from_file(jsonl(tmp_path / "rows.jsonl", ROWS), reward=f"{__name__}:twice_the_level")
-    assert task.score("ab", task.question(1)) == 4.0
+    path = jsonl(tmp_path / "rows.jsonl", ROWS)
+    assert scored(path, "ab", 1, reward=f"{__name__}:twice_the_level") == 4.0
 
 
 @pytest.mark.parametrize("reward", ["nearly", "no_such_module:f", f"{__name__}:missing", ""])
 def test_unknown_reward_names_field_value_and_remedy(tmp_path: Path, reward: str) -> None:
-    with pytest.raises(ConfigError, match=r"Must be one of \['contains', 'exact', 'number'\] or module:func") as caught:
-        from_file(jsonl(tmp_path / "rows.jsonl", ROWS), reward=reward)
+    with pytest.raises(ConfigError, match=r"[Mm]ust be (one of|an import path)") as caught:
+        scored(jsonl(tmp_path / "rows.jsonl", ROWS), "", 0, reward=reward)
     assert (caught.value.field, caught.value.value) == ("task.reward", reward)
+
+
+def test_wrong_argument_of_a_reward_names_its_field(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scored(jsonl(tmp_path / "rows.jsonl", ROWS), "", 0, reward="exact", reward_params={"answer_kye": "a"})
+    assert caught.value.field.startswith("task.reward_params")
+
+
+def test_file_without_a_reward_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task.reward: got None"):
+        scored(jsonl(tmp_path / "rows.jsonl", ROWS), "", 0, reward=None)
+
+
+def test_reward_of_a_file_reads_the_answers_field_of_the_file(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"q": "?", "a": "x"}])
+    assert scored(path, "x", 0, reward="exact", prompt_key="q", answer_key="a") == 1.0
+
+
+def test_any_task_takes_a_reward_in_the_place_of_its_own(tmp_path: Path) -> None:
+    config = tiny_config(**{"task.reward": "exact"})
+    own = tiny_config()
+    for settings, expected in ((config, 1.0), (own, 2.0)):
+        tasks = build_all(settings)
+        question = tasks["copy3"].question(0)
+        answer = Answer(question["answer"], [question["answer"]], question, Trajectory([]))
+        assert rewards(settings, tasks)["copy3"](answer) == expected
 
 
 def test_unreadable_files_name_field_value_and_remedy(tmp_path: Path) -> None:

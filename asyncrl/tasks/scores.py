@@ -1,0 +1,54 @@
+"""What scores the answers to a task: the reward that its section names, or the task itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from asyncrl.config import Config
+from asyncrl.config import Task as TaskConfig
+from asyncrl.errors import ConfigError
+from asyncrl.imports import load
+from asyncrl.rewards.build import REGISTERED, build
+from asyncrl.rewards.reward import Answer, Reward
+from asyncrl.tasks import Task
+
+
+class OwnScore:
+    """A task's `score`, as a reward."""
+
+    pure = False
+
+    def __init__(self, task: Task) -> None:
+        self._task, self.inline = task, task.inline
+
+    def __call__(self, answer: Answer) -> float:
+        """Of the last completion."""
+        return self._task.score(answer.text, dict(answer.question))
+
+
+def rewards(config: Config, tasks: Mapping[str, Task]) -> dict[str, Reward]:
+    """Of every task and evaluation set. Raises ConfigError for the field that is wrong."""
+    found: dict[str, Reward] = {}
+    for name, section in (config.mixture | config.eval_sets).items():
+        field = config.field_of(name)
+        if section.reward is None and section.kind == "file":
+            raise ConfigError(f"{field}.reward", None, "A task from a file has none of its own: set exact, say.")
+        found[name] = OwnScore(tasks[name]) if section.reward is None else _named(section, field)
+    return found
+
+
+def _named(section: TaskConfig, field: str) -> Reward:
+    assert section.reward is not None
+    params = dict(section.reward_params)
+    if section.kind == "file" and _takes_answer_key(section.reward):
+        params = {"answer_key": section.answer_key, **params}
+    try:
+        return build(section.reward, params, "reward")
+    except ConfigError as error:
+        place = error.field.replace("reward.params", f"{field}.reward_params").replace("reward.use", f"{field}.reward")
+        raise ConfigError(place, error.value, error.remedy) from None
+
+
+def _takes_answer_key(use: str) -> bool:
+    return use in REGISTERED and "answer_key" in inspect.signature(load(REGISTERED[use], "task.reward")).parameters
