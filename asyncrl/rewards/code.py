@@ -32,7 +32,7 @@ from asyncrl import imports
 from asyncrl.envs.sandbox.protocol import Outcome, SandboxBackend
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards import code_tests
-from asyncrl.rewards.code_harness import BOOT
+from asyncrl.rewards.code_process import BOOT
 from asyncrl.rewards.parameters import Count, Name, Seconds, check
 from asyncrl.rewards.reward import Answer, Score
 
@@ -120,7 +120,9 @@ class Code:
             "until_one_fails": not self._share,
             **self._limits,
         }
-        stdin = json.dumps(code_tests.modules("code_values", "code_harness")) + "\n" + json.dumps(payload)
+        stdin = (
+            json.dumps(code_tests.modules("code_values", "code_process", "code_harness")) + "\n" + json.dumps(payload)
+        )
         sandbox = await self._backend.open()
         try:
             return _verdict(await sandbox.run(self._command, stdin=stdin.encode(), seconds=self._seconds), nonce)

@@ -3,9 +3,10 @@
 Nothing that comes from here is trusted once that code has run: the other side (code_harness.py) takes what is written
 to the pipe for data that a function returned. The tests are never here; the arguments of their calls are.
 
-in     {"code": text, "program": bool}, then for functions any number of {"get": name}, {"call": number, "args",
-       "kwargs"}, {"iterate": number}, {"attribute": [number, name]}
-out    {"ready": capabilities}, which must be none; then to each {"value": packed} or {"raised": [class names, text]}
+in     {"program": bool}, {"code": text}; then, if it is none, any number of {"get": name}, {"iterate": number},
+       {"call": number, "args": packed, "kwargs": packed}, {"attribute": [number, name]}
+out    {"ready": capabilities}, which must be none; then to each, from the code of functions on, {"value": packed} or
+       {"raised": [class names, text]}
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Candidate:
 
     def answer(self, request: dict[str, Any]) -> Any:
         """What a test asked for, packed. Raises what the code raises."""
+        if "code" in request:
+            return self.execute(request["code"])
         if "get" in request:
             return self._packed(getattr(self._module, request["get"]))
         if "attribute" in request:
@@ -63,16 +66,16 @@ class Candidate:
 def main(channel: BinaryIO) -> None:
     """Until the other side closes its end."""
     out = os.fdopen(int(sys.argv[2]), "w", buffering=1)
-    first = json.loads(channel.readline())
+    program = json.loads(channel.readline())["program"]
     out.write(json.dumps({"ready": capabilities()}) + "\n")
-    if first["program"]:
+    if program:
+        code = json.loads(channel.readline())["code"]
         out.close()
         channel.close()
         sys.argv = ["main.py"]
-        exec(compile(first["code"], "main.py", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "main.py", "exec"), {"__name__": "__main__"})
         return
     candidate = Candidate()
-    told(out, candidate.execute, first["code"])
     for line in channel:
         told(out, candidate.answer, json.loads(line))
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -190,6 +191,19 @@ def test_forgery_passes_no_test(name: str) -> None:
     assert score.parts["code/found"] == 1.0
 
 
+def test_module_that_the_code_plants_is_not_imported_by_the_tests(tmp_path: Path) -> None:
+    """Lazy imports go on as ever: strptime's is one."""
+    record = {
+        "test_setup_code": f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import datetime",
+        "test_list": [
+            "assert add(1, 2) == 3\ntry:\n    import planted\nexcept ImportError:\n    pass\nelse:\n    assert False",
+            "assert add(1, 2) == 3 and datetime.datetime.strptime('2026', '%Y').year == 2026",
+        ],
+    }
+    code = f"open({str(tmp_path / 'planted.py')!r}, 'w').write('x = 1')\n{RIGHT}"
+    assert scored(code, record).reward == 1.0
+
+
 PEEK = """
 import os
 def peek():
@@ -220,8 +234,8 @@ def test_memory_and_descriptors_of_the_harness_are_out_of_reach(
 
 def without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the harness as it is sent: unshare(2) knows no such flags."""
-    sources = code_tests.modules.__wrapped__("code_values", "code_harness")
-    assert NAMESPACES in sources[-1][1]
+    sources = code_tests.modules.__wrapped__("code_values", "code_process", "code_harness")
+    assert NAMESPACES in sources[1][1]
     changed = [(name, text.replace(NAMESPACES, "CLONE_NEWUSER, CLONE_NEWPID = 1, 2")) for name, text in sources]
     plain = code_tests.modules
     monkeypatch.setattr(code_tests, "modules", lambda *names: changed if "code_harness" in names else plain(*names))
@@ -237,13 +251,28 @@ def test_code_that_ends_the_harness_scores_0_and_does_not_choose_to_be_unscored(
     assert sandboxes.opened == 3  # twice, and once with code that does nothing
 
 
+class LateAtFirst(Sandboxes):
+    """The first command reaches its time limit, whatever it is."""
+
+    async def open(self) -> Plain:
+        plain = await super().open()
+        return Saying(self) if self.opened == 1 else plain
+
+
 def test_code_that_stops_the_harness_is_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_namespaces(monkeypatch)
-    monkeypatch.setattr("asyncrl.rewards.code.MARGIN_SECONDS", 0.3)
-    sandboxes = Sandboxes()
-    code = "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)"
-    score = scored(code, sandboxes=sandboxes, seconds=0.5, total_seconds=0.2)
+    monkeypatch.setattr(Saying, "reason", "timeout")
+    sandboxes = LateAtFirst()
+    score = scored(RIGHT, sandboxes=sandboxes)
     assert (score.reward, score.parts["code/no_verdict"], sandboxes.opened) == (0.0, 1.0, 2)
+
+
+@pytest.mark.integration
+def test_harness_that_is_stopped_is_ended_by_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_namespaces(monkeypatch)
+    monkeypatch.setattr("asyncrl.rewards.code.MARGIN_SECONDS", 9.0)
+    code = "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)"
+    score = scored(code, seconds=0.5, total_seconds=0.5)
+    assert (score.reward, score.parts["code/no_verdict"]) == (0.0, 1.0)
 
 
 # --- whose fault it is ----------------------------------------------------------------------------------------
@@ -253,9 +282,10 @@ class Saying(Plain):
     """Runs nothing, and says always the same."""
 
     stdout = b"hello\n"
+    reason = "exited"
 
     async def run(self, command: Any, *, stdin: bytes = b"", seconds: Any = None, env: Any = ()) -> Outcome:
-        return Outcome("exited", 127, self.stdout, b"python: not found", 0.0)
+        return Outcome(self.reason, 127, self.stdout, b"python: not found", 0.0)
 
 
 class Dumb(Sandboxes):
@@ -341,9 +371,9 @@ def test_plain_data_arrives_as_it_was_and_anything_else_as_a_number() -> None:
 
 
 def test_what_is_sent_into_sandboxes_imports_pythons_library_alone() -> None:
-    for name, source in code_tests.modules("code_values", "code_candidate", "code_harness"):
+    for name, source in code_tests.modules("code_values", "code_candidate", "code_process", "code_harness"):
         nodes = list(ast.walk(ast.parse(source)))
         imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
         others = {one for one in imported if one.split(".")[0] not in sys.stdlib_module_names}
-        assert others <= {"asyncrl.rewards.code_values"}, name
+        assert others <= {"asyncrl.rewards.code_values", "asyncrl.rewards.code_process"}, name

@@ -1,0 +1,222 @@
+"""The code's process as the harness holds it: how it is locked in and talked to. Sent into sandboxes as text.
+
+What keeps the two apart, and what that is worth, stands in code_harness.py.
+
+waits for     the process, within a Clock
+on a hang     Expired
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from asyncrl.rewards.code_values import KEPT, Caught, pack, unpack
+
+BOOT = """
+import json, os, sys, types
+channel = os.fdopen(int(sys.argv[1]), "rb")
+names, sources = zip(*json.loads(channel.readline()))
+for name, source in zip(names, sources):
+    sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), sys.modules[name].__dict__)
+sys.modules[names[-1]].main(channel)
+"""
+PR_GET_DUMPABLE, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 3, 4, 1, 24, 38
+CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
+START_SECONDS = 30.0
+"""For the code's process to start, before it is given the code."""
+MOST_OUTPUT = 64 << 20
+"""Bytes that a program may write."""
+
+
+class Expired(BaseException):
+    """The time of a test is over. Not an Exception: tests may catch those."""
+
+
+class Unsupported(BaseException):
+    """A test hands the code something that is no plain data."""
+
+
+class Dead(BaseException):
+    """The code's process has ended."""
+
+
+class Kept:
+    """What the code returned and is no plain data. It can be handed back, called, iterated and asked for attributes."""
+
+    def __init__(self, candidate: Candidate, number: int) -> None:
+        self._candidate, self._number = candidate, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        packed = {"args": self._candidate.packed(args), "kwargs": self._candidate.packed(kwargs)}
+        return self._candidate.ask({"call": self._number, **packed})
+
+    def __iter__(self) -> Any:
+        return iter(self._candidate.ask({"iterate": self._number}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._candidate.ask({"attribute": [self._number, name]})
+
+
+class Candidate:
+    """The code's process, as the tests see it."""
+
+    def __init__(self, payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> None:
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", BOOT, str(theirs_in), str(theirs_out)],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(theirs_in, theirs_out),
+            start_new_session=True,
+            preexec_fn=lambda: confine(payload["memory_mb"] << 20),
+            env={"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._out, self._in = os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb")
+        self.problem = ""  # a result that stands whatever the test made of it
+        self._send(payload["modules"])
+        self._send({"program": program})
+        if self._receive()["ready"] != 0:
+            raise PermissionError("the code's process has capabilities")
+
+    def begin(self, code: str) -> None:
+        """Hand over the code. A program says nothing more here."""
+        self._send({"code": code})
+
+    def execute(self, code: str) -> None:
+        """Until it stands there with its functions. Raises what it raises."""
+        self.ask({"code": code})
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """What the code says to it. Raises what the code raised, if it is an exception of Python's own."""
+        self._send(request)
+        reply = self._receive()
+        if "raised" in reply:
+            raise _exception(*reply["raised"])
+        return unpack(reply["value"], lambda number: Kept(self, int(number)))
+
+    def packed(self, value: Any) -> list[Any]:
+        """Of a test's arguments."""
+        return pack(value, self._kept)
+
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+        return self._process.wait()
+
+    def close(self) -> None:
+        """End it, and whatever it started that is still of its session."""
+        for stream in (self._out, self._in):
+            with Caught():
+                stream.close()
+        with Caught():
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _kept(self, value: Any) -> list[Any]:
+        if not isinstance(value, Kept):
+            self.problem = "unsupported"
+            raise Unsupported(type(value).__name__)
+        return [KEPT, value._number]
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._out.write(json.dumps(message).encode() + b"\n")
+            self._out.flush()
+        except BrokenPipeError:
+            self._lost()
+
+    def _receive(self) -> Any:
+        line = self._in.readline(MOST_OUTPUT)
+        return json.loads(line) if line.endswith(b"\n") else self._lost()
+
+    def _lost(self) -> Any:
+        self.problem = "died"
+        raise Dead
+
+
+class Clock:
+    """Raises Expired in whatever is run within, and again should that be caught."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.expired = False
+
+    def __enter__(self) -> Clock:
+        signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds, 0.1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """To be called once more afterwards: it may have rung just as it was stopped."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ring(self, *_: object) -> None:
+        self.expired = True
+        raise Expired
+
+
+def started(payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> Candidate:
+    """The code's process, before the code. Raises what keeps it from starting: no time of a test, and no fault of the
+    code's."""
+    found: list[Candidate] = []
+    with Caught() as caught, Clock(START_SECONDS) as clock:
+        found.append(Candidate(payload, stdin, stdout, program))
+    clock.stop()
+    if not found:
+        raise caught.error or RuntimeError
+    return found[0]
+
+
+def protect() -> str:
+    """Out of reach for the code. Returns why not, if so."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    return "" if libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 0 else "the harness cannot be made not dumpable"
+
+
+def confine(memory: int) -> None:
+    """In the code's process, before it is executed. Namespaces of its own take its power over all other processes of
+    the same user: it can neither read nor signal them. Where none may be made it keeps that of a user without
+    capabilities, who cannot read this process, but can signal it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWPID) == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        inside = os.fork()  # the namespace of processes begins with a child
+        if inside:
+            os.closerange(0, 1024)  # also what tells Popen that the child has begun
+            os._exit(int(os.waitpid(inside, 0)[1] != 0))
+    elif libc.unshare(CLONE_NEWUSER) != 0 and os.geteuid() == 0:
+        for capability in range(64):
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_OUTPUT, MOST_OUTPUT))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _exception(names: list[str], text: str) -> Exception:
+    """The nearest of Python's own exceptions."""
+    for name in names:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with Caught():
+                return kind(text)
+    return RuntimeError(f"{names[0]}: {text}")

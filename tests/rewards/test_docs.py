@@ -1,0 +1,36 @@
+"""The page about rewards: each of its examples can be built, and no registered reward is without one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.rewards import build
+from asyncrl.rewards.build import REGISTERED
+from tests.rewards.doubles import Sandboxes
+
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+TEXT = PAGE.read_text()
+EXAMPLES: list[dict[str, Any]] = [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one["use"])
+def test_example_can_be_built(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
+    sandbox = {"sandbox": Sandboxes()} if example["use"] == "code" else {}
+    assert build(example["use"], example["params"] | sandbox).inline in (True, False)
+
+
+def test_every_registered_reward_has_an_example_or_a_sentence() -> None:
+    shown = {example["use"] for example in EXAMPLES}
+    assert {name for name in REGISTERED if name not in shown and f"`{name}` " not in TEXT} == set()
+    assert shown >= {"math", "code", "remote", "judge", "rubric", "process", "weighted", "gate", "cached"}
+
+
+def test_files_that_the_page_points_to_are_there() -> None:
+    for path in re.findall(r"\]\(\.\./(asyncrl/[^)]+)\)", TEXT):
+        assert (PAGE.parents[1] / path).is_file(), path
