@@ -79,9 +79,11 @@ def checked(value: Score | float, answer: Answer) -> Score:
     """As a Score of finite numbers. Raises EpisodeFailed("reward_error") for anything else."""
     score = value if isinstance(value, Score) else Score(float(value))
     if not all(math.isfinite(one) for one in (score.reward, *score.turns)):
-        raise EpisodeFailed("reward_error", f"the reward is {score.reward}, of turns {list(score.turns)}")
+        of_turns = f", of turns {list(score.turns)}" if score.turns else ""
+        raise EpisodeFailed("reward_error", f"the reward is {score.reward}{of_turns}", retry=False)
     if score.turns and len(score.turns) != len(answer.texts):
-        raise EpisodeFailed("reward_error", f"rewards of {len(score.turns)} turns for {len(answer.texts)}")
+        detail = f"rewards of {len(score.turns)} turns for {len(answer.texts)}"
+        raise EpisodeFailed("reward_error", detail, retry=False)
     return score
 
 

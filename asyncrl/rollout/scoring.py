@@ -45,7 +45,10 @@ class Scorer:
         else:
             await self._room.acquire()
             result = await self._in_a_thread(reward, answer)
-        return await self._settled(result, answer) if inspect.isawaitable(result) else checked(result, answer)
+        if inspect.isawaitable(result):
+            return await self._settled(result, answer)
+        with raised_by("reward_error"):
+            return checked(result, answer)
 
     async def _settled(self, result: Awaitable[Score | float], answer: Answer) -> Score:
         try:

@@ -178,7 +178,7 @@ def test_slow_score_does_not_stop_the_loop() -> None:
             await asyncio.sleep(0.001)
             turns += 1
         release.set()
-        assert await scoring_ == 1.0
+        assert (await scoring_).reward == 1.0
         return turns
 
     assert asyncio.run(main()) == 20
