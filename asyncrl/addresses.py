@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE = "addresses.json"
-PATHS = ("model", "teacher", "resume")
+PATHS = ("model", "teacher", "judge", "resume")
+TUPLES = ("engines", "teachers", "judges")
 READY = "ready"
 """Appears in the run folder when the router routes to every engine."""
 LOST = "lost.jsonl"
@@ -29,6 +30,8 @@ class Addresses:
     started_at: float  # time.time() of the command
     teacher: Path | None = None
     teachers: tuple[str, ...] = ()  # engines of the teacher, whoever started them
+    judge: Path | None = None
+    judges: tuple[str, ...] = ()  # engines of the judge
     resume: Path | None = None  # the checkpoint that the run goes on from
 
     def write(self, run_dir: Path) -> None:
@@ -43,7 +46,7 @@ class Addresses:
         """The inverse of `write`."""
         values = json.loads((run_dir / FILE).read_text())
         paths = {name: Path(values[name]) if values[name] else None for name in PATHS}
-        return cls(**{**values, **paths, **{name: tuple(values[name]) for name in ("engines", "teachers")}})
+        return cls(**{**values, **paths, **{name: tuple(values[name]) for name in TUPLES}})
 
     @property
     def headers(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
-from asyncrl.config.generation import Engine, Eval, Rollout, Task, Teacher
+from asyncrl.config.generation import Engine, Eval, Frozen, Judge, Rollout, Task, Teacher
 from asyncrl.config.running import Checkpoint, Cluster, Metrics, Replay, Run, Weights
 from asyncrl.config.section import Name, Section
 from asyncrl.config.training import Algo, Model, Optimizer, Trainer
@@ -26,6 +26,8 @@ __all__ = [
     "Config",
     "Engine",
     "Eval",
+    "Frozen",
+    "Judge",
     "Metrics",
     "Model",
     "Optimizer",
@@ -65,6 +67,7 @@ class Config(Section):
     trainer: Trainer
     engine: Engine
     teacher: Teacher
+    judge: Judge
     rollout: Rollout
     algo: Algo
     agent: str
@@ -221,6 +224,6 @@ def _explained(error: ValidationError) -> ConfigError:
     return ConfigError(first.field, first.value, remedy)
 
 
-def on_gpu(section: Trainer | Engine | Teacher, gpus: int) -> bool:
+def on_gpu(section: Trainer | Engine | Frozen, gpus: int) -> bool:
     """Whether the processes of this section run on GPUs."""
     return section.device == "cuda" or (section.device == "auto" and gpus > 0)

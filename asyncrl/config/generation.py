@@ -41,15 +41,11 @@ class Engine(Section):
     Longer than an engine takes to start again."""
 
 
-class Teacher(Section):
-    """A frozen model on engines of its own that says how likely it finds each token of an episode: to distil from
-    (algo.distill_coefficient), or as the reference of the KL (algo.reference)."""
+class Frozen(Section):
+    """Engines of a model that is not trained."""
 
     model: str | None
-    """Its HF folder, or a built-in, with the tokenizer of model.path; unset: no teacher."""
-    urls: list[str]
-    """Engines that serve it already, elsewhere; empty: this run starts `count`. Their API key is taken from the
-    environment, ASYNCRL_TEACHER_API_KEY; `model` is then read for its tokenizer and context alone."""
+    """Its HF folder, or a built-in; unset: there is none."""
     count: Count
     """Number of engines that are started."""
     tensor_parallel: Count
@@ -59,11 +55,26 @@ class Teacher(Section):
     dtype: Literal["bfloat16", "float32"]
     """Precision of its weights."""
     max_total_tokens: Count
-    """Tokens of the KV cache of one engine; no episode may be longer."""
+    """Tokens of the KV cache of one engine."""
     max_running: Count
-    """Requests that may be under way to its engines at once, in all."""
+    """Requests that may be under way at once: to all engines of a teacher, in each engine of a judge."""
     server_args: dict[str, Any]
     """Further SGLang arguments, as name: value (true for a bare flag)."""
+
+    @property
+    def started(self) -> int:
+        """Engines that the launcher starts."""
+        return self.count if self.model else 0
+
+
+class Teacher(Frozen):
+    """A frozen model on engines of its own that says how likely it finds each token of an episode: to distil from
+    (algo.distill_coefficient), or as the reference of the KL (algo.reference). It has the tokenizer of model.path; no
+    episode may be longer than its engines' caches."""
+
+    urls: list[str]
+    """Engines that serve it already, elsewhere; empty: this run starts `count`. Their API key is taken from the
+    environment, ASYNCRL_TEACHER_API_KEY; `model` is then read for its tokenizer and context alone."""
     request_timeout: Positive
     """Seconds that one request may take; then another engine is asked."""
     retry_timeout: Positive
@@ -73,7 +84,12 @@ class Teacher(Section):
     @property
     def started(self) -> int:
         """Engines that the launcher starts."""
-        return self.count if self.model and not self.urls else 0
+        return 0 if self.urls else super().started
+
+
+class Judge(Frozen):
+    """A frozen model on engines of its own that judges: what task.reward=judge asks, unless its reward_params.urls name
+    other servers (docs/rewards.md)."""
 
 
 class Rollout(Section):

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -129,6 +129,17 @@ async def wait_until_ready(addresses: Addresses, timeout: float) -> None:
                     timeout,
                     f"not yet up: {sorted(waiting) or 'the router'}; see logs/",
                 )
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def wait_until_healthy(urls: Sequence[str], headers: Mapping[str, str], timeout: float, what: str) -> None:
+    """Until these servers, `what` in a message, all answer. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + timeout
+    waiting = list(urls)
+    async with httpx.AsyncClient(headers=headers, timeout=10.0, trust_env=False) as http:
+        while waiting := [url for url in waiting if not await _answers(http, f"{url}/health")]:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(what, timeout, f"not yet up: {waiting}; see logs/")
             await asyncio.sleep(POLL_SECONDS)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.config import Engine, Teacher
+from asyncrl.config import Engine, Frozen, Judge, Teacher
 
 # What the pure-PyTorch path on CPU needs; SGLang's defaults name CUDA backends.
 CPU_ARGS: dict[str, Any] = {
@@ -62,7 +62,13 @@ def teacher_argv(teacher: Teacher, model: Path, url: str, *, gpu: bool, **more: 
     return _argv(teacher, model, url, gpu=gpu, max_running_requests=teacher.max_running, **more)
 
 
-def _argv(section: Engine | Teacher, model: Path, url: str, *, gpu: bool, **own: Any) -> list[str]:
+def judge_argv(judge: Judge, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
+    """The same of an engine of the judge, which reads and writes text behind OpenAI's API."""
+    own = {"max_running_requests": judge.max_running, "skip_tokenizer_init": False, "served_model_name": "judge"}
+    return _argv(judge, model, url, gpu=gpu, **own, **more)
+
+
+def _argv(section: Engine | Frozen, model: Path, url: str, *, gpu: bool, **own: Any) -> list[str]:
     address = urlsplit(url)
     arguments: dict[str, Any] = {
         "model_path": str(model),
@@ -92,7 +98,7 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
     return flags
 
 
-def server_env(engine: Engine | Teacher, *, gpu: bool) -> dict[str, str]:
+def server_env(engine: Engine | Frozen, *, gpu: bool) -> dict[str, str]:
     """Environment of one engine."""
     if gpu:
         return {}

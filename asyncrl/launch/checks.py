@@ -133,6 +133,7 @@ def check_devices(config: Config, gpus: int) -> None:
         ("trainer", config.trainer, config.trainer.world_size * trains),
         ("engine", config.engine, config.engine.count * config.engine.tensor_parallel * generates),
         ("teacher", config.teacher, config.teacher.started * config.teacher.tensor_parallel * generates),
+        ("judge", config.judge, config.judge.started * config.judge.tensor_parallel * generates),
     ):
         if not ranks:
             continue
@@ -145,7 +146,8 @@ def check_devices(config: Config, gpus: int) -> None:
             wanted,
             f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel, context_parallel or "
             f"data_parallel ({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel"
-            + (", or teacher.count × teacher.tensor_parallel." if config.teacher.started else "."),
+            + (", or teacher.count × teacher.tensor_parallel" if config.teacher.started else "")
+            + (", or judge.count × judge.tensor_parallel." if config.judge.started else "."),
         )
 
 

@@ -23,13 +23,15 @@ def count_gpus(configured: int | None) -> int:
 
 def choose_ports(config: Config) -> Ports:
     """Ports for everything in the run that others connect to."""
-    engines, teachers = config.engine.count, config.teacher.started
-    found = iter(free_ports(config.cluster.host, 2 * (engines + teachers) + 4))
+    engines, teachers, judges = config.engine.count, config.teacher.started, config.judge.started
+    found = iter(free_ports(config.cluster.host, 2 * (engines + teachers + judges) + 4))
     return Ports(
         engines=list(islice(found, engines)),
         engine_ranks=list(islice(found, engines)),
         teachers=list(islice(found, teachers)),
         teacher_ranks=list(islice(found, teachers)),
+        judges=list(islice(found, judges)),
+        judge_ranks=list(islice(found, judges)),
         router=next(found),
         router_metrics=next(found),
         rollout=next(found),

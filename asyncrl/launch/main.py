@@ -107,6 +107,7 @@ def launch(config: Config) -> None:
     teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
     if teacher:
         check_teacher(config, model, teacher)
+    judge = catalog.resolve(config.judge.model, "judge.model") if config.judge.model else None
     origin = resume.choose(config, run_dir)
     goes_on = config.resume == "auto" and (run_dir / "config.json").is_file()
     if not goes_on:
@@ -133,6 +134,8 @@ def launch(config: Config) -> None:
         started_at=STARTED_AT,
         teacher=teacher,
         teachers=tuple(config.teacher.urls) or tuple(f"http://{host}:{port}" for port in ports.teachers),
+        judge=judge,
+        judges=tuple(f"http://{host}:{port}" for port in ports.judges),
         resume=origin.folder if origin else None,
     )
     addresses.write(run_dir)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.addresses import Addresses
-from asyncrl.config import Config, Engine, Teacher, on_gpu
+from asyncrl.config import Config, Engine, Frozen, Teacher, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
     DELTA_LOADER,
     DETERMINISTIC_ENV,
     deterministic_args,
+    judge_argv,
     server_argv,
     server_env,
     teacher_argv,
@@ -50,15 +51,17 @@ class Ports:
     trainer: int
     teachers: list[int] = field(default_factory=list)
     teacher_ranks: list[int] = field(default_factory=list)
+    judges: list[int] = field(default_factory=list)
+    judge_ranks: list[int] = field(default_factory=list)
 
 
 def plan(
     config: Config, addresses: Addresses, ports: Ports, run_dir: Path, visible_gpus: str | None
 ) -> list[ProcessSpec]:
-    """Engines, those of the teacher, router, rollout process, trainer ranks: all started at once, side by side.
+    """Engines, those of teacher and judge, router, rollout process, trainer ranks: all started at once, side by side.
 
     `visible_gpus` is the launcher's own CUDA_VISIBLE_DEVICES, or None: trainers get the first, engines the next, and
-    the teacher's engines those after them.
+    the engines of teacher and judge those after them.
     """
     numbers = visible_gpus.split(",") if visible_gpus else [str(number) for number in range(addresses.gpus)]
     trainers = _trainers(config, addresses, ports, run_dir, numbers)
@@ -67,7 +70,7 @@ def plan(
         return [*again, *trainers]
     return [
         *_engines(config, addresses, ports, numbers),
-        *_teachers(config, addresses, ports, numbers),
+        *_frozen(config, addresses, ports, numbers),
         ProcessSpec(
             "router",
             router_argv(config.engine, addresses.router, ports.router_metrics),
@@ -82,7 +85,8 @@ def plan(
 
 
 def _rollout(module: str, addresses: Addresses, run_dir: Path) -> ProcessSpec:
-    env = {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": ""}
+    judges = " ".join(f"{url}/v1" for url in addresses.judges)
+    env = {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": "", **({"ASYNCRL_JUDGES": judges} if judges else {})}
     return ProcessSpec("rollout", [sys.executable, "-m", module, str(run_dir)], env)
 
 
@@ -158,37 +162,45 @@ def _engines(config: Config, addresses: Addresses, ports: Ports, numbers: list[s
     return specs
 
 
-def _teachers(config: Config, addresses: Addresses, ports: Ports, numbers: list[str]) -> list[ProcessSpec]:
-    """Frozen, and asked directly: neither the router nor the trainer's publishes know them."""
-    teacher = config.teacher
-    if teacher.started == 0:
-        return []
-    assert addresses.teacher is not None
-    gpu = on_gpu(teacher, addresses.gpus)
-    first_gpu = _gpus_of_trainers(config, addresses.gpus)
+def _frozen(config: Config, addresses: Addresses, ports: Ports, numbers: list[str]) -> list[ProcessSpec]:
+    """Engines of the teacher and of the judge. They are asked directly: neither the router nor the trainer's publishes
+    know them."""
+    taken = _gpus_of_trainers(config, addresses.gpus)
     if on_gpu(config.engine, addresses.gpus):
-        first_gpu += config.engine.count * config.engine.tensor_parallel
+        taken += config.engine.count * config.engine.tensor_parallel
     specs = []
-    for number, url in enumerate(addresses.teachers):
-        first = first_gpu + number * teacher.tensor_parallel
-        meeting = _meeting(teacher, ports.teacher_ranks[number])
-        env = {
-            **_shared_env(addresses),
-            **({} if gpu else KEEP_MEMORY),
-            **server_env(teacher, gpu=gpu),
-            "CUDA_VISIBLE_DEVICES": ",".join(numbers[first : first + teacher.tensor_parallel]) if gpu else "",
-        }
-        specs.append(
-            ProcessSpec(
-                f"teacher-{number}",
-                teacher_argv(teacher, addresses.teacher, url, gpu=gpu, nccl_port=meeting),
-                env,
-                stop_signal=signal.SIGKILL,
-                restarts=_restarts(config),
-                watch=f"{url}/server_info",
-                patience=config.weights.timeout,
+    for name, section, folder, urls, ranks in (
+        ("teacher", config.teacher, addresses.teacher, addresses.teachers, ports.teacher_ranks),
+        ("judge", config.judge, addresses.judge, addresses.judges, ports.judge_ranks),
+    ):
+        if not section.started:
+            continue
+        assert folder is not None
+        gpu = on_gpu(section, addresses.gpus)
+        for number, (url, rank) in enumerate(zip(urls, ranks, strict=True)):
+            meeting = _meeting(section, rank)
+            if isinstance(section, Teacher):
+                argv = teacher_argv(section, folder, url, gpu=gpu, nccl_port=meeting)
+            else:
+                argv = judge_argv(section, folder, url, gpu=gpu, nccl_port=meeting)
+            first, taken = taken, taken + section.tensor_parallel * gpu
+            env = {
+                **_shared_env(addresses),
+                **({} if gpu else KEEP_MEMORY),
+                **server_env(section, gpu=gpu),
+                "CUDA_VISIBLE_DEVICES": ",".join(numbers[first:taken]),
+            }
+            specs.append(
+                ProcessSpec(
+                    f"{name}-{number}",
+                    argv,
+                    env,
+                    stop_signal=signal.SIGKILL,
+                    restarts=_restarts(config),
+                    watch=f"{url}/server_info",
+                    patience=config.weights.timeout,
+                )
             )
-        )
     return specs
 
 
@@ -197,7 +209,7 @@ def _gpus_of_trainers(config: Config, gpus: int) -> int:
     return config.trainer.world_size if trains else 0
 
 
-def _meeting(section: Engine | Teacher, port: int) -> int | None:
+def _meeting(section: Engine | Frozen, port: int) -> int | None:
     """Where the ranks of an engine meet; with replicas SGLang wants a port for each of them."""
     return port if int(section.server_args.get("dp_size") or 1) == 1 else None
 

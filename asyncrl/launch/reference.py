@@ -60,6 +60,9 @@ def _fields() -> Iterator[str]:
 
 
 def _section(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[str]:
+    for base in section.bases:
+        if ast.unparse(base) in classes:
+            yield from _section(classes, classes[ast.unparse(base)], prefix)
     for field in _annotated(section):
         kind, name = ast.unparse(field.annotation), f"{prefix}.{_name(field)}"
         if kind in classes:

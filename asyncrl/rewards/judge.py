@@ -15,6 +15,7 @@ on a failure  EpisodeFailed("judge")
 from __future__ import annotations
 
 import hashlib
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from string import Template
@@ -32,6 +33,8 @@ from asyncrl.rewards.reward import Answer, Score
 from asyncrl.rewards.verdicts import Verdicts
 
 REASON = "judge"
+OWN_FLEET, RUN_KEY = "ASYNCRL_JUDGES", "ASYNCRL_API_KEY"
+"""Environment variables of the rollout process: addresses of the run's own judge, and its key."""
 RETRY_TEMPERATURE = 0.7
 """Of a vote that is asked for again, at least."""
 PLACES = {"question", "answer", "reference", "criterion", "mark"}
@@ -67,7 +70,7 @@ class Judge:
 
     def __init__(
         self,
-        model: Name,
+        model: Name = "judge",
         urls: Urls = [],  # noqa: B006  read only
         template: Name = TEMPLATE,
         api_key_env: Name | None = None,
@@ -87,10 +90,13 @@ class Judge:
         deadline: Seconds = 240.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`urls` as in OpenAI's client, with /v1; they may be set later, before the first answer (`Judge.urls`).
+        """`urls` as in OpenAI's client, with /v1; empty: the judge's engines of the run (judge=sglang), which serve
+        `model` judge, with the run's key. They may be set later, before the first answer (`Judge.urls`).
         `answer_key`: of the record's field that is the reference; none is fine. `fields`: further ones of each request.
         How a vote is read: verdicts.py."""
         _check(template, votes, temperature)
+        if not urls and (own := os.environ.get(OWN_FLEET)):
+            urls, api_key_env = own.split(), RUN_KEY
         self._template, self._answer_key = Template(template), answer_key
         self._verdicts = Verdicts(pattern, json_field, scale, labels)
         self._votes, self._aggregate, self._attempts = votes, AGGREGATES[aggregate], attempts

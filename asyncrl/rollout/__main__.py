@@ -18,7 +18,7 @@ from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, Rollout, read
 from asyncrl.engine.client import Client, Session
 from asyncrl.engine.loads import Loads
-from asyncrl.engine.router import wait_until_ready
+from asyncrl.engine.router import wait_until_healthy, wait_until_ready
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
@@ -101,6 +101,9 @@ async def main(run_dir: Path) -> None:
         await wait_until_ready(addresses, config.engine.start_timeout)
         if teachers:
             await teachers.wait_until_ready(config.engine.start_timeout)
+        await wait_until_healthy(
+            addresses.judges, addresses.headers, config.engine.start_timeout, "the judge's engines"
+        )
         await each(players.values(), "start")
         (run_dir / READY).touch()
         if resumed is None:
