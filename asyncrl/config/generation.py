@@ -181,10 +181,11 @@ class Task(Section):
     """Where prompts come from and how answers are scored."""
 
     kind: str
-    """reasoning_gym (a generator), copy (the digit-copying toy), file (questions of your own), or the import path of a
-    class of your own, module:name, with its questions and what scores or plays them (asyncrl/tasks/own.py)."""
+    """reasoning_gym (a generator), copy (the digit-copying toy), file (questions of your own), benchmark (public sets:
+    asyncrl/tasks/benchmarks.py), or the import path of a class of your own, module:name, with its questions and what
+    scores or plays them (asyncrl/tasks/own.py)."""
     name: str
-    """reasoning_gym: the dataset's name; otherwise a label."""
+    """reasoning_gym, benchmark: the dataset's name; otherwise a label."""
     params: dict[str, Any]
     """reasoning_gym: the dataset's arguments; copy: digits; a class of your own: its arguments."""
     agent: str | None

@@ -47,6 +47,7 @@ KINDS = {
     "reasoning_gym": "asyncrl.tasks.reasoning_gym:ReasoningGym",
     "copy": "asyncrl.tasks.copy_digits:CopyDigits",
     "file": "asyncrl.tasks.files:FileTask",
+    "benchmark": "asyncrl.tasks.benchmarks:Benchmark",
 }
 """By task.kind; each is made with the task's configuration."""
 

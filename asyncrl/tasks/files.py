@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.config import Task as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question
+from asyncrl.tasks.chats import head
 
 
 class FileTask:
@@ -30,7 +31,7 @@ class FileTask:
                         key,
                         f"Row {number} has only the fields {sorted(row)}.",
                     )
-        self._head = [{"role": "system", "content": config.system}] if config.system else []
+        self._head = head(config.system)
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from asyncrl.config import Task as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question
+from asyncrl.tasks.chats import head
 
 ENDLESS = 2**31 - 1  # a virtual size: questions are made when they are asked for
 SHOT_SEED = 99  # examples come from another stream than the questions
@@ -30,12 +31,8 @@ class ReasoningGym:
             raise ConfigError(
                 "task.name / task.params", (config.name, config.params), f"reasoning-gym refuses: {error}"
             ) from None
-        self._head: list[dict[str, str]] = [{"role": "system", "content": config.system}] if config.system else []
-        for shot in (shots[i] for i in range(config.shots)):
-            self._head += [
-                {"role": "user", "content": shot["question"]},
-                {"role": "assistant", "content": str(shot["answer"])},
-            ]
+        examples = (shots[i] for i in range(config.shots))
+        self._head = head(config.system, ((one["question"], str(one["answer"])) for one in examples))
 
     def question(self, index: int) -> Question:
         """The generator's entry, after the worked examples."""
