@@ -16,7 +16,7 @@ from asyncrl.rewards.parameters import Name
 from asyncrl.rewards.reward import Answer
 
 LETTERS = string.ascii_uppercase
-_BRACES = re.compile(r"\\boxed\s*+\{|\\.|[{}]", re.DOTALL)
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 class Matching(ABC):
@@ -84,9 +84,9 @@ class Choice(Matching):
         if not 2 <= options <= len(LETTERS):
             raise ConfigError("options", options, f"Must be from 2 to {len(LETTERS)}.")
         self._letters = LETTERS[:options]
-        letter = rf"[\s*(\[]*+([{self._letters}])[)\]]?(?![\w'])"  # possessive: a run of spaces is read once
-        self._said = re.compile(rf"(?i:answer|choice|option)(?i:\s*+(?:is|:|=))++{letter}")
-        self._alone = re.compile(rf"{letter}[\s.*]*+")
+        letter = rf"[\s*(\[]*([{self._letters}])[)\]]?(?![\w'])"
+        self._said = re.compile(rf"(?i:answer|choice|option)(?i:\s*(?:is|:|=))+{letter}")
+        self._alone = re.compile(rf"{letter}[\s.*]*")
 
     def match(self, text: str, reference: str) -> float:
         """1 or 0. Raises EpisodeFailed when the reference is no choice."""

@@ -186,7 +186,8 @@ for pid in {os.getppid()} | {int(p) for p in os.listdir('/proc') if p.isdigit() 
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forgery_passes_no_test(name: str) -> None:
-    score = scored(FORGERIES[name], [ADD[0], "assert all([add(1, 1) == 2, isinstance(add, int)])"])
+    shadowed = "assert all([add(1, 1) == 2, isinstance(add, int)])"
+    score = scored(FORGERIES[name], [shadowed if name == "shadows_builtins" else ADD[0]])
     assert score.reward == 0.0
     assert score.parts["code/found"] == 1.0
 

@@ -128,11 +128,11 @@ def test_reference_that_takes_for_ever_is_the_records_fault(site: Site) -> None:
 
 
 def double(tmp_path: Path, body: str) -> list[str]:
-    """A worker that writes a line to `starts` when it begins, and then runs `body` for each request."""
+    """A worker that writes its id to `starts` when it begins, and then runs `body` for each request."""
     script = tmp_path / "worker.py"
     lines = [
         "import json, os, signal, sys, time",
-        f"open({str(tmp_path / 'starts')!r}, 'a').write('start\\n')",
+        f"open({str(tmp_path / 'starts')!r}, 'a').write(f'start {{os.getpid()}}\\n')",
         "for line in sys.stdin:",
         "    request = json.loads(line)",
         "    say = lambda **message: print(json.dumps(message), flush=True)",
@@ -144,6 +144,12 @@ def double(tmp_path: Path, body: str) -> list[str]:
 
 def starts(tmp_path: Path) -> int:
     return len((tmp_path / "starts").read_text().splitlines())
+
+
+def running(tmp_path: Path) -> int:
+    """How many of those that started are still there."""
+    pids = [int(line.split()[1]) for line in (tmp_path / "starts").read_text().splitlines()]
+    return sum(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def scored(reward: Math, *texts: str) -> list[Any]:
@@ -197,17 +203,22 @@ def test_no_more_processes_than_workers_and_each_is_used_again(tmp_path: Path) -
 
 
 def test_whoever_stops_waiting_ends_the_process_that_answers_and_the_next_has_a_new_one(tmp_path: Path) -> None:
-    body = "if request['answer'] == 'hang': time.sleep(60)\nsay(stage='answer'); say(verdict='equal', detail='')"
+    body = f"if request['answer'] == 'hang': open({str(tmp_path / 'hangs')!r}, 'w'); time.sleep(60)\n"
+    body += "say(stage='answer'); say(verdict='equal', detail='')"
     reward = Math(command=double(tmp_path, body), workers=1)
 
     async def main() -> Score:
         try:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await reward(answer("hang", answer="4"))
+            asking = asyncio.ensure_future(reward(answer("hang", answer="4")))  # type: ignore[arg-type]
+            async with asyncio.timeout(30):
+                while not (tmp_path / "hangs").exists():  # noqa: ASYNC110  another process makes it
+                    await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert running(tmp_path) == 0
             return await asyncio.wait_for(reward(answer("4", answer="4")), 30)
         finally:
             await reward.close()
 
     assert asyncio.run(main()).reward == 1.0
-    assert starts(tmp_path) == 2
+    assert (starts(tmp_path), running(tmp_path)) == (2, 0)
