@@ -5,6 +5,7 @@ completion  one answer of an engine: token ids, their log-probabilities, and whi
 turn        what the environment said, then a completion
 trajectory  one episode: one or more turns, and its reward
 sample      a stretch of turns of a trajectory, each of which goes on from the tokens of the one before
+fork        where an episode goes on in several ways; its reward is the mean over them
 role        who acts in an episode of several: each has samples, rewards and siblings of its own
 group       the trajectories of one prompt
 batch       the groups that are trained between two versions
@@ -24,6 +25,7 @@ Trained as batch 6, its staleness is 6 - 4 = 2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -126,7 +128,8 @@ class Generate(Protocol):
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
     """`observation` is what was appended before the completion; empty in the first turn, which follows the prompt. A
-    turn that `begins` a sample follows nothing: its observation is the whole context, in the prompt's place.
+    turn that `begins` a sample follows nothing: its observation is the whole context, in the prompt's place. Each turn
+    comes after the one before it; with `fork` it is another way to go on from a turn further up.
 
     Rewards of single turns and tokens stand beside that of the trajectory, and are added to it where an algorithm knows
     only whole episodes.
@@ -140,6 +143,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     begins: bool = False
     role: str = ""
     state: str = ""  # names the environment's state in which it acted, for algorithms that compare turns in one state
+    fork: int | None = None  # place in the trajectory of the turn that it comes after, -1: none; it begins a sample
 
     def __post_init__(self) -> None:
         if self.teacher and len(self.teacher) != len(self.completion.token_ids):
@@ -158,18 +162,39 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     turns: list[Turn]
     reward: float | None = None
 
+    def __post_init__(self) -> None:
+        for place, turn in enumerate(self.turns):
+            if turn.fork is not None and not (turn.begins and -1 <= turn.fork < place):
+                raise ValueError(
+                    f"turn {place} cannot fork behind turn {turn.fork}: it must begin a sample, and follow"
+                )
+
     @property
     def total(self) -> float:
-        """Its reward, with those of its turns and tokens, over all roles."""
-        return (self.reward or 0.0) + sum(turn.reward + sum(turn.token_rewards) for turn in self.turns)
+        """Its reward, with those of its turns and tokens, over all roles; the mean over its ways where it forks."""
+        return (self.reward or 0.0) + sum(self._rewards())
 
     def totals(self) -> dict[str, float]:
         """Of each role, in the order of their names: what it gets of this, and of the reward that all share."""
-        turns = sorted(self.by_role().items())
-        return {
-            role: (self.reward or 0.0) + sum(turn.reward + sum(turn.token_rewards) for _, turn in own)
-            for role, own in turns
-        }
+        rewards, turns = self._rewards(), sorted(self.by_role().items())
+        return {role: (self.reward or 0.0) + sum(rewards[place] for place, _ in own) for role, own in turns}
+
+    def _rewards(self) -> list[float]:
+        """What each turn adds to that of the episode."""
+        shares = self.shares()
+        return [s * (turn.reward + sum(turn.token_rewards)) for s, turn in zip(shares, self.turns, strict=True)]
+
+    def parents(self) -> list[int]:
+        """Place of the turn that each turn comes after, -1: none."""
+        return [place - 1 if turn.fork is None else turn.fork for place, turn in enumerate(self.turns)]
+
+    def shares(self) -> list[float]:
+        """Of each turn: 1, and where the episode forks an equal part of that for each way that goes on there."""
+        parents, found = self.parents(), list[float]()
+        ways = Counter(parents)
+        for parent in parents:
+            found.append((found[parent] if parent >= 0 else 1.0) / ways[parent])
+        return found
 
     def by_role(self) -> dict[str, list[tuple[int, Turn]]]:
         """The turns of each role, with their places among all."""
@@ -216,8 +241,10 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def has_signal(self) -> bool:
-        """Whether some role of a trajectory was rewarded otherwise than in another: else no advantage is left."""
-        return any(one.totals() != self.trajectories[0].totals() for one in self.trajectories)
+        """Whether some role of a trajectory was rewarded otherwise than in another, or one forks, so that its ways may
+        differ: else no advantage is left."""
+        forks = any(turn.fork is not None for one in self.trajectories for turn in one.turns)
+        return forks or any(one.totals() != self.trajectories[0].totals() for one in self.trajectories)
 
     def staleness(self, version: int) -> list[int]:
         """Per trajectory, when trained as batch `version`."""

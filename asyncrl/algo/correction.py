@@ -4,7 +4,8 @@ and the others do not grow for it.
 
     rho = pi_p / mu    the policy that the batch's steps start from, against what the engine reported
 
-One weight is applied at most (two would count the same gap twice); masks combine.
+One weight is applied at most (two would count the same gap twice); masks combine. Sequences are samples, as in the
+losses.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from asyncrl.algo.advantage import returns
 from asyncrl.algo.kl import ratio
 from asyncrl.algo.table import TokenTable, known
+from asyncrl.algo.turns import accumulated, chain
 
 
 def tempered(start: Tensor, plain: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -45,12 +45,13 @@ def tempered(start: Tensor, plain: Tensor, teacher: Tensor, temperature: float) 
 def distilled_advantages(logprobs: Tensor, rows: TokenTable, coefficient: float, discount: float) -> Tensor:
     """[T] the rows' advantages less what their distance to the teacher costs, without gradient; `logprobs` [T] are l.
 
-    Tokens that the policy did not write are in no row: the discounted sum goes past them without decay. Rows of one
-    sample stand together, in order, and are all there, as in every micro-batch.
+    Tokens that the policy did not write are in no row: the discounted sum goes past them without decay. It ends with
+    the sample, not the episode, whose other samples may stand in other micro-batches; at discount 0 that is the same.
+    Rows of one sample stand together, in order, and are all there.
     """
     differences = logprobs.detach() - known(rows.teacher)
     if discount:
-        differences = returns(differences, rows.sample, discount)
+        differences = accumulated(differences, chain(rows.sample), discount)
     return known(rows.advantages) - coefficient * differences
 
 

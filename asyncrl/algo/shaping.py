@@ -1,7 +1,8 @@
 """What the rewards of a batch become before advantages are made of them. The figures of a run stay those of the task.
 
 Applied in this order, each only where its setting asks for it: the penalty of an answer that nears the limit, that of
-every token, the clip, the normalisation. Rewards of single turns and tokens stay as they are.
+every token, the clip, the normalisation. Rewards of single turns and tokens stay as they are. Of an episode with several
+answers the first goes by the longest, and the second adds up over them (their mean, where it forks).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.table import TokenTable
+from asyncrl.algo.turns import turns_of
 
 EPSILON = 1e-6
 
@@ -30,10 +32,10 @@ class ShapingParams:
 
 def shaped(table: TokenTable, params: ShapingParams, longest: int) -> Tensor:
     """[E] rewards of episodes; `longest` is the limit of an answer in tokens."""
-    reward, lengths = table.reward, table.sum_per_episode(torch.ones_like(table.behaviour))
+    reward = table.reward
     if params.overlong_buffer is not None:
-        reward = reward + params.overlong_penalty * overlong(lengths, params.overlong_buffer, longest)
-    reward = reward - params.length_penalty * lengths / longest
+        reward = reward + params.overlong_penalty * overlong(_longest(table), params.overlong_buffer, longest)
+    reward = reward - params.length_penalty * table.sum_per_episode(table.share) / longest
     if params.reward_clip is not None:
         reward = reward.clamp(-params.reward_clip, params.reward_clip)
     return normalised(reward) if params.normalize_rewards else reward
@@ -43,6 +45,13 @@ def overlong(lengths: Tensor, buffer: int, longest: int) -> Tensor:
     """0 up to longest - buffer tokens, from there linearly to -1 at `longest`, and no lower: the soft overlong
     punishment of DAPO, arXiv 2503.14476, equation 13. Lengths are in tokens that the policy wrote. [E] -> [E]."""
     return ((longest - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+
+
+def _longest(table: TokenTable) -> Tensor:
+    """[E] tokens of the longest turn."""
+    turns = turns_of(table)
+    lengths = (turns.last - turns.first + 1).to(table.reward.dtype)
+    return torch.zeros_like(table.reward).scatter_reduce(0, turns.owner, lengths, "amax")
 
 
 def normalised(reward: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
     sample     0 0 0   1 1   2 2 2 2
     episode    sample -> episode: what one role wrote in one trajectory, most often a single sample
     group      episode -> group, so that siblings are found by number and never by position; each role has its own
+    turn       its place in the trajectory; what it comes after, and in which context it was written: algo/places.py
 
 The stages of a step (trainer/policy.py) fill in the columns that the algorithm needs; packs refer to tokens by row.
 """
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.types import Group, Trajectory, Turn
+from asyncrl.algo.places import Place, places
+from asyncrl.types import Group, Turn
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class TokenTable:
     reward: Tensor  # [E] of the whole episode
     truncated: Tensor  # [E] bool, ended by length
     token_reward: Tensor  # [N] given to single tokens or, at their last token, to turns; beside `reward`
+    parent: Tensor  # [N] int64, place of the turn of its role that its turn comes after, -1: none
+    share: Tensor  # [N] 1, or its turn's part of the episode, where that goes on in several ways
+    context: Tensor  # [N] int64, the same for turns of a group that were written behind the same tokens
+    state: Tensor  # [N] int64, the same for turns of a group in one state of the environment (unnamed: one context)
     # filled in by the step
     proximal: Tensor | None = None  # [N] log-probabilities of the policy that the step starts from
     reference: Tensor | None = None  # [N] of the reference model
@@ -84,11 +90,6 @@ class TokenTable:
         """[N] -> [E]."""
         return of_tokens.new_zeros(self.num_episodes).index_add(0, self.owner, of_tokens)
 
-    def last_rows(self) -> Tensor:
-        """Rows of the last token of each episode that wrote any."""
-        lengths = torch.bincount(self.owner, minlength=self.num_episodes)
-        return (lengths.cumsum(0) - 1)[lengths > 0]
-
     def rows(self, where: Tensor, dtype: torch.dtype) -> TokenTable:
         """The rows [T] of a micro-batch, numbers as `dtype`; the columns of samples and episodes stay whole, and so do
         numbers."""
@@ -123,57 +124,84 @@ def build_table(groups: Sequence[Group], version: int) -> TokenTable:
     """The table of the groups that version `version` is trained on, in order: of each its trajectories, of these the
     roles, of each role its samples (Trajectory.samples)."""
     sample: list[int] = []
-    turn: list[int] = []
     behaviour: list[float] = []
     lag: list[int] = []
     token_reward: list[float] = []
-    trajectories = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories]
-    samples = [turns for _, trajectory in trajectories for turns in trajectory.samples()]
-    for row, turns in enumerate(samples):
-        for place, one in turns:
+    episodes = _episodes(groups)
+    samples = [(one, turns) for one in episodes for turns in one.samples]
+    turns = _Columns()
+    for row, (episode, placed) in enumerate(samples):
+        for place, one in placed:
             written = one.completion
             sample += [row] * len(written.token_ids)
-            turn += [place] * len(written.token_ids)
+            turns.add(place, episode, len(written.token_ids))
             behaviour += written.logprobs
             for span in written.versions:
                 lag += [version - span.version] * (span.end - span.start)
             token_reward += _turn_rewards(one)
-    episodes = _episodes(trajectories)
     return TokenTable(
         torch.tensor(sample, dtype=torch.int64),
-        torch.tensor(turn, dtype=torch.int64),
+        torch.tensor(turns.turn, dtype=torch.int64),
         torch.tensor(behaviour, dtype=torch.float64),
         torch.tensor(lag, dtype=torch.int64),
-        torch.tensor([number for number, one in enumerate(episodes) for _ in range(one.samples)], dtype=torch.int64),
+        torch.tensor([number for number, one in enumerate(episodes) for _ in one.samples], dtype=torch.int64),
         torch.tensor([one.group for one in episodes], dtype=torch.int64),
         torch.tensor([one.reward for one in episodes], dtype=torch.float64),
         torch.tensor([one.truncated for one in episodes], dtype=torch.bool),
         torch.tensor(token_reward, dtype=torch.float64),
-        teacher=_teacher(samples, len(sample)),
+        torch.tensor(turns.parent, dtype=torch.int64),
+        torch.tensor(turns.share, dtype=torch.float64),
+        torch.tensor(turns.context, dtype=torch.int64),
+        torch.tensor(turns.state, dtype=torch.int64),
+        teacher=_teacher([turns for _, turns in samples], len(sample)),
     )
 
 
 @dataclass(frozen=True)
 class _Episode:
     group: int
-    samples: int
+    samples: list[list[tuple[int, Turn]]]
+    places: list[Place]  # of the trajectory
     reward: float
     truncated: bool
 
 
-def _episodes(trajectories: Sequence[tuple[int, Trajectory]]) -> list[_Episode]:
+def _episodes(groups: Sequence[Group]) -> list[_Episode]:
     """What each role wrote in each trajectory. All share the trajectory's reward; a turn's is its role's own (and the
     episode's where the turn wrote nothing: no token can hold it)."""
-    found, groups = [], dict[tuple[int, str], int]()
-    for group, trajectory in trajectories:
+    found, numbers = [], dict[tuple[int, str], int]()
+    for number, trajectory, prompt_ids in (
+        (n, t, group.prompt_ids) for n, group in enumerate(groups) for t in group.trajectories
+    ):
+        of_turns, samples = places(trajectory, prompt_ids), trajectory.samples()
         for role, placed in trajectory.by_role().items():
-            turns = [turn for _, turn in placed]
-            number = groups.setdefault((group, role), len(groups))
-            samples = 1 + sum(turn.begins for turn in turns[1:])
-            silent = sum(turn.reward for turn in turns if not turn.completion.token_ids)
-            cut = turns[-1].completion.finish_reason == "length"
-            found.append(_Episode(number, samples, (trajectory.reward or 0.0) + silent, cut))
+            own = numbers.setdefault((number, role), len(numbers))
+            silent = sum(of_turns[i].share * turn.reward for i, turn in placed if not turn.completion.token_ids)
+            inner = {of_turns[i].after for i, _ in placed}
+            cut = any(turn.completion.finish_reason == "length" for i, turn in placed if i not in inner)
+            mine = [one for one in samples if one[0][1].role == role]
+            found.append(_Episode(own, mine, of_turns, (trajectory.reward or 0.0) + silent, cut))
     return found
+
+
+class _Columns:
+    """Of turns, for each of their tokens."""
+
+    def __init__(self) -> None:
+        self.turn, self.parent, self.share = list[int](), list[int](), list[float]()
+        self.context, self.state = list[int](), list[int]()
+        self._contexts: dict[object, int] = {}
+        self._states: dict[object, int] = {}
+
+    def add(self, number: int, episode: _Episode, tokens: int) -> None:
+        place = episode.places[number]
+        context = self._contexts.setdefault((episode.group, place.context), len(self._contexts))
+        state = self._states.setdefault((episode.group, place.state), len(self._states))
+        self.turn += [number] * tokens
+        self.parent += [place.parent] * tokens
+        self.share += [place.share] * tokens
+        self.context += [context] * tokens
+        self.state += [state] * tokens
 
 
 def _teacher(samples: Sequence[Sequence[tuple[int, Turn]]], tokens: int) -> Tensor | None:

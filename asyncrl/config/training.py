@@ -128,11 +128,16 @@ class Algo(Section):
         "reinforce_pp_baseline",
         "grpo_turn",
         "gae",
+        "turn_discounted",
+        "turn_loo",
+        "gigpo",
+        "dr_gigpo",
     ]
-    """Estimator of advantages: one function of algo/advantage.py, which names its paper. none: rewards count for
-    nothing, as in pure distillation."""
+    """Estimator of advantages: one function of algo/advantage.py or, for turns, algo/credit.py, which names its paper.
+    none: rewards count for nothing, as in pure distillation."""
     discount: Share
-    """Decay of later rewards: per token in reinforce_pp, per turn in grpo_turn."""
+    """Decay of later rewards: per token in reinforce_pp and gae, per turn in grpo_turn, turn_discounted, turn_loo and
+    the gigpos; the others know whole episodes only."""
     gae_lambda: Share
     """Of gae: decay of later errors of the critic; 1 takes whole returns."""
     critic_path: str | None
@@ -147,8 +152,11 @@ class Algo(Section):
     """Of pass_at_k: the samples of which one must be right."""
     correct_above: float
     """Of pass_at_k: a sample is right when its reward is above this."""
+    step_weight: NonNegative
+    """Of the gigpos: weight of the turn among those in one state, beside that of the episode."""
     overlong_buffer: Count | None
-    """Tokens below rollout.max_new_tokens from which on an answer's reward falls, as in DAPO; unset: it does not."""
+    """Tokens below rollout.max_new_tokens from which on an answer's reward falls, as in DAPO, and that of an episode by
+    its longest; unset: it does not."""
     overlong_penalty: NonNegative
     """How far it has fallen at rollout.max_new_tokens."""
     length_penalty: NonNegative

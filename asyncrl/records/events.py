@@ -32,6 +32,7 @@ class PackedTurn(msgspec.Struct, frozen=True, array_like=True):
     begins: bool = False
     role: str = ""
     state: str = ""
+    fork: int | None = None
 
 
 class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -173,6 +174,7 @@ def _pack_turn(turn: Turn) -> PackedTurn:
         turn.begins,
         turn.role,
         turn.state,
+        turn.fork,
     )
 
 
@@ -192,6 +194,7 @@ def _unpack_turn(turn: PackedTurn) -> Turn:
         turn.begins,
         turn.role,
         turn.state,
+        turn.fork,
     )
 
 

@@ -30,7 +30,8 @@ def logs(*probabilities: float) -> Tensor:
 def make(
     lengths: Sequence[int], rewards: Sequence[float], group: Sequence[int] | None = None, **columns: Any
 ) -> TokenTable:
-    """Samples of these lengths, one group unless told otherwise; `columns` replace what is filled in plainly."""
+    """Samples of these lengths, one group unless told otherwise; `columns` replace what is filled in plainly. First
+    turns of a group are in one context, all others each in one of its own."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths), dtype=torch.int64))
     count = len(sample)
     plain = TokenTable(
@@ -43,11 +44,43 @@ def make(
         numbers(rewards),
         torch.zeros(len(lengths), dtype=torch.bool),
         torch.zeros(count, dtype=torch.float64),
+        torch.full((count,), -1),
+        torch.ones(count, dtype=torch.float64),
+        torch.zeros(count, dtype=torch.int64),
+        torch.zeros(count, dtype=torch.int64),
         keep=torch.ones(count, dtype=torch.bool),
     )
-    kinds = {"lag": torch.int64, "turn": torch.int64, "truncated": torch.bool, "keep": torch.bool}
+    whole = dict.fromkeys(("lag", "turn", "parent", "context", "state"), torch.int64)
+    kinds = {**whole, "truncated": torch.bool, "keep": torch.bool}
     made = {name: torch.tensor(values, dtype=kinds.get(name, torch.float64)) for name, values in columns.items()}
-    return replace(plain, **made)
+    return replace(chained(replace(plain, **made)), **made)
+
+
+def chained(table: TokenTable, kinds: int = 0) -> TokenTable:
+    """With every turn behind the one before it in its sample. Contexts and states: of later turns their own; or, with
+    `kinds`, one of so many that turns of one number, or all turns, of a group may share."""
+    turn, owner = table.turn.tolist(), table.owner.tolist()
+    parent, context, state = list[int](), list[int](), list[int]()
+    for row, (number, episode) in enumerate(zip(turn, owner, strict=True)):
+        goes_on = row > 0 and owner[row - 1] == episode
+        if goes_on and turn[row - 1] == number:
+            parent.append(parent[-1])
+            context.append(context[-1])
+            state.append(state[-1])
+            continue
+        parent.append(turn[row - 1] if goes_on else -1)
+        group, kind = int(table.group[episode]), (7 * episode + 3 * number) % max(1, kinds)
+        own = kind if kinds else episode if goes_on else 0
+        context.append(10_000 * group + 100 * number + own)
+        state.append(100 * group + kind if kinds else context[-1])
+    columns = {"parent": parent, "context": context, "state": state}
+    return replace(table, **{name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()})
+
+
+def last_rows(table: TokenTable) -> Tensor:
+    """Rows of the last token of each episode that wrote any."""
+    lengths = torch.bincount(table.owner, minlength=table.num_episodes)
+    return (lengths.cumsum(0) - 1)[lengths > 0]
 
 
 @st.composite
@@ -65,9 +98,9 @@ def tables(draw: st.DrawFn, min_length: int = 0, turns: int = 1, rewards: st.Sea
 
     turn = torch.randint(0, turns, (count,), generator=generator)
     behaviour = -1.0 - noise(0.5).abs()
+    placed = replace(made, turn=torch.cat([turn[made.sample == i].sort().values for i in range(len(group))]))
     return replace(
-        made,
-        turn=torch.cat([turn[made.sample == i].sort().values for i in range(len(group))]),
+        chained(placed, kinds=2),
         behaviour=behaviour,
         proximal=behaviour + noise(0.3),
         lag=torch.randint(0, 5, (count,), generator=generator),

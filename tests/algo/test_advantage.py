@@ -16,17 +16,18 @@ from asyncrl.algo.advantage import (
     WHITEN_EPSILON,
     AdvantageParams,
     gae_raw,
-    token_rewards,
     whiten,
 )
 from asyncrl.algo.table import TokenTable, known
+from asyncrl.algo.turns import token_rewards, turns_of
 from asyncrl.errors import ConfigError
-from tests.algo.tables import few, make, numbers, quarters, reordered, tables, with_empty
+from tests.algo.tables import few, last_rows, make, numbers, quarters, reordered, tables, with_empty
 
 PLAIN = AdvantageParams()
 WHITENED = ["reinforce_pp", "reinforce_pp_baseline", "gae"]
 RELATIVE = [name for name in ADVANTAGES if name not in (*WHITENED, "none")]
-TOKENS = ["reinforce_pp", "gae", "grpo_turn"]  # whose numbers differ within a sample
+TURNS = ["turn_discounted", "turn_loo", "gigpo", "dr_gigpo"]
+TOKENS = ["reinforce_pp", "gae", "grpo_turn", *TURNS]  # whose numbers differ within a sample
 positive = st.integers(0, 20).map(lambda n: n / 4)
 
 
@@ -62,6 +63,11 @@ HAND = {
     "grpo_turn": [0.75 / SMALL] + [-0.25 / SMALL] * 4 + [1.5 / LARGE] + [-1.5 / LARGE] * 3,  # single turns
     "gae": whitened(1, 0, 0, 0, 0, 4, 0.25, 0.5, 1),  # values 0, lambda 1
     "none": [0.0] * 9,
+    # single turns of one prompt: whole episodes
+    "turn_discounted": [1.0] + [-1 / 3] * 4 + [3.0] + [-3.0] * 3,
+    "turn_loo": [1.0] + [-1 / 3] * 4 + [3.0] + [-3.0] * 3,
+    "gigpo": [2 * 0.75 / SMALL] + [2 * -0.25 / SMALL] * 4 + [2 * 1.5 / LARGE] + [2 * -1.5 / LARGE] * 3,
+    "dr_gigpo": [1.5] + [-0.5] * 4 + [3.0] + [-3.0] * 3,
 }
 
 
@@ -121,7 +127,7 @@ def test_generalised_advantages_by_hand() -> None:
 
 def test_reward_of_the_episode_is_at_its_last_token_beside_those_of_turns() -> None:
     table = make([2, 0, 1], [1.0, 5.0, 2.0], token_reward=[0.25, 0.5, 0.0])
-    assert token_rewards(table).tolist() == [0.25, 1.5, 2.0]
+    assert token_rewards(table, turns_of(table)).tolist() == [0.25, 1.5, 2.0]
 
 
 # -- for every batch ----------------------------------------------------------------------------------------------
@@ -131,7 +137,7 @@ def test_reward_of_the_episode_is_at_its_last_token_beside_those_of_turns() -> N
 @few
 @given(table=tables(min_length=1, rewards=positive), k=st.integers(1, 4))
 def test_advantages_of_a_group_sum_to_zero(name: str, table: TokenTable, k: int) -> None:
-    advantages = ADVANTAGES[name](table, AdvantageParams(pass_k=k, correct_above=2.0))[table.last_rows()]
+    advantages = ADVANTAGES[name](table, AdvantageParams(pass_k=k, correct_above=2.0))[last_rows(table)]
     sums = torch.zeros(table.num_groups, dtype=torch.float64).index_add(0, table.group, advantages)
     torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-9)
 
@@ -154,7 +160,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name: s
         assert float(advantages.var()) == pytest.approx(1, abs=1e-4)  # but for WHITEN_EPSILON
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "grpo_turn", *WHITENED[:2]])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "grpo_turn", *TURNS, *WHITENED[:2]])
 @few
 @given(table=tables(), shift=st.integers(-8, 8))
 def test_shift_of_all_rewards_changes_nothing(name: str, table: TokenTable, shift: int) -> None:
@@ -162,7 +168,7 @@ def test_shift_of_all_rewards_changes_nothing(name: str, table: TokenTable, shif
     assert found(name, shifted) == pytest.approx(found(name, table), abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_turn", "grpo_passk", "maxrl", "pass_at_k", *WHITENED[:2]])
+@pytest.mark.parametrize("name", ["grpo", "grpo_turn", "grpo_passk", "maxrl", "pass_at_k", "gigpo", *WHITENED[:2]])
 @few
 @given(table=tables(rewards=positive), scale=st.sampled_from([0.5, 2.0, 8.0]))
 def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: TokenTable, scale: float) -> None:
@@ -170,7 +176,7 @@ def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: Token
     assert found(name, scaled) == pytest.approx(found(name, table), abs=1e-4)  # the epsilons do not scale
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo"])
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "turn_discounted", "turn_loo", "dr_gigpo"])
 @few
 @given(table=tables(), scale=st.sampled_from([0.5, 2.0, 8.0]))
 def test_scale_of_rewards_stays_where_they_are_not(name: str, table: TokenTable, scale: float) -> None:
@@ -182,7 +188,7 @@ def test_scale_of_rewards_stays_where_they_are_not(name: str, table: TokenTable,
 @few
 @given(table=tables(min_length=1, rewards=positive))
 def test_higher_reward_in_a_group_has_the_higher_advantage(name: str, table: TokenTable) -> None:
-    advantages = ADVANTAGES[name](table, PLAIN)[table.last_rows()]
+    advantages = ADVANTAGES[name](table, PLAIN)[last_rows(table)]
     higher = (table.reward[:, None] > table.reward) & (table.group[:, None] == table.group)
     assert bool((advantages[:, None] > advantages)[higher].all())
 
@@ -235,7 +241,7 @@ def test_tokens_of_a_sample_share_one_advantage(name: str, table: TokenTable) ->
 
 def _last(values: torch.Tensor, table: TokenTable) -> torch.Tensor:
     of_samples = torch.zeros(table.num_samples, dtype=values.dtype)
-    rows = table.last_rows()
+    rows = last_rows(table)
     of_samples[table.sample[rows]] = values[rows]
     return of_samples
 
@@ -277,7 +283,7 @@ def test_pass_at_one_of_two_kinds_of_answers_is_grpo_with_the_biased_deviation(r
 @few
 @given(tables())
 def test_lambda_one_and_gamma_one_give_the_return_minus_the_value(table: TokenTable) -> None:
-    rewards = token_rewards(table)
+    rewards = token_rewards(table, turns_of(table))
     ends = table.sum_per_sample(rewards)[table.sample]
     before = torch.tensor(
         [float(rewards[:i][table.sample[:i] == table.sample[i]].sum()) for i in range(table.num_tokens)],
@@ -292,7 +298,7 @@ def test_lambda_one_and_gamma_one_give_the_return_minus_the_value(table: TokenTa
 def test_lambda_zero_gives_the_error_of_one_step(table: TokenTable, gamma: float) -> None:
     values, sample = known(table.values).tolist(), table.sample.tolist()
     after = [values[i + 1] if i + 1 < len(sample) and sample[i + 1] == sample[i] else 0.0 for i in range(len(sample))]
-    expected = token_rewards(table) + gamma * numbers(after) - known(table.values)
+    expected = token_rewards(table, turns_of(table)) + gamma * numbers(after) - known(table.values)
     found = gae_raw(table, AdvantageParams(discount=gamma, gae_lambda=0.0))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 

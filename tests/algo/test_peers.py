@@ -18,13 +18,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, token_rewards
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.correction import CorrectionParams, correction
 from asyncrl.algo.kl import ESTIMATORS
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.samples import Sample, shares
 from asyncrl.algo.shaping import overlong
 from asyncrl.algo.table import TokenTable, known
+from asyncrl.algo.turns import token_rewards, turns_of
 from tests.algo.tables import few, logs, make, numbers, tables
 
 LONGEST = 9
@@ -104,7 +105,7 @@ steps = st.floats(-0.5, 0.5)
 
 def of_verl(verl: Peer, name: str, table: TokenTable, config: Any = None, **more: Any) -> Tensor:
     found, _ = verl.get_adv_estimator_fn(name)(
-        token_level_rewards=grid(token_rewards(table), table),
+        token_level_rewards=grid(token_rewards(table, turns_of(table)), table),
         response_mask=mask(table),
         **({"index": table.group.numpy(), "config": config} if name != "gae" else {}),
         **more,

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 
 from asyncrl.algo.shaping import EPSILON, ShapingParams, shaped, trainable
@@ -70,3 +71,11 @@ def test_truncated_answers_are_left_out_whole() -> None:
 def test_rewards_of_turns_and_tokens_stay_as_they_are() -> None:
     table = make([2, 1], [1.0, 0.0], token_reward=[0.5, 2.0, 0.0])
     assert rewards(table, reward_clip=0.25) == [0.25, 0.0]
+
+
+def test_episode_of_several_answers_goes_by_its_longest_and_pays_for_all() -> None:
+    table = make([12, 9], [1.0, 1.0], turn=[0] * 4 + [1] * 8 + [0] * 9)
+    assert rewards(table, overlong_buffer=4) == [0.5, 0.25]  # 8 of 12, and 9
+    assert rewards(table, length_penalty=1.0) == pytest.approx([1 - 1.2, 1 - 0.9])
+    halves = replace(table, share=table.share.index_fill(0, torch.arange(4, 12), 0.5))
+    assert rewards(halves, length_penalty=1.0) == pytest.approx([1 - 0.8, 1 - 0.9])

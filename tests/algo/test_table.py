@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
-from tests.algo.tables import few, make, reordered, rows_of, tables
+from tests.algo.tables import few, last_rows, make, reordered, rows_of, tables
 from tests.fakes import completion
 
 
@@ -47,13 +47,13 @@ def test_table_by_hand() -> None:
 def test_no_groups_give_an_empty_table() -> None:
     table = build_table([], version=0)
     assert (table.num_tokens, table.num_samples, table.num_groups) == (0, 0, 0)
-    assert table.last_rows().tolist() == table.lengths().tolist() == []
+    assert last_rows(table).tolist() == table.lengths().tolist() == []
 
 
 def test_sums_and_last_rows_by_hand() -> None:
     table = make([2, 0, 3], [0.0, 0.0, 0.0])
     assert table.lengths().tolist() == [2, 0, 3]
-    assert table.last_rows().tolist() == [1, 4]
+    assert last_rows(table).tolist() == [1, 4]
     assert table.sum_per_sample(torch.arange(5.0)).tolist() == [1.0, 0.0, 9.0]
     assert table.per_token(torch.tensor([5, 6, 7])).tolist() == [5, 5, 7, 7, 7]
 
@@ -131,7 +131,7 @@ def test_each_role_has_episodes_samples_and_siblings_of_its_own() -> None:
     assert table.group.tolist() == [0, 1, 1, 0, 2, 3]  # white a, black a; then black a, white a; black b, white b
     assert table.reward.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
     assert table.sum_per_episode(table.token_reward).tolist() == [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
-    assert table.last_rows().tolist() == [1, 3, 4, 5, 6, 7]
+    assert last_rows(table).tolist() == [1, 3, 4, 5, 6, 7]
     assert [(one.prompt_ids, one.token_ids, one.mask) for one in samples[:3]] == [
         ([12], [0], [True]),
         ([12, 8], [0], [True]),

@@ -32,7 +32,9 @@ def turns(draw: st.DrawFn) -> Turn:
     routing = draw(st.none() | st.builds(Routing, st.integers(0, 9), st.just(2), st.binary(max_size=8)))
     answer = Completion(tokens, numbers(draw(st.sampled_from([engine_floats, any_floats]))), spans, "stop", routing)
     rewards = numbers(any_floats) if draw(st.booleans()) else []
-    return Turn(draw(ids), answer, draw(any_floats), rewards, numbers(engine_floats) if draw(st.booleans()) else [])
+    teacher, fork = numbers(engine_floats) if draw(st.booleans()) else [], draw(st.sampled_from([None, -1]))
+    begins, role, state = fork is not None or draw(st.booleans()), draw(st.sampled_from(["", "black"])), draw(st.text())
+    return Turn(draw(ids), answer, draw(any_floats), rewards, teacher, begins, role, state, fork)
 
 
 groups = st.builds(

@@ -1,0 +1,66 @@
+"""Rewards of episodes, and other numbers, beside those of their siblings. Siblings are found by their group's number.
+
+Standard deviations are unbiased (ddof 1), and EPSILON is added to them, as slime and verl do. Where all are equal
+nothing differs: the comparison is zero, whatever the mean's rounding leaves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.table import TokenTable
+
+EPSILON = 1e-6
+
+
+class Groups:
+    """Rewards of episodes, with the figures of each one's group beside it: everything [E]."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self.rewards = table.reward + table.sum_per_episode(table.share * table.token_reward)
+        self.sizes = self.total(torch.ones_like(self.rewards))
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over the group."""
+        return group_sum(values, self._table.group)
+
+    def mean(self) -> Tensor:
+        """Mean reward of the group."""
+        return self.total(self.rewards) / self.sizes
+
+    def deviation(self) -> Tensor:
+        """Its unbiased standard deviation; 0 where there is one sample."""
+        squares = self.total((self.rewards - self.mean()) ** 2)
+        return torch.sqrt(squares / (self.sizes - 1).clamp(min=1))
+
+    def spread(self, advantages: Tensor) -> Tensor:
+        """[E] -> [N], zero in groups whose rewards are all equal (their mean may differ from them by rounding)."""
+        return self._table.per_token(torch.where(differs(self.rewards, self._table.group), advantages, 0.0))
+
+
+def centred(values: Tensor, group: Tensor) -> Tensor:
+    """v - mean within each group; zero where all are equal."""
+    mean = group_sum(values, group) / group_sum(torch.ones_like(values), group)
+    return torch.where(differs(values, group), values - mean, 0.0)
+
+
+def standardised(values: Tensor, group: Tensor) -> Tensor:
+    """(v - mean) / (std + EPSILON) within each group; zero where all are equal."""
+    count, distance = group_sum(torch.ones_like(values), group), centred(values, group)
+    return distance / (torch.sqrt(group_sum(distance**2, group) / (count - 1).clamp(min=1)) + EPSILON)
+
+
+def group_sum(values: Tensor, group: Tensor) -> Tensor:
+    """Of each value, the sum over its group."""
+    sums = values.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(0, group, values)
+    return sums[group]
+
+
+def differs(values: Tensor, group: Tensor) -> Tensor:
+    """Whether the group of each value holds two that differ."""
+    size = int(group.max()) + 1 if len(group) else 0
+    lowest = values.new_full((size,), torch.inf).scatter_reduce(0, group, values, "amin")
+    highest = values.new_full((size,), -torch.inf).scatter_reduce(0, group, values, "amax")
+    return (lowest < highest)[group]

@@ -1,0 +1,126 @@
+"""The turns of a table, and sums along the ways that lead through them.
+
+Where an episode forks a turn is followed by several: what comes after it is the mean over them, each weighed with its
+part. So the return of a turn is an unbiased estimate of what it led to, from as many continuations as there are, and
+the rewards of an episode add up, each with its share, to the mean over its ways. An episode's own reward (which all of
+its turns share) comes where a way ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.algo.table import TokenTable
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Turns:
+    """M turns that wrote something, in the order of the table, so that every turn stands behind its parent."""
+
+    first: Tensor  # [M] row of its first token
+    last: Tensor  # [M] row of its last token
+    of_token: Tensor  # [N] number of each token's turn, 0..M-1
+    owner: Tensor  # [M] episode
+    parent: Tensor  # [M] number of the turn that it comes after, -1: none
+    share: Tensor  # [M] of the episode
+    part: Tensor  # [M] of what comes after its parent, or of the episode's beginnings
+    ends: Tensor  # [M] how much of what comes after it is nothing: 1 at the end of a way
+    rewards: Tensor  # [M] its own and its tokens', without the episode's
+    context: Tensor  # [M] turns of one number were written in one context
+    state: Tensor  # [M] and in one state of the environment
+
+    def to_go(self, rewards: Tensor, discount: float) -> Tensor:
+        """[M] reward of each turn and those after it, discounted per turn."""
+        return accumulated(rewards, self.parent, discount, self.part)
+
+    def depth(self) -> Tensor:
+        """[M] turns before it on its way."""
+        found = list[int]()
+        for parent in self.parent.tolist():
+            found.append(found[parent] + 1 if parent >= 0 else 0)
+        return torch.tensor(found, dtype=torch.int64)
+
+
+def turns_of(table: TokenTable) -> Turns:
+    """The turns of a table."""
+    starts = torch.ones(table.num_tokens, dtype=torch.bool)
+    starts[1:] = (table.owner[1:] != table.owner[:-1]) | (table.turn[1:] != table.turn[:-1])
+    first = starts.nonzero()[:, 0]
+    last = torch.cat([first[1:], first.new_tensor([table.num_tokens])])[: len(first)] - 1
+    of_token = starts.cumsum(0) - 1
+    owner, share = table.owner[first], table.share[first]
+    span = int(table.turn.max()) + 1 if table.num_tokens else 1
+    found = torch.searchsorted(owner * span + table.turn[first], owner * span + table.parent[first])
+    parent = torch.where(table.parent[first] >= 0, found, -1)
+    after = parent >= 0
+    part = torch.where(after, share / share[parent], share) if len(share) else share
+    ends = (1.0 - _into(part[after], parent[after], len(first))).clamp(min=0.0)
+    rewards = _into(table.token_reward, of_token, len(first))
+    ends = torch.where(ends < ROUNDING, 0.0, ends)
+    context, state = table.context[first], table.state[first]
+    return Turns(first, last, of_token, owner, parent, share, part, ends, rewards, context, state)
+
+
+def turn_rewards(table: TokenTable, turns: Turns) -> Tensor:
+    """[M] with the reward of the episode where its ways end."""
+    return turns.rewards + turns.ends * table.reward[turns.owner]
+
+
+def token_rewards(table: TokenTable, turns: Turns) -> Tensor:
+    """[N] with the reward of the episode at the last token of each way."""
+    rewards = table.token_reward.clone()
+    rewards[turns.last] += turns.ends * table.reward[turns.owner]
+    return rewards
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What comes before each token on its way."""
+
+    parent: Tensor  # [N] row of the token, -1: none
+    part: Tensor  # [N] its share of what comes after that
+
+    def after(self, values: Tensor) -> Tensor:
+        """[N] the value at the token after each, or the mean over several; 0 at the end of a way."""
+        follows = self.parent >= 0
+        return _into((self.part * values)[follows], self.parent[follows], len(values))
+
+    def to_go(self, values: Tensor, decay: float) -> Tensor:
+        """[N] value of each token and those after it, discounted per token."""
+        return accumulated(values, self.parent, decay, self.part)
+
+
+def steps_of(turns: Turns) -> Steps:
+    """Of the tokens of a table."""
+    parent = torch.arange(len(turns.of_token)) - 1
+    parent[turns.first] = torch.where(turns.parent >= 0, turns.last[turns.parent], -1) if len(turns.last) else -1
+    part = torch.ones(len(parent), dtype=torch.float64)
+    part[turns.first] = turns.part
+    return Steps(parent, part)
+
+
+def accumulated(values: Tensor, parent: Tensor, decay: float, part: Tensor | None = None) -> Tensor:
+    """G_i = v_i + decay * sum of part_j G_j over those whose parent i is. Every entry stands behind its parent. [n] ->
+    [n]."""
+    found, parents = values.tolist(), parent.tolist()
+    parts = [1.0] * len(found) if part is None else part.tolist()
+    for i in range(len(found) - 1, -1, -1):
+        if parents[i] >= 0:
+            found[parents[i]] += decay * parts[i] * found[i]
+    return torch.tensor(found, dtype=values.dtype, device=values.device)
+
+
+def chain(owner: Tensor) -> Tensor:
+    """[n] the entry before each one of the same owner, -1: none; those of one stand together."""
+    before = torch.arange(len(owner), device=owner.device) - 1
+    before[1:] = torch.where(owner[1:] == owner[:-1], before[1:], -1)
+    return before
+
+
+def _into(values: Tensor, where: Tensor, count: int) -> Tensor:
+    return values.new_zeros(count).index_add(0, where, values)

@@ -1,0 +1,162 @@
+"""Noise of the policy gradient by estimator, with and without forks, at the same number of written turns.
+
+    python scripts/bench_credit.py [--groups N] [--turns 8] [--seed 0]
+
+A toy agent: in each of its turns it does the right thing or not, and what is not right loses the task with some chance,
+for good. The reward is 1 at the end of a task that was not lost (`end`); that, and what the environment's luck adds or
+takes, which the agent is told after its first turn (`luck`); or a part with every right turn (`turns`). Every turn also
+says a word of thousands, so that no two episodes meet in one context but where they fork. The policy has one number for
+each turn and state, so that its gradient is known.
+
+noise is the variance of the gradient of one group, summed over these numbers, over the square of the gradient; in
+parentheses the distance of its mean over the groups, over the gradient: where that does not fall with their number the
+estimator is biased, or of another scale. The last line is JSON: noise by case and estimator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams  # noqa: E402
+from asyncrl.algo.table import build_table  # noqa: E402
+from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
+
+RIGHT, WRONG, WORDS = 1, 2, 5000
+P_RIGHT, P_LOST, LUCK = 0.8, 0.4, 1.0
+REWARDS = ("end", "luck", "turns")
+ESTIMATORS = ("rloo", "turn_discounted", "turn_loo", "dr_gigpo")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Groups of one shape."""
+
+    episodes: int
+    forks: dict[int, int]  # ways beside the first, by the turn before which they begin
+
+    def written(self, turns: int) -> int:
+        """Turns of a group."""
+        return self.episodes * (turns + sum(ways * (turns - at) for at, ways in self.forks.items()))
+
+    def __str__(self) -> str:
+        ways = ", ".join(f"{ways} more from turn {at}" for at, ways in self.forks.items())
+        return f"{self.episodes} episodes" + (f", each with {ways}" if ways else "")
+
+
+class Toy:
+    """The world and its policy."""
+
+    def __init__(self, turns: int, rewards: str, seed: int) -> None:
+        self.turns, self.rewards, self._random = turns, rewards, random.Random(seed)
+
+    def gradient(self) -> Tensor:
+        """[turns, lost or not] of the expected reward, by the logit of doing right."""
+        found = torch.zeros(self.turns, 2, dtype=torch.float64)
+        keeps, slope = P_RIGHT + (1 - P_RIGHT) * (1 - P_LOST), P_RIGHT * (1 - P_RIGHT)
+        for turn in range(self.turns):
+            left = self.turns - turn - 1
+            gain = P_LOST * keeps**left
+            if self.rewards == "turns":  # right turns count, of a task that is not lost
+                gain = (1 + P_LOST * P_RIGHT * sum(keeps**n for n in range(left))) / self.turns
+            found[turn, 0] = keeps**turn * slope * gain
+        return found
+
+    def way(self, turn: int, lost: bool, luck: float) -> tuple[list[tuple[bool, int, float]], list[bool]]:
+        """(right, word, reward) of each turn from there on, and whether the task is lost after each."""
+        found, states = [], []
+        for at in range(turn, self.turns):
+            right = self._random.random() < P_RIGHT
+            reward = float(right and not lost) / self.turns if self.rewards == "turns" else 0.0
+            lost = lost or (not right and self._random.random() < P_LOST)
+            if at == self.turns - 1 and self.rewards != "turns":
+                reward = float(not lost) + luck
+            found.append((right, self._random.randrange(3, WORDS), reward))
+            states.append(lost)
+        return found, states
+
+    def trajectory(self, forks: dict[int, int]) -> tuple[Trajectory, list[tuple[int, bool, bool]]]:
+        """One episode, and (turn, lost before it, right) of its turns."""
+        luck = self._random.choice([-LUCK, LUCK]) if self.rewards == "luck" else 0.0
+        trunk, after = self.way(0, False, luck)
+        before = [False, *after]
+        ways = [(0, trunk, before)]
+        for at, count in forks.items():
+            for _ in range(count):
+                way, after = self.way(at, before[at], luck)
+                ways.append((at, way, [before[at], *after]))
+        turns, told = [], []
+        for number, (at, way, lost) in enumerate(ways):
+            for n, (right, word, reward) in enumerate(way):
+                branches = number > 0 and n == 0
+                context = [0, *(token for r, w, _ in trunk[:at] for token in (w, RIGHT if r else WRONG))]
+                written = Completion([word, RIGHT if right else WRONG], [-1.0] * 2, [VersionSpan(0, 0, 2)], "stop")
+                fork = at - 1 if branches else None
+                turns.append(Turn(context if branches else [], written, reward, begins=branches, fork=fork))
+                told.append((at + n, lost[n], right))
+        return Trajectory(turns, 0.0), told
+
+
+Estimators = dict[str, Callable[..., Tensor]]
+
+
+def noise(toy: Toy, case: Case, groups: int, estimators: Estimators) -> dict[str, tuple[float, float]]:
+    """(variance of one group's gradient, distance of the mean) over the gradient, by estimator."""
+    played = [[toy.trajectory(case.forks) for _ in range(case.episodes)] for _ in range(groups)]
+    made = [Group(f"g{n}", n, [0], [one for one, _ in of], "toy") for n, of in enumerate(played)]
+    table = build_table(made, 0)
+    told = [one for of in played for _, turns in of for one in turns]
+    turn, lost, right = (torch.tensor(column) for column in zip(*told, strict=True))
+    score = right.double() - P_RIGHT
+    group, exact = table.group[table.owner][1::2], toy.gradient()
+    found = {}
+    for name, estimate in estimators.items():
+        advantages = estimate(table, AdvantageParams())[1::2]  # of the second token, which acts
+        single = torch.zeros(groups, *exact.shape, dtype=torch.float64)
+        single.index_put_((group, turn, lost.long()), advantages * score / case.episodes, accumulate=True)
+        mean = single.mean(0)
+        size = float((exact**2).sum())
+        variance = float(((single - mean) ** 2).sum() / (groups - 1))
+        found[name] = (variance / size, math.sqrt(float(((mean - exact) ** 2).sum()) / size))
+    return found
+
+
+def main() -> None:
+    """Every case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=2000)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    half = options.turns // 2
+    cases = [Case(8, {}), Case(4, {half: 2}), Case(4, {half // 2: 1, half + half // 2: 1}), Case(2, {half: 6})]
+    console, result = Console(width=140), {}
+    for rewards in REWARDS:
+        toy = Toy(options.turns, rewards, options.seed)
+        shown = Table("case", "turns", *ESTIMATORS, title=f"rewards={rewards}: noise (off)")
+        for case in cases:
+            found = noise(toy, case, options.groups, {name: ADVANTAGES[name] for name in ESTIMATORS})
+            shown.add_row(
+                str(case), str(case.written(options.turns)), *(f"{a:.2f} ({b:.2f})" for a, b in found.values())
+            )
+            result[f"{rewards}: {case}"] = {name: round(a, 3) for name, (a, _) in found.items()}
+        console.print(shown)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

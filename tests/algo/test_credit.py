@@ -1,0 +1,288 @@
+"""Turns beside turns: by hand, with forks, and GiGPO as its authors' code has it."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw, whiten
+from asyncrl.algo.siblings import EPSILON
+from asyncrl.algo.table import build_table
+from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from tests.algo.tables import few, make, numbers
+from tests.algo.test_places import P, said, table_of
+
+# P | 4 o 5 (rewards 1 2), from behind 4 | 6 o 7 (4 8); and another episode, P | 9 (5)
+TREE = Trajectory(
+    [
+        said(4, reward=1.0),
+        said(5, observation=[0], reward=2.0),
+        said(6, observation=[*P, 4, 0], begins=True, fork=0, reward=4.0),
+        said(7, observation=[0], reward=8.0),
+    ]
+)
+PLAIN = Trajectory([said(9, reward=5.0)])
+
+
+def found(name: str, *trajectories: Trajectory, **params: float) -> list[float]:
+    return ADVANTAGES[name](table_of(*trajectories), AdvantageParams(**params)).tolist()
+
+
+# -- by hand -------------------------------------------------------------------------------------------------------
+
+
+def test_returns_beside_those_of_other_episodes_from_the_same_turn_on() -> None:
+    # returns 8 2 12 8, shares 1 1/2 1/2 1/2; the other came to its first turn only
+    assert found("turn_discounted", TREE, PLAIN) == [3.0, -1.5, 3.5, 1.5, -3.0]
+    # at 1/2: 1 + (2 + 8) / 4, 2, 4 + 4, 8, and 5
+    assert found("turn_discounted", TREE, PLAIN, discount=0.5) == [-1.5, -1.5, 1.5, 1.5, 1.5]
+    # three episodes of 3, 1 and 2 turns: the last turn of the first has nobody beside it but whole episodes
+    long = Trajectory([said(4, reward=1.0), said(5, observation=[0], reward=2.0), said(6, observation=[0], reward=3.0)])
+    short, middle = Trajectory([said(4)]), Trajectory([said(4), said(5, observation=[0], reward=1.0)])
+    assert found("turn_discounted", long, short, middle) == [6 - 0.5, 5 - 1.0, 3 - 0.5, 0 - 3.5, 1 - 3.0, 1 - 5.0]
+
+
+def test_ways_of_a_fork_are_compared_with_each_other_and_with_what_is_known_without_them() -> None:
+    # first turns: 8 beside 5. Behind the fork 2 beside 12, and 5 counts as one more. The last one: 5, and 3.5 - 5
+    assert found("turn_loo", TREE, PLAIN) == [3.0, (2 - 8.5) / 2, (12 - 3.5) / 2, (8 - 3.5) / 2, -3.0]
+
+
+def test_one_episode_that_forks_is_compared_with_itself_behind_the_fork_alone() -> None:
+    assert found("turn_loo", TREE) == [0.0, (2 - 12) / 2, (12 - 2) / 2, (8 - 2) / 2]
+    assert found("turn_discounted", TREE) == [0.0] * 4
+
+
+def test_contexts_that_meet_by_chance_are_siblings() -> None:
+    one = Trajectory([said(4), said(5, observation=[0], reward=1.0)])
+    other = Trajectory([said(4), said(6, observation=[0], reward=3.0)])
+    apart = Trajectory([said(8), said(6, observation=[0], reward=8.0)])
+    # second turns: 1 beside 3, with (3 + 8) / 2 as one more; apart has (1 + 3) / 2 alone
+    assert found("turn_loo", one, other, apart)[1::2] == [1 - (3 + 5.5) / 2, 3 - (1 + 4.5) / 2, 8 - 2.0]
+
+
+def test_episodes_that_meet_nowhere_but_at_the_prompt_are_compared_turn_by_turn() -> None:
+    rng = random.Random(0)
+    episodes = [
+        Trajectory([said(10 * n + k, observation=[0] * (k > 0), reward=rng.random()) for k in range(1 + n % 3)])
+        for n in range(1, 6)
+    ]
+    assert found("turn_loo", *episodes) == pytest.approx(found("turn_discounted", *episodes), abs=1e-14)
+
+
+def test_generalised_advantages_look_at_all_ways() -> None:
+    table = replace(table_of(TREE, PLAIN), values=numbers([1, 2, 3, 4, 5]))
+    # errors 1 + (2 + 3) / 2 - 1, 2 - 2, 4 + 4 - 3, 8 - 4, 5 - 5
+    params = AdvantageParams(gae_lambda=0.5)
+    expected = [2.5 + (0.0 + 7.0) / 4, 0.0, 5 + 2.0, 4.0, 0.0]
+    assert gae_raw(table, params).tolist() == expected
+    shares = numbers([1, 0.5, 0.5, 0.5, 1])
+    assert ADVANTAGES["gae"](table, params).tolist() == whiten(shares * numbers(expected)).tolist()
+
+
+def test_rewards_to_go_and_process_rewards_go_along_the_ways() -> None:
+    shares = numbers([1, 0.5, 0.5, 0.5, 1])
+    to_go = whiten(shares * numbers([8, 2, 12, 8, 5]))
+    assert found("reinforce_pp", TREE, PLAIN) == pytest.approx(to_go.tolist(), abs=1e-12)
+    # rewards 1 2 4 8 5: mean 4, variance 30 / 4
+    one = 1 / (7.5**0.5 + EPSILON)
+    expected = [-3 + (-2 + 4) / 2, -2 / 2, 4 / 2, 4 / 2, 1]
+    assert found("grpo_turn", TREE, PLAIN) == pytest.approx([one * n for n in expected], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "pass_at_k", "grpo_passk"])
+def test_whole_episodes_that_fork_are_rewarded_with_the_mean_over_their_ways(name: str) -> None:
+    as_one = [Trajectory([said(*[1] * 4, reward=8.0)]), PLAIN]
+    params = {"correct_above": 6.0}
+    assert found(name, TREE, PLAIN, **params) == pytest.approx(found(name, *as_one, **params), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["turn_discounted", "turn_loo", "grpo_turn", "dr_gigpo", "rloo", "reinforce_pp"])
+def test_rewards_of_tokens_count_for_their_turn(name: str) -> None:
+    def episodes(*, apart: bool) -> list[Trajectory]:
+        def turn(a: float, b: float, **more: Any) -> Turn:
+            return said(4, 5, reward=b, token_rewards=[a, 0.0], **more) if apart else said(4, 5, reward=a + b, **more)
+
+        return [
+            Trajectory([turn(0.0, 1.0), turn(0.0, 2.0, observation=[0])]),
+            Trajectory([turn(0.0, 0.5), turn(3.0, 1.0, observation=[0])]),
+        ]
+
+    one, other = found(name, *episodes(apart=True)), found(name, *episodes(apart=False))
+    if name == "reinforce_pp":  # also within it: the token behind the reward gets none of it
+        assert one[-1] < other[-1]
+        assert len(set(one)) > 4
+    else:
+        assert one == pytest.approx(other, abs=1e-12)
+
+
+# -- for every group -----------------------------------------------------------------------------------------------
+
+NAMES = ["turn_discounted", "turn_loo", "gigpo", "dr_gigpo"]
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[Trajectory]:
+    """Episodes with forks, of few words and states, so that contexts meet."""
+    quarter = st.integers(-8, 8).map(lambda n: n / 4)
+
+    def way(length: int, **first: Any) -> list[Turn]:
+        return [
+            said(
+                *draw(st.lists(st.integers(4, 5), min_size=1, max_size=2)),
+                reward=draw(quarter),
+                state=draw(st.sampled_from("abc")),
+                **(first if n == 0 else {"observation": [0]}),
+            )
+            for n in range(length)
+        ]
+
+    made = []
+    for _ in range(draw(st.integers(1, 4))):
+        trunk = way(draw(st.integers(1, 3)))
+        turns = list(trunk)
+        for at in draw(st.lists(st.integers(0, len(trunk) - 1), max_size=2)):
+            context = [*P, *(token for one in trunk[:at] for token in [*one.observation, *one.completion.token_ids])]
+            context += trunk[at].observation
+            turns += way(draw(st.integers(1, 3)), observation=context, begins=True, fork=at - 1)
+        made.append(Trajectory(turns, draw(quarter)))
+    return made
+
+
+@pytest.mark.parametrize("name", ["rloo", *NAMES])
+@few
+@given(trees=forests(), shuffler=st.randoms())
+def test_order_of_episodes_and_of_their_ways_does_not_matter(name: str, trees: list[Trajectory], shuffler) -> None:
+    def shuffled(tree: Trajectory) -> Trajectory:
+        starts = [place for place, turn in enumerate(tree.turns) if turn.fork is not None]
+        trunk, *ways = [tree.turns[a:b] for a, b in zip([0, *starts], [*starts, len(tree.turns)], strict=True)]
+        shuffler.shuffle(ways)
+        return Trajectory([*trunk, *(turn for way in ways for turn in way)], tree.reward)
+
+    other = shuffler.sample([shuffled(tree) for tree in trees], len(trees))
+    params = {"discount": 0.9}
+    advantages = [
+        dict(zip([id(t) for tree in of for t in tree.turns for _ in t.completion.token_ids], a, strict=True))
+        for of, a in ((trees, found(name, *trees, **params)), (other, found(name, *other, **params)))
+    ]
+    assert advantages[1] == pytest.approx(advantages[0], abs=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(trees=forests(), shift=st.integers(-4, 4))
+def test_constant_reward_of_all_episodes_changes_nothing(name: str, trees: list[Trajectory], shift: int) -> None:
+    """It comes once, at the end of every way."""
+    shifted = [Trajectory(tree.turns, (tree.reward or 0.0) + shift) for tree in trees]
+    assert found(name, *shifted) == pytest.approx(found(name, *trees), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(trees=forests(), reward=st.sampled_from([0.1, 0.3, -0.7]))
+def test_ways_that_are_all_worth_the_same_have_exactly_no_advantage(name: str, trees, reward: float) -> None:
+    def bare(turn: Turn) -> Turn:
+        return said(*turn.completion.token_ids, observation=turn.observation, begins=turn.begins, fork=turn.fork)
+
+    even = [Trajectory([bare(turn) for turn in tree.turns], reward) for tree in trees]
+    assert not any(found(name, *even))
+
+
+# -- GiGPO -----------------------------------------------------------------------------------------------------------
+
+
+def reference(rows: list[dict[str, Any]], *, weight: float, gamma: float, scale: bool) -> list[float]:
+    """Equations 3 to 8 of the paper, as verl-agent computes them: one row for each step, its return by a loop from the
+    end, groups in dictionaries; the episodes' mean is over episodes (compute_mean_std_cross_steps=False)."""
+
+    def normal(values: dict[Any, float], group: dict[Any, Any]) -> dict[Any, float]:
+        of = defaultdict(list)
+        for key, value in values.items():
+            of[group[key]].append(value)
+        statistics = {}
+        for name, members in of.items():
+            mean = sum(members) / len(members)
+            variance = sum((m - mean) ** 2 for m in members) / max(1, len(members) - 1)
+            statistics[name] = mean, variance**0.5 + 1e-6 if scale and len(members) > 1 else 1.0
+        return {key: (v - statistics[group[key]][0]) / statistics[group[key]][1] for key, v in values.items()}
+
+    total: dict[Any, float] = defaultdict(float)
+    uid, returns, anchor = {}, {}, {}
+    for row in rows:
+        total[row["traj"]] += row["reward"]
+        uid[row["traj"]] = row["uid"]
+    running: dict[Any, float] = defaultdict(float)
+    for number in reversed(range(len(rows))):
+        row = rows[number]
+        running[row["traj"]] = row["reward"] + gamma * running[row["traj"]]
+        returns[number], anchor[number] = running[row["traj"]], (row["uid"], row["state"])
+    episode, step = normal(total, uid), normal(returns, anchor)
+    return [episode[row["traj"]] + weight * step[number] for number, row in enumerate(rows)]
+
+
+steps = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-4, 4)), min_size=1, max_size=4)
+
+
+@few
+@given(
+    st.lists(st.lists(steps, min_size=2, max_size=4), min_size=1, max_size=3),
+    st.sampled_from([0.5, 1.0, 2.0]),
+    st.sampled_from([0.9, 1.0]),
+    st.booleans(),
+)
+def test_gigpo_is_that_of_its_authors(sizes: list[Any], weight: float, gamma: float, scale: bool) -> None:
+    rows, groups = [], []
+    for number, episodes in enumerate(sizes):
+        trajectories = []
+        for n, episode in enumerate(episodes):
+            rows += [
+                {"uid": number, "traj": (number, n), "state": state, "reward": float(reward)}
+                for state, reward in episode
+            ]
+            turns = [
+                said(4, reward=float(reward), state=state, observation=[0] * (k > 0))
+                for k, (state, reward) in enumerate(episode)
+            ]
+            trajectories.append(Trajectory(turns, 0.0))
+        groups.append(Group(f"g{number}", number, P, trajectories, "t"))
+    params = AdvantageParams(discount=gamma, step_weight=weight)
+    ours = ADVANTAGES["gigpo" if scale else "dr_gigpo"](build_table(groups, 0), params)
+    theirs = numbers(reference(rows, weight=weight, gamma=gamma, scale=scale))
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_states_that_are_not_named_are_contexts() -> None:
+    one = Trajectory([said(4), said(5, observation=[0], reward=1.0)])
+    other = Trajectory([said(4), said(6, observation=[0])])
+    assert found("dr_gigpo", one, other) == [0.5 + 0.5, 0.5 + 0.5, -0.5 - 0.5, -0.5 - 0.5]
+    apart = Trajectory([said(8), said(6, observation=[0])])
+    assert found("dr_gigpo", one, apart) == [0.5 + 0.5, 0.5, -0.5 - 0.5, -0.5]
+    assert found("dr_gigpo", one, apart, step_weight=0.0) == found("dr_grpo", one, apart)
+
+
+def test_difference_a_single_episode_has_no_advantage_where_verl_agent_gives_it_its_reward() -> None:
+    assert found("gigpo", Trajectory([said(4, reward=5.0)])) == [0.0]
+    empty = make([], [])
+    for name in NAMES:
+        assert ADVANTAGES[name](empty, AdvantageParams()).tolist() == []
+
+
+def test_turns_of_several_tokens_and_roles_each_among_their_own() -> None:
+    def game(white: float, black: float) -> Trajectory:
+        written = Completion([4, 5], [-0.5] * 2, [VersionSpan(0, 0, 2)], "stop")
+        return Trajectory(
+            [
+                Turn([], written, white, role="white"),
+                Turn([*P, 4, 5], written, black, begins=True, role="black"),
+            ],
+            1.0,
+        )
+
+    for name in ("turn_discounted", "turn_loo"):
+        assert found(name, game(1.0, 5.0), game(3.0, -5.0)) == [-2.0, -2.0, 10.0, 10.0, 2.0, 2.0, -10.0, -10.0]

@@ -1,0 +1,147 @@
+"""Which estimators have the policy gradient as their mean: over all groups that a small world can give, exactly. How
+noisy they are shows scripts/bench_credit.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw
+from asyncrl.algo.siblings import group_sum
+from asyncrl.algo.table import TokenTable
+from asyncrl.algo.turns import Turns, turn_rewards, turns_of
+from tests.algo.decisions import Groups, groups, world
+
+PLAIN = AdvantageParams()
+CASES: dict[str, Callable[[], Groups]] = {
+    "three episodes": lambda: groups(3),
+    "a fork behind the first turn": lambda: groups(2, ((1, 1),)),
+    "a fork at the start": lambda: groups(2, ((0, 1),)),
+    "forks within forks": lambda: groups(2, ((1, 1), (2, 1))),
+    "contexts that come again": lambda: groups(3, forgets=True),
+    "and fork": lambda: groups(2, ((1, 1),), forgets=True),
+}
+
+
+def exact(case: str, discount: float = 1.0) -> Tensor:
+    return world(forgets=case in ("contexts that come again", "and fork")).policy_gradient(discount)
+
+
+def bias(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["rloo", "turn_discounted", "turn_loo"])
+def test_mean_of_the_estimate_is_the_policy_gradient(name: str, case: str) -> None:
+    of = CASES[case]()
+    assert float(of.chances.sum()) == pytest.approx(1.0)
+    assert bias(of.mean(ADVANTAGES[name](of.table, PLAIN)), exact(case)) < 1e-12
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["turn_discounted", "turn_loo"])
+def test_mean_with_a_discount_is_that_of_discounted_returns(name: str, case: str) -> None:
+    of = CASES[case]()
+    found = of.mean(ADVANTAGES[name](of.table, AdvantageParams(discount=0.5)))
+    assert bias(found, exact(case, 0.5)) < 1e-12
+    assert bias(found, exact(case)) > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_centring_takes_its_part_of_the_gradient_and_nothing_else(case: str) -> None:
+    of = CASES[case]()
+    found = of.mean(ADVANTAGES["dr_grpo"](of.table, PLAIN))
+    assert bias(found * of.size / (of.size - 1), exact(case)) < 1e-12
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generalised_advantages_of_whole_returns_are_unbiased_whatever_a_critic_says_of_contexts(case: str) -> None:
+    of = CASES[case]()
+    context = of.scores.abs().sum(2).argmax(1)
+    table = replace(of.table, values=torch.sin(context.double()))
+    assert bias(of.mean(table.share * gae_raw(table, PLAIN)), exact(case)) < 1e-12
+
+
+def test_part_of_a_fork_that_is_left_out_trains_what_comes_behind_it_too_much() -> None:
+    of = groups(2, ((1, 1),))
+    whole = replace(of.table, share=torch.ones_like(of.table.share))
+    assert bias(of.mean(ADVANTAGES["turn_loo"](whole, PLAIN)), world().policy_gradient()) > 1e-2
+
+
+# -- what is not ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_turn", "gigpo", "dr_gigpo", "opo"])
+def test_estimators_that_are_known_to_be_biased_are(name: str) -> None:
+    of = groups(3, forgets=True)
+    found, expected = of.mean(ADVANTAGES[name](of.table, PLAIN)), exact("contexts that come again")
+    scale = float((found * expected).sum() / (found**2).sum())  # no multiple of it either
+    assert bias(scale * found, expected) > 2e-3
+
+
+def others(values: Tensor, turns: Turns, table: TokenTable, *, itself: bool = False) -> tuple[Tensor, Tensor]:
+    """Mean over turns of the same number in the group's other episodes, or in all, and of how many. No forks."""
+    same = table.group[turns.owner] * 10 + turns.depth()
+    count = group_sum(torch.ones_like(values), same) - (0 if itself else 1)
+    return (group_sum(values, same) - (0 if itself else values)) / count.clamp(min=1), count
+
+
+def test_means_by_turn_that_are_added_up_over_the_turns_of_an_episode_are_biased() -> None:
+    """Of MT-GRPO's kind; also where each mean leaves the own reward out, and nothing is divided (verl #7244)."""
+    of = groups(3)
+    turns = turns_of(of.table)
+    rewards = turn_rewards(of.table, turns)
+    mean, _ = others(rewards, turns, of.table)
+    added_up = turns.to_go(rewards - mean, 1.0)
+    assert bias(of.mean(added_up), world().policy_gradient()) > 1e-2
+    to_go = turns.to_go(rewards, 1.0)
+    at_once, _ = others(to_go, turns, of.table)  # one mean, of what comes from there on
+    assert bias(of.mean(to_go - at_once), world().policy_gradient()) < 1e-12
+
+
+def test_mean_with_the_own_return_in_it_is_biased_where_it_is_over_more_turns_here_than_there() -> None:
+    of = groups(3)
+    turns = turns_of(of.table)
+    to_go = turns.to_go(turn_rewards(of.table, turns), 1.0)
+    mean, _ = others(to_go, turns, of.table, itself=True)
+    found, expected = of.mean(to_go - mean), world().policy_gradient()
+    assert bias(found * 3 / 2, expected) > 1e-2
+
+
+def test_turns_without_a_sibling_cannot_be_left_out() -> None:
+    of = groups(3)
+    turns = turns_of(of.table)
+    to_go = turns.to_go(turn_rewards(of.table, turns), 1.0)
+    mean, count = others(to_go, turns, of.table)
+    assert bias(of.mean(torch.where(count > 0, to_go - mean, 0.0)), world().policy_gradient()) > 1e-2
+
+
+def test_return_from_a_later_visit_to_a_context_is_no_baseline_of_the_earlier_one() -> None:
+    of, once = groups(3, forgets=True), groups(3)
+    for made, case, biased in ((of, "contexts that come again", True), (once, "three episodes", False)):
+        table = replace(made.table, context=made.table.state)  # which does not count visits
+        assert (bias(made.mean(ADVANTAGES["turn_loo"](table, PLAIN)), exact(case)) > 1e-3) == biased
+
+
+def test_where_to_fork_must_not_be_decided_by_what_came_after() -> None:
+    of = groups(2, ((1, 1),), failed=True)
+    assert float(of.chances.sum()) == pytest.approx(1.0)
+    assert bias(of.mean(ADVANTAGES["turn_loo"](of.table, PLAIN)), world().policy_gradient()) > 1e-2
+
+
+# -- noise ---------------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_less_noisy_than_whole_episodes_here() -> None:
+    def noise(of: Groups, name: str) -> float:
+        return of.variance(ADVANTAGES[name](of.table, PLAIN))
+
+    plain, forked = groups(3), groups(2, ((1, 1),))
+    assert noise(plain, "turn_discounted") < 0.95 * noise(plain, "rloo")
+    assert noise(forked, "turn_loo") < 0.6 * noise(forked, "rloo")
+    assert noise(groups(2, ((0, 1),)), "turn_loo") < 0.92 * noise(groups(2, ((0, 1),)), "turn_discounted")
