@@ -1,6 +1,6 @@
 """Mathematical equality by math_verify (https://github.com/huggingface/Math-Verify): numbers, expressions, sets, LaTeX.
 
-It runs in processes of its own (math_worker.py) for two reasons: it takes 4 ms where the event loop has 10,000 other
+It runs in processes of its own (math_worker.py) for two reasons: it takes 10 ms where the event loop has 10,000 other
 things to do, and an answer of the policy may take it for ever (10^{10^{10}}, a sum of ten million terms). Who is to
 blame:
 

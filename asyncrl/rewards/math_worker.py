@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -28,7 +29,7 @@ from math_verify import parse, verify
 from sympy import Integer
 
 PROBE = [Integer(-271828)]
-DELIMITERS = ("$", r"\(", r"\[", r"\boxed")
+DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")  # \$36 is money
 
 
 class Errors(logging.Handler):
@@ -60,7 +61,7 @@ def gold_answer(text: str) -> list[Any]:
     r"""Empty when it is not read, or does not equal itself. A bare \sqrt{2} is taken as LaTeX, as data sets write it.
 
     It is compared with a number too: a power tower is worked out no sooner, and what that takes is not the answer's."""
-    gold = read(text if any(one in text for one in DELIMITERS) else f"${text}$")
+    gold = read(text if DELIMITED.search(text) else f"${text}$")
     equal(gold, PROBE)
     return gold if equal(gold, gold) else []
 

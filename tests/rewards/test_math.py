@@ -41,6 +41,7 @@ def site() -> Iterator[Site]:
         (r"so \boxed{0.5}", "1/2", 1),
         (r"so $\frac{2}{4}$", r"\frac{1}{2}", 1),
         ("the answer is 1,000", 1000, 1),
+        (r"It costs \boxed{\$18.90}.", r"\$18.90", 1),
         (r"\boxed{1+x}", "x+1", 1),
         (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1),
         (r"$x = \sqrt{8}$", r"2\sqrt{2}", 1),
