@@ -1,0 +1,116 @@
+"""What sandboxes leave on the machine, and which kinds it has; the backends of the tests of real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.envs.sandbox import cgroups
+from asyncrl.envs.sandbox.leftovers import PREFIX
+from asyncrl.envs.sandbox.local import Kind, LocalSandboxes
+from asyncrl.envs.sandbox.protocol import Limits
+from asyncrl.envs.sandbox.session import LocalSandbox
+from tests.envs.attacks import LIMITS, MARK
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE = 60.0
+"""Seconds of any wait of these tests, on a machine where others work too."""
+ISOLATED: tuple[Kind, ...] = ("namespaces", "bubblewrap")
+kinds = pytest.mark.parametrize(
+    "kind",
+    [
+        "namespaces",
+        pytest.param("bubblewrap", marks=pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap here")),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Any:
+    """Whatever a test does, its sandboxes leave no process, folder, control group or mount."""
+    before = Path("/proc/self/mountinfo").read_text()
+    yield
+    wait_until(lambda: left() == [])
+    assert Path("/proc/self/mountinfo").read_text() == before
+
+
+def left() -> list[str]:
+    """Processes, folders and control groups of sandboxes."""
+    found = [str(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*")]
+    groups = cgroups.bases()
+    for folder in {*groups.version_1.values(), *groups.version_2}:
+        found += [str(path) for path in folder.glob(f"{PREFIX}-*")]
+    return [*found, *(f"{pid}: {command}" for pid, command in processes().items())]
+
+
+def processes(owner: int | None = None) -> dict[int, str]:
+    """Command lines of living spawners, supervisors and guests of this test session, by pid; or those below `owner`."""
+    root, parents, found = owner or os.getpid(), {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = folder.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()
+            command = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            parents[int(folder.name)] = int(fields[1])
+            if fields[0] not in "ZX" and ("asyncrl.envs.sandbox" in command or MARK in command):
+                found[int(folder.name)] = command
+
+    def below(pid: int) -> bool:
+        while pid not in (0, 1, root):
+            pid = parents.get(pid, 0)
+        return pid == root
+
+    return {pid: command for pid, command in found.items() if below(pid)}
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Look again and again: nothing tells."""
+    async with asyncio.timeout(DEADLINE):
+        while not happened():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not happened():
+        assert time.monotonic() < deadline, left()
+        time.sleep(0.01)
+
+
+@asynccontextmanager
+async def backend(kind: Kind, limits: Limits = LIMITS, **more: Any) -> AsyncIterator[LocalSandboxes]:
+    """One that is closed afterwards."""
+    backend = LocalSandboxes(limits, kinds=[kind], **more)
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+def with_a_sandbox(
+    kind: Kind, test: Callable[[LocalSandbox], Awaitable[None]], limits: Limits = LIMITS, **more: Any
+) -> None:
+    """Run a test of one."""
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend(kind, limits, **more) as opened:
+            await test(await opened.open())
+
+    asyncio.run(main())
+
+
+def sources(paths: Sequence[str] = ()) -> dict[str, str]:
+    """An environment for a Python that starts beside this one."""
+    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *paths])}
+
+
+assert sys.platform == "linux"

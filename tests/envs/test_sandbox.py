@@ -1,0 +1,228 @@
+"""Sandboxes of this machine do what the protocol says, under each mechanism that there is."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from asyncrl.envs.sandbox.local import Kind, LocalSandboxes
+from asyncrl.envs.sandbox.protocol import Limits, Sandbox, SandboxBackend, run_python
+from asyncrl.envs.sandbox.session import LocalSandbox
+from asyncrl.errors import ConfigError, EpisodeFailed
+from tests.envs.machine import DEADLINE, backend, kinds, leaves_nothing, processes, until, with_a_sandbox
+
+pytestmark = pytest.mark.integration
+__all__ = ["leaves_nothing"]
+
+
+@kinds
+def test_program_gets_its_input_and_its_outcome_is_whole(kind: Kind) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        source = "import sys; data = sys.stdin.buffer.read(); print(len(data)); sys.stderr.write('é'); sys.exit(3)"
+        outcome = await run_python(sandbox, source, stdin=b"x" * 1_000_000)
+        assert (outcome.reason, outcome.exit_code) == ("exited", 3)
+        assert (outcome.text, outcome.stderr) == ("1000000\n", "é".encode())
+        outcome = await sandbox.run(["sh", "-c", "echo $GREETING $HOME; pwd"], env={"GREETING": "hello"})
+        assert outcome.text == "hello /sandbox/home\n/sandbox/home\n"
+
+    with_a_sandbox(kind, test)
+
+
+@kinds
+def test_files_stay_from_call_to_call_and_cross_both_ways(kind: Kind) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await sandbox.write("tests/in.txt", b"1 2 3")
+        source = "print(sum(map(int, open('tests/in.txt').read().split())), file=open('out.txt', 'w'))"
+        assert (await run_python(sandbox, source)).ok
+        assert await sandbox.read("out.txt") == b"6\n"
+        changes = "import os; open('tests/in.txt', 'a').write('x'); os.rename('tests', 'moved')"  # the guest owns them
+        assert (await run_python(sandbox, changes)).ok
+        assert await sandbox.read("moved/in.txt") == b"1 2 3x"
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read("tests/in.txt")
+
+    with_a_sandbox(kind, test)
+
+
+@kinds
+def test_command_that_cannot_run_ends_as_in_a_shell(kind: Kind) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await sandbox.write("text", b"no program")
+        codes = {}
+        for command in (["no-such-program"], ["./text"], ["/etc"], ["true", "x" * 200_000]):
+            outcome = await sandbox.run(command)
+            codes[command[0]] = outcome.exit_code
+            assert outcome.reason == "exited"
+            assert outcome.stderr
+        assert codes == {"no-such-program": 127, "./text": 126, "/etc": 126, "true": 126}
+
+    with_a_sandbox(kind, test)
+
+
+@kinds
+def test_signal_that_no_limit_sent_is_told(kind: Kind) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        outcome = await sandbox.run(["sh", "-c", "kill -SEGV $$"])
+        assert (outcome.reason, outcome.exit_code) == ("killed", -11)
+        outcome = await sandbox.run(["python3", "-c", "print('x' * 10)", "unused"])  # and the next call is as ever
+        assert outcome.ok
+
+    with_a_sandbox(kind, test)
+
+
+@kinds
+def test_ordinary_programs_find_what_they_need(kind: Kind) -> None:
+    source = """
+import asyncio, getpass, multiprocessing, os, socket, subprocess, tempfile, threading
+with socket.create_server(("127.0.0.1", 0)) as server:  # its own loopback works
+    socket.create_connection(server.getsockname()).close()
+with multiprocessing.get_context("fork").Pool(2) as pool:  # semaphores in /dev/shm
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+with tempfile.NamedTemporaryFile() as file:
+    file.write(b"x")
+assert subprocess.run(["ls", "/dev/null"], capture_output=True).returncode == 0
+assert asyncio.run(asyncio.sleep(0, 5)) == 5
+threads = [threading.Thread(target=print) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(os.urandom(8)) == 8
+print(getpass.getuser(), socket.gethostname(), os.path.expanduser("~"))
+"""
+
+    async def test(sandbox: Sandbox) -> None:
+        outcome = await run_python(sandbox, source)
+        assert outcome.text.split() == ["guest", "sandbox", "/sandbox/home"], outcome
+
+    with_a_sandbox(kind, test)
+
+
+@kinds
+def test_each_limit_ends_a_call_with_its_own_reason(kind: Kind) -> None:
+    limits = Limits(seconds=30.0, cpu_seconds=0.5, memory_mb=100, output_kb=1)
+    ends = {
+        "while True: pass": "cpu",
+        "import time; time.sleep(60)": "timeout",
+        "print('x' * 1025)": "output",
+        "print('x' * 1023)": "exited",
+        "held = bytes([1]) * (200 << 20)": "memory",
+    }
+
+    async def test(sandbox: LocalSandbox) -> None:
+        for source, reason in ends.items():
+            outcome = await sandbox.run(["python3", "-c", source], seconds=0.3 if reason == "timeout" else None)
+            assert outcome.reason == reason or (reason == "memory" and b"MemoryError" in outcome.stderr), outcome
+            assert len(outcome.stdout) <= 1024
+
+    with_a_sandbox(kind, test, limits)
+
+
+@kinds
+def test_sandbox_is_clean_and_its_own(kind: Kind) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend(kind) as opened:
+            one, other = await opened.open(), await opened.open()
+            await one.write("mine", b"x")
+            assert (await one.run(["sh", "-c", "echo x > /tmp/mine; echo x > /dev/shm/mine"])).ok
+            await one.close()
+            for sandbox in (other, await opened.open()):
+                assert (await sandbox.run(["ls", "-A", ".", "/tmp/", "/dev/shm/"])).text.split() == [
+                    *(".:", "/dev/shm/:", "/tmp/:")
+                ]
+
+    asyncio.run(main())
+
+
+@kinds
+def test_cancelled_call_is_killed_and_the_sandbox_goes_on(kind: Kind) -> None:
+    async def test(sandbox: LocalSandbox) -> None:
+        for source in ("import time; time.sleep(600)", "while True: pass"):
+            running = asyncio.ensure_future(sandbox.run(["python3", "-c", source, "attack-of-a-test"]))
+            await until(lambda: any("attack-of-a-test" in command for command in processes().values()))
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert (await run_python(sandbox, "import os; print(os.listdir('/proc').count('1'))")).text == "1\n"
+            assert not any("attack-of-a-test" in command for command in processes().values())
+
+    with_a_sandbox(kind, test)
+
+
+@kinds
+def test_warm_sandboxes_are_made_beside_and_given_out_once(kind: Kind) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend(kind, warm=3) as opened:
+            await opened.describe()
+            await until(lambda: len(opened._ready) == 3)
+            given = [await opened.open() for _ in range(5)]
+            assert len(set(given)) == 5
+            for number, sandbox in enumerate(given):
+                await sandbox.write("number", str(number).encode())
+            assert [await sandbox.read("number") for sandbox in given] == [b"0", b"1", b"2", b"3", b"4"]
+            await until(lambda: len(opened._ready) == 3)
+
+    asyncio.run(main())
+
+
+@kinds
+def test_closed_sandbox_fails_typed_and_may_be_closed_again(kind: Kind) -> None:
+    async def test(sandbox: LocalSandbox) -> None:
+        running = asyncio.ensure_future(sandbox.run(["sleep", "60"]))
+        await asyncio.sleep(0)
+        await sandbox.close()
+        await sandbox.close()
+        with pytest.raises(EpisodeFailed, match="sandbox: it was closed"):
+            await running
+        with pytest.raises(EpisodeFailed, match="sandbox: it was closed"):
+            await sandbox.run(["true"])
+
+    with_a_sandbox(kind, test)
+
+
+def test_demand_that_this_machine_cannot_meet_is_refused_with_what_there_is() -> None:
+    async def main() -> None:
+        async with backend("processes", require=["network", "files"]) as opened:
+            with pytest.raises((ConfigError, EpisodeFailed)) as caught:
+                await asyncio.wait_for(opened.open(), DEADLINE)
+            if isinstance(caught.value, ConfigError):  # else the Python of the tests is for root's eyes only
+                assert "No files here" in str(caught.value)
+                assert "NOT PROTECTED" in str(caught.value)
+
+    asyncio.run(main())
+
+
+def test_mechanism_that_does_not_work_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.envs.sandbox.local.shutil.which", lambda _: "/bin/false")
+
+    async def main() -> None:
+        sandboxes: SandboxBackend = LocalSandboxes(kinds=["bubblewrap", "namespaces"], require=["network", "kill"])
+        try:
+            assert (await asyncio.wait_for((await sandboxes.open()).run(["true"]), DEADLINE)).ok
+        finally:
+            await sandboxes.close()
+        none = LocalSandboxes(kinds=["bubblewrap"])
+        with pytest.raises(EpisodeFailed, match="sandbox: no mechanism works here: bubblewrap: "):
+            await asyncio.wait_for(none.open(), DEADLINE)
+        await none.close()
+
+    asyncio.run(main())
+
+
+def test_closed_backend_takes_its_sandboxes_along_and_opens_none() -> None:
+    async def main() -> None:
+        sandboxes = LocalSandboxes(kinds=["namespaces"], warm=2)
+        sandbox = await asyncio.wait_for(sandboxes.open(), DEADLINE)
+        await sandboxes.close()
+        await sandboxes.close()
+        assert processes() == {}
+        with pytest.raises(EpisodeFailed, match="sandbox: its backend was closed"):
+            await sandbox.run(["true"])
+        with pytest.raises(EpisodeFailed, match="sandbox: the backend is closed"):
+            await sandboxes.open()
+        await sandbox.close()
+
+    asyncio.run(main())
+
+
+assert sys.platform == "linux"

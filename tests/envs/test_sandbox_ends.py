@@ -1,0 +1,206 @@
+"""Whoever dies, and whenever, nothing of a sandbox is left: no process, no folder, no control group, no mount."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.envs.sandbox import cgroups
+from asyncrl.envs.sandbox.leftovers import Marker
+from asyncrl.envs.sandbox.local import Kind
+from asyncrl.envs.sandbox.protocol import run_python
+from asyncrl.envs.sandbox.session import LocalSandbox
+from asyncrl.errors import EpisodeFailed
+from tests.envs.attacks import DAEMON, FORK_BOMB, MARK, STUBBORN
+from tests.envs.machine import DEADLINE, ROOT, backend, kinds, leaves_nothing, left, processes, until, wait_until
+
+pytestmark = pytest.mark.integration
+__all__ = ["leaves_nothing"]
+
+OWNER = f"""
+import asyncio, sys
+if sys.argv[1] == "processes":
+    sys.prefix = sys.base_prefix = "/usr"
+from asyncrl.envs.sandbox.local import LocalSandboxes
+from tests.envs import attacks
+sys.argv.append({MARK!r})
+
+async def main():
+    sandboxes = LocalSandboxes(kinds=[sys.argv[1]], warm=1)
+    for attack in (attacks.STUBBORN, attacks.FORK_BOMB, attacks.STUBBORN):
+        asyncio.ensure_future(attack.on(await sandboxes.open()))
+    await (await sandboxes.open()).write("a", b"x" * 1000000)
+    print("up", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def guests(owner: int) -> list[int]:
+    return [pid for pid, command in processes(owner).items() if MARK in command and pid != owner]
+
+
+@contextmanager
+def owner(kind: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with sandboxes in which programs run."""
+    words = [sys.executable, "-c", OWNER, kind]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+        try:
+            assert run.stdout
+            if not run.stdout.readline():
+                pytest.skip(f"{kind} does not work here")
+            wait_until(lambda: len(guests(run.pid)) >= 3)
+            yield run
+        finally:
+            run.kill()
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "bubblewrap", "processes"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_owner_that_is_killed_leaves_nothing(kind: str, number: signal.Signals) -> None:
+    with owner(kind) as run:
+        known = [psutil.Process(pid) for pid in processes(run.pid)]
+        run.send_signal(number)
+        run.wait(DEADLINE)
+        assert psutil.wait_procs(known, DEADLINE)[1] == []
+    assert left() == []
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "bubblewrap"])
+def test_owner_and_spawner_killed_together_leave_what_the_next_start_removes(kind: Kind) -> None:
+    with owner(kind) as run:
+        everybody = processes(run.pid)
+        (spawner,) = [
+            pid for pid, command in everybody.items() if "sandbox.spawner" in command and ppid(pid) == run.pid
+        ]
+        known = [psutil.Process(pid) for pid in everybody]
+        os.kill(spawner, signal.SIGKILL)
+        run.kill()
+        assert psutil.wait_procs(known, DEADLINE)[1] == []
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend(kind) as opened:
+            await opened.describe()
+
+    asyncio.run(main())
+    assert left() == []
+
+
+def ppid(pid: int) -> int:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).ppid()
+    return 0
+
+
+def test_folder_of_a_dead_spawner_is_removed_at_the_next_start_and_that_of_a_living_one_is_not() -> None:
+    mine = Marker.mine()
+    folders = [Path(tempfile.gettempdir(), marker.name(1)) for marker in (mine, Marker(mine.namespace, mine.pid, 1))]
+    for folder in folders:
+        folder.joinpath("home").mkdir(parents=True)
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend("namespaces") as opened:
+            await opened.describe()
+
+    asyncio.run(main())
+    assert [folder.exists() for folder in folders] == [True, False]
+    folders[0].joinpath("home").rmdir()
+    folders[0].rmdir()
+
+
+@kinds
+@pytest.mark.parametrize("who", ["supervisor", "spawner"])
+def test_supervisor_or_spawner_that_is_killed_fails_what_it_had_and_the_backend_goes_on(kind: Kind, who: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend(kind, warm=1) as opened:
+            sandbox = await opened.open()
+            await until(lambda: len(opened._ready) == 1)
+            running = asyncio.ensure_future(sandbox.run(["sleep", "60"]))
+            assert opened._spawning
+            spawner = opened._spawning.pid
+            victims = [spawner] if who == "spawner" else [pid for pid in processes(spawner) if pid != spawner]
+            for pid in victims:
+                with suppress(ProcessLookupError):  # bubblewrap's own process goes with its child
+                    os.kill(pid, signal.SIGKILL)
+            with pytest.raises(EpisodeFailed, match="sandbox: "):
+                await running
+            await until(lambda: not any(ready.usable for ready in opened._ready))
+            assert (await run_python(await opened.open(), "print(1)")).text == "1\n"
+            await sandbox.close()
+
+    asyncio.run(main())
+
+
+@kinds
+def test_sandbox_that_is_closed_in_the_middle_of_anything_leaves_nothing(kind: Kind) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend(kind) as opened:
+            for attack in (STUBBORN, FORK_BOMB, DAEMON):
+                sandbox = await opened.open()
+                running = asyncio.ensure_future(sandbox.run(["python3", "-c", attack.source, MARK]))
+                await until(lambda done=running.done: done() or any(MARK in text for text in processes().values()))
+                await sandbox.close()
+                assert not any(MARK in text for text in processes().values())
+                assert groups_of_sandboxes() == 0
+                with suppress(EpisodeFailed):
+                    await running
+
+    asyncio.run(main())
+
+
+def groups_of_sandboxes() -> int:
+    found = cgroups.bases()
+    return sum(len(list(folder.glob("asyncrl-sandbox-*"))) for folder in {*found.version_1.values(), *found.version_2})
+
+
+@kinds
+def test_opening_that_is_cancelled_at_any_moment_leaves_nothing(kind: Kind) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend(kind) as opened:
+            await opened.describe()
+            kept: LocalSandbox = await opened.open()
+            (marker,) = processes(kept._spawning.pid).keys() & {kept._spawning.pid}
+            for number in range(20):
+                opening = asyncio.ensure_future(opened.open())
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                if number >= 10:
+                    await asyncio.sleep(0.001 * (number - 10))
+                opening.cancel()
+                with suppress(asyncio.CancelledError):
+                    await (await opening).close()
+            beside = 3 if kind == "bubblewrap" else 2  # the spawner, and one sandbox's
+            await until(lambda: len(processes(marker)) == beside)
+            assert (await kept.run(["true"])).ok
+
+    asyncio.run(main())
+
+
+def test_backend_whose_start_is_cancelled_leaves_nothing() -> None:
+    async def main() -> None:
+        for number in range(12):
+            async with asyncio.timeout(DEADLINE), backend("namespaces") as opened:
+                opening = asyncio.ensure_future(opened.open())
+                await asyncio.sleep(0.01 * number)
+                opening.cancel()
+                with suppress(asyncio.CancelledError):
+                    await opening
+            assert left() == []
+
+    asyncio.run(main())
+
+
+assert json

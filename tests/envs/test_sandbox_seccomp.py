@@ -1,0 +1,123 @@
+"""The filter refuses what it must and nothing else: its program is run here, as the kernel would run it."""
+
+from __future__ import annotations
+
+import errno
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from asyncrl.envs.sandbox import seccomp
+
+MACHINES = ["x86_64", "aarch64"]
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+UNIX, INET, INET6, NETLINK, PACKET, VSOCK, ALG = 1, 2, 10, 16, 17, 40, 38
+
+
+def numbers(machine: str) -> dict[str, int]:
+    return seccomp._COMMON | seccomp._MACHINES[machine][1]
+
+
+def verdict(
+    machine: str,
+    name: str | int,
+    *arguments: int,
+    sockets: bool = True,
+    unseen_memory: bool = True,
+    architecture: int | None = None,
+) -> int:
+    """The errno with which a system call is refused; 0 when it is let through."""
+    code = seccomp.program(sockets=sockets, unseen_memory=unseen_memory, machine=machine)
+    known = seccomp._MACHINES[machine][0] if architecture is None else architecture
+    number = numbers(machine)[name] if isinstance(name, str) else name
+    data = struct.pack("=iIQ6Q", number, known, 0, *arguments, *[0] * (6 - len(arguments)))
+    program, place, value = list(struct.iter_unpack("=HBBI", code)), 0, 0
+    while True:
+        operation, if_true, if_false, constant = program[place]
+        place += 1
+        match operation:
+            case 0x20:
+                (value,) = struct.unpack_from("=I", data, constant)
+            case 0x15:
+                place += if_true if value == constant else if_false
+            case 0x35:
+                place += if_true if value >= constant else if_false
+            case 0x45:
+                place += if_true if value & constant else if_false
+            case 0x06:
+                assert constant == 0x7FFF0000 or constant >> 16 == 5
+                return 0 if constant == 0x7FFF0000 else constant & 0xFFFF
+            case _:
+                raise AssertionError(operation)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_ordinary_calls_are_let_through(machine: str) -> None:
+    refusable = set(numbers(machine).values())
+    assert [number for number in range(460) if number not in refusable and verdict(machine, number)] == []
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "name", ["mount", "unshare", "setns", "bpf", "keyctl", "io_uring_setup", "open_tree", "userfaultfd", "shmget"]
+)
+def test_what_no_guest_needs_is_refused(machine: str, name: str) -> None:
+    assert verdict(machine, name) == errno.EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_sockets_of_the_own_network_can_be_made_and_no_others(machine: str) -> None:
+    for family in (UNIX, INET, INET6, NETLINK):
+        assert verdict(machine, "socket", family) == 0
+        assert verdict(machine, "socket", family, sockets=False) == errno.EAFNOSUPPORT
+    for family in (0, PACKET, ALG, VSOCK, 1 << 31):
+        assert verdict(machine, "socket", family) == errno.EAFNOSUPPORT
+    assert verdict(machine, "socketpair", UNIX, sockets=False) == 0
+    assert verdict(machine, "socketpair", VSOCK) == errno.EAFNOSUPPORT
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_threads_and_forks_are_let_through_and_namespaces_are_not(machine: str) -> None:
+    fork, thread = 0x01200011, 0x003D0F00
+    assert [verdict(machine, "clone", flags) for flags in (fork, thread)] == [0, 0]
+    for bit in (17, 25, 26, 27, 28, 29, 30):  # CLONE_NEWNS ... CLONE_NEWNET
+        assert verdict(machine, "clone", fork | 1 << bit) == errno.EPERM
+    assert verdict(machine, "clone3") == errno.ENOSYS  # its flags lie in memory
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_process_1_is_out_of_reach_and_a_guests_own_are_not(machine: str) -> None:
+    for name in ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
+        assert [verdict(machine, name, pid) for pid in (0, 1, 2)] == [0, errno.EPERM, 0]
+    for name, everybody in (("setpriority", 2), ("ioprio_set", 3)):
+        process = everybody - 2
+        assert [verdict(machine, name, process, pid) for pid in (0, 1, 2)] == [0, errno.EPERM, 0]
+        assert verdict(machine, name, everybody, 0) == errno.EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_memory_of_no_process_can_be_had_only_where_it_is_counted(machine: str) -> None:
+    assert verdict(machine, "memfd_create") == 0
+    assert verdict(machine, "memfd_create", unseen_memory=False) == errno.ENOSYS
+    assert verdict(machine, "memfd_secret") == errno.EPERM
+
+
+def test_calls_of_another_architecture_are_refused() -> None:
+    i386 = 0x40000003
+    assert verdict("x86_64", 20, architecture=i386) == errno.EPERM
+    assert verdict("x86_64", 0x40000000 | 39) == errno.EPERM  # x32
+    assert verdict("aarch64", 0, architecture=i386) == errno.EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
+    if not HEADERS[machine].exists():
+        pytest.skip("no kernel headers here")
+    text = HEADERS[machine].read_text()
+    known = {m[1]: int(m[2]) for m in re.finditer(r"#define\s+__NR(?:3264)?_(\w+)\s+(\d+)", text)}
+    assert {name: number for name, number in numbers(machine).items() if known.get(name) != number} == {}

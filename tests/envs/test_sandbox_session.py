@@ -1,0 +1,254 @@
+"""The owner's end of a sandbox, over a supervisor that the test plays: whose answer is whose, what ends a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, cast
+
+import pytest
+
+from asyncrl.envs.sandbox import session
+from asyncrl.envs.sandbox.protocol import Limits, Outcome
+from asyncrl.envs.sandbox.session import LocalSandbox
+from asyncrl.envs.sandbox.spawning import Spawning
+from asyncrl.envs.sandbox.wire import LENGTHS, Header, frame
+from asyncrl.errors import EpisodeFailed
+
+DEADLINE = 10.0
+
+
+class Supervisor:
+    """The other end of the socket, and the spawner."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.killed: list[int] = []
+        self.text = "it fell over"
+        self._ends: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Future()
+
+    def open(self, number: int, theirs: socket.socket) -> None:
+        connecting = asyncio.ensure_future(asyncio.open_unix_connection(sock=theirs.dup()))
+        connecting.add_done_callback(lambda done: self._ends.set_result(done.result()))
+
+    def kill(self, number: int) -> None:
+        self.killed.append(number)
+
+    async def gone(self, number: int) -> str:
+        return self.text
+
+    async def hear(self) -> tuple[Header, bytes]:
+        reader, _ = await self._ends
+        head, size = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
+        data = await reader.readexactly(head + size)
+        return json.loads(data[:head]), data[head:]
+
+    async def connected(self) -> None:
+        await self._ends
+
+    async def say(self, header: Header, body: bytes = b"") -> None:
+        (await self._ends)[1].write(frame(header, body))
+
+    async def hang_up(self) -> None:
+        _, writer = await self._ends
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+def with_a_sandbox(test: Callable[[LocalSandbox, Supervisor], Awaitable[None]]) -> None:
+    """Run a test of one that has come up."""
+
+    async def main() -> None:
+        supervisor = Supervisor()
+        async with asyncio.timeout(DEADLINE):
+            opening = asyncio.ensure_future(LocalSandbox.open(cast(Spawning, supervisor), 1, Limits(file_mb=1)))
+            await asyncio.sleep(0)
+            await supervisor.say({"ready": True})
+            sandbox = await opening
+            try:
+                await test(sandbox, supervisor)
+            finally:
+                await sandbox.close()
+                await supervisor.hang_up()
+
+    asyncio.run(main())
+
+
+def answer(number: int, stdout: bytes = b"") -> tuple[Header, bytes]:
+    return {"number": number, "reason": "exited", "exit_code": 0, "seconds": 0.5, "split": len(stdout)}, stdout
+
+
+def begin(request: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(request)
+
+
+def test_request_and_outcome_cross_whole() -> None:
+    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+        running = begin(sandbox.run(["a", "é\udcff"], stdin=b"\0in", seconds=3.0, env={"A": "1"}))
+        heard = {"do": "run", "command": ["a", "é\udcff"], "env": {"A": "1"}, "seconds": 3.0, "number": 1}
+        assert await supervisor.hear() == (heard, b"\0in")
+        await supervisor.say(
+            {"number": 1, "reason": "exited", "exit_code": 3, "seconds": 0.5, "split": 2}, b"out of it"
+        )
+        assert await running == Outcome("exited", 3, b"ou", b"t of it", 0.5)
+
+    with_a_sandbox(test)
+
+
+def test_call_takes_no_longer_than_the_limits_say() -> None:
+    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+        for seconds, heard in ((None, 10.0), (1000.0, 10.0), (0.5, 0.5)):
+            running = begin(sandbox.run(["a"], seconds=seconds))
+            header, _ = await supervisor.hear()
+            assert header["seconds"] == heard
+            await supervisor.say(*answer(header["number"]))
+            await running
+
+    with_a_sandbox(test)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        lambda sandbox: sandbox.run([]),
+        lambda sandbox: sandbox.run([""]),
+        lambda sandbox: sandbox.run("ls"),
+        lambda sandbox: sandbox.run(["a\0b"]),
+        lambda sandbox: sandbox.run(["a"], env={"A=B": "1"}),
+        lambda sandbox: sandbox.run(["a"], env={"": "1"}),
+        lambda sandbox: sandbox.run(["a"], seconds=-1.0),
+        lambda sandbox: sandbox.run(["a"], stdin=b"x" * ((1 << 20) + 1)),
+        lambda sandbox: sandbox.write("a", b"x" * ((1 << 20) + 1)),
+        lambda sandbox: sandbox.write("../a", b""),
+        lambda sandbox: sandbox.read("/etc/passwd"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_it_is_asked(
+    request_: Callable[[LocalSandbox], Awaitable[object]],
+) -> None:
+    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+        with pytest.raises(ValueError):
+            await request_(sandbox)
+        assert sandbox.usable
+
+    with_a_sandbox(test)
+
+
+def test_cancelled_call_is_stopped_and_its_answer_is_nobody_elses() -> None:
+    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+        first, second = begin(sandbox.run(["first"])), begin(sandbox.run(["second"]))
+        assert (await supervisor.hear())[0]["command"] == ["first"]
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert await supervisor.hear() == ({"do": "stop", "number": 1}, b"")
+        await supervisor.say(*answer(1, b"of the first"))
+        assert (await supervisor.hear())[0]["command"] == ["second"]
+        await supervisor.say(*answer(2, b"of the second"))
+        assert (await second).text == "of the second"
+
+    with_a_sandbox(test)
+
+
+def test_call_that_is_cancelled_while_it_waits_for_another_is_never_made() -> None:
+    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+        first, second, third = (begin(sandbox.run([word])) for word in ("first", "second", "third"))
+        await supervisor.hear()
+        second.cancel()
+        await supervisor.say(*answer(1))
+        await first
+        assert (await supervisor.hear())[0]["command"] == ["third"]
+        await supervisor.say(*answer(2))
+        assert (await third).ok
+
+    with_a_sandbox(test)
+
+
+@pytest.mark.parametrize(
+    ("said", "raised", "text"),
+    [
+        ({"refused": "'a' goes through a link"}, ValueError, "goes through a link"),
+        ({"errno": 2, "text": "No such file"}, FileNotFoundError, "No such file"),
+        ({"errno": 28, "text": "No space left"}, OSError, "No space left"),
+    ],
+)
+def test_answers_that_are_no_fault_leave_the_sandbox_usable(said: Header, raised: type[Exception], text: str) -> None:
+    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+        reading = begin(sandbox.read("a"))
+        assert (await supervisor.hear())[0]["most"] == 1 << 20
+        await supervisor.say({"number": 1, **said})
+        with pytest.raises(raised, match=text):
+            await reading
+        assert sandbox.usable
+        assert supervisor.killed == []
+
+    with_a_sandbox(test)
+
+
+@pytest.mark.parametrize("how", ["fault", "hang up", "silence", "closed"])
+def test_fault_of_the_sandbox_fails_the_episode_and_ends_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "ANSWER_SECONDS", 0.05)
+
+    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+        running, waiting = begin(sandbox.run(["a"], seconds=0.01)), begin(sandbox.run(["b"]))
+        await supervisor.hear()
+        if how == "fault":
+            await supervisor.say({"number": 1, "fault": "cannot start a process"})
+        elif how == "hang up":
+            await supervisor.hang_up()
+        elif how == "closed":
+            await sandbox.close()
+        expected = {"fault": "cannot start", "hang up": "it fell over", "silence": "not answered", "closed": "closed"}
+        with pytest.raises(EpisodeFailed, match=f"sandbox: .*{expected[how]}"):
+            await running
+        with pytest.raises(EpisodeFailed, match="sandbox: "):
+            await waiting
+        assert not sandbox.usable
+        assert supervisor.killed
+        with pytest.raises(EpisodeFailed, match="sandbox: "):
+            await sandbox.write("a", b"")
+
+    with_a_sandbox(test)
+
+
+def test_supervisor_that_has_gone_unnoticed_fails_the_next_request_whatever_its_size() -> None:
+    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+        await supervisor.hang_up()
+        with pytest.raises(EpisodeFailed, match="sandbox: it fell over"):
+            await sandbox.write("a", b"x" * (1 << 20))
+        assert not sandbox.usable
+
+    with_a_sandbox(test)
+
+
+@pytest.mark.parametrize("how", ["fault", "hang up", "silence", "cancelled"])
+def test_sandbox_that_does_not_come_up_is_killed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "OPEN_SECONDS", 0.1)
+
+    async def main() -> None:
+        supervisor = Supervisor()
+        opening = begin(LocalSandbox.open(cast(Spawning, supervisor), 7, Limits()))
+        await asyncio.sleep(0)
+        if how == "fault":
+            await supervisor.say({"fault": "mount /proc: Operation not permitted"})
+        elif how == "hang up":
+            await supervisor.hang_up()
+        elif how == "cancelled":
+            await supervisor.connected()
+            opening.cancel()
+        errors = {
+            "fault": "not permitted",
+            "hang up": "it fell over",
+            "silence": "not come up for 0 s",
+            "cancelled": None,
+        }
+        with pytest.raises(asyncio.CancelledError if how == "cancelled" else EpisodeFailed, match=errors[how]):
+            await asyncio.wait_for(opening, DEADLINE)
+        assert supervisor.killed == [7]
+        await supervisor.hang_up()
+
+    asyncio.run(main())
