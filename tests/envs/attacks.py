@@ -190,6 +190,23 @@ NAMESPACES = probe(
 FORK_BOMB = attack(
     "fork bomb", "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", ["timeout", "cpu", "processes"]
 )
+MANY_PROCESSES = attack(
+    "many processes",
+    """
+    import os, time
+    count = 1
+    try:
+        for _ in range(100):
+            if not os.fork():
+                time.sleep(60)
+                os._exit(0)
+            count += 1
+    except OSError:
+        pass
+    print("held" if count <= 16 else f"escaped: {count}")
+    """,
+    ["exited", "processes"],
+)
 SPINNER = attack("spinner", "while True: pass", ["cpu", "timeout"])
 SPINNERS = attack("spinners", "import os\nfor _ in range(3): os.fork()\nwhile True: pass", ["cpu", "timeout"])
 SLEEPER = attack("sleeper", "import time; time.sleep(60)", ["timeout"])
@@ -298,7 +315,20 @@ MANY_FILES = attack(
     ["exited", "disk", "timeout"],
 )
 CRASH = attack("crash", "import os\nos.abort()", ["killed"])
-GENERAL = [SPINNER, SLEEPER, STUBBORN, STOPPED, DAEMON, *FLOODS, QUIET, BINARY, BIG_FILE, MANY_FILES, CRASH]
+GENERAL = [
+    MANY_PROCESSES,
+    SPINNER,
+    SLEEPER,
+    STUBBORN,
+    STOPPED,
+    DAEMON,
+    *FLOODS,
+    QUIET,
+    BINARY,
+    BIG_FILE,
+    MANY_FILES,
+    CRASH,
+]
 HEAVY = [FORK_BOMB, SPINNERS, EATER, EATERS, FULL_DISK]
 PROBES = [SIGNALS, SECRETS, NAMESPACES]
 

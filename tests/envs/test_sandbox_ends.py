@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -145,6 +144,32 @@ def test_supervisor_or_spawner_that_is_killed_fails_what_it_had_and_the_backend_
 
 
 @kinds
+def test_nothing_of_the_run_is_in_the_processes_around_a_guest(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "not-for-guests")
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend(kind) as opened:
+            sandboxes = [await opened.open() for _ in range(3)]
+            for sandbox in sandboxes:
+                await sandbox.write("a", b"")  # it has closed by now what it did not need
+            assert opened._spawning
+            for pid in processes(opened._spawning.pid):
+                with suppress(PermissionError):  # only root sees this of a supervisor
+                    assert b"not-for-guests" not in environment(pid)
+                    assert len([end for end in ends(pid) if end.startswith("socket:")]) <= 1
+
+    asyncio.run(main())
+
+
+def environment(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def ends(pid: int) -> list[str]:
+    return [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+@kinds
 def test_sandbox_that_is_closed_in_the_middle_of_anything_leaves_nothing(kind: Kind) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE), backend(kind) as opened:
@@ -201,6 +226,3 @@ def test_backend_whose_start_is_cancelled_leaves_nothing() -> None:
             assert left() == []
 
     asyncio.run(main())
-
-
-assert json
