@@ -106,8 +106,17 @@ class Template(Protocol):
         where the model writes again."""
         ...
 
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        """A text; one that begins a context gets what the tokenizer begins with, such as <bos>."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text, without special tokens."""
+        ...
+
+    @property
+    def end(self) -> str:
+        """The text of the token that ends an answer."""
         ...
 
 
@@ -117,6 +126,11 @@ class Generate(Protocol):
     @property
     def template(self) -> Template:
         """How chats become tokens."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """At which tokens are drawn that are trained (rollout.temperature); an evaluation has its own."""
         ...
 
     async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:

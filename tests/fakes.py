@@ -268,6 +268,11 @@ class FakeTemplate:
             11,
         ]
 
+    end = "<eos>"
+
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        return [*([12] if begins else []), *(int(digit) for digit in text)]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._decode(token_ids)
 

@@ -51,6 +51,18 @@ class ChatTemplate:
         ids: list[int] = self._tokenizer.encode(after, add_special_tokens=False)
         return ids[1:] if ids and ids[0] == last else ids
 
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        """A text; one that begins a context gets what the tokenizer begins with, unless it says so itself: a chat that
+        was rendered elsewhere does."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=begins)
+        twice = begins and len(ids) > 1 and ids[0] == ids[1] == self._tokenizer.bos_token_id
+        return ids[1:] if twice else ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text, without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    @property
+    def end(self) -> str:
+        """The tokenizer's own end; engines may stop at further tokens, which the model's generation config names."""
+        return str(self._tokenizer.eos_token)

@@ -59,6 +59,11 @@ class Session:
         """Answers of the run that is resumed, to requests that its agent makes once more."""
         self.waits_for, self.since = "", time.monotonic()
 
+    @property
+    def trained_at(self) -> float:
+        """The temperature of what is trained, whichever this session has."""
+        return self._client.temperature
+
     async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
         """Continue exactly these tokens, by at most so many: nothing where the context has no room. Raises EngineError
         when the fleet cannot."""
@@ -149,7 +154,7 @@ class Client:
             routing=routing is not None,
         )
         self._routing = routing
-        self._coalesce, self._temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
+        self._coalesce, self.temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
         self._seed = seed
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[_Asking]] = {}
@@ -162,7 +167,7 @@ class Client:
         seed = None
         if self._seed is not None:
             seed = _seed(f"{self._seed} {purpose} {sample}")
-        return Session(self, group, self._temperature if temperature is None else temperature, purpose, seed)
+        return Session(self, group, self.temperature if temperature is None else temperature, purpose, seed)
 
     def resume(self, group: str, sample: str, received: int, said: list[Said]) -> Session:
         """What an episode of a saved run was, and was told. Where samples have seeds it is asked for again from its

@@ -49,6 +49,11 @@ class Episode:
         self._serial = itertools.count()
         self._asked: dict[int, Asked] = {}  # in the order of asking, once they are answered
 
+    @property
+    def temperature(self) -> float:
+        """Of what is trained."""
+        return self._session.trained_at
+
     async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
         """Continue exactly these tokens. While an engine answers, the agent is not silent."""
         self._asking += 1

@@ -19,6 +19,8 @@ def written(*ids: int, finish: str = "stop") -> Completion:
 class Talking:
     """A `generate` that gives these completions, one after the other."""
 
+    temperature = 1.0
+
     def __init__(self, answers: Iterable[Completion], template: Template | None = None) -> None:
         self.template: Template = template or FakeTemplate()
         self._answers: Iterator[Completion] = iter(answers)

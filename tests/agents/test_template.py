@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.models import tiny
@@ -79,3 +80,15 @@ def test_tools_stand_where_the_template_puts_them(tokenizer: Any) -> None:
     found = ChatTemplate(tokenizer).begin([user("1")], [{"type": "function", "function": {"name": "77"}}])
     tokenizer.chat_template = kept
     assert found == [7, 7, 12, 1, 11]
+
+
+def test_text_that_begins_a_context_begins_as_the_tokenizer_does_once(tokenizer: Any) -> None:
+    template = ChatTemplate(tokenizer)
+    assert (template.encode("12"), template.encode("12", begins=True)) == ([1, 2], [1, 2])  # its tokenizer adds nothing
+    assert (template.end, template.encode(template.end)) == ("<eos>", [10])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 12)])
+    try:
+        assert (template.encode("12"), template.encode("12", begins=True)) == ([1, 2], [12, 1, 2])
+        assert template.encode("<bos>12", begins=True) == [12, 1, 2]
+    finally:
+        tokenizer.backend_tokenizer.post_processor = None

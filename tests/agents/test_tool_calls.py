@@ -59,6 +59,7 @@ def test_text_of_calls_alone_is_calls(format: str, text: str) -> None:
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
         ("hermes", f"<tool_call>[{ADD}, 7]</tool_call>"),
         ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>"),
         ("llama3_json", f"see {ADD}"),
