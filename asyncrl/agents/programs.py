@@ -1,0 +1,118 @@
+"""Programs of users, beside an event loop that must not stop: run to their end, with a bounded memory of their output.
+
+waits for     the program's exit
+on a hang     none of its own: whoever cancels `run` has the group killed
+leaves        nothing of its process group, however it ends: the group is killed before its leader is reaped, while its
+              number cannot be another's. What a program moves to a session of its own carries the run's mark, and is
+              ended with the run (launch/leftovers.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.errors import EpisodeFailed
+
+KEPT_BYTES = 64 << 10
+"""Of each stream, its end."""
+LAST_LINES, LAST_CHARACTERS = 10, 2000
+KILL_SECONDS = 5.0
+FLUSH_SECONDS = 2.0
+"""For the rest of its output, after the group's death. Who left the group may hold a pipe open for ever."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A program that has."""
+
+    status: int  # as subprocess has it: negative for a signal
+    stdout: bytes  # the end of it
+    stderr: bytes
+
+    @property
+    def reason(self) -> str:
+        """In words."""
+        return f"exited with status {self.status}" if self.status >= 0 else f"was killed by signal {-self.status}"
+
+    def last_lines(self) -> str:
+        """Of stderr."""
+        lines = self.stderr.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
+        return "\n".join(lines)[-LAST_CHARACTERS:] or "(it wrote nothing to stderr)"
+
+
+class _Tail(asyncio.Protocol):
+    """The end of a stream."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+        if len(self.data) > 2 * KEPT_BYTES:
+            del self.data[:-KEPT_BYTES]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: Path | None = None) -> Ended:
+    """From its start to its end. Raises OSError where it cannot be started."""
+    loop, tails = asyncio.get_running_loop(), list[_Tail]()
+    with ExitStack() as held:
+        process = _start(argv, stdin, env, cwd)
+        exited = _exit_of(process.pid, held)
+        try:
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                held.enter_context(stream)
+                transport, tail = await loop.connect_read_pipe(_Tail, stream)
+                held.callback(transport.close)
+                tails.append(tail)
+            await asyncio.wait({exited})
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait({exited}, timeout=KILL_SECONDS)
+            status = process.poll()
+        if status is None:
+            raise EpisodeFailed("agent_error", f"{argv[0]} did not die within {KILL_SECONDS:.0f} s of SIGKILL")
+        await asyncio.wait([tail.ended for tail in tails], timeout=FLUSH_SECONDS)
+        stdout, stderr = (bytes(tail.data[-KEPT_BYTES:]) for tail in tails)
+        return Ended(status, stdout, stderr)
+
+
+def _start(argv: Sequence[str], stdin: bytes, env: Mapping[str, str], cwd: Path | None) -> subprocess.Popen[bytes]:
+    """Its stdin is a file in memory, which no program can leave half-read."""
+    with open(os.memfd_create("stdin"), "w+b") as given:
+        given.write(stdin)
+        given.seek(0)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            argv, stdin=given, stdout=pipe, stderr=pipe, env=dict(env), cwd=cwd, start_new_session=True
+        )
+
+
+def _exit_of(pid: int, held: ExitStack) -> asyncio.Future[None]:
+    """Done when a child has ended; it stays to be reaped."""
+    loop = asyncio.get_running_loop()
+    exited: asyncio.Future[None] = loop.create_future()
+    descriptor = os.pidfd_open(pid)
+
+    def tell() -> None:
+        loop.remove_reader(descriptor)
+        if not exited.done():
+            exited.set_result(None)
+
+    loop.add_reader(descriptor, tell)
+    held.callback(os.close, descriptor)
+    held.callback(loop.remove_reader, descriptor)
+    return exited

@@ -1,0 +1,148 @@
+"""Agents that know the OpenAI API alone, trained through the proxy (asyncrl/agents/proxy).
+
+    agent=asyncrl.agents.proxied:Proxied agent_params.agent=my_module:solve
+        async def solve(question, base_url, api_key) -> float | None
+
+    agent=asyncrl.agents.proxied:Command 'agent_params.argv=[python, my_agent.py]'
+        any program, which finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, and its question on stdin
+
+The reward is what the function returned, or the program's last line says (reads_reward), or was posted to /v1/reward;
+else the task's.
+
+waits for     the function or the program; both are cancelled or killed when the episode ends, by its deadlines at last
+on death      of a program: EpisodeFailed("agent_error") with the end of what it wrote to stderr; where an engine failed
+              before, the engine's error
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.agents import programs
+from asyncrl.agents.proxy.server import Proxy
+from asyncrl.agents.proxy.session import Figures, Session
+from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.imports import load
+from asyncrl.types import Generate, Prompt, Trajectory
+
+OWN = "ASYNCRL_"
+RUN_ID = "ASYNCRL_RUN_ID"
+
+
+class _ThroughTheProxy:
+    """What both have: a server, from the first episode on."""
+
+    def __init__(self, tool_format: str, host: str, port: int) -> None:
+        self._proxy = Proxy(host=host, port=port, tool_format=tool_format)
+
+    @property
+    def figures(self) -> Figures:
+        """Counts of what was asked; contexts_begun beyond one an episode are samples that edited histories cost."""
+        return self._proxy.figures
+
+    async def start(self) -> None:
+        """Listen; the first episode does it otherwise. Raises OSError where the address is taken."""
+        self._proxy.start()
+
+    async def close(self) -> None:
+        """End the server, and whatever is asked of it."""
+        await self._proxy.close()
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """One episode."""
+        async with self._proxy.session(generate) as session:
+            reward = await self._play(prompt, session)
+        return session.trajectory(prompt.token_ids, session.posted if reward is None else reward)
+
+    async def _play(self, prompt: Prompt, session: Session) -> float | None:
+        raise NotImplementedError
+
+
+class Proxied(_ThroughTheProxy):
+    """A function of a user's, in this process's event loop: it must not block it."""
+
+    def __init__(
+        self,
+        agent: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        tool_format: str = "hermes",
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        """`agent`: import path, module:name, of an async function of (question, base_url, api_key) and `params`. Raises
+        ConfigError."""
+        super().__init__(tool_format, host, port)
+        self._solve, self._params = load(agent, "agent_params.agent"), dict(params or {})
+        if not inspect.iscoroutinefunction(self._solve):
+            remedy = "Must be an async function of (question, base_url, api_key); what blocks goes through Command."
+            raise ConfigError("agent_params.agent", agent, remedy)
+        try:
+            inspect.signature(self._solve).bind(question={}, base_url="", api_key="", **self._params)
+        except TypeError as error:
+            raise ConfigError("agent_params.params", self._params, f"{agent} does not take them: {error}.") from None
+
+    async def _play(self, prompt: Prompt, session: Session) -> float | None:
+        reward = await self._solve(
+            question=prompt.question, base_url=self._proxy.base_url, api_key=session.key, **self._params
+        )
+        return None if reward is None else float(reward)
+
+
+class Command(_ThroughTheProxy):
+    """A program for each episode, in a process group of its own, which is killed when the episode ends."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        reads_reward: bool = False,
+        tool_format: str = "hermes",
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        """`env` is added to this process's environment, less what is asyncrl's own. `reads_reward`: the last line that
+        it writes is {"reward": x}. Raises ConfigError."""
+        super().__init__(tool_format, host, port)
+        if isinstance(argv, str) or not argv:
+            raise ConfigError("agent_params.argv", argv, "Must be a list: the program, then its arguments.")
+        if cwd is not None and not Path(cwd).expanduser().is_dir():
+            raise ConfigError("agent_params.cwd", cwd, "Must be a folder.")
+        self._argv, self._env = [str(word) for word in argv], dict(env or {})
+        self._cwd = Path(cwd).expanduser() if cwd else None
+        self._host, self._reads_reward = host, reads_reward
+
+    async def _play(self, prompt: Prompt, session: Session) -> float | None:
+        ended = await programs.run(
+            self._argv, stdin=json.dumps(prompt.question).encode(), env=self._environment(session.key), cwd=self._cwd
+        )
+        if ended.status:
+            raise EpisodeFailed("agent_error", f"{self._argv[0]} {ended.reason}: {ended.last_lines()}")
+        return _reward(ended.stdout) if self._reads_reward else None
+
+    def _environment(self, key: str) -> dict[str, str]:
+        """With the run's mark, by which the launcher finds what is left of it; without the run's secrets."""
+        found = {name: value for name, value in os.environ.items() if not name.startswith(OWN) or name == RUN_ID}
+        direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), self._host]))
+        found |= {"no_proxy": direct, "NO_PROXY": direct, "OPENAI_BASE_URL": self._proxy.base_url}
+        return found | {"OPENAI_API_KEY": key} | self._env
+
+
+def _reward(stdout: bytes) -> float:
+    """Of the last line. Raises EpisodeFailed where it says none."""
+    line = stdout.strip().rpartition(b"\n")[2]
+    try:
+        reward = float(json.loads(line)["reward"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise EpisodeFailed("agent_error", f'its last line is no {{"reward": x}}: {line[-200:]!r}')
+    return reward

@@ -1,0 +1,116 @@
+"""The one form of a message, in which it is compared and rendered, however a client spells it.
+
+absent, null, "" and []     are the same
+content                     a text; of parts of text, these line by line
+a call's arguments          a value, not the JSON text of one: templates write it as their model was taught
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from asyncrl.agents.proxy.refusals import Refused, bad_field
+from asyncrl.agents.tool_calls import ToolCall
+from asyncrl.types import Message
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+
+@dataclass(frozen=True)
+class Read:
+    """A message."""
+
+    key: bytes  # equal for messages that say the same
+    rendered: Message
+    calls: int  # of tools
+
+
+def read_all(messages: Any) -> list[Read]:
+    """Those of a request. Raises Refused (400)."""
+    if not isinstance(messages, list) or not messages:
+        raise bad_field("messages", messages, "Must be a list of messages, one at least.")
+    return [read(message, f"messages[{n}]") for n, message in enumerate(messages)]
+
+
+def read(message: Any, name: str = "message") -> Read:
+    """One message. Raises Refused (400), which calls it by this name."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise bad_field(name, message, "Must be an object with a role.")
+    if message.get("function_call") is not None:
+        raise bad_field(f"{name}.function_call", message["function_call"], "Use tool_calls.")
+    normal = {field: value for field, value in message.items() if value not in _EMPTY}
+    if "content" in normal:
+        normal["content"] = _text(normal["content"], f"{name}.content")
+    calls = normal.get("tool_calls", [])
+    if calls:
+        normal["tool_calls"] = _calls(calls, f"{name}.tool_calls")
+    key = msgspec.json.encode(normal, order="deterministic")
+    return Read(key, {"content": "", **normal}, len(calls))
+
+
+def tools_key(tools: Any) -> bytes:
+    """Equal for the same tools. Raises Refused (400)."""
+    for tool in tools if isinstance(tools, list) else [tools]:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_field("tools", tools, 'Must be a list of {"type": "function", "function": {"name": ..., ...}}.')
+    return msgspec.json.encode(tools, order="deterministic")
+
+
+def assistant(content: str, calls: Sequence[ToolCall]) -> Message:
+    """What the model said, as clients read it and send it back."""
+    message: Message = {"role": "assistant", "content": content or (None if calls else "")}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for call in calls
+        ]
+    return message
+
+
+def _text(content: Any, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise bad_field(name, content, "Must be a text, or a list of parts of type text.")
+    return "\n".join(texts)
+
+
+def _calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    try:
+        return [
+            {
+                "id": call.get("id") or "",
+                "type": call.get("type") or "function",
+                "function": {"name": call["function"]["name"], "arguments": _value(call["function"].get("arguments"))},
+            }
+            for call in calls
+        ]
+    except (KeyError, TypeError, AttributeError):
+        remedy = 'Must be a list of {"id": ..., "function": {"name": ..., "arguments": ...}}.'
+        raise bad_field(name, calls, remedy) from None
+
+
+def _value(arguments: Any) -> Any:
+    """A model may be shown what was no JSON: it stays a text."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        return msgspec.json.decode(arguments) if arguments else {}
+    except ValueError:
+        return arguments
+    except RecursionError:
+        raise Refused(400, "a tool call's arguments are nested too deep", param="messages") from None

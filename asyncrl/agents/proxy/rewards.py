@@ -1,0 +1,64 @@
+"""What programs post to /v1/reward: of the episode, of single answers, of their tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import msgspec
+
+from asyncrl.agents.linking import Asked
+from asyncrl.agents.proxy.fields import Body
+from asyncrl.agents.proxy.refusals import bad_field
+from asyncrl.types import Turn
+
+
+@dataclass(frozen=True)
+class _OfTurn:
+    reward: float
+    token_rewards: list[float]
+
+
+class Rewards:
+    """Of one session. What is posted again takes the place of what was posted before."""
+
+    def __init__(self) -> None:
+        self.episode: float | None = None
+        self._turns: dict[int, _OfTurn] = {}  # by the number of the answer
+
+    def take(self, body: Body, answered: Sequence[Asked]) -> None:
+        """{"reward": x}; or with "turn", the number of an answer, and with "token_rewards", one for each of its tokens.
+        Raises Refused (400)."""
+        turn, reward, tokens = body.get("turn"), body.get("reward"), body.get("token_rewards") or []
+        if unknown := sorted(body.keys() - {"turn", "reward", "token_rewards"}):
+            raise bad_field(unknown[0], body[unknown[0]], "Must be reward, turn or token_rewards.")
+        if tokens and reward is None:
+            reward = 0.0
+        if not _is_number(reward):
+            raise bad_field("reward", reward, "Must be a number.")
+        if turn is None and not tokens:
+            self.episode = float(reward)
+            return
+        if type(turn) is not int or not 0 <= turn < len(answered):
+            raise bad_field("turn", turn, f"Must be that of an answer; there are {len(answered)}, from 0.")
+        length = len(answered[turn].completion.token_ids)
+        if not isinstance(tokens, list) or not all(map(_is_number, tokens)) or len(tokens) not in (0, length):
+            raise bad_field("token_rewards", tokens, f"Must be {length} numbers, one for each token of the turn.")
+        self._turns[turn] = _OfTurn(float(reward), [float(one) for one in tokens])
+
+    def given(self, turns: Sequence[Turn], answered: Sequence[Asked]) -> list[Turn]:
+        """These turns, which are made of these answers, with what they were given."""
+        of = {id(answered[number].completion): one for number, one in self._turns.items()}
+        return [_with(turn, of.get(id(turn.completion))) for turn in turns]
+
+
+def _with(turn: Turn, given: _OfTurn | None) -> Turn:
+    if given is None:
+        return turn
+    return msgspec.structs.replace(turn, reward=given.reward, token_rewards=given.token_rewards)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and math.isfinite(value)

@@ -1,0 +1,242 @@
+"""The proxy's HTTP side, in the event loop of the rollout process.
+
+    POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{name}
+    POST /v1/reward {"reward": x}                  of the episode
+    POST /v1/reward {"reward": x, "turn": k}       of the answer whose choice was told this turn
+
+The API key names the episode: `Authorization: Bearer SECRET-SESSION`, SECRET being the proxy's own, so that the key of
+an episode that has ended (410) is told from one that was never given (401).
+
+waits for     bodies and engines, until the client goes away or the episode ends, whichever is first: its request is
+              cancelled then. Episodes have deadlines (rollout/episode.py); the proxy needs none
+on death      of its server: the next episode raises
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from asyncrl.agents import tool_calls
+from asyncrl.agents.proxy.answers import Answer
+from asyncrl.agents.proxy.fields import Body
+from asyncrl.agents.proxy.fields import Route as Kind
+from asyncrl.agents.proxy.refusals import Refused
+from asyncrl.agents.proxy.session import Figures, Session, gone
+from asyncrl.errors import AsyncRLError
+from asyncrl.types import Generate
+
+MOST_BYTES = 32 << 20
+"""Of a body: a context of a million tokens is about 5 MB."""
+BACKLOG = 4096
+KEEP_ALIVE = 75  # seconds; clients close idle connections first, so that none is closed while it sends
+CLOSE_SECONDS = 2
+MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "asyncrl"}
+"""The only one; requests may call it by any name."""
+
+Handle = Callable[[Session, Body], Awaitable[Response]]
+
+
+class Proxy:
+    """One server."""
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, tool_format: str = "hermes") -> None:
+        """`port` 0: a free one. `tool_format`: how the model writes calls of tools (agents/tool_calls.py). Raises
+        ConfigError."""
+        self._host, self._port = host, port
+        self._tool_format = tool_calls.known(tool_format, "agent_params.tool_format")
+        self._secret = secrets.token_urlsafe(12)
+        self._sessions: dict[str, Session] = {}
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.figures = Figures()
+
+    def start(self) -> None:
+        """Listen, unless it does. Raises OSError where the address is taken."""
+        if self._serving is not None:
+            return
+        listening = socket.create_server((self._host, self._port), backlog=BACKLOG)
+        self._port = listening.getsockname()[1]
+        settings: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
+        self._server = _Server(
+            uvicorn.Config(
+                self._app(),
+                ws="none",
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+                **settings,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve([listening]))
+
+    async def close(self) -> None:
+        """End all sessions, then the server."""
+        for session in self._sessions.values():
+            session.close()
+        if self._serving and self._server:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving})
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's clients."""
+        return f"http://{self._host}:{self._port}/v1"
+
+    @asynccontextmanager
+    async def session(self, generate: Generate) -> AsyncIterator[Session]:
+        """Of one episode. Raises what `generate` raised, if it did, whatever the block raises."""
+        self.start()
+        if self._serving and self._serving.done():
+            raise AsyncRLError("the proxy's server has ended") from self._serving.exception()
+        made = Session(generate, tool_format=self._tool_format, figures=self.figures, secret=self._secret)
+        self._sessions[made.key] = made
+        try:
+            async with made:
+                yield made
+        finally:
+            del self._sessions[made.key]
+
+    # -- HTTP ----------------------------------------------------------------------------------------------
+
+    def _app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self._route(_chat), methods=["POST"]),
+            Route("/v1/completions", self._route(_complete), methods=["POST"]),
+            Route("/v1/reward", self._route(_reward), methods=["POST"]),
+            Route("/v1/models", self._route(_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._route(_model), methods=["GET"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: self._bug})
+
+    def _route(self, handle: Handle) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await _while_wanted(self._of(request), request, handle)
+            except Refused as refused:
+                self.figures.refused += refused.status in (400, 413)
+                return _refusal(refused)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
+
+        return endpoint
+
+    def _of(self, request: Request) -> Session:
+        """Whose request it is. Raises Refused."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and (session := self._sessions.get(key.strip())):
+            return session
+        if key.strip().startswith(f"{self._secret}-"):
+            raise gone()
+        raise Refused(401, "the API key is none of this proxy's: give the one that the episode was given")
+
+    async def _bug(self, request: Request, error: Exception) -> Response:
+        """Ours, and no fault of the agent that asked: it ends the run, with the traceback in the log."""
+        self._of(request).fail(AsyncRLError(f"a bug in the proxy: {error!r}"))
+        return _refusal(Refused(500, f"a bug in the proxy: {error!r}"))
+
+
+class _Server(uvicorn.Server):
+    """One that leaves the process's signals to whoever has them."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None."""
+        yield
+
+
+async def _while_wanted(session: Session, request: Request, handle: Handle) -> Response:
+    """The response. Raises Refused, or ClientDisconnect; the request is cancelled when its client goes away."""
+    watching: asyncio.Task[None] | None = None
+    left = False
+
+    async def watch(task: asyncio.Task[Any]) -> None:
+        nonlocal left
+        await request.receive()  # after the body nothing comes but the end
+        left = True
+        task.cancel()
+
+    try:
+        with session.call() as task:
+            body = await _body(request) if request.method == "POST" else {}
+            watching = asyncio.create_task(watch(task))
+            return await handle(session, body)
+    except asyncio.CancelledError:
+        if not left:
+            raise
+        task.uncancel()
+        raise ClientDisconnect from None
+    finally:
+        if watching:
+            watching.cancel()
+
+
+async def _body(request: Request) -> Body:
+    """A JSON object. Raises Refused, or ClientDisconnect."""
+    data = bytearray()
+    too_long = Refused(413, f"a body may have {MOST_BYTES} bytes")
+    if int(request.headers.get("content-length", 0)) > MOST_BYTES:
+        raise too_long
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MOST_BYTES:
+            raise too_long
+    try:
+        body = msgspec.json.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the body must be a JSON object")
+    return body
+
+
+async def _chat(session: Session, body: Body) -> Response:
+    return _sent(session, await session.chat(body), "chat")
+
+
+async def _complete(session: Session, body: Body) -> Response:
+    return _sent(session, await session.complete(body), "text")
+
+
+async def _reward(session: Session, body: Body) -> Response:
+    session.take_reward(body)
+    return _json({})
+
+
+async def _models(session: Session, body: Body) -> Response:
+    return _json({"object": "list", "data": [MODEL]})
+
+
+async def _model(session: Session, body: Body) -> Response:
+    return _json(MODEL)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _refusal(Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+def _sent(session: Session, answer: Answer, kind: Kind) -> Response:
+    if answer.wanted.stream:
+        return Response(answer.events(kind, session.template), media_type="text/event-stream")
+    return Response(answer.whole(kind, session.template), media_type="application/json")
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def _refusal(refused: Refused) -> Response:
+    return _json(refused.body(), refused.status, {"x-should-retry": "false"})  # OpenAI's clients heed it

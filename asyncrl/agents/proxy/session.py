@@ -1,0 +1,231 @@
+"""One episode behind the proxy: what its program asks, in the tokens that engines read and wrote.
+
+    async with Session(generate, ...) as session:
+        ...                                        the program plays, by HTTP or otherwise
+        trajectory = session.trajectory(prompt_ids, reward)
+
+waits for     engines (`generate`; their own deadlines), and the program (the episode's deadlines)
+on an error   of the fleet: what runs in the block is cancelled, and the block raises that error, whatever the program
+              made of the 503 that it was answered: the ledger names the engine, not the agent
+at its end    requests under way are cancelled; engines may have written tokens for them, which count as discarded
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from jinja2 import TemplateError
+
+from asyncrl.agents import tool_calls
+from asyncrl.agents.linking import Asked, link
+from asyncrl.agents.proxy import messages
+from asyncrl.agents.proxy.answers import Answer, Choice
+from asyncrl.agents.proxy.fields import Body, Route, Wanted, read
+from asyncrl.agents.proxy.histories import Chats, Texts
+from asyncrl.agents.proxy.refusals import Refused, bad_field
+from asyncrl.agents.proxy.rewards import Rewards
+from asyncrl.errors import AsyncRLError, EpisodeFailed
+from asyncrl.types import Completion, Generate, Message, Template, Trajectory
+
+
+@dataclass
+class Figures:
+    """Counts since the proxy's start."""
+
+    turns: int = 0  # answers that clients were given
+    contexts_begun: int = 0  # of them, those that went on from no earlier answer of their session
+    refused: int = 0  # requests, for what they asked
+    abandoned: int = 0  # requests whose client or episode ended first
+
+
+class Session:
+    """One episode."""
+
+    def __init__(self, generate: Generate, *, tool_format: str, figures: Figures, secret: str = "") -> None:
+        """`secret` begins the key."""
+        self.key = f"{secret}-{secrets.token_urlsafe(24)}"
+        self.closed = False
+        self._generate, self._tool_format, self._figures = generate, tool_format, figures
+        self._chats, self._texts = Chats(), Texts()
+        self._serial = itertools.count()
+        self._answered: list[tuple[int, Asked]] = []  # with its place in the order of asking
+        self._rewards = Rewards()
+        self._full = False
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._fault: AsyncRLError | None = None
+        self._scope = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Session:
+        await self._scope.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError:  # `fail` ended it
+            assert self._fault is not None
+            raise self._fault from None
+        if self._fault is not None and not isinstance(error, asyncio.CancelledError):
+            raise self._fault from error
+
+    def close(self) -> None:
+        """Requests under way are cancelled, and no other is answered."""
+        self.closed = True
+        for call in self._calls:
+            call.cancel()
+
+    @contextmanager
+    def call(self) -> Iterator[asyncio.Task[Any]]:
+        """Around a request: its task, which others cancel when its client goes away. Raises Refused (410) when the
+        episode ends first."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            yield task
+        except asyncio.CancelledError:
+            self._figures.abandoned += 1
+            if not self.closed:
+                raise
+            task.uncancel()
+            raise gone() from None
+        finally:
+            self._calls.discard(task)
+
+    def fail(self, error: AsyncRLError) -> None:
+        """The episode is over: its block raises this."""
+        if self._fault is None and not self.closed:
+            self._fault = error
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def template(self) -> Template:
+        """Of what it asks."""
+        return self._generate.template
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    async def chat(self, body: Body) -> Answer:
+        """POST /v1/chat/completions. Raises Refused."""
+        wanted = self._wanted(body, "chat")
+        sent = messages.read_all(body.get("messages"))
+        tools = body.get("tools") or []
+        keys, tools_key = [message.key for message in sent], messages.tools_key(tools)
+        known, length = self._chats.find(tools_key, keys)
+        context = self._render([message.rendered for message in sent[length:]], tools, known)
+        asked = await self._ask(context, wanted, begins=known is None)
+        choices = []
+        for turn, one in asked:
+            text, calls = self.template.decode(one.completion.token_ids), list[tool_calls.ToolCall]()
+            if tools and body.get("tool_choice") != "none":
+                before = sum(message.calls for message in sent)
+                text, calls = tool_calls.parse(text, self._tool_format, before=before)
+            said = messages.assistant(text, calls)
+            self._chats.keep(tools_key, [*keys, messages.read(said).key], one)
+            choices.append(Choice(turn, one.completion, said))
+        return Answer(wanted, context, choices)
+
+    async def complete(self, body: Body) -> Answer:
+        """POST /v1/completions. Raises Refused."""
+        wanted, prompt = self._wanted(body, "text"), body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            (prompt,) = prompt  # a batch of one
+        if isinstance(prompt, str) and prompt:
+            known, rest = self._texts.find(prompt)
+            written = _ids(known) if known else []
+            context = [*written, *self.template.encode(rest, begins=known is None)]
+        elif isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+            context = prompt
+            known = next((one for _, one in self._answered if context[: _size(one)] == _ids(one)), None)
+        else:
+            raise bad_field("prompt", prompt, "Must be one text, or the token ids of one.")
+        choices = []
+        for turn, one in await self._ask(context, wanted, begins=known is None):
+            text = self.template.decode(one.completion.token_ids)
+            if isinstance(prompt, str):
+                self._texts.keep(prompt + text, one)
+            choices.append(Choice(turn, one.completion, {"role": "assistant", "content": text}))
+        return Answer(wanted, context, choices)
+
+    def take_reward(self, body: Body) -> None:
+        """POST /v1/reward. Raises Refused."""
+        self._rewards.take(body, [asked for _, asked in self._answered])
+
+    @property
+    def posted(self) -> float | None:
+        """The reward of the episode."""
+        return self._rewards.episode
+
+    def trajectory(self, prompt_ids: list[int], reward: float | None) -> Trajectory:
+        """Everything that was answered, with the rewards of turns. Raises EpisodeFailed where nothing was."""
+        if not self._answered:
+            raise EpisodeFailed("agent_error", "it asked the model for nothing")
+        in_order = sorted(self._answered, key=lambda answer: answer[0])
+        turns = link(prompt_ids, [asked for _, asked in in_order])
+        return Trajectory(self._rewards.given(turns, [asked for _, asked in self._answered]), reward)
+
+    # -- tokens --------------------------------------------------------------------------------------------
+
+    def _wanted(self, body: Body, route: Route) -> Wanted:
+        return read(body, route, temperature=self._generate.temperature, end=self.template.end)
+
+    def _render(self, chat: Sequence[Message], tools: Sequence[Any], known: Asked | None) -> list[int]:
+        """The tokens of a chat, or those of a known one and of what was said since."""
+        try:
+            if known is None:
+                return self.template.begin(chat, tools)
+            written = known.completion.token_ids
+            return [*_ids(known), *self.template.extend(chat, last=written[-1] if written else None)]
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise Refused(400, f"the chat template does not take these messages: {error}", param="messages") from error
+
+    async def _ask(self, context: list[int], wanted: Wanted, *, begins: bool) -> list[tuple[int, Asked]]:
+        """The answers, each with the number of its turn."""
+        numbers = [next(self._serial) for _ in range(wanted.choices)]
+        calls = [self._generate(context, max_new_tokens=wanted.limit) for _ in numbers]
+        answered = []
+        for number, completion in zip(numbers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(completion, AsyncRLError):
+                self.fail(completion)
+                raise Refused(503, f"the engines cannot answer, and the episode is over: {completion}")
+            if isinstance(completion, BaseException):
+                raise completion
+            answered.append((number, Asked(context, completion)))
+        self._look_at_room([asked.completion for _, asked in answered], len(context))
+        first = len(self._answered)
+        self._answered += answered
+        self._figures.turns += len(answered)
+        self._figures.contexts_begun += len(answered) if begins else len(answered) - 1
+        return [(first + n, asked) for n, (_, asked) in enumerate(answered)]
+
+    def _look_at_room(self, completions: Sequence[Completion], length: int) -> None:
+        """Where the model's context is full the first answer is empty, by "length", for a program to end well; one that
+        asks on is told so, or it might do so for ever."""
+        full = not any(completion.token_ids for completion in completions)
+        if full and self._full:
+            message = f"the model's context has no room for an answer to {length} tokens"
+            raise Refused(400, message, param="messages", code="context_length_exceeded")
+        self._full = full
+
+
+def gone() -> Refused:
+    """For requests of an episode that has ended."""
+    return Refused(410, "the episode of this API key has ended")
+
+
+def _ids(asked: Asked) -> list[int]:
+    return [*asked.context, *asked.completion.token_ids]
+
+
+def _size(asked: Asked) -> int:
+    return len(asked.context) + len(asked.completion.token_ids)
