@@ -67,7 +67,7 @@ class Proxy:
         """Listen, unless it does. Raises OSError where the address is taken."""
         if self._serving is not None:
             return
-        listening = socket.create_server((self._host, self._port), backlog=BACKLOG)
+        listening = _listen(self._host, self._port)
         self._port = listening.getsockname()[1]
         settings: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
         self._server = _Server(
@@ -155,6 +155,21 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """None."""
         yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """By its protocol's number: asyncio leaves Nagle's algorithm on for sockets without, and an answer, which is sent
+    in two pieces, waits 40 ms for its second."""
+    (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)  # from here on connections wait for the server, if it is not up yet
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 async def _while_wanted(session: Session, request: Request, handle: Handle) -> Response:
