@@ -1,0 +1,135 @@
+"""CPU time that a call through the OpenAI proxy costs the rollout process, beyond the same call through Chat.
+
+    python scripts/bench_proxy.py [--turns 8] [--episodes 96]
+
+The engine answers at once. Clients are in another process and send requests that were made beforehand, so that what is
+measured is the proxy alone; then OpenAI's client is in the same process, as with agents.proxied:Proxied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI, DefaultAioHttpClient
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from asyncrl.agents.chat import Chat
+from asyncrl.agents.proxy.server import Proxy
+from asyncrl.agents.template import ChatTemplate
+from asyncrl.models import tiny
+from asyncrl.rollout.prompts import load_tokenizer
+from asyncrl.types import Completion, Template, VersionSpan
+
+CONCURRENT = 32
+CLIENT = """
+import asyncio, json, sys
+host, port, keys, bodies = json.load(sys.stdin)
+
+async def play(key):
+    reader, writer = await asyncio.open_connection(host, port)
+    for body in bodies:
+        head = f"POST /v1/chat/completions HTTP/1.1\\r\\nhost: x\\r\\nauthorization: Bearer {key}\\r\\n"
+        writer.write(f"{head}content-length: {len(body)}\\r\\n\\r\\n{body}".encode())
+        head = (await reader.readuntil(b"\\r\\n\\r\\n")).decode().lower()
+        await reader.readexactly(int(head.split("content-length: ")[1].split()[0]))
+        assert " 200 " in head.splitlines()[0], head
+    writer.close()
+
+async def main():
+    await asyncio.gather(*map(play, keys))
+
+asyncio.run(main())
+"""
+
+
+class Instant:
+    """The same answer at once, whatever is asked."""
+
+    temperature = 1.0
+
+    def __init__(self, template: Template, tokens: int) -> None:
+        self.template = template
+        self._answer = [3] * tokens + [10]
+
+    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
+        length = len(self._answer)
+        return Completion(list(self._answer), [-0.5] * length, [VersionSpan(0, 0, length)], "stop")
+
+
+class Bench:
+    """Episodes of so many turns, in messages of so many tokens."""
+
+    def __init__(self, template: Template, turns: int, tokens: int, proxy: Proxy, client: AsyncOpenAI) -> None:
+        self._generate, self._proxy, self._client = Instant(template, tokens), proxy, client
+        said, answered = {"role": "user", "content": "5" * tokens}, {"role": "assistant", "content": "3" * tokens}
+        self._said = said["content"]
+        self._histories: list[Any] = [[*[said, answered] * turn, said] for turn in range(turns)]
+
+    async def measure(self, play: Callable[[int], Awaitable[None]], episodes: int) -> float:
+        """Microseconds of CPU for a call."""
+        await play(1)  # warm
+        began = time.process_time()
+        await play(episodes)
+        return (time.process_time() - began) / (episodes * len(self._histories)) * 1e6
+
+    async def chat(self, episodes: int) -> None:
+        for _ in range(episodes):
+            chat = Chat(self._generate, self._histories[0])
+            await chat.answer()
+            for _ in self._histories[1:]:
+                chat.say(self._said)
+                await chat.answer()
+
+    async def proxied(self, episodes: int) -> None:
+        host, port = self._proxy.base_url.split("/")[2].split(":")
+        bodies = [json.dumps({"model": "m", "messages": history}) for history in self._histories]
+        for first in range(0, episodes, CONCURRENT):
+            async with AsyncExitStack() as stack:
+                opened = [self._proxy.session(self._generate) for _ in range(min(CONCURRENT, episodes - first))]
+                keys = [(await stack.enter_async_context(session)).key for session in opened]
+                client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, stdin=subprocess.PIPE)
+                await client.communicate(json.dumps([host, int(port), keys, bodies]).encode())
+                assert client.returncode == 0
+
+    async def with_openai(self, episodes: int) -> None:
+        for _ in range(episodes):
+            async with self._proxy.session(self._generate) as session:
+                client = self._client.with_options(api_key=session.key)
+                for history in self._histories:
+                    await client.chat.completions.create(model="m", messages=history)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--episodes", type=int, default=96)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp()) / "tiny"
+    tiny.write(folder)
+    template, proxy = ChatTemplate(load_tokenizer(folder, None)), Proxy()
+    proxy.start()
+    print("microseconds of CPU a call")
+    print("tokens of a message     Chat   the proxy, beyond it   OpenAI's client and the proxy, beyond it")
+    async with AsyncOpenAI(base_url=proxy.base_url, api_key="x", http_client=DefaultAioHttpClient()) as client:
+        for tokens in (16, 256, 2048):
+            bench = Bench(template, options.turns, tokens, proxy, client)
+            chat, proxied, openai = [
+                await bench.measure(play, options.episodes) for play in (bench.chat, bench.proxied, bench.with_openai)
+            ]
+            print(f"{tokens:19d} {chat:8.0f} {proxied - chat:22.0f} {openai - chat:40.0f}")
+    await proxy.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
