@@ -14,7 +14,7 @@ from asyncrl.types import Generate, Message, Prompt, Trajectory
 
 class MultiTurn:
     """Plays until the environment is done, an answer is cut off, or `max_turns`. The reward of an episode is what its
-    environment gave, turn by turn."""
+    environment gave, turn by turn, and where that says so (Step.score) the task's score of the last answer."""
 
     def __init__(self, environments: Environments, *, max_turns: int = 32) -> None:
         self._environments, self._max_turns = environments, max_turns
@@ -31,20 +31,24 @@ class MultiTurn:
         """One episode."""
         async with self._environments() as env:
             chat, state = await self._begin(env, prompt, generate), str(prompt.question.get("state", ""))
+            step = Step()
             for _ in range(self._max_turns):
                 text = await chat.answer(state=state)
-                step: Step = await awaited(env.step(text))
+                step = await awaited(env.step(text))
                 chat.reward(step.reward)
                 if step.done or chat.ended:
                     break
                 chat.say(step.messages)
                 state = step.state
-            return chat.trajectory(reward=0.0)
+            if not step.done and (finish := getattr(env, "finish", None)):
+                chat.reward(await awaited(finish()))
+            return chat.trajectory(reward=None if step.score else 0.0)
 
     async def _begin(self, env: Env, prompt: Prompt, generate: Generate) -> Chat:
         more: Sequence[Message] | None = await awaited(env.reset(prompt.question))
         if more:
-            return Chat(generate, [*prompt.question["messages"], *more])
+            tools = prompt.question.get("tools", ())
+            return Chat(generate, [*prompt.question["messages"], *more], tools=tools)
         return Chat.of(prompt, generate)
 
 

@@ -24,6 +24,9 @@ class Step:
     """Of the turn."""
     done: bool = False
     """The episode is over."""
+    score: bool = False
+    """If the episode ends here, the task's own reward function is asked about this text; what the environment gave turn
+    by turn is added to that."""
     state: str = ""
     """Names the state that was reached, if the same one may be reached again: for step-level groups (gigpo)."""
     info: dict[str, Any] = field(default_factory=dict)
@@ -31,8 +34,9 @@ class Step:
 
 
 class Env(Protocol):
-    """One episode: reset, steps until one is done, and `close`, if it has one. Each method is plain or async. Whatever
-    they raise costs the episode its group, never a reward: EpisodeFailed tells the reason."""
+    """One episode: reset, steps until one is done, and `close`, if it has one. Where the episode ends before that, at
+    the limit of turns or of tokens, `finish`, if it has one, tells the reward that is still due. Each method is plain or
+    async. Whatever they raise costs the episode its group, never a reward: EpisodeFailed tells the reason."""
 
     def reset(self, question: Question) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
         """Begin the episode of this question. What it returns follows the question's own messages; most often, nothing

@@ -63,7 +63,7 @@ class Resident:
         if method == "make":
             self._env = EnvSpec(*arguments).make()
             return None
-        if method == "close" and not hasattr(self._env, "close"):
+        if method in ("close", "finish") and not hasattr(self._env, method):
             return None
         found = getattr(self._env, method)(*arguments)
         if inspect.isawaitable(found):

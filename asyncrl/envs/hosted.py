@@ -197,6 +197,12 @@ class HostedEnv:
             await self._host.call(self._name, "step", action, seconds=self._step_timeout, limit=limit), Step
         )
 
+    async def finish(self) -> float:
+        """As the environment's; 0 where it has none."""
+        limit = "task.environments.step_timeout"
+        found = await self._host.call(self._name, "finish", seconds=self._step_timeout, limit=limit)
+        return _checked(found or 0.0, float)
+
     async def close(self) -> None:
         """As the environment's, if its process is there."""
         self._host.living -= 1

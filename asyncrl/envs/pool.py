@@ -178,23 +178,32 @@ class _Guarded:
 
     async def reset(self, question: Question) -> list[Message]:
         """As the environment's."""
-        found = await self._call("reset", question, self._settings.reset_timeout, "reset_timeout")
+        found = await self._call("reset", self._settings.reset_timeout, "reset_timeout", question)
         return list(found or [])
 
     async def step(self, action: str) -> Step:
         """As the environment's."""
-        found = await self._call("step", action, self._settings.step_timeout, "step_timeout")
+        found = await self._call("step", self._settings.step_timeout, "step_timeout", action)
         if not isinstance(found, Step):
             raise EpisodeFailed("environment_error", f"step returned {type(found).__name__} in the place of a Step")
         if not math.isfinite(found.reward):
             raise EpisodeFailed("environment_error", f"step gave a reward of {found.reward}")
         return found
 
-    async def _call(self, method: str, argument: Any, seconds: float, limit: str) -> Any:
+    async def finish(self) -> float:
+        """As the environment's; 0 where it has none."""
+        if not hasattr(self._env, "finish"):
+            return 0.0
+        found = float(await self._call("finish", self._settings.step_timeout, "step_timeout"))
+        if not math.isfinite(found):
+            raise EpisodeFailed("environment_error", f"finish gave a reward of {found}")
+        return found
+
+    async def _call(self, method: str, seconds: float, limit: str, *arguments: Any) -> Any:
         try:
             async with asyncio.timeout(None if isinstance(self._env, HostedEnv) else seconds):  # a host has its own
                 with raised_by("environment_error", retry=True):
-                    return await _awaited(getattr(self._env, method)(argument))
+                    return await _awaited(getattr(self._env, method)(*arguments))
         except TimeoutError:
             detail = f"{method} has not returned for {seconds:g} s (task.environments.{limit})"
             raise EpisodeFailed("environment_timeout", detail) from None

@@ -1,0 +1,152 @@
+"""Tasks in a shell: files and an instruction, a command in each turn, and tests in the end.
+
+The question has
+    messages    the instruction; HOW tells how to act
+    files       {path: text}, or `folder`: a folder of the host whose files are copied
+    checks      [{"command": "sh check.sh", "expect": "42"}, ...]: each passes when its command exits with 0 and prints
+                what is expected, if anything is; their share that passes is the reward
+    tests       {path: text} that the checks need: written when the model is done, so that it cannot read or change them
+
+Whatever the model does to its sandbox is its own doing: where tests cannot be written any more they are not passed.
+What it leaves can still act while checks run (a module of a name that a test imports, say): what a check expects stands
+outside of the sandbox, an exit code does not.
+
+waits for     the sandbox, which bounds every command
+on a hang     EpisodeFailed("sandbox"), from the sandbox
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.envs.env import Question, Step
+from asyncrl.envs.tools.calls import known, parse
+from asyncrl.envs.tools.output import shown
+from asyncrl.envs.tools.shared import check_sandboxes, sandboxes
+from asyncrl.envs.tools.slips import slips
+from asyncrl.types import Message
+
+if TYPE_CHECKING:
+    from asyncrl.envs.sandbox.protocol import Sandbox
+
+HOW = (
+    "Work with shell commands: write one command, or several lines, in one ```bash block. It is run in the folder of "
+    "the task, and you are shown its output. Each block begins in that folder; files stay, variables and processes do "
+    "not. When all is done write DONE."
+)
+BASH: Message = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Runs commands in the folder of the task, and shows what they print. Write DONE when all is done.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "one command, or several lines"}},
+            "required": ["command"],
+            "additionalProperties": False,
+        },
+    },
+}
+"""The tool of a question where commands come as calls: question["tools"] = [BASH]."""
+_BLOCK = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)```", re.DOTALL)
+_DONE = re.compile(r"^\s*DONE\s*$", re.MULTILINE)
+_ONE = "One block with commands at a time: nothing was run."
+
+
+class ShellEnv:
+    """Of one episode, with a sandbox of its own."""
+
+    def __init__(
+        self,
+        *,
+        sandbox: Mapping[str, Any] | None = None,
+        max_turns: int = 16,
+        seconds: float | None = None,
+        format: str | None = None,
+        output_chars: int = 4000,
+    ) -> None:
+        """`sandbox`: see shared.sandboxes; `seconds` of one command, unset: those of the sandbox; `format` of the calls
+        of a tool, bash, that are the commands (calls.parse), unset: blocks. Raises ConfigError."""
+        self._spec, self._max_turns, self._seconds = dict(sandbox or {}), max_turns, seconds
+        self._format, self._output_chars = known(format, "format") if format else None, output_chars
+        check_sandboxes(self._spec)
+        self._sandbox: Sandbox | None = None
+        self._question: Question = {}
+        self._turns = 0
+
+    async def reset(self, question: Question) -> None:
+        """A sandbox with the files of the question."""
+        self._question, self._turns = question, 0
+        self._sandbox = await sandboxes(self._spec).open()
+        files = dict(question.get("files", {}))
+        if folder := question.get("folder"):
+            files = await asyncio.to_thread(_read, Path(folder)) | files
+        for path, content in files.items():
+            await self._sandbox.write(path, content if isinstance(content, bytes) else content.encode())
+
+    async def step(self, action: str) -> Step:
+        """Runs the command; done when there is none or the model says so, and at the last turn."""
+        self._turns += 1
+        commands, wrong = self._commands(action)
+        done = bool(_DONE.search(_BLOCK.sub("", action))) or not (commands or wrong) or self._turns >= self._max_turns
+        told = [wrong] if wrong else [await self._run(command) for command in commands]
+        if done:
+            return Step(done=True, reward=await self.finish())
+        role = {"role": "tool", "name": "bash"} if self._format else {"role": "user"}
+        return Step([{**role, "content": text} for text in told])
+
+    async def finish(self) -> float:
+        """The share of the checks that pass."""
+        sandbox, checks = self._opened(), self._question["checks"]
+        tests: dict[str, str] = self._question.get("tests", {})
+        try:
+            for path, text in tests.items():
+                await sandbox.write(path, text.encode())
+        except (ValueError, OSError):  # a link or a folder in its place, no space left
+            return 0.0
+        return sum([await self._passes(check) for check in checks]) / len(checks)
+
+    async def close(self) -> None:
+        """Removes the sandbox."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox:
+            await sandbox.close()
+
+    def _opened(self) -> Sandbox:
+        if self._sandbox is None:
+            raise RuntimeError("an episode begins with reset")
+        return self._sandbox
+
+    def _commands(self, text: str) -> tuple[list[str], str]:
+        """One command, or none; and what is wrong with the turn."""
+        if self._format is None:
+            blocks = _BLOCK.findall(text)
+            return (blocks, "") if len(blocks) < 2 else ([], _ONE)
+        rest, calls = parse(text, self._format, before=self._turns)
+        if wrong := slips(rest, self._format):
+            return [], f"Error: {wrong[0]}"
+        commands = [call.arguments.get("command") for call in calls if call.name == "bash"]
+        if len(calls) > 1 or len(commands) < len(calls) or not all(isinstance(command, str) for command in commands):
+            return [], 'Error: one call of bash at a time, with {"command": "..."}: nothing was run.'
+        return [str(command) for command in commands], ""
+
+    async def _run(self, command: str) -> str:
+        try:
+            words = ["bash", "-c", command.encode(errors="replace").decode()]
+            outcome = await self._opened().run(words, seconds=self._seconds)
+        except ValueError as error:
+            return f"Error: {error}"
+        return shown(outcome, self._output_chars)
+
+    async def _passes(self, check: Mapping[str, str]) -> bool:
+        outcome = await self._opened().run(["sh", "-c", check["command"]], seconds=self._seconds)
+        expected = check.get("expect")
+        return outcome.ok and (expected is None or outcome.text.strip() == expected.strip())
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}

@@ -1,0 +1,125 @@
+"""Calls of tools in what a model wrote, in the forms that models were taught.
+
+    hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+                  Hermes, Qwen2.5, Qwen3. Several tags for several calls, or a list in one tag (SmolLM2); the last tag
+                  may lack its end.
+    llama3_json   {"name": "add", "parameters": {"a": 1}}
+                  Llama 3.1 and 3.2. Nothing else stands in the text but ";" between calls.
+    pythonic      [add(a=1), add(a=2)]
+                  Llama 3.2 and 4. Nothing else stands in the text; arguments are literals.
+
+What is not well-formed is no call: it stays in the text, for the model's next turn and whoever counts such slips.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """Of a function. `id` names it within its conversation; nine letters and digits, which is all that Mistral's
+    templates accept."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+_Call = tuple[str, dict[str, Any]]
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def parse(text: str, format: str, *, before: int = 0) -> tuple[str, list[ToolCall]]:
+    """The text without its calls, and these. `before`: calls earlier in the conversation, for their ids: they depend on
+    nothing else, so that an episode that is played again after a resume asks the same."""
+    rest, calls = _FORMATS[format](text)
+    return rest, [ToolCall(name, arguments, f"call{before + n:05d}") for n, (name, arguments) in enumerate(calls)]
+
+
+def known(format: str, field: str) -> str:
+    """The name of a format. Raises ConfigError for the field that gave another."""
+    if format not in _FORMATS:
+        raise ConfigError(field, format, f"Must be one of {', '.join(_FORMATS)}.")
+    return format
+
+
+def _hermes(text: str) -> tuple[str, list[_Call]]:
+    calls: list[_Call] = []
+
+    def take(block: re.Match[str]) -> str:
+        try:
+            value = _json(block[1])
+            calls.extend([_call(one, "arguments") for one in (value if isinstance(value, list) else [value])])
+        except (ValueError, RecursionError):
+            return block[0]
+        return ""
+
+    rest = _BLOCK.sub(take, text)
+    return (rest.strip(), calls) if calls else (text, [])
+
+
+def _llama3_json(text: str) -> tuple[str, list[_Call]]:
+    left, calls = text.strip().removeprefix("<|python_tag|>"), list[_Call]()
+    decoder = json.JSONDecoder(parse_constant=_refuse)
+    try:
+        while left:
+            value, end = decoder.raw_decode(left)
+            calls.append(_call(value, "parameters" if "parameters" in value else "arguments"))
+            left = left[end:].strip()
+            if left and not left.startswith(";"):
+                return text, []
+            left = left[1:].strip()
+    except (ValueError, TypeError, RecursionError):
+        return text, []
+    return ("", calls) if calls else (text, [])
+
+
+def _pythonic(text: str) -> tuple[str, list[_Call]]:
+    try:
+        listed = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(listed, ast.List) or not listed.elts:
+            return text, []
+        return "", [_python_call(node) for node in listed.elts]
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # what ast may raise on a strange text
+        return text, []
+
+
+def _python_call(node: ast.expr) -> _Call:
+    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("not a call by keywords")
+    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return ast.unparse(node.func), json.loads(json.dumps(arguments, allow_nan=False))  # sets and bytes are refused
+
+
+def _call(value: Any, arguments: str) -> _Call:
+    """Raises ValueError for what is no call."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise ValueError("not a call")
+    given = value.get(arguments, {})
+    if not isinstance(given, dict):
+        raise ValueError("arguments that are no object")
+    json.dumps(given, allow_nan=False)  # 1e999 was read as an infinity
+    return value["name"], given
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_FORMATS: dict[str, Callable[[str], tuple[str, list[_Call]]]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "pythonic": _pythonic,
+}

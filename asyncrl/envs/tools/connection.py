@@ -1,0 +1,179 @@
+"""One session with an MCP server, over the pipes of its process or over HTTP.
+
+The client's scopes must be left by the task that entered them, so a task of its own holds the session; whoever calls a
+tool only asks it.
+
+waits for     the server: start_timeout to come up, PROBE_SECONDS to list its tools when a call was given up
+unblocked by  its answer, its end, or the end of its connection: all that wait are told
+on a hang     a call is given up by its caller; a server that does not answer the probe either is ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pydantic
+from mcp import Client
+from mcp.shared.exceptions import MCPError
+from mcp_types import INVALID_PARAMS, CallToolResult, TextContent, Tool
+
+from asyncrl.envs.tools.stdio import MOST_BYTES, TOO_LARGE, Said
+from asyncrl.envs.tools.tool import ToolError
+from asyncrl.errors import EpisodeFailed
+
+PROBE_SECONDS = 30.0
+END_SECONDS = 5.0
+MOST_PAGES = 100
+_SSE_TOO_LARGE = f"exceeded the {MOST_BYTES} byte limit"
+"""What httpx2 says of an event of that size."""
+
+Open = Callable[[Said, Callable[[], None]], AbstractAsyncContextManager[Any]]
+"""Makes the transport; it notes what the server says, and calls when the server has hung up."""
+
+
+class Connection:
+    """To one server, until it ends."""
+
+    def __init__(self, name: str, open: Open) -> None:
+        self._name, self._open = name, open
+        self._said = Said()
+        self._stop = asyncio.Event()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._client: Client | None = None
+        self._owner: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
+        self.why = "it has hung up"
+        """Of its end."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be asked."""
+        return self._owner is not None and not self._owner.done() and not self._stop.is_set()
+
+    async def start(self, seconds: float) -> None:
+        """Raises EpisodeFailed when it does not come up within so many seconds."""
+        self._owner = asyncio.get_running_loop().create_task(self._own())
+        self._owner.add_done_callback(self._ended)
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            await self.end(f"it has not come up within {seconds:g} s")
+            raise self._failed() from None
+        except asyncio.CancelledError:
+            self._stop.set()
+            self._owner.cancel()
+            raise
+
+    async def tools(self) -> list[Tool]:
+        """All that it lists. Raises EpisodeFailed."""
+        found, cursor = list[Tool](), None
+        for _ in range(MOST_PAGES):
+            page = await self._ask(lambda client: client.list_tools(cursor=cursor))  # noqa: B023  called at once
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        return found
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> str:
+        """The text of the answer. Raises ToolError for what the tool reports, EpisodeFailed."""
+        try:
+            result: CallToolResult = await self._ask(lambda client: client.call_tool(tool, arguments))
+        except asyncio.CancelledError:
+            self._probe()
+            raise
+        text = told(result)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    async def end(self, why: str) -> None:
+        """End it, and wait until its process is gone."""
+        if self.alive:
+            self.why = why
+        self._stop.set()
+        if self._probing:
+            self._probing.cancel()
+        if self._owner:
+            if not self._ready.done():
+                self._owner.cancel()
+            await asyncio.wait({self._owner}, timeout=END_SECONDS)
+
+    async def _own(self) -> None:
+        async with Client(self._open(self._said, self._stop.set), cache=None) as self._client:
+            self._ready.set_result(None)
+            await self._stop.wait()
+
+    def _ended(self, owner: asyncio.Task[None]) -> None:
+        leaves = [] if owner.cancelled() else _leaves(owner.exception())
+        if leaves:
+            self.why = "; ".join(f"{type(one).__name__}: {one}" for one in leaves)
+        self._stop.set()
+        if not self._ready.done():
+            own = [one for one in leaves if isinstance(one, EpisodeFailed)]  # the program cannot be started
+            self._ready.set_exception(own[0] if own else self._failed())
+            self._ready.exception()  # whoever waited may be gone
+
+    async def _ask(self, ask: Callable[[Client], Any]) -> Any:
+        if not self.alive or self._client is None:
+            raise self._failed()
+        try:
+            return await ask(self._client)
+        except MCPError as error:
+            if any(text in error.message for text in (TOO_LARGE, _SSE_TOO_LARGE)):
+                raise ToolError(TOO_LARGE) from None
+            if error.code == INVALID_PARAMS:
+                raise ToolError(error.message) from None
+            if self._stop.is_set() and self._owner:
+                await asyncio.wait({self._owner}, timeout=END_SECONDS)  # it learns how the process ended
+                raise self._failed() from None
+            self._probe()
+            raise EpisodeFailed("tool", f"the MCP server {self._name} failed: {error.message}") from None
+        except (pydantic.ValidationError, RuntimeError) as error:
+            raise EpisodeFailed("tool", f"the MCP server {self._name} answered what it must not: {error}") from None
+
+    def _failed(self) -> EpisodeFailed:
+        said = str(self._said)
+        why = f"{self.why}{', ' if said and not said.startswith(';') else ''}{said}"
+        return EpisodeFailed("tool", f"the MCP server {self._name} is gone: {why}")
+
+    def _probe(self) -> None:
+        """In the background: a call was given up, is the server still there?"""
+        if self.alive and (self._probing is None or self._probing.done()):
+            self._probing = asyncio.get_running_loop().create_task(self._check())
+
+    async def _check(self) -> None:
+        assert self._client
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await self._client.list_tools()
+        except (TimeoutError, MCPError, pydantic.ValidationError, RuntimeError) as error:
+            if self.alive:
+                self.why = f"it does not answer any more ({type(error).__name__}: {error})"
+            self._stop.set()
+
+
+def told(result: CallToolResult) -> str:
+    """The text of a result; what is not text is named."""
+    parts = []
+    for item in result.content:
+        if isinstance(item, TextContent):
+            parts.append(item.text)
+        else:
+            text = getattr(getattr(item, "resource", None), "text", None)
+            parts.append(text if text is not None else f"[{item.type}, which cannot be shown]")
+    if not parts and result.structured_content is not None:
+        parts.append(pydantic.TypeAdapter(Any).dump_json(result.structured_content).decode())
+    return "\n".join(parts)
+
+
+def _leaves(error: BaseException | None) -> list[BaseException]:
+    if error is None:
+        return []
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for one in error.exceptions for leaf in _leaves(one)]
+    return [error]

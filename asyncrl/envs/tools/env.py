@@ -1,0 +1,184 @@
+"""The environment of an episode with tools: runs the calls in what the model wrote, and tells it what came of them.
+
+waits for     every call, up to its time limit
+on a hang     EpisodeFailed("tool"), or word of it to the model (tool.py says whose fault is what)
+its reward    none: when a turn has no call the episode is over, and the task's own reward function scores it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
+from asyncrl.envs.env import Question, Step
+from asyncrl.envs.tools.calls import ToolCall, known, parse
+from asyncrl.envs.tools.output import cut
+from asyncrl.envs.tools.slips import slips
+from asyncrl.envs.tools.tool import REPORTED, OnFault, Tool
+from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.types import Message
+
+MOST_NESTED = 64
+"""Levels of lists and objects in a call's arguments; what reads them recurses."""
+
+
+class ToolEnv:
+    """Of one episode."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        max_calls: int = 32,
+        format: str = "hermes",
+        parallel: bool = True,
+        call_timeout: float = 30.0,
+        on_fault: OnFault = "episode",
+        output_chars: int = 8000,
+        penalty: float = 0.0,
+    ) -> None:
+        """At most `max_calls` calls in the episode, well-formed or not; those of a turn run at once unless not
+        `parallel`. `format` is one of calls.parse. `call_timeout`: seconds of one call. Every output is cut to
+        `output_chars` characters. `penalty` is taken off a turn's reward for each call that was not well-formed, of no
+        tool, or with wrong arguments."""
+        self._format, self._parallel, self._max_calls = known(format, "format"), parallel, max_calls
+        self._timeout, self._on_fault, self._output_chars, self._penalty = call_timeout, on_fault, output_chars, penalty
+        self._count, self._wrong = 0, 0
+        self._take(tools)
+
+    def _take(self, tools: Sequence[Tool]) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) != len(tools):
+            raise ValueError(f"two tools of one name: {sorted(tool.name for tool in tools)}")
+
+    async def reset(self, question: Question) -> None:
+        """Opens the tools that want it."""
+        self._count = 0
+        for tool in self._tools.values():
+            await _do(tool, "open")
+
+    async def close(self) -> None:
+        """Closes them, each of them, and then raises what the first has raised."""
+        closed = await asyncio.gather(*(_do(tool, "close") for tool in self._tools.values()), return_exceptions=True)
+        for error in closed:
+            if error is not None:
+                raise error
+
+    async def step(self, action: str) -> Step:
+        """Done when there is no call in it, or when the calls were used up before."""
+        text, calls = parse(action, self._format, before=self._count)
+        wrong = slips(text, self._format)
+        left = self._max_calls - self._count
+        if not (calls or wrong) or left <= 0:
+            return Step(done=True, score=True)
+        self._count += len(calls) + len(wrong)
+        self._wrong = len(wrong)
+        told = await self._run(calls[:left])
+        told += [
+            _message(call, f"Error: not run: the {self._max_calls} calls that there are have been used up.")
+            for call in calls[left:]
+        ]
+        told += [{"role": "tool", "content": f"Error: {cut(slip, self._output_chars)}"} for slip in wrong]
+        return Step(told, reward=0.0 - self._penalty * self._wrong, score=True, info={"calls": len(calls)})
+
+    async def _run(self, calls: Sequence[ToolCall]) -> list[Message]:
+        """What the model is told of each call. Raises EpisodeFailed, and then no other call runs any more."""
+        if not self._parallel:
+            return [_message(call, await self._answer(call)) for call in calls]
+        try:
+            async with asyncio.TaskGroup() as group:
+                answers = [group.create_task(self._answer(call)) for call in calls]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
+        return [_message(call, answer.result()) for call, answer in zip(calls, answers, strict=True)]
+
+    async def _answer(self, call: ToolCall) -> str:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            names = ", ".join(sorted(self._tools))
+            return self._refuse(f"there is no tool {call.name!r}; there are: {names}.")
+        if wrong := mismatch(call.arguments, tool):
+            return self._refuse(wrong)
+        try:
+            return cut(await self._call(tool, call.arguments), self._output_chars)
+        except EpisodeFailed as failed:
+            if isinstance(failed.__cause__, REPORTED):
+                return cut(f"Error: {_reported(failed.__cause__)}", self._output_chars)
+            if (getattr(tool, "on_fault", None) or self._on_fault) == "model":
+                return cut(f"Error: {failed.detail}", self._output_chars)
+            raise
+
+    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> str:
+        seconds = getattr(tool, "timeout", None) or self._timeout
+        try:
+            async with asyncio.timeout(seconds):
+                with raised_by("tool"):
+                    found = await tool.call(arguments)
+        except TimeoutError:
+            raise EpisodeFailed("tool", f"{tool.name} has not answered for {seconds:g} s") from None
+        except EpisodeFailed as failed:
+            if failed.reason != "tool":
+                raise
+            raise EpisodeFailed("tool", f"{tool.name}: {failed.detail}", retry=failed.retry) from failed.__cause__
+        if not isinstance(found, str):
+            raise EpisodeFailed("tool", f"{tool.name} returned {type(found).__name__} in the place of a text")
+        return found
+
+    def _refuse(self, why: str) -> str:
+        self._wrong += 1
+        return cut(f"Error: {why}", self._output_chars)
+
+
+def mismatch(arguments: dict[str, Any], tool: Tool) -> str:
+    """What a tool's schema has against these arguments; empty if nothing. Raises EpisodeFailed for a schema that
+    refers to what is not in it: nothing is fetched."""
+    if nested_beyond(MOST_NESTED, arguments):
+        return f"the arguments are nested more than {MOST_NESTED} deep."
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+        error = best_match(Draft202012Validator(tool.parameters, registry=Registry()).iter_errors(arguments))
+    except UnicodeEncodeError:
+        return "the arguments hold half a character (a lone surrogate)."
+    except Unresolvable as unresolved:
+        raise EpisodeFailed("tool", f"the schema of {tool.name}: {unresolved}", retry=False) from None
+    if error is None:
+        return ""
+    place = f"argument {'.'.join(map(str, error.absolute_path))}" if error.absolute_path else "arguments"
+    return f"{place}: {error.message}. The schema is {json.dumps(tool.parameters, ensure_ascii=False)}"
+
+
+def nested_beyond(most: int, value: Any) -> bool:
+    """Whether lists and objects stand more than so many deep in one another."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return any(isinstance(one, dict | list) for one in level)
+
+
+def _message(call: ToolCall, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+
+
+def _reported(error: BaseException) -> str:
+    kind = "" if type(error).__name__ == "ToolError" else f"{type(error).__name__}: "
+    return f"{kind}{error}"
+
+
+async def _do(tool: Tool, method: str) -> None:
+    if act := getattr(tool, method, None):
+        done = act()
+        if inspect.isawaitable(done):
+            await done

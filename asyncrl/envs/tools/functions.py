@@ -1,0 +1,113 @@
+"""Plain functions as tools: name, description and schema come from the signature and the docstring.
+
+    def weather(city: str, days: int = 1) -> str:
+        '''The forecast for a city.
+
+        Args:
+            city: its name, in English
+            days: how many, at most 7
+        '''
+
+An async function runs in the event loop, a plain one in a thread of its own (threads.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NotRequired, get_type_hints
+
+from jsonschema import Draft202012Validator
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticSchemaGenerationError
+from typing_extensions import TypedDict
+
+from asyncrl.envs.tools.threads import Threads
+from asyncrl.envs.tools.tool import OnFault, Schema
+
+_ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_NAMED = ("properties", "$defs")
+"""Parts of a schema whose keys are names."""
+_SECTION = re.compile(r"^[A-Z]\w*:$")
+
+
+class FunctionTool:
+    """A function, with what the model is told of it."""
+
+    def __init__(
+        self, function: Callable[..., Any], *, timeout: float | None = None, on_fault: OnFault | None = None
+    ) -> None:
+        """Raises ValueError for a function that JSON arguments cannot call."""
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        self.timeout, self.on_fault = timeout, on_fault
+        self.description, told = documented(inspect.getdoc(function) or "")
+        self._function, self._threads = function, Threads(self.name)
+        self._arguments, self.parameters = _parameters(function, self.name, told)
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """What it returns: text as it is, anything else as JSON."""
+        values = self._arguments.validate_python(arguments)  # into the types of its signature
+        if inspect.iscoroutinefunction(self._function):
+            return _text(await self._function(**values))
+        return await self._threads.call(lambda: _text(self._function(**values)))
+
+
+def documented(text: str) -> tuple[str, dict[str, str]]:
+    """A docstring's description, and what its `Args:` section says of each argument."""
+    description, told = list[str](), dict[str, str]()
+    section, name, width = "", "", 0
+    for line in text.splitlines():
+        if _SECTION.match(line):
+            section = line
+        elif not section:
+            description.append(line)
+        elif section == "Args:" and line.strip():
+            indent = len(line) - len(line.lstrip())
+            found = _ARGUMENT.match(line.strip())
+            if found and (not told or indent <= width):
+                (name, told[found[1]]), width = found.groups(), indent
+            elif name:
+                told[name] += f" {line.strip()}"
+    return "\n".join(description).strip(), told
+
+
+def _parameters(function: Callable[..., Any], name: str, told: Mapping[str, str]) -> tuple[TypeAdapter[Any], Schema]:
+    """What makes a call's values of its arguments, and the schema of these."""
+    signature = inspect.signature(function)
+    hints = get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"{name}: its parameter {parameter} cannot be given by name")
+        kind = hints.get(parameter.name, Any)
+        fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]
+    try:
+        adapter = TypeAdapter(TypedDict(name, fields))  # type: ignore[operator]
+        schema = _untitled(adapter.json_schema())
+    except PydanticSchemaGenerationError as error:
+        raise ValueError(f"{name}: a parameter has a type that no JSON makes: {error}") from None
+    properties: dict[str, Schema] = schema.setdefault("properties", {})
+    for parameter in signature.parameters.values():
+        if text := told.get(parameter.name):
+            properties[parameter.name].setdefault("description", text)
+        if parameter.default is not parameter.empty and isinstance(parameter.default, bool | int | float | str):
+            properties[parameter.name]["default"] = parameter.default
+    schema["additionalProperties"] = False
+    Draft202012Validator.check_schema(schema)
+    return adapter, schema
+
+
+def _untitled(schema: Any) -> Any:
+    """Without the titles that pydantic makes of names: they tell the model nothing."""
+    if isinstance(schema, list):
+        return [_untitled(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    named = {key: {name: _untitled(one) for name, one in schema[key].items()} for key in _NAMED if key in schema}
+    return {key: _untitled(value) for key, value in schema.items() if key != "title"} | named
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

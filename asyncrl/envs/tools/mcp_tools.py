@@ -1,0 +1,199 @@
+"""Tools that MCP servers offer, over stdio (a command) or streamable HTTP (a URL), with the `mcp` package.
+
+{"use": "mcp", "command": ["python", "-m", "asyncrl.envs.tools.calculator"]}
+{"use": "mcp", "url": "http://127.0.0.1:8000/mcp", "headers": {"Authorization": "$TOKEN"}, "per_episode": true}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx2
+import mcp_types
+import msgspec
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from mcp.client.streamable_http import streamable_http_client
+
+from asyncrl.envs.tools.connection import Connection
+from asyncrl.envs.tools.servers import Lease, PerEpisode, Servers, Shared, Starter
+from asyncrl.envs.tools.shared import shared
+from asyncrl.envs.tools.stdio import MOST_BYTES, TOO_LARGE, stdio
+from asyncrl.envs.tools.tool import OnFault, Tool
+from asyncrl.errors import ConfigError, EpisodeFailed
+
+INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "PYTHONPATH", "SHELL", "TERM", "TMPDIR", "USER", "ASYNCRL_RUN_ID")
+"""Of our environment, what a server gets: no keys. By the last one the launcher finds what a killed run leaves."""
+HTTP_SECONDS = 300.0
+T = TypeVar("T")
+_listed: dict[bytes, list[mcp_types.Tool]] = {}
+"""What each server offers, by specification: it is asked once in a process."""
+
+
+class McpSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A server, and how its tools are used. A value "$NAME" of `env` and `headers` is taken from our environment."""
+
+    use: str
+    command: list[str] = []  # `python` is the one that runs this
+    url: str = ""
+    env: dict[str, str] = {}
+    folder: str | None = None  # where the command starts
+    headers: dict[str, str] = {}
+    only: list[str] = []  # names of tools; empty: all
+    per_episode: bool = False  # a server of its own for each; else one that all share, which must be stateless
+    warm: int = 0  # with per_episode: servers that are started ahead
+    start_timeout: float = 30.0  # seconds
+    restarts: int = 5  # starts in a row that no call succeeded behind
+    timeout: float | None = None  # of one call; else the environment's
+    on_fault: OnFault | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("an MCP server has a command or a url")
+
+    def check(self, field: str) -> None:
+        """See specs.Source."""
+        for part in ("env", "headers"):
+            for name, value in getattr(self, part).items():
+                if value.startswith("$") and value[1:] not in os.environ:
+                    raise ConfigError(f"{field}.{part}.{name}", value, "There is no such environment variable.")
+
+    def listed(self, field: str) -> Sequence[Tool]:
+        """See specs.Source."""
+        key = msgspec.json.encode(self)
+        if key not in _listed:
+            _listed[key] = _off_the_loop(lambda: ask(self, field))
+        lease = servers(self).lease()
+        return [McpTool(one, lease, self) for one in _listed[key]]
+
+    async def episode(self, field: str) -> Sequence[Tool]:
+        """See specs.Source."""
+        return await shared("mcp", self, lambda: McpServers(self)).episode(field)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.url or " ".join(self.command)
+
+
+class McpTool:
+    """One tool of a server, in one episode."""
+
+    def __init__(self, listed: mcp_types.Tool, lease: Lease, spec: McpSpec) -> None:
+        self.name, self.description, self.parameters = listed.name, listed.description or "", dict(listed.input_schema)
+        self.timeout, self.on_fault = spec.timeout, spec.on_fault
+        self._lease = lease
+        self.open, self.close = lease.open, lease.close
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """The text of its answer."""
+        return await self._lease.call(self.name, arguments)
+
+
+class McpServers:
+    """The servers of one specification, for the episodes of one event loop."""
+
+    def __init__(self, spec: McpSpec) -> None:
+        self._spec, self._servers, self._asking = spec, servers(spec), asyncio.Lock()
+
+    async def episode(self, field: str) -> Sequence[Tool]:
+        """The tools of one episode. Raises ConfigError where the server gives none."""
+        key = msgspec.json.encode(self._spec)
+        async with self._asking:
+            if key not in _listed:
+                _listed[key] = await ask(self._spec, field)
+        lease = self._servers.lease()
+        return [McpTool(one, lease, self._spec) for one in _listed[key]]
+
+    async def close(self) -> None:
+        """End them."""
+        await self._servers.close()
+
+
+def servers(spec: McpSpec) -> Servers:
+    """Of which none is started yet."""
+    starter = Starter(spec.name, lambda: connection(spec), start_timeout=spec.start_timeout, restarts=spec.restarts)
+    return PerEpisode(starter, spec.warm) if spec.per_episode else Shared(starter)
+
+
+def connection(spec: McpSpec) -> Connection:
+    """One that is not started yet."""
+    if spec.url:
+        return Connection(spec.name, lambda said, lost: _http(spec.url, resolved(spec.headers)))
+    program, *words = spec.command
+    command = [sys.executable if program == "python" else program, *words]
+    env = {name: os.environ[name] for name in INHERITED if name in os.environ} | resolved(spec.env)
+    return Connection(spec.name, lambda said, lost: stdio(command, env, spec.folder, said, lost))
+
+
+async def ask(spec: McpSpec, field: str) -> list[mcp_types.Tool]:
+    """What a server offers, of that what is wanted. Raises ConfigError for the field that names the server."""
+    session = connection(spec)
+    try:
+        await session.start(spec.start_timeout)
+        found = {tool.name: tool for tool in await session.tools()}
+    except EpisodeFailed as failed:
+        raise ConfigError(field, spec.name, f"It gives no tools: {failed.detail}") from None
+    finally:
+        await session.end("its tools are known")
+    if missing := [name for name in spec.only if name not in found]:
+        raise ConfigError(f"{field}.only", missing, f"{spec.name} has {', '.join(sorted(found))}.")
+    wanted = [found[name] for name in spec.only or found]
+    for tool in wanted:
+        try:
+            Draft202012Validator.check_schema(tool.input_schema)
+        except SchemaError as error:
+            raise ConfigError(
+                field, spec.name, f"The schema of its tool {tool.name} is none: {error.message}."
+            ) from None
+    return wanted
+
+
+def resolved(values: Mapping[str, str]) -> dict[str, str]:
+    """With "$NAME" replaced from our environment (McpSpec.check: it is there)."""
+    return {name: os.environ[value[1:]] if value.startswith("$") else value for name, value in values.items()}
+
+
+@asynccontextmanager
+async def _http(url: str, headers: Mapping[str, str]) -> AsyncIterator[Any]:
+    timeout = httpx2.Timeout(30.0, read=HTTP_SECONDS)
+    hooks: dict[str, list[Callable[..., Any]]] = {"response": [_bounded]}
+    async with (
+        httpx2.AsyncClient(headers=dict(headers), timeout=timeout, event_hooks=hooks) as client,
+        streamable_http_client(url, http_client=client, max_sse_event_size=MOST_BYTES) as streams,
+    ):
+        yield streams
+
+
+async def _bounded(response: httpx2.Response) -> None:
+    """The client of the `mcp` package reads a JSON answer of any length."""
+    if response.headers.get("content-type", "").startswith("application/json"):
+        response.stream = _Bounded(response.stream)
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for data in self._stream:
+            size += len(data)
+            if size > MOST_BYTES:
+                raise httpx2.StreamError(TOO_LARGE)
+            yield data
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def _off_the_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """In a thread with an event loop of its own, as the caller may be in one."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(lambda: asyncio.run(work())).result()

@@ -1,0 +1,103 @@
+"""Python as a tool: the model's programs run in a sandbox (asyncrl/envs/sandbox), which bounds them.
+
+A program is a cell of a notebook: what it prints is shown, and the value of its last line if that is an expression.
+Files stay for the episode, in a `session`; variables do not. What a program does to itself, its end by a limit too, is
+told to the model; only the sandbox's own failure is a fault.
+
+waits for     its turn, where calls share a session; a sandbox; the program, whose time the sandbox bounds
+on a hang     EpisodeFailed("sandbox"), from the sandbox
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from asyncrl.envs.tools.output import shown
+from asyncrl.envs.tools.tool import Schema, ToolError
+
+if TYPE_CHECKING:
+    from asyncrl.envs.sandbox.protocol import Sandbox, SandboxBackend
+
+RUNNER = """
+import ast, linecache, sys, traceback
+source = sys.stdin.buffer.read().decode()
+linecache.cache["<program>"] = (len(source), None, source.splitlines(True), "<program>")
+scope = {"__name__": "__main__", "__builtins__": __builtins__}
+try:
+    tree = ast.parse(source, "<program>")
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<program>", "exec"), scope)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "<program>", "eval"), scope)
+        if value is not None:
+            print(repr(value))
+except SystemExit:
+    raise
+except BaseException as error:
+    sys.stdout.flush()
+    traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+    sys.exit(1)
+"""
+"""Runs in the sandbox; the program comes by stdin."""
+
+
+class PythonTool:
+    """The sandboxes of one episode."""
+
+    name = "python"
+    description = (
+        "Runs a Python program and returns what it prints, and the value of its last line if that is an expression. "
+        "Files in the current folder stay between calls; variables do not."
+    )
+    parameters: ClassVar[Schema] = {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "the program"}},
+        "required": ["code"],
+        "additionalProperties": False,
+    }
+    timeout = math.inf  # the sandbox bounds a program's time, and no call's wait for its turn is held against it
+
+    def __init__(
+        self,
+        sandboxes: Callable[[], SandboxBackend],
+        *,
+        seconds: float | None = None,
+        session: bool = True,
+        output_chars: int = 4000,
+    ) -> None:
+        """`seconds` of one program, unset: those of the sandbox; in a `session` all programs of the episode have one
+        sandbox, else each has a new one."""
+        self._sandboxes, self._seconds, self._session = sandboxes, seconds, session
+        self._output_chars = output_chars
+        self._sandbox: Sandbox | None = None
+        self._turn = asyncio.Lock()
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """What the program printed, and how it ended. Raises ToolError for one that is too long to be run."""
+        code = arguments["code"].encode(errors="replace")
+        if not self._session:
+            sandbox = await self._sandboxes().open()
+            try:
+                return await self._run(sandbox, code)
+            finally:
+                await sandbox.close()
+        async with self._turn:
+            if self._sandbox is None:
+                self._sandbox = await self._sandboxes().open()
+            return await self._run(self._sandbox, code)
+
+    async def close(self) -> None:
+        """Remove the session's sandbox."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox:
+            await sandbox.close()
+
+    async def _run(self, sandbox: Sandbox, code: bytes) -> str:
+        try:
+            outcome = await sandbox.run(["python", "-c", RUNNER], stdin=code, seconds=self._seconds)
+        except ValueError as error:  # more bytes than a file may have
+            raise ToolError(str(error)) from None
+        return shown(outcome, self._output_chars)

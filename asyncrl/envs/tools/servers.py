@@ -1,0 +1,223 @@
+"""MCP servers, kept for episodes: one that all share, or one for each, some of them started ahead.
+
+waits for     a server that comes up (`start_timeout`); before it is started anew, 1, 2, 4, ... s
+unblocked by  its start
+on death      calls in flight fail, and it is started anew, `restarts` times without a call that succeeds; then every
+              call is an EpisodeFailed
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from asyncrl.envs.tools.connection import Connection
+from asyncrl.errors import EpisodeFailed
+
+LONGEST_DELAY = 30.0
+
+
+class Starter:
+    """Starts one server, again and again, within bounds."""
+
+    def __init__(
+        self, name: str, connect: Callable[[], Connection], *, start_timeout: float, restarts: int, delay: float = 1.0
+    ) -> None:
+        """`delay`: seconds that the third start in a row waits; it doubles with each."""
+        self._name, self._connect, self._seconds, self._restarts = name, connect, start_timeout, restarts
+        self._delay, self._failures, self._last = delay, 0, ""
+
+    async def start(self) -> Connection:
+        """One that is up. Raises EpisodeFailed."""
+        while self._failures <= self._restarts:
+            if self._failures > 1:
+                await asyncio.sleep(min(LONGEST_DELAY, self._delay * 2 ** (self._failures - 2)))
+            connection = self._connect()
+            try:
+                await connection.start(self._seconds)
+            except EpisodeFailed as failed:
+                if not failed.retry:
+                    raise
+                self.failed(failed.detail)
+                continue
+            return connection
+        detail = (
+            f"{self._failures} starts of the MCP server {self._name} in a row came to nothing, the last: {self._last}"
+        )
+        raise EpisodeFailed("tool", detail)
+
+    def failed(self, why: str) -> None:
+        """One did not come up, or has died."""
+        self._failures, self._last = self._failures + 1, why
+
+    def worked(self) -> None:
+        """A call has succeeded."""
+        self._failures, self._last = 0, ""
+
+
+class Lease(Protocol):
+    """The server of one episode."""
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> str: ...
+
+
+class Servers(Protocol):
+    """Those of one specification."""
+
+    def lease(self) -> Lease: ...
+
+    async def close(self) -> None: ...
+
+
+class Shared:
+    """One server for all episodes; it must be stateless. It is a lease of itself."""
+
+    def __init__(self, starter: Starter) -> None:
+        self._starter = starter
+        self._connection: Connection | None = None
+        self._starting: asyncio.Task[Connection] | None = None
+
+    def lease(self) -> Lease:
+        """The same for all."""
+        return _Borrowed(self)
+
+    async def ready(self) -> Connection:
+        """The living connection. Whoever is cancelled meanwhile does not end the start, for which others wait."""
+        if self._connection and self._connection.alive:
+            return self._connection
+        if self._connection:
+            self._starter.failed(self._connection.why)
+            self._connection = None
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._starter.start())
+            self._starting.add_done_callback(self._started)
+        return await asyncio.shield(self._starting)
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> str:
+        """See Connection.call."""
+        connection = await self.ready()
+        answer = await connection.call(tool, arguments)
+        self._starter.worked()
+        return answer
+
+    async def close(self) -> None:
+        """End it."""
+        if self._starting:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+        if self._connection:
+            await self._connection.end("it was closed")
+
+    def _started(self, starting: asyncio.Task[Connection]) -> None:
+        self._starting = None
+        if not starting.cancelled() and starting.exception() is None:
+            self._connection = starting.result()
+
+
+class _Borrowed:
+    """What one episode has of a shared server: it ends nothing."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self.call = shared.call
+
+    async def open(self) -> None:
+        """Waits until it is up."""
+        await self._shared.ready()
+
+    async def close(self) -> None:
+        """Nothing: others use it."""
+
+
+class PerEpisode:
+    """A server for each episode, `warm` of them started ahead."""
+
+    def __init__(self, starter: Starter, warm: int) -> None:
+        self.starter, self._warm = starter, warm
+        self._ready: deque[Connection] = deque()
+        self._filling: set[asyncio.Task[None]] = set()
+        self._leases: set[_Own] = set()
+        self._closed = False
+
+    def lease(self) -> Lease:
+        """A new one, which takes a server when it is opened."""
+        return _Own(self)
+
+    async def take(self, lease: _Own) -> Connection:
+        """One that no other has had. Raises EpisodeFailed."""
+        connection = None
+        while self._ready and connection is None:
+            first = self._ready.popleft()
+            connection = first if first.alive else None
+        try:
+            connection = connection or await self.starter.start()
+            self._leases.add(lease)
+            return connection
+        finally:
+            self._refill()
+
+    def given_back(self, lease: _Own) -> None:
+        """The lease has ended its server."""
+        self._leases.discard(lease)
+
+    async def close(self) -> None:
+        """End all of them."""
+        self._closed = True
+        for task in self._filling:
+            task.cancel()
+        await asyncio.gather(*self._filling, return_exceptions=True)
+        await asyncio.gather(*(lease.close() for lease in list(self._leases)))
+        await asyncio.gather(*(connection.end("it was closed") for connection in self._ready))
+
+    def _refill(self) -> None:
+        while len(self._ready) + len(self._filling) < self._warm and not self._closed:
+            task = asyncio.get_running_loop().create_task(self._fill())
+            self._filling.add(task)
+            task.add_done_callback(self._filled)
+
+    async def _fill(self) -> None:
+        self._ready.append(await self.starter.start())
+
+    def _filled(self, task: asyncio.Task[None]) -> None:
+        self._filling.discard(task)
+        if not task.cancelled():
+            task.exception()  # the next episode starts one itself, and hears why it cannot
+
+
+class _Own:
+    """The server of one episode. When it dies the episode is lost, for its state is."""
+
+    def __init__(self, servers: PerEpisode) -> None:
+        self._servers = servers
+        self._connection: Connection | None = None
+
+    async def open(self) -> None:
+        """Takes one."""
+        if self._connection is None:
+            self._connection = await self._servers.take(self)
+
+    async def close(self) -> None:
+        """Ends it."""
+        connection, self._connection = self._connection, None
+        if connection:
+            self._servers.given_back(self)
+            await connection.end("its episode is over")
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> str:
+        """See Connection.call."""
+        if self._connection is None:
+            raise EpisodeFailed("tool", "the episode's MCP server is not open")
+        try:
+            answer = await self._connection.call(tool, arguments)
+        except EpisodeFailed as failed:
+            if not self._connection.alive:
+                self._servers.starter.failed(failed.detail)
+            raise
+        self._servers.starter.worked()
+        return answer

@@ -1,0 +1,141 @@
+"""Tools by specification, as a configuration has them:
+
+{"use": "my_module:weather"}                                a function, or a Tool; a class of Tools is made anew for
+                                                                each episode, with `params`
+    {"use": "python", "sandbox": {"limits": {"seconds": 5}}}    Python in a sandbox (python.py, shared.py)
+    {"use": "mcp", "command": ["python", "-m", "my_server"]}    a server's tools (mcp_tools.py)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import msgspec
+
+from asyncrl.envs.tools.functions import FunctionTool
+from asyncrl.envs.tools.python import PythonTool
+from asyncrl.envs.tools.shared import check_sandboxes, sandboxes
+from asyncrl.envs.tools.tool import OnFault, Tool
+from asyncrl.errors import ConfigError
+from asyncrl.imports import load
+
+PARTS = ("name", "description", "parameters", "call")
+"""Of a Tool."""
+
+
+class Source(Protocol):
+    """Where tools come from; `field` is what a ConfigError names."""
+
+    def check(self, field: str) -> None:
+        """Raises ConfigError for what is wrong on the face of it. Nothing is started."""
+        ...
+
+    def listed(self, field: str) -> Sequence[Tool]:
+        """The tools as they can be known before an episode; a server is started and asked. Raises ConfigError."""
+        ...
+
+    async def episode(self, field: str) -> Sequence[Tool]:
+        """For one episode."""
+        ...
+
+
+class PythonSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """See PythonTool and shared.sandboxes."""
+
+    use: str
+    seconds: float | None = None
+    session: bool = True
+    output_chars: int = 4000
+    sandbox: dict[str, Any] = {}
+
+    def check(self, field: str) -> None:
+        """See Source."""
+        check_sandboxes(self.sandbox, f"{field}.sandbox")
+
+    def listed(self, field: str) -> Sequence[Tool]:
+        """See Source."""
+        made = PythonTool(
+            lambda: sandboxes(self.sandbox), seconds=self.seconds, session=self.session, output_chars=self.output_chars
+        )
+        return [made]
+
+    async def episode(self, field: str) -> Sequence[Tool]:
+        """See Source."""
+        return self.listed(field)
+
+
+class OwnSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A user's own. `timeout` and `on_fault` are a function's; a Tool has its own."""
+
+    use: str
+    params: dict[str, Any] = {}
+    timeout: float | None = None
+    on_fault: OnFault | None = None
+
+    def check(self, field: str) -> None:
+        """See Source."""
+        self._maker(field)
+
+    def listed(self, field: str) -> Sequence[Tool]:
+        """See Source."""
+        return [self._maker(field)()]
+
+    async def episode(self, field: str) -> Sequence[Tool]:
+        """See Source."""
+        return self.listed(field)
+
+    def _maker(self, field: str) -> Callable[[], Tool]:
+        found = load(self.use, f"{field}.use")
+        if isinstance(found, type):
+            try:
+                inspect.signature(found).bind(**self.params)
+            except TypeError as error:
+                raise ConfigError(f"{field}.params", self.params, f"{self.use} does not take them: {error}.") from None
+            return lambda: _tool(found(**self.params), self.use, field)
+        if self.params:
+            raise ConfigError(f"{field}.params", self.params, f"{self.use} is no class: nothing takes them.")
+        if inspect.isroutine(found):
+            made = _function(found, self.timeout, self.on_fault, field)
+            return lambda: made
+        return lambda: _tool(found, self.use, field)
+
+
+def source(spec: Mapping[str, Any], field: str) -> Source:
+    """What a specification means. Raises ConfigError."""
+    use = spec.get("use")
+    if use == "python":
+        kind: Any = PythonSpec
+    elif use == "mcp":
+        try:
+            from asyncrl.envs.tools.mcp_tools import McpSpec as kind
+        except ImportError as error:
+            raise ConfigError(f"{field}.use", use, f"Needs the package mcp, version 2 ({error}).") from None
+    elif isinstance(use, str) and ":" in use:
+        kind = OwnSpec
+    else:
+        raise ConfigError(f"{field}.use", use, "Must be python, mcp, or an import path, module:name.")
+    try:
+        made: Source = msgspec.convert(dict(spec), kind)
+    except ValueError as error:  # msgspec's own is one
+        raise ConfigError(field, dict(spec), f"{error}.") from None
+    made.check(field)
+    return made
+
+
+def _tool(found: Any, path: str, field: str) -> Tool:
+    if missing := [part for part in PARTS if not hasattr(found, part)]:
+        raise ConfigError(f"{field}.use", path, f"Must be a function, or a tool: it has no {', '.join(missing)}.")
+    tool: Tool = found
+    return tool
+
+
+@cache
+def _function(found: Callable[..., Any], timeout: float | None, on_fault: OnFault | None, field: str) -> FunctionTool:
+    """One for all episodes: it counts the threads that hang."""
+    try:
+        return FunctionTool(found, timeout=timeout, on_fault=on_fault)
+    except ValueError as error:
+        raise ConfigError(f"{field}.use", getattr(found, "__name__", found), f"{error}.") from None

@@ -1,0 +1,165 @@
+"""An MCP server as a process: what the client of the `mcp` package reads from and writes to.
+
+Its own transport (mcp.client.stdio, 2.3) collects a line of any length, in time that grows with the square of it, lets
+stderr flow into ours, and can leave the process behind when it is cancelled twice. Here a line is at most MOST_BYTES
+long, the last lines that are no messages are kept for whoever asks why, and its process group is killed in any case.
+
+waits for     lines of its stdout; at the end GRACE_SECONDS for it to go by itself
+unblocked by  the end of its stdout, which is the end of the connection
+on a hang     the caller's time limits; closing kills its process group
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+from mcp.shared.message import SessionMessage
+from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+
+from asyncrl.errors import EpisodeFailed
+
+MOST_BYTES = 4 << 20
+"""Of one message."""
+TOO_LARGE = f"the answer is larger than {MOST_BYTES >> 20} MiB"
+GRACE_SECONDS = 1.0
+_REAP_SECONDS = 2.0
+_TAIL = 2000
+"""Characters of what a server said that are kept."""
+_ID = re.compile(rb'\A\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)\s*[,}]')
+
+
+class Said:
+    """The last of what a server wrote on stderr, and on stdout where it was no message."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.ended = ""
+
+    def add(self, data: bytes) -> None:
+        """More of it."""
+        self.text = (self.text + data[-_TAIL:].decode(errors="replace"))[-_TAIL:]
+
+    def __str__(self) -> str:
+        said = f"; it said last:\n{self.text.strip()}" if self.text.strip() else ""
+        return f"{self.ended}{said}"
+
+
+@asynccontextmanager
+async def stdio(
+    command: Sequence[str], env: Mapping[str, str], folder: str | None, said: Said, lost: Callable[[], None]
+) -> AsyncIterator[tuple[Any, Any]]:
+    """The two streams of an MCP session with the server that a command starts; `lost` is called when it hangs up.
+    Raises EpisodeFailed where there is no such program."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=dict(env),
+            cwd=folder,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise EpisodeFailed("tool", f"{' '.join(command)} cannot be started: {error}", retry=False) from None
+    incoming, read_stream = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    write_stream, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
+
+    async def read() -> None:
+        assert process.stdout
+        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the session is over
+            async with incoming:
+                async for line in _lines(process.stdout):
+                    if message := _message(line, said):
+                        await incoming.send(message)
+        lost()
+
+    async def write() -> None:
+        assert process.stdin
+        with suppress(OSError):  # it has closed its stdin
+            async with outgoing:
+                async for sent in outgoing:
+                    data = sent.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    process.stdin.write(data.encode() + b"\n")
+                    await process.stdin.drain()
+        lost()
+
+    async def listen() -> None:
+        assert process.stderr
+        while data := await process.stderr.read(1 << 16):
+            said.add(data)
+
+    async with anyio.create_task_group() as group:
+        for work in (read, write, listen):
+            group.start_soon(work)
+        try:
+            yield read_stream, write_stream
+        finally:
+            try:
+                with anyio.CancelScope(shield=True):
+                    for stream in (read_stream, write_stream):
+                        stream.close()
+                    assert process.stdin
+                    process.stdin.close()
+                    await _gone(process, GRACE_SECONDS)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                with anyio.CancelScope(shield=True):
+                    await _gone(process, _REAP_SECONDS)
+                _close(process)
+                said.ended = _end(process.returncode)
+                group.cancel_scope.cancel()
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Whole lines; of one that is too long its beginning, cut to MOST_BYTES and a byte."""
+    line = bytearray()
+    while data := await stream.read(1 << 16):
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            yield bytes(line[: MOST_BYTES + 1] + end)
+            line.clear()
+        if len(line) <= MOST_BYTES:
+            line += rest
+
+
+def _message(line: bytes, said: Said) -> SessionMessage | None:
+    """None for what is no message, such as a line that a careless server prints."""
+    if len(line) <= MOST_BYTES:
+        try:
+            return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+        except ValueError:
+            said.add(line + b"\n")
+            return None
+    if found := _ID.match(line[:200]):
+        error = ErrorData(code=INTERNAL_ERROR, message=TOO_LARGE)
+        return SessionMessage(JSONRPCError(jsonrpc="2.0", id=int(found[1]), error=error))
+    said.add(f"[a message of more than {MOST_BYTES} bytes]\n".encode())
+    return None
+
+
+async def _gone(process: asyncio.subprocess.Process, seconds: float) -> bool:
+    """Whether it ended within so many seconds. Not `wait`, which also waits for whoever else holds its pipes."""
+    deadline = anyio.current_time() + seconds
+    while process.returncode is None and anyio.current_time() < deadline:  # noqa: ASYNC110  no event tells it
+        await anyio.sleep(0.01)
+    return process.returncode is not None
+
+
+def _close(process: asyncio.subprocess.Process) -> None:
+    """Its pipes, which a process that left the group may still hold; asyncio has no public way."""
+    process._transport.close()  # type: ignore[attr-defined]
+
+
+def _end(code: int | None) -> str:
+    if code is None:
+        return "it does not end"
+    return f"it was ended by signal {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
