@@ -35,8 +35,8 @@ class Step:
 
 class Env(Protocol):
     """One episode: reset, steps until one is done, and `close`, if it has one. Where the episode ends before that, at
-    the limit of turns or of tokens, `finish`, if it has one, tells the reward that is still due. Each method is plain or
-    async. Whatever they raise costs the episode its group, never a reward: EpisodeFailed tells the reason."""
+    the limit of turns or of tokens, `finish`, if it has one, tells the reward that is still due. Each method is plain
+    or async. Whatever they raise costs the episode its group, never a reward: EpisodeFailed tells the reason."""
 
     def reset(self, question: Question) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
         """Begin the episode of this question. What it returns follows the question's own messages; most often, nothing

@@ -22,8 +22,8 @@ from asyncrl.envs.hosted import Host, HostedEnv
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.types import Message
 
-PREFIX = "environment_"
-"""Of the reasons that are the environment's."""
+OUTSIDE = ("environment_", "tool", "sandbox")
+"""How the reasons begin that are the environment's, or of what it is played with."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Environments:
                 verdict = True
                 self._breaker.succeeded()
             except EpisodeFailed as failed:
-                if failed.reason.startswith(PREFIX):
+                if failed.reason.startswith(OUTSIDE):
                     verdict = True
                     self._breaker.failed(str(failed))
                 raise

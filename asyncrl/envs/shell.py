@@ -42,7 +42,7 @@ BASH: Message = {
     "type": "function",
     "function": {
         "name": "bash",
-        "description": "Runs commands in the folder of the task, and shows what they print. Write DONE when all is done.",
+        "description": "Runs commands in the folder of the task, and shows what they print. Write DONE at the end.",
         "parameters": {
             "type": "object",
             "properties": {"command": {"type": "string", "description": "one command, or several lines"}},
@@ -145,7 +145,7 @@ class ShellEnv:
     async def _passes(self, check: Mapping[str, str]) -> bool:
         outcome = await self._opened().run(["sh", "-c", check["command"]], seconds=self._seconds)
         expected = check.get("expect")
-        return outcome.ok and (expected is None or outcome.text.strip() == expected.strip())
+        return outcome.ok and (expected is None or outcome.stdout.decode(errors="replace").strip() == expected.strip())
 
 
 def _read(folder: Path) -> dict[str, bytes]:

@@ -14,6 +14,7 @@ from asyncrl.envs.pool import Environments, PoolSettings
 from asyncrl.errors import EpisodeFailed
 from asyncrl.types import Completion, Prompt, Trajectory
 from tests.agents.talking import Talking, written
+from tests.fakes import FakeTemplate
 
 PROMPT = Prompt("p", [12, 1, 11], {"messages": [{"role": "user", "content": "1"}], "secret": "7", "state": "s0"}, "t")
 
@@ -41,10 +42,24 @@ class Guess:
         self.ended.append(self._count)
 
 
-def play(*answers: Completion, hello: str = "", **options: Any) -> tuple[Trajectory, Talking]:
+class Unfinished(Guess):
+    """The task scores it, and it owes a reward where it ends early."""
+
+    def step(self, action: str) -> Step:
+        step = super().step(action)
+        return Step(step.messages, step.reward, step.done, score=True)
+
+    async def finish(self) -> float:
+        return 0.5
+
+
+def play(
+    *answers: Completion, hello: str = "", kind: str = "Guess", hosted: bool = False, **options: Any
+) -> tuple[Trajectory, Talking]:
     async def main() -> tuple[Trajectory, Talking]:
         generate = Talking(answers)
-        environments = Environments("guess", EnvSpec(f"{__name__}:Guess", {"hello": hello}), PoolSettings(hosted=False))
+        spec = EnvSpec(f"{__name__}:{kind}", {"hello": hello})
+        environments = Environments("guess", spec, PoolSettings(hosted=hosted))
         found = await MultiTurn(environments, **options).run(PROMPT, generate)
         await environments.close()
         return found, generate
@@ -78,3 +93,35 @@ def test_environment_that_raises_is_given_back() -> None:
     with pytest.raises(EpisodeFailed, match="environment_error: KeyError: 'no such guess'"):
         play(written(3, 10), written(9, 10))
     assert Guess.ended == [2]
+
+
+def test_episode_that_its_environment_leaves_to_the_task_has_only_its_turns_rewards() -> None:
+    found, _ = play(written(3, 10), written(7, 10), kind="Unfinished")
+    assert (found.reward, [turn.reward for turn in found.turns]) == (None, [-0.125, 0.875])
+
+
+@pytest.mark.parametrize(("early", "hosted"), [("turns", False), ("tokens", False), ("turns", True)])
+def test_environment_is_asked_for_what_is_due_when_the_episode_ends_before_it_is_done(early: str, hosted: bool) -> None:
+    answers = [written(3, 10), written(3, 10, finish="length" if early == "tokens" else "stop")]
+    found, _ = play(*answers, kind="Unfinished", hosted=hosted, max_turns=2 if early == "turns" else 9)
+    assert [turn.reward for turn in found.turns] == [-0.125, 0.375]
+    assert found.reward is None
+
+
+def test_what_a_reset_tells_comes_with_the_tools_of_the_question() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    shown: list[Any] = []
+
+    class Shows(FakeTemplate):
+        def begin(self, messages: Any, tools: Any = ()) -> list[int]:
+            shown.append(tools)
+            return super().begin(messages)
+
+    async def main() -> None:
+        environments = Environments("guess", EnvSpec(f"{__name__}:Guess", {"hello": "4"}), PoolSettings(hosted=False))
+        prompt = Prompt("p", [12, 1, 11], {**PROMPT.question, "tools": tools}, "t")
+        await MultiTurn(environments).run(prompt, Talking([written(7, 10)], Shows()))
+        await environments.close()
+
+    asyncio.run(main())
+    assert shown == [tools]

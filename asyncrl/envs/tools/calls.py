@@ -106,7 +106,7 @@ def _call(value: Any, arguments: str) -> _Call:
     given = value.get(arguments, {})
     if not isinstance(given, dict):
         raise ValueError("arguments that are no object")
-    json.dumps(given, allow_nan=False)  # 1e999 was read as an infinity
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # infinities (1e999), halves of surrogate pairs
     return value["name"], given
 
 

@@ -64,8 +64,7 @@ class Connection:
             await self.end(f"it has not come up within {seconds:g} s")
             raise self._failed() from None
         except asyncio.CancelledError:
-            self._stop.set()
-            self._owner.cancel()
+            await self.end("nobody waits for it any more")
             raise
 
     async def tools(self) -> list[Tool]:
@@ -99,7 +98,7 @@ class Connection:
         if self._probing:
             self._probing.cancel()
         if self._owner:
-            if not self._ready.done():
+            if not self._ready.done() and not self._owner.cancelling():  # twice would leave its clean-up half done
                 self._owner.cancel()
             await asyncio.wait({self._owner}, timeout=END_SECONDS)
 

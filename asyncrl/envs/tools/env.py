@@ -143,10 +143,7 @@ def mismatch(arguments: dict[str, Any], tool: Tool) -> str:
     if nested_beyond(MOST_NESTED, arguments):
         return f"the arguments are nested more than {MOST_NESTED} deep."
     try:
-        json.dumps(arguments, ensure_ascii=False).encode()
         error = best_match(Draft202012Validator(tool.parameters, registry=Registry()).iter_errors(arguments))
-    except UnicodeEncodeError:
-        return "the arguments hold half a character (a lone surrogate)."
     except Unresolvable as unresolved:
         raise EpisodeFailed("tool", f"the schema of {tool.name}: {unresolved}", retry=False) from None
     if error is None:

@@ -49,7 +49,7 @@ class McpSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
     per_episode: bool = False  # a server of its own for each; else one that all share, which must be stateless
     warm: int = 0  # with per_episode: servers that are started ahead
     start_timeout: float = 30.0  # seconds
-    restarts: int = 5  # starts in a row that no call succeeded behind
+    restarts: int = 3  # further attempts when it does not come up
     timeout: float | None = None  # of one call; else the environment's
     on_fault: OnFault | None = None
 

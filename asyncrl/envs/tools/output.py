@@ -25,7 +25,7 @@ def shown(outcome: Outcome, most: int) -> str:
     the last lines of its stderr, at most as many."""
     lines = outcome.stderr.decode(errors="replace").splitlines()
     errors = "\n".join(lines[-TRACEBACK_LINES:])
-    parts = [middle_out(outcome.text.rstrip("\n"), most), errors[-most:]]
+    parts = [middle_out(outcome.stdout.decode(errors="replace").rstrip("\n"), most), errors[-most:]]
     if outcome.reason != "exited":
         parts.append(f"[{ENDED[outcome.reason]}]")
     elif outcome.exit_code:

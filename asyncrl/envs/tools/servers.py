@@ -1,9 +1,8 @@
 """MCP servers, kept for episodes: one that all share, or one for each, some of them started ahead.
 
-waits for     a server that comes up (`start_timeout`); before it is started anew, 1, 2, 4, ... s
+waits for     a server that comes up: `start_timeout`, and `restarts` further attempts, 1, 2, 4, ... s after one another
 unblocked by  its start
-on death      calls in flight fail, and it is started anew, `restarts` times without a call that succeeds; then every
-              call is an EpisodeFailed
+on death      calls in flight are EpisodeFailed, and the next call, or the next episode, starts it anew
 """
 
 from __future__ import annotations
@@ -25,36 +24,23 @@ class Starter:
     def __init__(
         self, name: str, connect: Callable[[], Connection], *, start_timeout: float, restarts: int, delay: float = 1.0
     ) -> None:
-        """`delay`: seconds that the third start in a row waits; it doubles with each."""
+        """`start_timeout`: seconds of one start; `restarts`: further attempts at one that fails; `delay`: seconds before
+        the first of these, which double with each."""
         self._name, self._connect, self._seconds, self._restarts = name, connect, start_timeout, restarts
-        self._delay, self._failures, self._last = delay, 0, ""
+        self._delay = delay
 
     async def start(self) -> Connection:
         """One that is up. Raises EpisodeFailed."""
-        while self._failures <= self._restarts:
-            if self._failures > 1:
-                await asyncio.sleep(min(LONGEST_DELAY, self._delay * 2 ** (self._failures - 2)))
+        for left in range(self._restarts, -1, -1):
             connection = self._connect()
             try:
                 await connection.start(self._seconds)
+                return connection
             except EpisodeFailed as failed:
-                if not failed.retry:
+                if not failed.retry or not left:
                     raise
-                self.failed(failed.detail)
-                continue
-            return connection
-        detail = (
-            f"{self._failures} starts of the MCP server {self._name} in a row came to nothing, the last: {self._last}"
-        )
-        raise EpisodeFailed("tool", detail)
-
-    def failed(self, why: str) -> None:
-        """One did not come up, or has died."""
-        self._failures, self._last = self._failures + 1, why
-
-    def worked(self) -> None:
-        """A call has succeeded."""
-        self._failures, self._last = 0, ""
+            await asyncio.sleep(min(LONGEST_DELAY, self._delay * 2 ** (self._restarts - left)))
+        raise AssertionError("the last attempt has returned or raised")
 
 
 class Lease(Protocol):
@@ -91,20 +77,19 @@ class Shared:
         """The living connection. Whoever is cancelled meanwhile does not end the start, for which others wait."""
         if self._connection and self._connection.alive:
             return self._connection
-        if self._connection:
-            self._starter.failed(self._connection.why)
-            self._connection = None
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._starter.start())
             self._starting.add_done_callback(self._started)
-        return await asyncio.shield(self._starting)
+        starting = self._starting
+        await asyncio.wait({starting})
+        if starting.cancelled():
+            raise EpisodeFailed("tool", "the MCP server was closed")
+        return starting.result()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
         """See Connection.call."""
         connection = await self.ready()
-        answer = await connection.call(tool, arguments)
-        self._starter.worked()
-        return answer
+        return await connection.call(tool, arguments)
 
     async def close(self) -> None:
         """End it."""
@@ -139,7 +124,7 @@ class PerEpisode:
     """A server for each episode, `warm` of them started ahead."""
 
     def __init__(self, starter: Starter, warm: int) -> None:
-        self.starter, self._warm = starter, warm
+        self._starter, self._warm = starter, warm
         self._ready: deque[Connection] = deque()
         self._filling: set[asyncio.Task[None]] = set()
         self._leases: set[_Own] = set()
@@ -156,7 +141,7 @@ class PerEpisode:
             first = self._ready.popleft()
             connection = first if first.alive else None
         try:
-            connection = connection or await self.starter.start()
+            connection = connection or await self._starter.start()
             self._leases.add(lease)
             return connection
         finally:
@@ -182,7 +167,7 @@ class PerEpisode:
             task.add_done_callback(self._filled)
 
     async def _fill(self) -> None:
-        self._ready.append(await self.starter.start())
+        self._ready.append(await self._starter.start())
 
     def _filled(self, task: asyncio.Task[None]) -> None:
         self._filling.discard(task)
@@ -213,11 +198,4 @@ class _Own:
         """See Connection.call."""
         if self._connection is None:
             raise EpisodeFailed("tool", "the episode's MCP server is not open")
-        try:
-            answer = await self._connection.call(tool, arguments)
-        except EpisodeFailed as failed:
-            if not self._connection.alive:
-                self._servers.starter.failed(failed.detail)
-            raise
-        self._servers.starter.worked()
-        return answer
+        return await self._connection.call(tool, arguments)

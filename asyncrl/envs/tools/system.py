@@ -40,5 +40,5 @@ def tools_in_system(messages: Sequence[Message], tools: Sequence[Message], forma
 
 def ignores_tools(template: Template, tools: Sequence[Message]) -> bool:
     """Whether a chat template shows nothing of the tools."""
-    messages = [{"role": "user", "content": "."}]
+    messages = [{"role": "user", "content": "1"}]
     return bool(tools) and template.begin(messages, tools) == template.begin(messages)

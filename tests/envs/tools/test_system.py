@@ -1,0 +1,60 @@
+"""A model whose template says nothing of tools reads of them in the system message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.agents.template import ChatTemplate
+from asyncrl.envs.tools.calls import parse
+from asyncrl.envs.tools.system import ignores_tools, tools_in_system
+from asyncrl.errors import ConfigError
+from asyncrl.models import tiny
+from asyncrl.rollout.prompts import load_tokenizer
+from tests.fakes import FakeTemplate
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+USER = {"role": "user", "content": "1+1?"}
+
+
+def test_system_message_is_put_first_or_goes_on() -> None:
+    (made, user) = tools_in_system([USER], TOOLS)
+    assert (made["role"], user) == ("system", USER)
+    assert json.dumps(TOOLS[0]["function"]) in made["content"]
+    given = {"role": "system", "content": "Be brief."}
+    (extended, _) = tools_in_system([given, USER], TOOLS)
+    assert extended["content"] == f"Be brief.\n\n{made['content']}"
+    assert given["content"] == "Be brief."
+    assert tools_in_system([USER], []) == [USER]
+
+
+@pytest.mark.parametrize(
+    ("format", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}}'),
+        ("pythonic", "[add(a=1)]"),
+    ],
+)
+def test_form_that_it_asks_for_is_the_form_that_is_parsed(format: str, call: str) -> None:
+    text = tools_in_system([USER], TOOLS, format)[0]["content"]
+    shown = call.replace('"add"', "<function-name>").replace('{"a": 1}', "<arguments-object>")
+    assert shown in text or format == "pythonic"
+    assert [one.arguments for one in parse(call, format)[1]] == [{"a": 1}]
+
+
+def test_unknown_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hermes, llama3_json, pythonic"):
+        tools_in_system([USER], TOOLS, "xml")
+
+
+def test_template_that_ignores_tools_is_told_from_one_that_shows_them(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "tiny")
+    tokenizer: Any = load_tokenizer(tmp_path / "tiny", None)
+    assert ignores_tools(FakeTemplate(), TOOLS)
+    tokenizer.chat_template = "{% if tools %}1{% endif %}{{ messages[0]['content'] }}"
+    assert not ignores_tools(ChatTemplate(tokenizer), TOOLS)
+    assert not ignores_tools(FakeTemplate(), [])
