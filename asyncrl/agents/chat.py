@@ -30,9 +30,11 @@ class Chat:
     ) -> None:
         """From these messages, with what the template says of the tools; or from a prompt's ids."""
         self._generate, self._role, self._tools = generate, role, tools
-        self._context, self._said = prompt_ids or [], list[Message]()
+        self._prompt = self._context = prompt_ids or []
+        self._said: list[Message] = []
         self.turns: list[Turn] = []
         self._begins: list[int] | None = None
+        self._fork: int | None = None
         if prompt_ids is None:
             self.restart(messages)
 
@@ -46,6 +48,11 @@ class Chat:
         """The last answer was cut off, by its own limit or as the model's context is full: a further turn would answer
         half a sentence."""
         return bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context, up to the last answer."""
+        return len(self._context)
 
     def say(self, content: str | Sequence[Message], role: str = "user") -> None:
         """What the model reads next: one message, or several."""
@@ -63,8 +70,9 @@ class Chat:
         observation, begins = self._read(), self._begins is not None
         context = [*self._context, *observation]
         completion = await self._generate(context, max_new_tokens=max_new_tokens, role=self._role)
-        self.turns.append(Turn(observation, completion, begins=begins, role=self._role, state=state))
-        self._context, self._begins, self._said = [*context, *completion.token_ids], None, []
+        turn = Turn(observation, completion, begins=begins, role=self._role, state=state, fork=self._fork)
+        self.turns.append(turn)
+        self._context, self._begins, self._said, self._fork = [*context, *completion.token_ids], None, [], None
         return completion
 
     def _read(self) -> list[int]:
@@ -90,6 +98,19 @@ class Chat:
         sample of its own."""
         self._context, self._said = [], []
         self._begins = self._generate.template.begin(messages, self._tools)
+
+    def branch(self, turn: int) -> Chat:
+        """Another way to go on, from where this turn was asked for, in the very same context: a chat that has yet to
+        answer. In a trajectory the turns of this chat come first, and from its own beginning on, and then the branch's:
+        Trajectory([*chat.turns, *branch.turns], reward)."""
+        context = list(self._prompt)
+        for one in self.turns[:turn]:
+            context = [*([] if one.begins else context), *one.observation, *one.completion.token_ids]
+        begins = self.turns[turn]
+        branch = Chat(self._generate, tools=self._tools, role=self._role, prompt_ids=[])
+        branch._begins = [*([] if begins.begins else context), *begins.observation]
+        branch._fork = turn - 1
+        return branch
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
         """What was said so far. Without a reward the task's own reward function scores it."""

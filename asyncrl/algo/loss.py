@@ -9,9 +9,9 @@
     rho = pi_p / mu   engine against trainer, staleness and numerics together: what corrections weigh (correction.py)
     w = pi / mu       both at once: losses that use it need no correction, and none may be added
 
-A micro-batch holds whole sequences, so that a loss of sequences finds all tokens of its own. A sequence is a sample, what
-was written in one growing context: where an episode has several (a context that began anew, another role, a fork), each
-has a ratio of its own, and only the mean over sequences (aggregation) is one over episodes.
+A micro-batch holds whole sequences, so that a loss of sequences finds all tokens of its own. A sequence is a sample,
+what was written in one growing context: where an episode has several (a context that began anew, another role, a fork),
+each has a ratio of its own, and only the mean over sequences (aggregation) is one over episodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the rewards of a batch become before advantages are made of them. The figures of a run stay those of the task.
 
 Applied in this order, each only where its setting asks for it: the penalty of an answer that nears the limit, that of
-every token, the clip, the normalisation. Rewards of single turns and tokens stay as they are. Of an episode with several
-answers the first goes by the longest, and the second adds up over them (their mean, where it forks).
+every token, the clip, the normalisation. Rewards of single turns and tokens stay as they are. Of an episode with
+several answers the first goes by the longest, and the second adds up over them (over a mean way, where it forks).
 """
 
 from __future__ import annotations

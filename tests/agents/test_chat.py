@@ -108,3 +108,28 @@ def test_one_side_cannot_speak_twice(early: bool) -> None:
 
     with pytest.raises(ValueError, match="not answered yet" if early else "nothing was said"):
         play(script, written(4, 10))
+
+
+def test_branch_goes_on_from_the_context_of_any_turn_and_comes_after_the_one_before_it() -> None:
+    async def main() -> None:
+        generate = Talking([written(n, n, 10) for n in range(12)])
+        chat = Chat.of(PROMPT, generate)
+        await chat.answer()
+        chat.say("7")
+        await chat.answer()
+        chat.restart([{"role": "user", "content": "33"}])
+        await chat.answer()
+        chat.say("6")
+        await chat.answer()
+        turns, contexts = list(chat.turns), [one.context for one in generate.asked]
+        for place, context in enumerate(contexts):
+            branch = chat.branch(place)
+            await branch.answer()
+            branch.say("8")
+            await branch.answer()
+            assert generate.asked[-2].context == context
+            assert generate.asked[-1].context == [*context, *generate.asked[-2].completion.token_ids, 8, 11]
+            assert [(turn.fork, turn.begins) for turn in branch.turns] == [(place - 1, True), (None, False)]
+            check(Trajectory([*turns, *branch.turns]), PROMPT.token_ids, generate.asked)
+
+    asyncio.run(main())

@@ -1,0 +1,66 @@
+"""An episode that is longer than a context: when that is full the model writes notes, and goes on from the question and
+these alone.
+
+    question         | a o b o           notes?  n       sample 1
+    question + n     | c o d o           notes?  m       sample 2
+    question + m     | e                                 sample 3
+
+Each context is a sample; the notes are turns like all others, and everything is trained with what the episode came to
+(SUPO, arXiv 2510.06727; MemAgent, arXiv 2507.02259). Actions and notes of one episode are one role, so that its samples
+together are compared with those of its siblings.
+"""
+
+from __future__ import annotations
+
+from asyncrl.agents.playing import Player, awaited, chat_of, initial_state, messages_of, opened, with_text
+from asyncrl.envs.env import Step
+from asyncrl.envs.pool import Environments
+from asyncrl.types import Generate, Prompt, Trajectory
+
+ASK = (
+    "Before you go on, write notes: what was done, what was found, and what is next. "
+    "All but the question and these notes will be gone."
+)
+NOTES = "Your notes on what happened so far:\n{notes}"
+
+
+class Memory(Player):
+    """Notes are written as soon as a context has more than `context_tokens`, which must leave room for one more
+    observation and for the notes, of at most `note_tokens`; 0: after every turn. They are none of the `max_turns`.
+    `ask` is what the model is told then, and `notes` how its answer stands behind the question."""
+
+    def __init__(
+        self,
+        environments: Environments,
+        *,
+        max_turns: int = 32,
+        context_tokens: int = 0,
+        note_tokens: int | None = None,
+        ask: str = ASK,
+        notes: str = NOTES,
+    ) -> None:
+        super().__init__(environments, max_turns=max_turns)
+        self._context_tokens, self._note_tokens = context_tokens, note_tokens
+        self._ask, self._notes = ask, notes
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """One episode."""
+        async with self._environments() as env:
+            question = await opened(env, prompt.question)
+            chat, state = chat_of(prompt, question, generate), initial_state(prompt.question)
+            for turn in range(self._max_turns):
+                text = await chat.answer(state=state)
+                step: Step = await awaited(env.step(text))
+                chat.reward(step.reward)
+                if step.done or chat.ended or turn == self._max_turns - 1:
+                    break
+                said, state = messages_of(step.messages), step.state
+                if chat.length <= self._context_tokens:
+                    chat.say(said)
+                    continue
+                chat.say(with_text(said, self._ask) if said else self._ask)
+                notes = await chat.answer(max_new_tokens=self._note_tokens)
+                if not chat.turns[-1].completion.token_ids:
+                    break  # no room was left for any
+                chat.restart(with_text(question, self._notes.format(notes=notes)))
+        return chat.trajectory(reward=0.0)

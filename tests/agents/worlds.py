@@ -1,0 +1,74 @@
+"""Environments for tests of agents, and a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from asyncrl.agents.linking import check
+from asyncrl.envs.env import EnvSpec, Step
+from asyncrl.envs.pool import Environments, PoolSettings
+from asyncrl.types import Completion, Generate, Prompt, Template, Trajectory
+from tests.agents.talking import Talking
+
+PROMPT = Prompt("p", [12, 1, 11], {"messages": [{"role": "user", "content": "1"}], "state": "s0"}, "t")
+
+
+class Sums:
+    """Tells the sum of all that was said, and rewards it when it is over at `end`."""
+
+    made: ClassVar[int] = 0
+    open: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+
+    def __init__(self, *, end: int = 9, hello: str = "", moody: bool = False, late: bool = False) -> None:
+        """`moody`: it says something else in its second life; `late`: greets otherwise."""
+        Sums.made += 1
+        self._end, self._hello, self._sum = end, hello, 0
+        self._moody, self._late = moody and Sums.made > 1, late and Sums.made > 1
+
+    async def reset(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+        Sums.open += 1
+        Sums.most = max(Sums.most, Sums.open)
+        hello = "3" if self._late else self._hello
+        return [{"role": "user", "content": hello}] if hello else []
+
+    async def step(self, action: str) -> Step:
+        await asyncio.sleep(0)
+        self._sum += int(action)
+        done = self._sum >= self._end
+        return Step(
+            str(self._sum + self._moody), reward=self._sum / 8 if done else 0.0, done=done, state=f"s{self._sum}"
+        )
+
+    async def close(self) -> None:
+        Sums.open -= 1
+
+
+def play(
+    make: Callable[[Environments], Any],
+    answers: Iterable[Completion] | Generate,
+    *,
+    prompt: Prompt = PROMPT,
+    concurrency: int | None = None,
+    template: Template | None = None,
+    **world: Any,
+) -> tuple[Trajectory, Any]:
+    """An episode of an agent among Sums, checked as rollout does it; environments are all given back."""
+
+    async def main() -> tuple[Trajectory, Any]:
+        generate: Any = answers if callable(answers) else Talking(answers, template)
+        settings = PoolSettings(hosted=False, concurrency=concurrency)
+        environments = Environments("sums", EnvSpec(f"{__name__}:Sums", world), settings)
+        try:
+            async with asyncio.timeout(10):
+                return await make(environments).run(prompt, generate), generate
+        finally:
+            await environments.close()
+            assert Sums.open == 0
+
+    Sums.made = Sums.open = Sums.most = 0
+    found, generate = asyncio.run(main())
+    check(found, prompt.token_ids, generate.asked)
+    return found, generate
