@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.envs.env import Question, Step
 from asyncrl.envs.tools.calls import known, parse
 from asyncrl.envs.tools.output import shown
-from asyncrl.envs.tools.shared import check_sandboxes, sandboxes
+from asyncrl.envs.tools.shared import LOCAL, check_sandboxes, sandboxes
 from asyncrl.envs.tools.slips import slips
 from asyncrl.types import Message
 
@@ -63,17 +63,19 @@ class ShellEnv:
     def __init__(
         self,
         *,
-        sandbox: Mapping[str, Any] | None = None,
+        sandbox: str = LOCAL,
+        sandbox_params: Mapping[str, Any] | None = None,
         max_turns: int = 16,
         seconds: float | None = None,
         format: str | None = None,
         output_chars: int = 4000,
     ) -> None:
-        """`sandbox`: see shared.sandboxes; `seconds` of one command, unset: those of the sandbox; `format` of the calls
-        of a tool, bash, that are the commands (calls.parse), unset: blocks. Raises ConfigError."""
-        self._spec, self._max_turns, self._seconds = dict(sandbox or {}), max_turns, seconds
+        """`sandbox` and its arguments: see shared.sandboxes. `seconds` of one command, unset: those of the sandbox.
+        `format` of the calls of a tool, bash, that are the commands (calls.parse); unset: blocks. Raises ConfigError.
+        """
+        self._backend, self._max_turns, self._seconds = (sandbox, dict(sandbox_params or {})), max_turns, seconds
         self._format, self._output_chars = known(format, "format") if format else None, output_chars
-        check_sandboxes(self._spec)
+        check_sandboxes(*self._backend, "sandbox")
         self._sandbox: Sandbox | None = None
         self._question: Question = {}
         self._turns = 0
@@ -81,7 +83,7 @@ class ShellEnv:
     async def reset(self, question: Question) -> None:
         """A sandbox with the files of the question."""
         self._question, self._turns = question, 0
-        self._sandbox = await sandboxes(self._spec).open()
+        self._sandbox = await sandboxes(*self._backend).open()
         files = dict(question.get("files", {}))
         if folder := question.get("folder"):
             files = await asyncio.to_thread(_read, Path(folder)) | files

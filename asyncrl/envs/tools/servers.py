@@ -24,8 +24,8 @@ class Starter:
     def __init__(
         self, name: str, connect: Callable[[], Connection], *, start_timeout: float, restarts: int, delay: float = 1.0
     ) -> None:
-        """`start_timeout`: seconds of one start; `restarts`: further attempts at one that fails; `delay`: seconds before
-        the first of these, which double with each."""
+        """`start_timeout`: seconds of one start. `restarts`: further attempts at one that fails. `delay`: seconds
+        before the first of these; they double with each."""
         self._name, self._connect, self._seconds, self._restarts = name, connect, start_timeout, restarts
         self._delay = delay
 

@@ -7,6 +7,7 @@ specification that it was made from.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -53,30 +54,24 @@ async def close_shared() -> None:
             raise error
 
 
-def sandboxes(spec: Mapping[str, Any]) -> SandboxBackend:
-    """The backend of a specification, shared:
-
-    {"use": "asyncrl.envs.sandbox.local:LocalSandboxes", "limits": {"seconds": 5}, "warm": 4}
-
-    `use` is an import path, `limits` those of a sandbox, the rest arguments of the backend. Raises ConfigError."""
-    check_sandboxes(spec)
-    return shared("sandboxes", spec, lambda: _backend(spec))
+def sandboxes(path: str, params: Mapping[str, Any]) -> SandboxBackend:
+    """The backend at an import path, made with these arguments, one for all who ask for the same; `limits` are those of
+    a sandbox, by name. Raises ConfigError."""
+    made = _backend(path, params, "sandbox")
+    return shared("sandboxes", [path, params], made)
 
 
-def check_sandboxes(spec: Mapping[str, Any], field: str = "sandbox") -> None:
-    """Raises ConfigError for a specification that makes none."""
-    load(spec.get("use", LOCAL), f"{field}.use")
+def check_sandboxes(path: str, params: Mapping[str, Any], field: str) -> None:
+    """Raises ConfigError for `field`, or `field`_params, when there is no such backend. Nothing is started."""
+    _backend(path, params, field)
+
+
+def _backend(path: str, params: Mapping[str, Any], field: str) -> Callable[[], SandboxBackend]:
+    kind, given = load(path, field), dict(params)
     try:
-        load(LIMITS, f"{field}.limits")(**spec.get("limits", {}))
+        if "limits" in given:
+            given["limits"] = load(LIMITS, f"{field}_params")(**given["limits"])
+        inspect.signature(kind).bind(**given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{field}.limits", spec.get("limits"), f"{error}.") from None
-
-
-def _backend(spec: Mapping[str, Any]) -> SandboxBackend:
-    limits = load(LIMITS, "sandbox.limits")(**spec.get("limits", {}))
-    rest = {name: value for name, value in spec.items() if name not in ("use", "limits")}
-    try:
-        backend: SandboxBackend = load(spec.get("use", LOCAL), "sandbox.use")(limits, **rest)
-    except TypeError as error:
-        raise ConfigError("sandbox", dict(spec), f"{error}.") from None
-    return backend
+        raise ConfigError(f"{field}_params", dict(params), f"{path} does not take them: {error}.") from None
+    return lambda: kind(**given)

@@ -2,7 +2,7 @@
 
 {"use": "my_module:weather"}                                a function, or a Tool; a class of Tools is made anew for
                                                                 each episode, with `params`
-    {"use": "python", "sandbox": {"limits": {"seconds": 5}}}    Python in a sandbox (python.py, shared.py)
+    {"use": "python", "seconds": 5, "sandbox_params": {...}}    Python in a sandbox (python.py, shared.py)
     {"use": "mcp", "command": ["python", "-m", "my_server"]}    a server's tools (mcp_tools.py)
 """
 
@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.envs.tools.functions import FunctionTool
 from asyncrl.envs.tools.python import PythonTool
-from asyncrl.envs.tools.shared import check_sandboxes, sandboxes
+from asyncrl.envs.tools.shared import LOCAL, check_sandboxes, sandboxes
 from asyncrl.envs.tools.tool import OnFault, Tool
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load
@@ -49,16 +49,20 @@ class PythonSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     seconds: float | None = None
     session: bool = True
     output_chars: int = 4000
-    sandbox: dict[str, Any] = {}
+    sandbox: str = LOCAL
+    sandbox_params: dict[str, Any] = {}
 
     def check(self, field: str) -> None:
         """See Source."""
-        check_sandboxes(self.sandbox, f"{field}.sandbox")
+        check_sandboxes(self.sandbox, self.sandbox_params, f"{field}.sandbox")
 
     def listed(self, field: str) -> Sequence[Tool]:
         """See Source."""
         made = PythonTool(
-            lambda: sandboxes(self.sandbox), seconds=self.seconds, session=self.session, output_chars=self.output_chars
+            lambda: sandboxes(self.sandbox, self.sandbox_params),
+            seconds=self.seconds,
+            session=self.session,
+            output_chars=self.output_chars,
         )
         return [made]
 

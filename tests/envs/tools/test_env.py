@@ -248,12 +248,12 @@ def test_schema_that_refers_elsewhere_is_a_fault_and_fetches_nothing() -> None:
         step(called("t"), tool)
 
 
-def test_hundred_megabytes_are_cut_and_half_characters_replaced() -> None:
+def test_hundred_megabytes_are_cut() -> None:
     async def big(arguments: dict[str, Any]) -> str:
-        return "\ud800" + "x" * 100_000_000
+        return "x" * 100_000_000
 
     (content,) = told(called("t"), Acts("t", big), output_chars=100)
-    assert content == "?" + "x" * 99 + "\n[99999901 more characters are left out]"
+    assert content == "x" * 100 + "\n[99999900 more characters are left out]"
     (content,) = told(called("add", a="y" * 1000, b=1), output_chars=100)
     assert len(content) < 150
 
@@ -280,7 +280,8 @@ def test_calls_in_order_wait_for_each_other() -> None:
     async def alone(arguments: dict[str, Any]) -> str:
         running.append(1)
         await asyncio.sleep(0)
-        assert running.pop() and not running
+        assert running.pop()
+        assert not running
         return "alone"
 
     assert told(called("t") * 3, Acts("t", alone), parallel=False) == ["alone"] * 3

@@ -12,6 +12,7 @@ import pytest
 from asyncrl.envs.tools import threads
 from asyncrl.envs.tools.functions import FunctionTool, documented
 from asyncrl.errors import AsyncRLError, EpisodeFailed
+from tests.envs.tools.waits import eventually
 
 
 @dataclass
@@ -118,9 +119,7 @@ def test_threads_that_hang_are_counted_until_they_return_and_too_many_are_an_err
         with pytest.raises(AsyncRLError, match="2 calls of the tool hang have not returned"):
             await tool.call({})
         released.set()
-        async with asyncio.timeout(30):
-            while tool._threads.hanging:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: not tool._threads.hanging)
         assert await tool.call({}) == "late"
 
     asyncio.run(main())

@@ -19,6 +19,7 @@ from asyncrl.envs.tools.servers import Starter
 from asyncrl.envs.tools.tool import Tool, ToolError
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.launch.leftovers import carrying
+from tests.envs.tools.waits import eventually
 
 SERVER = str(Path(__file__).parent / "server.py")
 MARK = f"ASYNCRL_RUN_ID=mcp-{os.getpid()}"
@@ -227,9 +228,7 @@ def test_server_of_an_episode_is_its_own_and_ends_with_it(warm: int) -> None:
         assert [await tools["count"].call({}) for tools in (first, first, second)] == ["1", "2", "1"]
         pid, child = (await first["pid"].call({})).split()
         await closed(first)
-        async with asyncio.timeout(10):
-            while {int(pid), int(child)} & set(carrying(MARK.encode())):
-                await asyncio.sleep(0.005)
+        await eventually(lambda: not {int(pid), int(child)} & set(carrying(MARK.encode())))
         assert await second["count"].call({}) == "2"
 
     run(script, per_episode=True, warm=warm)

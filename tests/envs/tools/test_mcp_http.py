@@ -1,4 +1,4 @@
-"""The same over HTTP, with the server of the mcp package: what it answers, that it is too long, and that it goes away."""
+"""Servers over HTTP, as the mcp package makes them: what they answer, that it is too long, and that they go away."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from asyncrl.envs.tools.mcp_tools import McpServers, McpSpec, ask
 from asyncrl.envs.tools.tool import ToolError
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.ports import free_port
+from tests.envs.tools.waits import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -41,8 +42,7 @@ async def served(port: int, **options: Any) -> AsyncIterator[None]:
     config = uvicorn.Config(server.streamable_http_app(**options), port=port, log_level="critical", lifespan="on")
     serving = uvicorn.Server(config)
     task = asyncio.create_task(serving.serve())
-    while not serving.started:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: serving.started)
     try:
         yield
     finally:
@@ -56,7 +56,7 @@ def test_server_over_http_answers_hangs_goes_away_and_comes_back(options: dict[s
     spec = McpSpec(use="mcp", url=f"http://127.0.0.1:{port}/mcp", restarts=0)
 
     async def main() -> None:
-        with pytest.raises(ConfigError, match="It gives no tools: .* is gone: ConnectError"):
+        with pytest.raises(ConfigError, match=r"It gives no tools: .* is gone: ConnectError"):
             await ask(spec, "tools.0")
         servers = McpServers(spec)
         async with asyncio.timeout(60):
@@ -91,8 +91,7 @@ def test_server_that_needs_a_key_gets_it_in_a_header(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         serving = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical", lifespan="off"))
         task = asyncio.create_task(serving.serve())
-        while not serving.started:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: serving.started)
         url = f"http://127.0.0.1:{port}/mcp"
         with pytest.raises(ConfigError, match="It gives no tools"):
             await ask(McpSpec(use="mcp", url=url, headers={"Authorization": "$ASYNCRL_TEST_KEY"}), "tools.0")

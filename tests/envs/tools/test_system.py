@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from asyncrl.agents.template import ChatTemplate
 from asyncrl.envs.tools.calls import parse
 from asyncrl.envs.tools.system import ignores_tools, tools_in_system
 from asyncrl.errors import ConfigError
-from asyncrl.models import tiny
-from asyncrl.rollout.prompts import load_tokenizer
 from tests.fakes import FakeTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
@@ -51,10 +48,12 @@ def test_unknown_form_is_refused() -> None:
         tools_in_system([USER], TOOLS, "xml")
 
 
-def test_template_that_ignores_tools_is_told_from_one_that_shows_them(tmp_path: Path) -> None:
-    tiny.write(tmp_path / "tiny")
-    tokenizer: Any = load_tokenizer(tmp_path / "tiny", None)
+class Shows(FakeTemplate):
+    def begin(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        return [*super().begin(messages), len(tools)]
+
+
+def test_template_that_ignores_tools_is_told_from_one_that_shows_them() -> None:
     assert ignores_tools(FakeTemplate(), TOOLS)
-    tokenizer.chat_template = "{% if tools %}1{% endif %}{{ messages[0]['content'] }}"
-    assert not ignores_tools(ChatTemplate(tokenizer), TOOLS)
     assert not ignores_tools(FakeTemplate(), [])
+    assert not ignores_tools(Shows(), TOOLS)

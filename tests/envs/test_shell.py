@@ -1,0 +1,233 @@
+"""A task in a shell: commands act on files that stay, and hidden checks judge what is there at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.agents.multi_turn import MultiTurn
+from asyncrl.envs.env import EnvSpec, Step
+from asyncrl.envs.pool import Environments
+from asyncrl.envs.shell import ShellEnv
+from asyncrl.envs.shell_tasks import KINDS, ShellTasks
+from asyncrl.envs.tools.shared import close_shared
+from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.types import Prompt
+from tests.agents.talking import Talking, written
+from tests.envs.tools.sandboxes import Folders
+from tests.fakes import FakeTemplate
+
+SANDBOX = {"sandbox": "tests.envs.tools.sandboxes:Folders"}
+QUESTION = {
+    "messages": [],
+    "files": {"data/n.txt": "1\n2\n"},
+    "tests": {"check.sh": "cat answer.txt"},
+    "checks": [
+        {"command": "sh check.sh", "expect": "3"},
+        {"command": "test -f answer.txt"},
+        {"command": "cat data/n.txt", "expect": "1\n2"},
+        {"command": "false"},
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Every sandbox is closed."""
+    Folders.opened.clear()
+    yield
+    assert [one for one in Folders.opened if one.path.exists()] == []
+
+
+def run(script: Callable[[], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        try:
+            async with asyncio.timeout(60):
+                return await script()
+        finally:
+            await close_shared()
+
+    return asyncio.run(main())
+
+
+def play(*texts: str, question: dict[str, Any] = QUESTION, **options: Any) -> list[Step]:
+    async def script() -> list[Step]:
+        env = ShellEnv(**SANDBOX, **options)
+        await env.reset(question)
+        try:
+            return [await env.step(text) for text in texts]
+        finally:
+            await env.close()
+
+    return run(script)
+
+
+def block(command: str) -> str:
+    return f"I will.\n```bash\n{command}\n```\n"
+
+
+def shown(step: Step) -> str:
+    (message,) = step.messages
+    return message["content"]  # type: ignore[index]
+
+
+def test_commands_act_on_the_files_and_the_share_of_checks_is_the_reward() -> None:
+    first, second, third, last = play(
+        block("cat data/n.txt; cd data; pwd >&2"), block("exit 3"), block("echo 3 > answer.txt"), "DONE"
+    )
+    assert shown(first).startswith("1\n2\n")
+    assert shown(first).endswith("/data")
+    assert (shown(second), shown(third)) == ("[exit code 3]", "[no output]")
+    assert (last.done, last.reward, last.messages, last.score) == (True, 0.75, (), False)
+    assert [step.done for step in (first, second, third)] == [False] * 3
+    assert first.messages[0]["role"] == "user"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("text", ["DONE", "  DONE  \n", "It is done.", f"{block('echo 3 > answer.txt')}DONE"])
+def test_episode_ends_when_the_model_says_so_or_has_no_command(text: str) -> None:
+    (step,) = play(text)
+    assert step.done
+    assert step.reward == (0.75 if "answer" in text else 0.25)
+
+
+def test_word_in_a_command_is_not_the_end() -> None:
+    (step,) = play(block("cat <<X\nDONE\nX"))
+    assert not step.done
+    assert shown(step) == "DONE"
+
+
+def test_last_turn_runs_its_command_and_then_the_checks() -> None:
+    steps = play(block("true"), block("echo 3 > answer.txt"), max_turns=2)
+    assert [(step.done, step.reward) for step in steps] == [(False, 0.0), (True, 0.75)]
+
+
+def test_two_blocks_are_not_run() -> None:
+    (step, last) = play(block("echo 3 > answer.txt") + block("true"), "DONE")
+    assert shown(step).startswith("One block")
+    assert (step.done, last.reward) == (False, 0.25)
+
+
+def test_tests_are_hidden_until_the_end_and_what_stands_in_their_place_is_replaced() -> None:
+    first, last = play(block("ls -R; echo 'echo 3' > check.sh; echo 7 > answer.txt"), "DONE")
+    assert "check" not in shown(first)
+    assert last.reward == 0.5  # the answer is there, and wrong
+
+
+@pytest.mark.parametrize("place", ["ln -s /nowhere check.sh", "mkdir check.sh"])
+def test_tests_that_cannot_be_written_are_not_passed(place: str) -> None:
+    assert play(block(f"{place}; echo 3 > answer.txt"), "DONE")[-1].reward == 0.0
+
+
+def test_hanging_command_and_hanging_check_are_the_model_s_time() -> None:
+    question = {**QUESTION, "tests": {}, "checks": [{"command": "sh slow.sh"}, {"command": "true"}]}
+    first, second, last = play(
+        block("sleep 100"), block("echo sleep 100 > slow.sh"), "DONE", question=question, seconds=0.5
+    )
+    assert shown(first) == "[it ran out of time]"
+    assert (shown(second), last.reward) == ("[no output]", 0.5)
+
+
+def test_files_can_come_from_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "n.txt").write_text("1\n2\n")
+    (tmp_path / "raw").write_bytes(b"\xff")
+    (step,) = play(block("cat data/n.txt; wc -c < raw"), question={**QUESTION, "files": {}, "folder": str(tmp_path)})
+    assert shown(step) == "1\n2\n1"
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('<tool_call>{"name": "bash", "arguments": {"command": "echo hi"}}</tool_call>', "hi"),
+        ('<tool_call>{"name": "sh", "arguments": {"command": "echo hi"}}</tool_call>', "Error: one call of bash"),
+        ('<tool_call>{"name": "bash", "arguments": {"command": 1}}</tool_call>', "Error: one call of bash"),
+        ('<tool_call>{"name": "bash", "arguments": {"command": "true"}}</tool_call>' * 2, "Error: one call of bash"),
+        ("<tool_call>{</tool_call>", "Error: The call is not JSON"),
+    ],
+)
+def test_commands_can_come_as_calls(text: str, content: str) -> None:
+    (step,) = play(text, format="hermes")
+    assert not step.done
+    assert step.messages[0]["role"] == "tool"  # type: ignore[index]
+    assert shown(step).startswith(content)
+    assert play(block("echo hi"), format="hermes")[0].done  # no call
+
+
+def test_sandbox_that_fails_is_a_fault_and_no_reward() -> None:
+    async def script() -> None:
+        env = ShellEnv(**SANDBOX)
+        await env.reset(QUESTION)
+        await Folders.opened[0].close()
+        for text in (block("true"), "DONE"):
+            with pytest.raises(EpisodeFailed, match="sandbox: it is gone"):
+                await env.step(text)
+
+    run(script)
+
+
+def test_step_before_a_reset_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="begins with reset"):
+        run(lambda: ShellEnv(**SANDBOX).step(block("true")))
+
+
+@pytest.mark.parametrize("options", [{"format": "xml"}, {"sandbox": "no.such:Thing"}])
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ShellEnv(**options)
+
+
+# --- the shipped tasks ----------------------------------------------------------------------------------------
+
+SOLUTIONS: list[Callable[[str], str]] = [
+    lambda text: "echo '{}' > {}".format(text.split("one line: ")[1].split("\n")[0], text.split()[3]),
+    lambda text: f"grep -c '^{text.split('begin with ')[1].split(':')[0]} ' log.txt > answer.txt",
+    lambda text: 'for f in notes/*.txt; do mv "$f" "${f%.txt}.md"; done',
+    lambda text: "sort -u words.txt > sorted.txt",
+    lambda text: "sed -i 's/+/*/' shapes.py",
+]
+
+
+@pytest.mark.parametrize("index", range(2 * len(KINDS)))
+def test_shipped_task_is_solved_by_its_solution_and_not_by_nothing(index: int) -> None:
+    question = ShellTasks(**SANDBOX).question(index)
+    assert question == ShellTasks(**SANDBOX).question(index)
+    command = SOLUTIONS[index % len(KINDS)](question["messages"][0]["content"])
+    assert play("DONE", question=question)[-1].reward == 0.0
+    assert play(block(command), "DONE", question=question)[-1].reward == 1.0
+
+
+def test_shipped_task_tells_how_to_act_or_gives_a_tool() -> None:
+    (message,) = ShellTasks(**SANDBOX).question(0)["messages"]
+    assert "```bash" in message["content"]
+    question = ShellTasks(format="hermes", **SANDBOX).question(0)
+    assert "```bash" not in question["messages"][0]["content"]
+    assert question["tools"][0]["function"]["name"] == "bash"
+
+
+def test_episode_that_is_cut_off_is_judged_all_the_same() -> None:
+    """Played as a run plays it; the second answer has no room left."""
+    texts = {1: block("echo 3 > answer.txt"), 2: "and then"}
+
+    class Words(FakeTemplate):
+        def extend(self, messages: Any, *, last: int | None) -> list[int]:
+            return [20]
+
+    async def script() -> Any:
+        environments = Environments("t", EnvSpec("asyncrl.envs.shell:ShellEnv", SANDBOX))
+        prompt = Prompt("p", [12], QUESTION, "t")
+        generate = Talking([written(1, 10)], Words(lambda ids: texts[ids[0]]))
+        found = await MultiTurn(environments, max_turns=1).run(prompt, generate)
+        await environments.close()
+        return found
+
+    found = run(script)
+    assert (found.reward, [turn.reward for turn in found.turns]) == (0.0, [0.75])
+
+
+def test_questions_are_plain_data() -> None:
+    assert json.loads(json.dumps(ShellTasks(**SANDBOX).question(4))) == ShellTasks(**SANDBOX).question(4)
