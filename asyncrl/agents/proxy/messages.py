@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.agents.proxy.refusals import Refused, bad_field
-from asyncrl.agents.tool_calls import ToolCall
+from asyncrl.envs.tools.calls import ToolCall
 from asyncrl.types import Message
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})

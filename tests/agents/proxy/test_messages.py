@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.agents.proxy.messages import assistant, read, read_all, tools_key
 from asyncrl.agents.proxy.refusals import Refused
-from asyncrl.agents.tool_calls import ToolCall
+from asyncrl.envs.tools.calls import ToolCall
 
 CALL = ToolCall("add", {"a": 1, "b": ["é"]}, "call00000")
 SAID = assistant("", [CALL])
