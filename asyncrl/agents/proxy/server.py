@@ -29,12 +29,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from asyncrl.agents import tool_calls
 from asyncrl.agents.proxy.answers import Answer
 from asyncrl.agents.proxy.fields import Body
 from asyncrl.agents.proxy.fields import Route as Kind
 from asyncrl.agents.proxy.refusals import Refused
 from asyncrl.agents.proxy.session import Figures, Session, gone
+from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError
 from asyncrl.types import Generate
 
@@ -53,7 +53,7 @@ class Proxy:
     """One server."""
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0, tool_format: str = "hermes") -> None:
-        """`port` 0: a free one. `tool_format`: how the model writes calls of tools (agents/tool_calls.py). Raises
+        """`port` 0: a free one. `tool_format`: how the model writes calls of tools (envs/tools/calls.py). Raises
         ConfigError."""
         self._host, self._port = host, port
         self._tool_format = tool_calls.known(tool_format, "agent_params.tool_format")

@@ -23,7 +23,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from asyncrl.agents import tool_calls
 from asyncrl.agents.linking import Asked, link
 from asyncrl.agents.proxy import messages
 from asyncrl.agents.proxy.answers import Answer, Choice
@@ -31,6 +30,7 @@ from asyncrl.agents.proxy.fields import Body, Route, Wanted, read
 from asyncrl.agents.proxy.histories import Chats, Texts
 from asyncrl.agents.proxy.refusals import Refused, bad_field
 from asyncrl.agents.proxy.rewards import Rewards
+from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.types import Completion, Generate, Message, Template, Trajectory
 
