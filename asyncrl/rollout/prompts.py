@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.envs.tools.system import ignores_tools, tools_in_system
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question, Task
 from asyncrl.types import Prompt, Template
@@ -139,7 +140,7 @@ class Prompts:
             yield from epoch
 
     def _render(self, name: str, index: int) -> tuple[list[int], Question]:
-        question = self._tasks[name].question(index)
+        question = self._with_tools(self._tasks[name].question(index))
         ids = self._template.begin(question["messages"], question.get("tools", ()))
         if len(ids) > self._longest:
             raise ConfigError(
@@ -148,6 +149,14 @@ class Prompts:
                 f"Question {index} of {name} is longer than the {self._longest} tokens that the model's length leaves.",
             )
         return ids, question
+
+    def _with_tools(self, question: Question) -> Question:
+        """Where the template says nothing of its tools, the system message does."""
+        tools = question.get("tools", ())
+        if not ignores_tools(self._template, tools):
+            return question
+        form = question.get("tool_format", "hermes")
+        return {**question, "messages": tools_in_system(question["messages"], tools, form)}
 
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:

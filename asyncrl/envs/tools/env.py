@@ -49,7 +49,7 @@ class ToolEnv:
         `parallel`. `format` is one of calls.parse. `call_timeout`: seconds of one call. Every output is cut to
         `output_chars` characters. `penalty` is taken off a turn's reward for each call that was not well-formed, of no
         tool, or with wrong arguments."""
-        self._format, self._parallel, self._max_calls = known(format, "format"), parallel, max_calls
+        self.format, self._parallel, self._max_calls = known(format, "tool_options.format"), parallel, max_calls
         self._timeout, self._on_fault, self._output_chars, self._penalty = call_timeout, on_fault, output_chars, penalty
         self._count, self._wrong = 0, 0
         self._take(tools)
@@ -74,8 +74,8 @@ class ToolEnv:
 
     async def step(self, action: str) -> Step:
         """Done when there is no call in it, or when the calls were used up before."""
-        text, calls = parse(action, self._format, before=self._count)
-        wrong = slips(text, self._format)
+        text, calls = parse(action, self.format, before=self._count)
+        wrong = slips(text, self.format)
         left = self._max_calls - self._count
         if not (calls or wrong) or left <= 0:
             return Step(done=True, score=True)

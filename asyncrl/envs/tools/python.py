@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from asyncrl.envs.sandbox.protocol import Sandbox, SandboxBackend
 
 RUNNER = """
-import ast, linecache, sys, traceback
+import ast, sys
 source = sys.stdin.buffer.read().decode()
-linecache.cache["<program>"] = (len(source), None, source.splitlines(True), "<program>")
 scope = {"__name__": "__main__", "__builtins__": __builtins__}
 try:
     tree = ast.parse(source, "<program>")
@@ -37,6 +36,9 @@ try:
 except SystemExit:
     raise
 except BaseException as error:
+    import linecache, traceback
+
+    linecache.cache["<program>"] = (len(source), None, source.splitlines(True), "<program>")
     sys.stdout.flush()
     traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
     sys.exit(1)

@@ -1,11 +1,12 @@
 """Environments with tools by specification (specs.py), and what models are told of these.
 
-task.kind=...   environment = toolbox([{"use": "python"}, {"use": "mcp", "command": [...]}], max_calls=8)
-the question    question["tools"] = functions(specs)
+environment          toolbox([{"use": "python"}, {"use": "mcp", "command": [...]}], max_calls=8)
+question["tools"]    functions(specs)
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,12 @@ class ToolboxEnv(ToolEnv):
 
     def __init__(self, tools: Sequence[Spec], **options: Any) -> None:
         """`options` are ToolEnv's. Raises ConfigError; nothing is started."""
+        try:
+            inspect.signature(ToolEnv).bind([], **options)
+        except TypeError as error:
+            raise ConfigError(
+                "tool_options", options, f"An environment with tools does not take them: {error}."
+            ) from None
         super().__init__([], **options)
         self._sources = [source(spec, f"tools.{place}") for place, spec in enumerate(tools)]
 

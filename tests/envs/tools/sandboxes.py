@@ -52,6 +52,8 @@ class Folder:
 
     async def write(self, path: str, data: bytes) -> None:
         file = self.path / path
+        if not self.path.exists():
+            raise EpisodeFailed("sandbox", "it is gone")
         if file.is_symlink():
             raise ValueError("through a link")
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -157,5 +157,5 @@ def test_episode_with_tools_is_left_to_the_task_to_score() -> None:
 
 
 def test_options_are_those_of_the_environment() -> None:
-    with pytest.raises(ConfigError, match="format: got 'xml'"):
+    with pytest.raises(ConfigError, match=r"tool_options.format: got 'xml'"):
         ToolboxEnv([], format="xml")

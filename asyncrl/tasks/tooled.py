@@ -1,0 +1,50 @@
+"""Any task's questions, answered with tools: its score judges the last answer (asyncrl/envs/tools/env.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.envs.env import EnvSpec
+from asyncrl.envs.tools.toolbox import Spec, functions
+from asyncrl.errors import ConfigError
+from asyncrl.tasks import Question, Task
+
+ENVIRONMENT = "asyncrl.envs.tools.toolbox:ToolboxEnv"
+
+
+class Tooled:
+    """A task, with tools."""
+
+    def __init__(
+        self, task: Task, tools: Sequence[Spec], options: Mapping[str, Any] | None = None, field: str = "task"
+    ) -> None:
+        """`tools` as in asyncrl/envs/tools/specs.py, `options` those of ToolEnv. MCP servers are started and asked what
+        they offer. Raises ConfigError for `field`.tools and `field`.tool_options."""
+        if getattr(task, "environment", None) or getattr(task, "agent", None):
+            raise ConfigError(f"{field}.tools", list(tools), "The task brings an environment, or an agent, of its own.")
+        self._task = task
+        self._functions = functions(tools, f"{field}.tools")
+        self.environment = EnvSpec(ENVIRONMENT, {"tools": list(tools), **(options or {})})
+        try:
+            self._format: str = self.environment.make().format
+        except ConfigError as error:
+            raise ConfigError(f"{field}.{error.field}", error.value, error.remedy) from None
+        self.inline, self.held_out = task.inline, getattr(task, "held_out", 0)
+
+    @property
+    def size(self) -> int | None:
+        """The task's."""
+        return self._task.size
+
+    def question(self, index: int) -> Question:
+        """The task's, with the tools."""
+        return {**self._task.question(index), "tools": self._functions, "tool_format": self._format}
+
+    def score(self, answer: str, question: Question) -> float:
+        """The task's."""
+        return self._task.score(answer, question)
+
+    def correct(self, reward: float) -> bool:
+        """What the task says."""
+        return self._task.correct(reward)
