@@ -192,6 +192,10 @@ class Task(Section):
     """Who plays this task, in the place of the run's agent; unset: that, or what the task itself brings."""
     agent_params: dict[str, Any]
     """Its arguments; where the task brings an environment and agent is unset, those of MultiTurn (max_turns)."""
+    tools: list[dict[str, Any]]
+    """What the model may call before it answers: Python functions, MCP servers, a Python sandbox (docs/tools.md)."""
+    tool_options: dict[str, Any]
+    """How its calls are written, run and shown (docs/tools.md)."""
     environments: Environments
     system: str | None
     """System message."""

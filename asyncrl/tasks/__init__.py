@@ -53,7 +53,16 @@ KINDS = {
 
 
 def build(config: TaskConfig) -> Task:
-    """The task that a configuration names."""
+    """The task that a configuration names, with its tools."""
+    task = _without_tools(config)
+    if not config.tools:
+        return task
+    from asyncrl.tasks.tooled import Tooled
+
+    return Tooled(task, config.tools, config.tool_options)
+
+
+def _without_tools(config: TaskConfig) -> Task:
     if config.kind in KINDS:
         task: Task = load(KINDS[config.kind], "task.kind")(config)
         return task

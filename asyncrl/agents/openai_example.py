@@ -1,0 +1,46 @@
+"""An agent that knows the openai package alone, and a calculator; experiment=openai_agent trains it through the proxy.
+
+Nothing in it is asyncrl's. It would run as it is against any endpoint that speaks OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from asyncrl.envs.tools.calculator import calculate
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Value of an arithmetic expression.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+
+
+async def solve(question: dict[str, Any], base_url: str, api_key: str, max_turns: int = 3) -> float:
+    """Asks, calculates what it is asked to, and is right if the answer's last word is."""
+    messages: list[Any] = list(question["messages"])
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        for _ in range(max_turns):
+            completion = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])  # type: ignore[list-item]
+            said = completion.choices[0].message
+            messages.append(said.model_dump(exclude_none=True))
+            if not said.tool_calls:
+                break
+            for call in said.tool_calls:
+                result = _result(call.function.arguments)  # type: ignore[union-attr]
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    words = str(messages[-1].get("content") or "").split()
+    return float(bool(words) and words[-1].strip(".") == str(question["entry"]["answer"]))
+
+
+def _result(arguments: str) -> str:
+    try:
+        return str(calculate(str(json.loads(arguments)["expression"])))
+    except (ValueError, ArithmeticError, KeyError, TypeError) as error:
+        return f"error: {error}"
