@@ -16,10 +16,12 @@ on death      of a program: EpisodeFailed("agent_error") with the end of what it
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,8 +91,9 @@ class Proxied(_ThroughTheProxy):
             raise ConfigError("agent_params.params", self._params, f"{agent} does not take them: {error}.") from None
 
     async def _play(self, prompt: Prompt, session: Session) -> float | None:
+        question = copy.deepcopy(prompt.question)  # siblings have the same, and functions append to its messages
         reward = await self._solve(
-            question=prompt.question, base_url=self._proxy.base_url, api_key=session.key, **self._params
+            question=question, base_url=self._proxy.base_url, api_key=session.key, **self._params
         )
         return None if reward is None else float(reward)
 
@@ -109,8 +112,8 @@ class Command(_ThroughTheProxy):
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """`env` is added to this process's environment, less what is asyncrl's own. `reads_reward`: the last line that
-        it writes is {"reward": x}. Raises ConfigError."""
+        """`env` is added to this process's environment, less what is asyncrl's own; "python" is this process's.
+        `reads_reward`: the last line that it writes to stdout is {"reward": x}. Raises ConfigError."""
         super().__init__(tool_format, host, port)
         if isinstance(argv, str) or not argv:
             raise ConfigError("agent_params.argv", argv, "Must be a list: the program, then its arguments.")
@@ -132,8 +135,9 @@ class Command(_ThroughTheProxy):
         """With the run's mark, by which the launcher finds what is left of it; without the run's secrets."""
         found = {name: value for name, value in os.environ.items() if not name.startswith(OWN) or name == RUN_ID}
         direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), self._host]))
-        found |= {"no_proxy": direct, "NO_PROXY": direct, "OPENAI_BASE_URL": self._proxy.base_url}
-        return found | {"OPENAI_API_KEY": key} | self._env
+        found |= {"no_proxy": direct, "NO_PROXY": direct}
+        found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        return found | {"OPENAI_BASE_URL": self._proxy.base_url, "OPENAI_API_KEY": key} | self._env
 
 
 def _reward(stdout: bytes) -> float:

@@ -30,7 +30,7 @@ SECRET = "ASYNCRL_TEACHER_API_KEY"
 async def solve(question: dict[str, Any], base_url: str, api_key: str, ends: str = "returns") -> float | None:
     """Asks twice, and knows whether it was right."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        history: list[Any] = list(question["messages"])
+        history: list[Any] = question["messages"]  # which it changes
         for _ in range(2):
             answer = (await client.chat.completions.create(model="m", messages=history)).choices[0].message
             history += [answer, user("12")]
@@ -270,7 +270,8 @@ def test_program_has_the_environment_without_secrets_and_without_a_proxy_before_
     found = json.loads(told.read_text())
     assert SECRET not in found
     assert found["NO_PROXY"] == found["no_proxy"] == "example.org,127.0.0.1"
-    assert (found["ASYNCRL_RUN_ID"], found["MINE"], found["PATH"]) == ("run0", "1", os.environ["PATH"])
+    assert (found["ASYNCRL_RUN_ID"], found["MINE"]) == ("run0", "1")
+    assert found["PATH"] == f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ class Proxy:
     @property
     def base_url(self) -> str:
         """For OpenAI's clients."""
-        return f"http://{self._host}:{self._port}/v1"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/v1"
 
     @asynccontextmanager
     async def session(self, generate: Generate) -> AsyncIterator[Session]:
@@ -179,7 +180,8 @@ async def _while_wanted(session: Session, request: Request, handle: Handle) -> R
 
     async def watch(task: asyncio.Task[Any]) -> None:
         nonlocal left
-        await request.receive()  # after the body nothing comes but the end
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
         left = True
         task.cancel()
 

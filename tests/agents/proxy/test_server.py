@@ -301,6 +301,10 @@ def test_address_that_is_taken_is_told(proxy: Proxy, runner: asyncio.Runner) -> 
     runner.run(main())
 
 
+def test_address_of_the_sixth_version_stands_in_brackets() -> None:
+    assert Proxy(host="::1", port=80).base_url == "http://[::1]:80/v1"
+
+
 def test_proxy_that_was_never_started_closes(runner: asyncio.Runner) -> None:
     runner.run(Proxy().close())
 

@@ -18,7 +18,7 @@ from asyncrl.agents.proxy.messages import read
 from asyncrl.agents.proxy.refusals import Refused
 from asyncrl.agents.proxy.session import Session
 from asyncrl.errors import EngineError, EpisodeFailed
-from asyncrl.types import Message, Trajectory
+from asyncrl.types import Completion, Message, Trajectory
 from tests.agents.proxy.behind import (
     ASKS,
     BOS_ID,
@@ -29,6 +29,7 @@ from tests.agents.proxy.behind import (
     Says,
     assistant,
     session,
+    soon,
     template,
     user,
 )
@@ -280,6 +281,17 @@ def test_text_goes_on_from_the_tokens_of_the_text_that_it_begins_with() -> None:
     asyncio.run(main())
 
 
+def test_text_begins_as_the_tokenizer_begins_and_goes_on_without() -> None:
+    async def main() -> None:
+        generate = Talking([written(4, 10), written(5, 10)])  # whose template puts 12 before a text
+        async with session(generate) as behind:
+            await behind.complete({"prompt": "1"})
+            await behind.complete({"prompt": "142"})
+        assert [one.context for one in generate.asked] == [[12, 1], [12, 1, 4, 10, 2]]
+
+    asyncio.run(main())
+
+
 def test_token_ids_are_read_as_they_are() -> None:
     async def main() -> None:
         generate = Talking([written(1, 2, EOS_ID), written(3, EOS_ID), written(4, EOS_ID)], template())
@@ -319,6 +331,35 @@ def test_several_choices_are_answers_of_their_own() -> None:
         check(found, [BOS_ID, 1, ASKS], generate.asked)
 
     asyncio.run(main())
+
+
+def test_trajectory_is_in_the_order_of_asking_and_turns_are_told_in_that_of_answering() -> None:
+    class SecondFirst(Talking):
+        """Its first answer waits for its second."""
+
+        async def __call__(self, token_ids: list[int], **options: Any) -> Completion:
+            answer = await super().__call__(token_ids, **options)
+            if len(self.asked) == 1:
+                await soon(second)
+            else:
+                second.set()
+            return answer
+
+    second = asyncio.Event()
+
+    async def main() -> Trajectory:
+        async with session(SecondFirst([written(3, EOS_ID), written(4, EOS_ID)], template())) as behind:
+            asking = [behind.chat({"messages": [user(say)]}) for say in ("1", "2")]
+            told = [answer.choices[0].turn for answer in await asyncio.gather(*asking)]
+            assert told == [1, 0]
+            behind.take_reward({"reward": 5, "turn": 1})
+            return behind.trajectory([BOS_ID, 1, ASKS], None)
+
+    found = asyncio.run(main())
+    assert [(turn.completion.token_ids[0], turn.begins, turn.reward) for turn in found.turns] == [
+        (3, False, 5.0),
+        (4, True, 0.0),
+    ]
 
 
 def test_rewards_are_given_to_the_answers_that_they_name() -> None:
