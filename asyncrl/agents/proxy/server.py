@@ -193,7 +193,6 @@ async def _while_wanted(session: Session, request: Request, handle: Handle) -> R
     except asyncio.CancelledError:
         if not left:
             raise
-        task.uncancel()
         raise ClientDisconnect from None
     finally:
         if watching:
@@ -203,13 +202,10 @@ async def _while_wanted(session: Session, request: Request, handle: Handle) -> R
 async def _body(request: Request) -> Body:
     """A JSON object. Raises Refused, or ClientDisconnect."""
     data = bytearray()
-    too_long = Refused(413, f"a body may have {MOST_BYTES} bytes")
-    if int(request.headers.get("content-length", 0)) > MOST_BYTES:
-        raise too_long
     async for piece in request.stream():
         data += piece
         if len(data) > MOST_BYTES:
-            raise too_long
+            raise Refused(413, f"a body may have {MOST_BYTES} bytes")
     try:
         body = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:

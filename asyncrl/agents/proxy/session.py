@@ -97,7 +97,6 @@ class Session:
             self._figures.abandoned += 1
             if not self.closed:
                 raise
-            task.uncancel()
             raise gone() from None
         finally:
             self._calls.discard(task)

@@ -319,15 +319,15 @@ def test_prompt_that_is_not_one_is_refused(prompt: Any) -> None:
 
 def test_several_choices_are_answers_of_their_own() -> None:
     async def main() -> None:
-        generate = Talking([written(3, EOS_ID), written(4, EOS_ID), written(5, EOS_ID)], template())
+        generate = Talking([written(n, EOS_ID) for n in (3, 4, 5, 7)], template())
         async with session(generate) as behind:
             answer = await behind.chat({"messages": [user("1")], "n": 2})
             assert [choice.turn for choice in answer.choices] == [0, 1]
-            await behind.chat({"messages": [user("1"), answer.choices[1].message, user("6")]})
-        assert generate.asked[2].context == [BOS_ID, 1, ASKS, 4, EOS_ID, 6, ASKS]
-        assert (behind._figures.turns, behind._figures.contexts_begun) == (3, 2)
+            await behind.chat({"messages": [user("1"), answer.choices[1].message, user("6")], "n": 2})
+        assert [one.context for one in generate.asked[2:]] == [[BOS_ID, 1, ASKS, 4, EOS_ID, 6, ASKS]] * 2
+        assert (behind._figures.turns, behind._figures.contexts_begun) == (4, 3)  # of each further choice, one
         found = behind.trajectory([BOS_ID, 1, ASKS], 0.0)
-        assert [len(sample) for sample in found.samples()] == [1, 2]
+        assert [len(sample) for sample in found.samples()] == [1, 2, 1]
         check(found, [BOS_ID, 1, ASKS], generate.asked)
 
     asyncio.run(main())
