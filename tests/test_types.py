@@ -68,6 +68,12 @@ def test_reward_of_an_episode_that_forks_is_the_mean_over_its_ways() -> None:
     assert Trajectory(turns).shares() == [1 / 2, 1 / 4, 1 / 4, 1 / 8, 1 / 8, 1 / 2]
 
 
+def test_ways_lead_from_the_beginning_to_every_end() -> None:
+    turns = [*forked(1.0, 2.0, 4.0).turns, Turn([5], completion(1)), Turn([12], completion(1), begins=True, fork=-1)]
+    assert Trajectory(turns).ways() == [[0, 1], [0, 2, 3], [4]]
+    assert Trajectory(turns[:2]).ways() == [[0, 1]]
+
+
 def test_ways_of_one_episode_are_something_to_compare() -> None:
     assert not group(0, [1.0, 1.0]).has_signal
     whole = group(0, [1.0])

@@ -64,6 +64,13 @@ def test_what_a_reset_tells_stands_in_every_way() -> None:
     assert [turn.begins for turn in found.turns] == [True, False, False, True]
 
 
+def test_ways_that_the_task_shall_score_have_no_reward_yet_and_all_or_none_are() -> None:
+    found, _ = play(partial(Forking, fork_at=[1], max_turns=2), [*TRUNK[:2], written(6, 10)], scored=0)
+    assert (found.reward, [turn.reward for turn in found.turns]) == (None, [0.0, 0.125, 0.125])
+    with pytest.raises(ValueError, match="some ways to the task"):
+        play(partial(Forking, fork_at=[1]), [*TRUNK, written(7, 10)], scored=10)
+
+
 @pytest.mark.parametrize(
     ("world", "told"),
     [

@@ -88,6 +88,13 @@ def test_help_is_neither_credited_to_the_attempt_before_nor_held_against_those_w
         assert advantages == pytest.approx(expected, abs=1e-12)
 
 
+def test_what_is_due_to_an_attempt_counts_and_one_without_a_reward_is_refused() -> None:
+    make = partial(Guided, guide=f"{__name__}:hint", threshold=0.125, max_turns=1)
+    assert len(play(make, [written(4, 10)], template=Spoken(), scored=99)[0].turns) == 1
+    with pytest.raises(ValueError, match="leaves the reward to the task"):
+        play(make, [written(4, 10)], template=Spoken(), scored=0)
+
+
 def test_guides_that_are_none_and_no_tries_are_refused() -> None:
     with pytest.raises(ConfigError, match="import path") as refused:
         Guided(None, guide="nowhere:guide")  # type: ignore[arg-type]

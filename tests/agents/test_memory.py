@@ -25,7 +25,7 @@ class Lines(Spoken):
 
 
 def run(*answers: Completion, **params: Any) -> tuple[Trajectory, Any]:
-    world = {"hello": params.pop("hello", "")}
+    world = {"hello": params.pop("hello", ""), "scored": params.pop("scored", None)}
     return play(partial(Memory, ask="77", notes="6{notes}", **params), answers, template=Lines(), **world)
 
 
@@ -74,6 +74,11 @@ def test_notes_are_none_of_the_turns_and_none_are_written_behind_the_last() -> N
 def test_notes_that_were_cut_off_are_notes_and_none_at_all_is_the_end(notes: Completion, turns: int) -> None:
     found, _ = run(written(4, 10), notes, written(5, 10))
     assert len(found.turns) == turns
+
+
+def test_task_scores_the_last_answer_where_the_environment_says_so() -> None:
+    found, _ = run(written(4, 10), written(3, 10), written(1, 10), max_turns=2, scored=0)
+    assert (found.reward, [turn.reward for turn in found.turns]) == (None, [0.0, 0.0, 0.125])
 
 
 def test_answer_that_was_cut_off_is_the_last() -> None:
