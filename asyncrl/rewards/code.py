@@ -3,7 +3,7 @@
 Tests and code run in two processes of one sandbox (code_harness.py says what keeps them apart); a new sandbox for every
 answer. Who is to blame when there is no verdict, shows when the same tests meet code that does nothing:
 
-    none, twice (once at the time limit), but one for   the code ended or stopped the harness: 0, {"code/no_verdict": 1}
+    none, twice (once at a limit), but one for          the code ended or stopped the harness: 0, {"code/no_verdict": 1}
     the harmless code
     none for the harmless code either                   EpisodeFailed("sandbox")
     the harness cannot be protected                     EpisodeFailed("sandbox")
@@ -21,6 +21,7 @@ on a hang     the harness ends each test, the sandbox ends the harness
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -29,15 +30,16 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import SkipValidation
 
 from asyncrl import imports
-from asyncrl.envs.sandbox.protocol import Outcome, SandboxBackend
+from asyncrl.envs.sandbox.protocol import Limits, Outcome, SandboxBackend
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards import code_tests
-from asyncrl.rewards.code_process import BOOT
+from asyncrl.rewards.code_process import BOOT, MOST_OUTPUT
 from asyncrl.rewards.parameters import Count, Name, Seconds, check
 from asyncrl.rewards.reward import Answer, Score
 
 MARGIN_SECONDS = 10.0
 """For the start of the harness."""
+HARNESS_MB = 256
 HARMLESS = "pass"
 FAULTS = {
     "unsupported": "hands the code what is no plain data",
@@ -65,13 +67,20 @@ class Code:
         max_running: Count = 8,
     ) -> None:
         """`tests` and its key: code_tests.py. `prefix_key`: a field of the record whose text stands before the code.
-        `sandbox`: a backend, or the import path of one. `seconds` for each test, `total_seconds` for all."""
+        `sandbox`: a backend, or the import path of one, which gets limits with room for those here. `seconds` for each
+        test, `total_seconds` for all."""
         self._tests = code_tests.Tests(tests, tests_key)
         self._share, self._prefix_key = reward == "share", prefix_key
-        self._backend = _backend(sandbox, sandbox_params or {})
         self._command = [python, "-I", "-c", BOOT, "0"]
         self._limits = {"seconds": seconds, "total_seconds": total_seconds, "memory_mb": memory_mb}
         self._seconds = total_seconds + seconds + MARGIN_SECONDS
+        limits = Limits(
+            seconds=self._seconds,
+            cpu_seconds=self._seconds,
+            memory_mb=memory_mb + HARNESS_MB,
+            file_mb=MOST_OUTPUT >> 20,
+        )
+        self._backend = _backend(sandbox, sandbox_params or {}, limits)
         self._room = asyncio.Semaphore(max_running)
 
     async def __call__(self, answer: Answer) -> Score:
@@ -131,10 +140,10 @@ class Code:
 
 
 class _NoVerdictError(Exception):
-    """The harness ended, or was ended, before it said how the tests came out; `late`: at the sandbox's time limit."""
+    """The harness ended, or was ended, before it said how the tests came out; `late`: at a limit of the sandbox."""
 
     def __init__(self, outcome: Outcome) -> None:
-        self.late = outcome.reason == "timeout"
+        self.late = outcome.reason not in ("exited", "killed")
         ending = outcome.stderr.decode(errors="replace")[-500:]
         super().__init__(f"{outcome.reason}, exit code {outcome.exit_code}: {ending}")
 
@@ -155,9 +164,12 @@ def _parts(code: float = 0.0, passed: float = 0.0, timeout: float = 0.0, no_verd
     return {"code/found": code, "code/passed": passed, "code/timeout": timeout, "code/no_verdict": no_verdict}
 
 
-def _backend(sandbox: object, params: Mapping[str, Any]) -> SandboxBackend:
+def _backend(sandbox: object, params: Mapping[str, Any], limits: Limits) -> SandboxBackend:
+    """`limits` are for one that is made here, unless its params say otherwise."""
     if isinstance(sandbox, str):
         maker = imports.load(sandbox, "sandbox")
+        if "limits" in inspect.signature(maker).parameters:
+            params = {"limits": limits, **params}
         check(maker, params, "sandbox_params")
         sandbox = maker(**params)
     if not hasattr(sandbox, "open"):

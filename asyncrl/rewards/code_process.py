@@ -207,9 +207,10 @@ def confine(memory: int) -> None:
             libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_OUTPUT, MOST_OUTPUT))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, MOST_OUTPUT), (resource.RLIMIT_CORE, 0)):
+        there = resource.getrlimit(kind)[1]  # the sandbox's, which nobody in it can raise
+        most = most if there == resource.RLIM_INFINITY else min(most, there)
+        resource.setrlimit(kind, (most, most))
 
 
 def _exception(names: list[str], text: str) -> Exception:

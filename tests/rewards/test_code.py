@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import pytest
 
+from asyncrl.envs.sandbox.protocol import Limits
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards import Score, code_tests
 from asyncrl.rewards.code import Code
@@ -253,15 +254,18 @@ def test_code_that_ends_the_harness_scores_0_and_does_not_choose_to_be_unscored(
 
 
 class LateAtFirst(Sandboxes):
-    """The first command reaches its time limit, whatever it is."""
+    """The first command reaches a limit, whatever it is."""
 
     async def open(self) -> Plain:
         plain = await super().open()
         return Saying(self) if self.opened == 1 else plain
 
 
-def test_code_that_stops_the_harness_is_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Saying, "reason", "timeout")
+@pytest.mark.parametrize("reason", ["timeout", "cpu", "memory"])
+def test_code_that_takes_the_harness_to_a_limit_is_not_asked_twice(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Saying, "reason", reason)
     sandboxes = LateAtFirst()
     score = scored(RIGHT, sandboxes=sandboxes)
     assert (score.reward, score.parts["code/no_verdict"], sandboxes.opened) == (0.0, 1.0, 2)
@@ -341,6 +345,23 @@ def test_sandboxes_are_bounded_closed_and_new_for_every_answer() -> None:
 
     assert [score.reward for score in asyncio.run(main())] == [1.0] * 5
     assert (sandboxes.opened, sandboxes.open_now, sandboxes.most, sandboxes.closed) == (5, 0, 2, True)
+
+
+class Bounded(Sandboxes):
+    def __init__(self, limits: Limits, warm: int = 0) -> None:
+        super().__init__()
+        self.limits, self.warm = limits, warm
+
+
+def test_backend_by_import_path_gets_limits_that_leave_room_for_all_tests() -> None:
+    reward = Code(
+        sandbox=f"{__name__}:Bounded", sandbox_params={"warm": 3}, total_seconds=40.0, seconds=5.0, memory_mb=300
+    )
+    backend: Any = reward._backend
+    assert backend.warm == 3
+    assert backend.limits.seconds >= 45
+    assert backend.limits.cpu_seconds >= 45
+    assert backend.limits.memory_mb > 300
 
 
 def test_backend_comes_by_import_path_and_others_are_refused() -> None:
