@@ -80,15 +80,16 @@ def network(address: tuple[str, int]) -> Attack:
             refused(reach, socket.AF_INET6, socket.SOCK_STREAM, ("2001:db8::1", 80)),
             refused(socket.socket, socket.AF_PACKET, socket.SOCK_RAW),
             refused(socket.socket, socket.AF_INET, socket.SOCK_RAW, 1),
-            refused(reach, socket.AF_VSOCK, socket.SOCK_STREAM, (2, 1024)),
+            refused(socket.socket, socket.AF_VSOCK, socket.SOCK_STREAM),  # to the host of a virtual machine
         )
         """,
         ["network", "syscalls"],
     )
 
 
-def files(secret: str, folder: str) -> Attack:
-    """`secret`: a file of the host; `folder`: one of the host that everybody may write to."""
+def files(secret: str, folder: str, python: str) -> Attack:
+    """`secret`: a file of the host; `folder`: one of the host that everybody may write to; `python`: one that is shown,
+    and that belongs to whoever runs us."""
     return probe(
         "files",
         f"""
@@ -101,15 +102,17 @@ def files(secret: str, folder: str) -> Attack:
         refused(os.symlink, {secret!r}, "link")
         refused(os.symlink, "/", "root")
         held(
+            *(refused(read, "../" * depth + {secret[1:]!r}) for depth in range(12)),
+            *(refused(read, "/.." * depth + {secret!r}) for depth in range(12)),
             *(refused(read, path) for path in (
-                {secret!r}, "link", "root" + {secret!r}, "../../../../../.." + {secret!r}, "/proc/1/root" + {secret!r},
-                "/proc/self/root" + {secret!r}, "/proc/1/environ", "/proc/1/cwd", "/proc/1/mem", "/etc/shadow",
-                "/dev/vda", "/proc/kcore", "/proc/1/fd/3")),
+                "link", "root" + {secret!r}, "/proc/1/root" + {secret!r}, "/proc/self/root" + {secret!r},
+                "/proc/1/environ", "/proc/1/cwd", "/proc/1/mem", "/etc/shadow", "/dev/vda", "/proc/kcore",
+                "/proc/1/fd/3")),
             *(refused(os.listdir, path)
-              for path in ("/proc/1/root", "/proc/1/fd", "/home", "/sys", "/var", "/opt", "/run")),
+              for path in ("/proc/1/root", "/proc/1/fd", "/home", "/sys", "/var", "/opt", "/run", "/old")),
             *(refused(write, path) for path in (
                 {folder!r} + "/escaped", "/usr/escaped", "/etc/passwd", "/escaped", "/dev/escaped",
-                sys.prefix + "/escaped", "/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger",
+                {python!r} + "/escaped", "/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger",
                 "/proc/1/oom_score_adj")),
             refused(os.mknod, "device", 0o60666, os.makedev(254, 0)),
             refused(os.chroot, "."),
@@ -288,15 +291,14 @@ BIG_FILE = attack(
 FULL_DISK = attack(
     "full disk",
     """
-    import os, shutil
-    count = 0
+    import os, tempfile
+    count, folder = 0, tempfile.gettempdir()
     try:
         for count in range(100):
-            with open(f"/tmp/{count}", "wb") as file: file.write(b"x" * (1 << 20))
+            with open(f"{folder}/{count}", "wb") as file: file.write(b"x" * (1 << 20))
     except OSError:
         print("held" if count <= 16 else f"escaped: {count}")
-    shutil.rmtree("/tmp", ignore_errors=True)
-    for name in os.listdir("/tmp"): os.unlink("/tmp/" + name)
+    for name in os.listdir(folder): os.unlink(f"{folder}/{name}")
     """,
     needs=["disk"],
 )

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,17 @@ def leaves_nothing() -> Any:
     yield
     wait_until(lambda: left() == [])
     assert Path("/proc/self/mountinfo").read_text() == before
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder of the host that everybody may read and write, with a `secret` in it."""
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-test-"))
+    folder.joinpath("secret").write_text("not-for-guests")
+    for path in (folder, folder / "secret"):
+        path.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
 
 
 def left() -> list[str]:

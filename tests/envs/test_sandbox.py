@@ -84,6 +84,7 @@ with tempfile.NamedTemporaryFile() as file:
     file.write(b"x")
 assert subprocess.run(["ls", "/dev/null"], capture_output=True).returncode == 0
 assert asyncio.run(asyncio.sleep(0, 5)) == 5
+assert subprocess.run(["sh", "-c", "yes | head -n 1"], capture_output=True).stderr == b""  # SIGPIPE ends it
 threads = [threading.Thread(target=print) for _ in range(4)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
@@ -98,6 +99,13 @@ print(getpass.getuser(), socket.gethostname(), os.path.expanduser("~"))
     with_a_sandbox(kind, test)
 
 
+SPINNING_CHILDREN = """
+import os, time
+if os.fork() or os.fork(): time.sleep(60)
+while True: pass
+"""
+
+
 @kinds
 def test_each_limit_ends_a_call_with_its_own_reason(kind: Kind) -> None:
     limits = Limits(seconds=30.0, cpu_seconds=0.5, memory_mb=100, output_kb=1)
@@ -107,6 +115,7 @@ def test_each_limit_ends_a_call_with_its_own_reason(kind: Kind) -> None:
         "print('x' * 1025)": "output",
         "print('x' * 1023)": "exited",
         "held = bytes([1]) * (200 << 20)": "memory",
+        SPINNING_CHILDREN: "cpu",
     }
 
     async def test(sandbox: LocalSandbox) -> None:
@@ -116,6 +125,35 @@ def test_each_limit_ends_a_call_with_its_own_reason(kind: Kind) -> None:
             assert len(outcome.stdout) <= 1024
 
     with_a_sandbox(kind, test, limits)
+
+
+@kinds
+def test_orphans_that_have_ended_take_no_room(kind: Kind) -> None:
+    source = """
+import os, time
+def orphan():
+    try:
+        pid = os.fork()
+    except OSError:
+        return False
+    if not pid:
+        try:
+            os.fork()
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+count = 0
+while count < 60:
+    if orphan(): count += 1
+    else: time.sleep(0.01)
+print(count)
+"""
+
+    async def test(sandbox: LocalSandbox) -> None:
+        assert (await run_python(sandbox, source)).text == "60\n"
+
+    with_a_sandbox(kind, test, Limits(processes=8))
 
 
 @kinds

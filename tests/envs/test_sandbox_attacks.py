@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,10 +18,10 @@ from asyncrl.envs.sandbox.protocol import run_python
 from asyncrl.envs.sandbox.session import LocalSandbox
 from tests.envs import attacks
 from tests.envs.attacks import Attack
-from tests.envs.machine import DEADLINE, ROOT, kinds, leaves_nothing, processes, with_a_sandbox
+from tests.envs.machine import DEADLINE, ROOT, kinds, leaves_nothing, processes, public, with_a_sandbox
 
 pytestmark = pytest.mark.integration
-__all__ = ["leaves_nothing"]
+__all__ = ["leaves_nothing", "public"]
 
 
 @pytest.fixture
@@ -65,13 +65,9 @@ def test_network_is_out_of_reach(kind: Kind, server: socket.socket) -> None:
 
 
 @kinds
-def test_files_of_the_host_are_out_of_reach(kind: Kind, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("not-for-guests")
-    for path in (secret, tmp_path):  # readable and writable, if only it could be seen
-        path.chmod(0o777)
-    attacked(kind, attacks.files(str(secret), str(tmp_path)))
-    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+def test_files_of_the_host_are_out_of_reach(kind: Kind, public: Path) -> None:
+    attacked(kind, attacks.files(str(public / "secret"), str(public), os.path.realpath(sys.prefix)))
+    assert [path.name for path in public.iterdir()] == ["secret"]
 
 
 @kinds
@@ -99,68 +95,68 @@ for act in (
     with_a_sandbox(kind, test)
 
 
-PLAIN = """
+ALL = """
 import asyncio, json, os, sys
-sys.prefix = sys.base_prefix = "/usr"
+kind, python, secret, folder = sys.argv[1:]
+sys.prefix, sys.base_prefix = python, "/usr"
 from asyncrl.envs.sandbox.local import LocalSandboxes
 from tests.envs import attacks
 
-async def main(kind):
-    backend = LocalSandboxes(attacks.LIMITS, kinds=[kind])
-    result = {"done": []}
+async def main():
+    backend, done = LocalSandboxes(attacks.LIMITS, kinds=[kind]), []
     try:
-        protections = await backend.describe()
-        result["holds"] = list(protections.holds)
-        some = asyncio.Semaphore(4)
+        holds = (await backend.describe()).holds
+        some = asyncio.Semaphore(1 if kind == "processes" else 4)  # of one user, they would take each other's processes
         async def one(attack):
             async with some:
                 sandbox = await backend.open()
                 await attack.on(sandbox)
-                result["done"].append(attack.name)
+                done.append(attack.name)
                 await sandbox.close()
-        chosen = [*attacks.GENERAL, *attacks.HEAVY, *attacks.PROBES, attacks.files(sys.argv[2], sys.argv[3])]
-        await asyncio.gather(*(one(attack) for attack in chosen if not attack.needs - protections.holds.keys()))
-    except Exception as error:
-        result["error"] = repr(error)
+        files = attacks.files(secret, folder, python)
+        chosen = [*attacks.GENERAL, *attacks.HEAVY, *attacks.PROBES, files]
+        await asyncio.gather(*(one(attack) for attack in chosen if not attack.needs - holds.keys()))
     finally:
         await backend.close()
-    print(json.dumps(result))
+    print(json.dumps({"holds": list(holds), "done": done}))
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main())
 """
+WORKS = {
+    "namespaces": ["unshare", "--user", "--map-root-user", "--net", "true"],
+    "bubblewrap": ["bwrap", "--unshare-user", "--ro-bind", "/", "/", "true"],
+    "processes": ["true"],
+}
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "bubblewrap", "processes"])
+@pytest.fixture
+def python(public: Path) -> Path:
+    """A Python of its own that everybody may run: with the system's, as the tests' may lie where nobody else may go."""
+    python = public / "python"
+    python.joinpath("bin").mkdir(parents=True)
+    python.joinpath("bin", "python3").symlink_to("/usr/bin/python3")
+    return python
+
+
+@pytest.mark.parametrize("kind", list(WORKS))
 @pytest.mark.parametrize("user", [None, 65534], ids=["this user", "nobody"])
-def test_whoever_runs_us_what_is_said_to_hold_does(kind: Kind, user: int | None, tmp_path: Path) -> None:
-    """With a Python that everybody may run: the system's."""
-    if user is not None and os.geteuid() != 0:
-        pytest.skip("only root can be another user")
-    secret = tmp_path / "secret"
-    secret.write_text("not-for-guests")
-    words = ["/usr/bin/python3", "-c", PLAIN, kind, str(secret), str(tmp_path)]
+def test_whoever_runs_us_what_is_said_to_hold_does(kind: Kind, user: int | None, public: Path, python: Path) -> None:
+    if user is not None:
+        if os.geteuid() != 0:
+            pytest.skip("only root can be another user")
+        for path in (python, python / "bin"):
+            os.chown(path, user, user)
+    as_user = {"user": user, "group": user, "extra_groups": None if user is None else [], "cwd": "/"}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OPENAI_API_KEY": "not-for-guests"}
+    if not shutil.which(WORKS[kind][0]) or subprocess.run(WORKS[kind], capture_output=True, **as_user).returncode:
+        pytest.skip(f"no {kind} for this user here")
+    words = ["/usr/bin/python3", "-c", ALL, kind, str(python), str(public / "secret"), str(public)]
     done = subprocess.run(
-        words,
-        user=user,
-        group=user,
-        extra_groups=None if user is None else [],
-        cwd="/",
-        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OPENAI_API_KEY": "not-for-guests"},
-        capture_output=True,
-        text=True,
-        timeout=2 * DEADLINE,
-        check=False,
+        words, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE, check=False, **as_user
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    if "no mechanism works here" in result.get("error", ""):
-        pytest.skip(result["error"])
-    assert "error" not in result, (result, done.stderr)
-    assert {"eater", "fork bomb", "daemon", "flood of 1", "many files"} <= set(result["done"])
+    assert {"eater", "many processes", "daemon", "flood of 1", "many files"} <= set(result["done"])
     if kind != "processes":
         assert {"network", "files", "secrets", "signals", "kill", "disk"} <= set(result["holds"])
         assert {"files", "signals", "secrets", "namespaces"} <= set(result["done"])
-
-
-assert sys.platform == "linux"
-assert asyncio.run

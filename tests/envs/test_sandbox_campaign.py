@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import socket
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,10 +23,10 @@ from asyncrl.envs.sandbox.protocol import run_python
 from asyncrl.errors import EpisodeFailed
 from tests.envs import attacks
 from tests.envs.attacks import Attack
-from tests.envs.machine import DEADLINE, backend, leaves_nothing, left, processes
+from tests.envs.machine import DEADLINE, backend, leaves_nothing, left, processes, public
 
 pytestmark = [pytest.mark.integration, pytest.mark.campaign]
-__all__ = ["leaves_nothing"]
+__all__ = ["leaves_nothing", "public"]
 TRIALS = int(os.environ.get("ASYNCRL_TRIALS", "20"))
 ATTACKERS, CALLS, WORKERS = 4, 3, 2
 """Sandboxes that attack, calls of each, and sandboxes that do honest work meanwhile."""
@@ -102,14 +103,15 @@ def _kill_supervisor(mark: str) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(TRIALS))
-def test_attackers_harm_nobody_and_leave_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attackers_harm_nobody_and_leave_nothing(seed: int, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "not-for-guests")
-    secret = tmp_path / "secret"
-    secret.write_text("not-for-guests")
     kind: Kind = "bubblewrap" if shutil.which("bwrap") and seed % 2 else "namespaces"
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        more = [attacks.network(server.getsockname()), attacks.files(str(secret), str(tmp_path))]
+        more = [
+            attacks.network(server.getsockname()),
+            attacks.files(str(public / "secret"), str(public), os.path.realpath(sys.prefix)),
+        ]
         trial = Trial(seed, kind, [*attacks.GENERAL, *attacks.HEAVY, *attacks.PROBES, *more])
         asyncio.run(trial.run())
         with pytest.raises(BlockingIOError):

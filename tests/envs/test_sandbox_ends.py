@@ -127,20 +127,27 @@ def test_supervisor_or_spawner_that_is_killed_fails_what_it_had_and_the_backend_
         async with asyncio.timeout(DEADLINE), backend(kind, warm=1) as opened:
             sandbox = await opened.open()
             await until(lambda: len(opened._ready) == 1)
-            running = asyncio.ensure_future(sandbox.run(["sleep", "60"]))
+            running = asyncio.ensure_future(sandbox.run(["sh", "-c", "sleep 60", MARK]))
+            await until(lambda: any(MARK in text for text in processes().values()))
             assert opened._spawning
             spawner = opened._spawning.pid
-            victims = [spawner] if who == "spawner" else [pid for pid in processes(spawner) if pid != spawner]
-            for pid in victims:
+            known = [psutil.Process(pid) for pid in processes(spawner) if pid != spawner]
+            for pid in [spawner] if who == "spawner" else [process.pid for process in known]:
                 with suppress(ProcessLookupError):  # bubblewrap's own process goes with its child
                     os.kill(pid, signal.SIGKILL)
             with pytest.raises(EpisodeFailed, match="sandbox: "):
                 await running
-            await until(lambda: not any(ready.usable for ready in opened._ready))
+            await until(lambda: not any(lives(process) for process in known))
             assert (await run_python(await opened.open(), "print(1)")).text == "1\n"
             await sandbox.close()
 
     asyncio.run(main())
+
+
+def lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @kinds
@@ -157,6 +164,8 @@ def test_nothing_of_the_run_is_in_the_processes_around_a_guest(kind: Kind, monke
                 with suppress(PermissionError):  # only root sees this of a supervisor
                     assert b"not-for-guests" not in environment(pid)
                     assert len([end for end in ends(pid) if end.startswith("socket:")]) <= 1
+                if kind == "namespaces" and pid != opened._spawning.pid and os.geteuid() == 0:
+                    assert psutil.Process(pid).uids().real > 1_000_000_000  # root of its namespace and nobody here
 
     asyncio.run(main())
 

@@ -78,8 +78,8 @@ def with_a_sandbox(test: Callable[[LocalSandbox, Supervisor], Awaitable[None]]) 
     asyncio.run(main())
 
 
-def answer(number: int, stdout: bytes = b"") -> tuple[Header, bytes]:
-    return {"number": number, "reason": "exited", "exit_code": 0, "seconds": 0.5, "split": len(stdout)}, stdout
+def answer(stdout: bytes = b"") -> tuple[Header, bytes]:
+    return {"reason": "exited", "exit_code": 0, "seconds": 0.5, "split": len(stdout)}, stdout
 
 
 def begin(request: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -89,11 +89,9 @@ def begin(request: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 def test_request_and_outcome_cross_whole() -> None:
     async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
         running = begin(sandbox.run(["a", "é\udcff"], stdin=b"\0in", seconds=3.0, env={"A": "1"}))
-        heard = {"do": "run", "command": ["a", "é\udcff"], "env": {"A": "1"}, "seconds": 3.0, "number": 1}
+        heard = {"do": "run", "command": ["a", "é\udcff"], "env": {"A": "1"}, "seconds": 3.0}
         assert await supervisor.hear() == (heard, b"\0in")
-        await supervisor.say(
-            {"number": 1, "reason": "exited", "exit_code": 3, "seconds": 0.5, "split": 2}, b"out of it"
-        )
+        await supervisor.say({"reason": "exited", "exit_code": 3, "seconds": 0.5, "split": 2}, b"out of it")
         assert await running == Outcome("exited", 3, b"ou", b"t of it", 0.5)
 
     with_a_sandbox(test)
@@ -105,7 +103,7 @@ def test_call_takes_no_longer_than_the_limits_say() -> None:
             running = begin(sandbox.run(["a"], seconds=seconds))
             header, _ = await supervisor.hear()
             assert header["seconds"] == heard
-            await supervisor.say(*answer(header["number"]))
+            await supervisor.say(*answer())
             await running
 
     with_a_sandbox(test)
@@ -145,10 +143,10 @@ def test_cancelled_call_is_stopped_and_its_answer_is_nobody_elses() -> None:
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert await supervisor.hear() == ({"do": "stop", "number": 1}, b"")
-        await supervisor.say(*answer(1, b"of the first"))
+        assert await supervisor.hear() == ({"do": "stop"}, b"")
+        await supervisor.say(*answer(b"of the first"))
         assert (await supervisor.hear())[0]["command"] == ["second"]
-        await supervisor.say(*answer(2, b"of the second"))
+        await supervisor.say(*answer(b"of the second"))
         assert (await second).text == "of the second"
 
     with_a_sandbox(test)
@@ -159,10 +157,10 @@ def test_call_that_is_cancelled_while_it_waits_for_another_is_never_made() -> No
         first, second, third = (begin(sandbox.run([word])) for word in ("first", "second", "third"))
         await supervisor.hear()
         second.cancel()
-        await supervisor.say(*answer(1))
+        await supervisor.say(*answer())
         await first
         assert (await supervisor.hear())[0]["command"] == ["third"]
-        await supervisor.say(*answer(2))
+        await supervisor.say(*answer())
         assert (await third).ok
 
     with_a_sandbox(test)
@@ -180,7 +178,7 @@ def test_answers_that_are_no_fault_leave_the_sandbox_usable(said: Header, raised
     async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
         reading = begin(sandbox.read("a"))
         assert (await supervisor.hear())[0]["most"] == 1 << 20
-        await supervisor.say({"number": 1, **said})
+        await supervisor.say(said)
         with pytest.raises(raised, match=text):
             await reading
         assert sandbox.usable
@@ -197,7 +195,7 @@ def test_fault_of_the_sandbox_fails_the_episode_and_ends_it(how: str, monkeypatc
         running, waiting = begin(sandbox.run(["a"], seconds=0.01)), begin(sandbox.run(["b"]))
         await supervisor.hear()
         if how == "fault":
-            await supervisor.say({"number": 1, "fault": "cannot start a process"})
+            await supervisor.say({"fault": "cannot start a process"})
         elif how == "hang up":
             await supervisor.hang_up()
         elif how == "closed":

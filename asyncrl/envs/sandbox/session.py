@@ -39,7 +39,6 @@ class LocalSandbox:
         self._spawning, self._number, self._limits = spawning, number, limits
         self._reader, self._writer = reader, writer
         self._turn = asyncio.Lock()
-        self._requests = 0
         self._failed = ""
 
     @classmethod
@@ -125,14 +124,13 @@ class LocalSandbox:
     async def _ask(self, header: Header, body: bytes = b"", seconds: float = 0.0) -> tuple[Header, bytes]:
         """One request and its answer. When its task is cancelled the program is killed, and its answer still comes."""
         await self._turn.acquire()
-        self._requests += 1
-        exchange = asyncio.ensure_future(self._exchange({**header, "number": self._requests}, body, seconds))
+        exchange = asyncio.ensure_future(self._exchange(header, body, seconds))
         exchange.add_done_callback(self._answered)
         try:
             answer, data = await asyncio.shield(exchange)
         except asyncio.CancelledError:
             if not exchange.done() and not self._failed:
-                self._writer.write(frame({"do": "stop", "number": self._requests}))
+                self._writer.write(frame({"do": "stop"}))
             raise
         if "fault" in answer:
             self.kill(answer["fault"])
