@@ -20,6 +20,7 @@ from asyncrl.engine.client import Client, Session
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
 from asyncrl.engine.scorer import TeacherEngines
+from asyncrl.envs.tools.shared import close_shared
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
 from asyncrl.records.events import Began
@@ -123,6 +124,7 @@ async def main(run_dir: Path) -> None:
     finally:
         await each(players.values(), "close")
         await each(scores.values(), "close")
+        await close_shared()
         await client.close()
         await loads.close()
         if teachers:

@@ -98,7 +98,7 @@ class Connection:
         if self._probing:
             self._probing.cancel()
         if self._owner:
-            if not self._ready.done() and not self._owner.cancelling():  # twice would leave its clean-up half done
+            if not self._ready.done():
                 self._owner.cancel()
             await asyncio.wait({self._owner}, timeout=END_SECONDS)
 

@@ -76,6 +76,7 @@ class Folders:
         self._seconds, self._name = seconds, name
 
     async def open(self) -> Folder:
+        await asyncio.sleep(0)
         self.opened.append(Folder(self._seconds))
         return self.opened[-1]
 

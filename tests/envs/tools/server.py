@@ -91,4 +91,5 @@ def main():
             print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **found}), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

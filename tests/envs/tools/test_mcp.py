@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,15 +180,21 @@ def test_message_of_any_length_is_passed_over_in_bounded_memory() -> None:
     """And its caller told, as its number stands at its beginning; where it does not, the call has its time limit."""
     size, said = stdio.MOST_BYTES, stdio.Said()
 
-    async def lines(*pieces: bytes) -> list[bytes]:
-        stream = asyncio.StreamReader()
-        for piece in pieces:
-            stream.feed_data(piece)
-        stream.feed_eof()
-        return [line async for line in stdio._lines(stream)]
+    class Stream:
+        def __init__(self, *pieces: bytes) -> None:
+            self._pieces = iter(pieces)
 
-    head = b'{"jsonrpc": "2.0", "id": 7, "result": "'
-    long, after = asyncio.run(lines(head, *[b"x" * size] * 5, b'"}\nafter\nrest'))
+        async def read(self, size: int) -> bytes:
+            return next(self._pieces, b"")
+
+    async def lines(*pieces: bytes) -> list[bytes]:
+        return [line async for line in stdio._lines(Stream(*pieces))]  # type: ignore[arg-type]
+
+    head, piece = b'{"jsonrpc": "2.0", "id": 7, "result": "', b"x" * (1 << 16)
+    tracemalloc.start()
+    long, after = asyncio.run(lines(head, *[piece] * 1000, b'"}\nafter\nrest'))  # 62 MiB
+    assert tracemalloc.get_traced_memory()[1] < 4 * size
+    tracemalloc.stop()
     assert after == b"after"
     assert len(long) < 2 * size
     message: Any = stdio._message(long, said)
@@ -274,6 +281,21 @@ def test_server_that_does_not_come_up_is_tried_anew_within_bounds(tmp_path: Path
     asyncio.run(main())
 
 
+def test_program_that_cannot_be_started_is_not_tried_again() -> None:
+    tried: list[int] = []
+
+    def connect() -> Connection:
+        tried.append(1)
+        return connection(McpSpec(use="mcp", command=["no-such-program"]))
+
+    async def main() -> None:
+        with pytest.raises(EpisodeFailed, match="no-such-program cannot be started"):
+            await Starter("s", connect, start_timeout=30.0, restarts=2, delay=60.0).start()
+
+    asyncio.run(main())
+    assert len(tried) == 1
+
+
 def test_silent_server_is_given_up_and_its_process_ended() -> None:
     async def main() -> None:
         with pytest.raises(EpisodeFailed, match=r"it has not come up within 0.3 s, it was ended by signal SIGKILL"):
@@ -282,14 +304,11 @@ def test_silent_server_is_given_up_and_its_process_ended() -> None:
     asyncio.run(main())
 
 
-def test_program_that_is_none_is_not_tried_again() -> None:
+def test_program_that_is_none_is_refused_by_its_field() -> None:
     async def main() -> None:
         missing = McpSpec(use="mcp", command=["no-such-program"])
         with pytest.raises(ConfigError, match=r"tools.0: got 'no-such-program'. It gives no tools: .* cannot be start"):
             await ask(missing, "tools.0")
-        with pytest.raises(EpisodeFailed) as caught:
-            await connection(missing).start(30.0)
-        assert caught.value.retry is False
 
     asyncio.run(main())
 

@@ -12,11 +12,11 @@ import pytest
 
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.envs.env import EnvSpec
-from asyncrl.envs.pool import Environments
+from asyncrl.envs.pool import Environments, PoolSettings
 from asyncrl.envs.tools.env import ToolEnv
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.envs.tools.toolbox import ToolboxEnv, functions, toolbox
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.types import Prompt
 from tests.agents.talking import Talking, written
 from tests.envs.tools.sandboxes import Folders
@@ -154,6 +154,29 @@ def test_episode_with_tools_is_left_to_the_task_to_score() -> None:
     found = run(script)
     assert found.reward is None
     assert [(turn.observation, turn.reward) for turn in found.turns] == [([], 0.0), ([20], 0.0)]
+
+
+def test_tool_that_fails_again_and_again_stops_new_episodes_until_it_works() -> None:
+    heard: list[str] = []
+
+    async def script() -> None:
+        spec = EnvSpec("asyncrl.envs.tools.toolbox:ToolboxEnv", {"tools": [SERVER | {"only": ["internal", "count"]}]})
+        environments = Environments("t", spec, PoolSettings(max_failures=2), heard.append)
+
+        async def play(tool: str) -> None:
+            async with environments() as env:
+                await env.reset({})  # type: ignore[misc]
+                await env.step(called(tool))  # type: ignore[misc]
+
+        for _ in range(2):
+            with pytest.raises(EpisodeFailed, match="tool: internal: "):
+                await play("internal")
+        assert "environment t has failed 2 times in a row, and episodes wait: tool: internal" in heard[0]
+        await play("count")
+        assert "works again" in heard[1]
+        await environments.close()
+
+    run(script)
 
 
 def test_options_are_those_of_the_environment() -> None:
