@@ -29,6 +29,11 @@ class Step:
     by turn is added to that."""
     state: str = ""
     """Names the state that was reached, if the same one may be reached again: for step-level groups (gigpo)."""
+    role: str = ""
+    """In an episode of several (asyncrl/agents/self_play.py): who reads the messages, and acts next. Who begins, and
+    reads the question and what the reset tells, is the question's "role"."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """In such an episode, in the place of `reward`: by role, of its last turn. Who has not acted cannot be rewarded."""
     info: dict[str, Any] = field(default_factory=dict)
     """For logs; nothing reads it."""
 

@@ -186,8 +186,9 @@ class _Guarded:
         found = await self._call("step", self._settings.step_timeout, "step_timeout", action)
         if not isinstance(found, Step):
             raise EpisodeFailed("environment_error", f"step returned {type(found).__name__} in the place of a Step")
-        if not math.isfinite(found.reward):
-            raise EpisodeFailed("environment_error", f"step gave a reward of {found.reward}")
+        for reward in (found.reward, *found.rewards.values()):
+            if not math.isfinite(reward):
+                raise EpisodeFailed("environment_error", f"step gave a reward of {reward}")
         return found
 
     async def finish(self) -> float:

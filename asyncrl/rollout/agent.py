@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from asyncrl.agents.multi_turn import MultiTurn
+from asyncrl.agents.self_play import SelfPlay
 from asyncrl.config import Config
 from asyncrl.envs.pool import Environments, PoolSettings
 from asyncrl.errors import ConfigError
@@ -64,7 +65,8 @@ def _made(kind: Callable[..., Agent], params: Mapping[str, Any], field: str) -> 
 
 def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None]) -> dict[str, Agent]:
     """Who plays each task and evaluation set: the one that its section names, or that it brings; in the environment
-    that it brings, MultiTurn; else the run's. `tell` hears of environments that fail."""
+    that it brings, MultiTurn, or SelfPlay where that has several roles; else the run's. `tell` hears of environments
+    that fail."""
     every = load_agent(config.agent, config.agent_params)
     found = {}
     for name, section in (config.mixture | config.eval_sets).items():
@@ -76,6 +78,8 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
             found[name] = load_agent(section.agent, params, field)
         elif own := getattr(task, "agent", None):
             found[name] = own
+        elif spec and (roles := getattr(task, "roles", ())):
+            found[name] = _made(SelfPlay, {"roles": roles, **params}, field)
         else:
             found[name] = _made(MultiTurn, params, field) if spec else every
     return found

@@ -1,7 +1,8 @@
 """Questions of the tasks, rendered with the model's chat template: a stream of prompts each, and the evaluation sets.
 
 Evaluation questions are drawn first; training skips every question whose rendered text is among those of any set, so
-they are disjoint whatever the tasks' generators repeat.
+they are disjoint whatever the tasks' generators repeat. Where a question has a "seed" the text alone does not tell it
+from another: games open alike.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 EVAL_OFFSET = 1 << 30  # endless tasks: evaluation questions are numbered from here
 MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions
+
+Identity = tuple[tuple[int, ...], Any]
+"""What no two questions share: the rendered text, and the seed if there is one."""
 
 
 class Cursor(msgspec.Struct, frozen=True):
@@ -51,7 +55,7 @@ class Prompts:
             name: self._draw_held_out(name, ranges[name][0] if name in ranges else None, serial)
             for name in config.eval_sets
         }
-        taken = {tuple(prompt.token_ids) for prompts in self.held_out.values() for prompt in prompts}
+        taken = {_identity(one.token_ids, one.question) for prompts in self.held_out.values() for one in prompts}
         self.training = {name: self._training(name, *ranges[name], taken) for name in config.mixture}
 
     def cursor(self) -> Cursor:
@@ -93,13 +97,13 @@ class Prompts:
         task = self._tasks[name]
         files = getattr(task, "held_out", 0)  # rows of an evaluation file
         offset, limit = (EVAL_OFFSET, MAX_SKIPS) if task.size is None else (0, files or first or task.size)
-        prompts: dict[tuple[int, ...], Prompt] = {}
+        prompts: dict[Identity, Prompt] = {}
         for index in range(offset, offset + limit):
             if len(prompts) == self._questions:
                 break
             token_ids, question = self._render(name, index)
-            if tuple(token_ids) not in prompts:
-                prompts[tuple(token_ids)] = Prompt(f"e{next(serial):08d}", token_ids, question, name)
+            if (identity := _identity(token_ids, question)) not in prompts:
+                prompts[identity] = Prompt(f"e{next(serial):08d}", token_ids, question, name)
         whole = bool(task.size) and (files or first is None)  # a file of its own: all that it has
         if len(prompts) < self._questions and not whole:
             raise ConfigError(
@@ -109,14 +113,14 @@ class Prompts:
             )
         return list(prompts.values())
 
-    def _training(self, name: str, first: int, last: int, held_out: set[tuple[int, ...]]) -> Iterator[Prompt]:
+    def _training(self, name: str, first: int, last: int, held_out: set[Identity]) -> Iterator[Prompt]:
         """Questions in an order that the seed fixes, whatever the other tasks; a finite task is reshuffled every epoch.
         Uids count the prompts of all tasks."""
         skipped = 0
         for index in itertools.islice(self._indices(name, first, last), self._skip.get(name, 0), None):
             self._drawn[name] += 1
             token_ids, question = self._render(name, index)
-            if tuple(token_ids) in held_out:
+            if _identity(token_ids, question) in held_out:
                 skipped += 1
                 if skipped == MAX_SKIPS:
                     raise ConfigError(
@@ -157,6 +161,10 @@ class Prompts:
             return question
         form = question.get("tool_format", "hermes")
         return {**question, "messages": tools_in_system(question["messages"], tools, form)}
+
+
+def _identity(token_ids: list[int], question: Question) -> Identity:
+    return tuple(token_ids), question.get("seed")
 
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:

@@ -48,6 +48,8 @@ KINDS = {
     "copy": "asyncrl.tasks.copy_digits:CopyDigits",
     "file": "asyncrl.tasks.files:FileTask",
     "benchmark": "asyncrl.tasks.benchmarks:Benchmark",
+    "gymnasium": "asyncrl.tasks.gymnasium:Gymnasium",
+    "textarena": "asyncrl.tasks.textarena:TextArena",
 }
 """By task.kind; each is made with the task's configuration."""
 

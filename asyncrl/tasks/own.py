@@ -5,13 +5,14 @@
     reset(record), step(text)          an environment (asyncrl/envs/env.py); an instance of its own plays each episode
     async run(prompt, generate)        plays episodes itself, all with one instance, and rewards them
 
-and if it likes `size` (number of questions; else there is no end), `inline` (score is quick: no thread), and
-`correct(reward)` (whether it means a right answer; else 1 or more does).
+and if it likes `roles` (an environment of several: asyncrl/agents/self_play.py), `size` (number of
+questions; else there is no end), `inline` (score is quick: no thread), and `correct(reward)` (whether it means a right
+answer; else 1 or more does).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.envs.env import EnvSpec
@@ -33,6 +34,8 @@ class OwnTask:
         """Who plays it, if it does so itself."""
         self.environment = spec if hasattr(self._made, "step") else None
         """What its episodes are played in, if it is an environment."""
+        self.roles: Sequence[str] = getattr(self._made, "roles", ())
+        """Who acts in that, where there are several."""
 
     def score(self, answer: str, question: dict[str, Any]) -> float:
         """What the class says."""

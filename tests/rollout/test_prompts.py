@@ -80,6 +80,17 @@ def test_question_that_is_no_more_is_no_part_of_a_resumed_run(tokenizer: Any, fi
             prompts.again("p0", task, index)
 
 
+def test_questions_of_one_text_are_told_apart_by_their_seeds(tokenizer: Any) -> None:
+    """Games open alike: some are held out, and the others are trained."""
+    kind = {"task.kind": "asyncrl.envs.toys:HigherLower", "task.params": {}, "task.name": "game"}
+    prompts = build(tokenizer, **kind, **{"eval.questions": 20})
+    drawn = first(prompts, 50, "game")
+    assert len(ids([*prompts.held_out["game"], *drawn])) == 1
+    held_out = {prompt.question["seed"] for prompt in prompts.held_out["game"]}
+    assert len(held_out) == 20
+    assert not held_out & {prompt.question["seed"] for prompt in drawn}
+
+
 def test_task_without_enough_questions_to_hold_out_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SKIPS", 500)
     with pytest.raises(ConfigError, match="Task copy3 has only 10 distinct questions to hold out") as caught:

@@ -1,0 +1,72 @@
+"""Who plays a role in the policy's place: a model behind an OpenAI-compatible endpoint, or a function. Nothing that
+they write is trained.
+
+waits for     the endpoint: `timeout` seconds for an answer, 1 + `max_retries` times
+on a hang     EpisodeFailed("opponent"): the episode is lost, and nobody is rewarded for it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.imports import load
+from asyncrl.types import Message
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+Opponent = Callable[[Sequence[Message]], str | Awaitable[str]]
+"""Of what a role was told and has answered so far, its next answer. One serves all episodes, many at once."""
+
+
+class Endpoint:
+    """A model behind /v1/chat/completions."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key_env: str | None = None,
+        timeout: float = 60.0,
+        max_retries: int = 2,
+        **fields: Any,
+    ) -> None:
+        """`api_key_env`: the environment variable that holds the key; unset: the endpoint needs none. `timeout`:
+        seconds for an answer; `fields`: of every request, as temperature and max_tokens."""
+        if api_key_env is not None and not os.environ.get(api_key_env):
+            raise ConfigError("api_key_env", api_key_env, "There is no such environment variable: set it to the key.")
+        self._base_url, self._model, self._fields = base_url, model, fields
+        self._limits: dict[str, Any] = {"timeout": timeout, "max_retries": max_retries}
+        self._key = os.environ[api_key_env] if api_key_env else "none"
+        self._client: AsyncOpenAI | None = None
+
+    async def __call__(self, messages: Sequence[Message]) -> str:
+        """Raises EpisodeFailed where it cannot answer."""
+        from openai import AsyncOpenAI, OpenAIError
+
+        if self._client is None:  # made where its event loop runs
+            self._client = AsyncOpenAI(base_url=self._base_url, api_key=self._key, **self._limits)
+        try:
+            chat: Any = list(messages)
+            answer = await self._client.chat.completions.create(model=self._model, messages=chat, **self._fields)
+        except OpenAIError as error:
+            raise EpisodeFailed("opponent", f"{self._model} at {self._base_url}: {error}") from error
+        return answer.choices[0].message.content or ""
+
+
+def opponent(settings: Mapping[str, Any], field: str) -> Opponent:
+    """As agent_params describe one: {function: module:name}, or the arguments of Endpoint. Raises ConfigError."""
+    if settings.keys() == {"function"}:
+        function: Opponent = load(settings["function"], f"{field}.function")
+        return function
+    if not {"base_url", "model"} <= settings.keys() or "function" in settings:
+        remedy = "Must be {function: module:name}, or {base_url: …, model: …} of an endpoint (agents/opponents.py)."
+        raise ConfigError(field, dict(settings), remedy)
+    try:
+        return Endpoint(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{field}.{error.field}", error.value, error.remedy) from None

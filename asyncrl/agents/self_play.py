@@ -1,0 +1,106 @@
+"""An episode of several roles: the policy plays all of them, or some against fixed opponents.
+
+Each role has a conversation of its own, and so samples of its own; what it wrote is rewarded with what it got. Siblings
+are compared role by role (algo/table.py), never the winner with the loser of one game. Moves that are made at once are
+asked for one after the other, and told when all are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.agents.chat import Chat
+from asyncrl.agents.opponents import Opponent, opponent
+from asyncrl.agents.playing import Player, awaited, chat_of, initial_state, messages_of, opened
+from asyncrl.envs.env import Step
+from asyncrl.envs.pool import Environments
+from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.types import Generate, Message, Prompt, Trajectory, Turn
+
+
+class SelfPlay(Player):
+    """Plays until the environment is done, an answer is cut off, or `max_turns` of all roles.
+
+    fixed     by role, who plays it in the policy's place (agents/opponents.py)
+    cut_off   reward of a role whose answer was cut off, which the environment does not see: no more than that of
+              losing, or to be cut off would be the better way to lose
+    """
+
+    def __init__(
+        self,
+        environments: Environments,
+        roles: Sequence[str],
+        *,
+        fixed: Mapping[str, Mapping[str, Any]] | None = None,
+        max_turns: int = 64,
+        cut_off: float = -1.0,
+    ) -> None:
+        """`roles`: all that the environment has. Raises ConfigError where `fixed` leaves none, or names another."""
+        super().__init__(environments, max_turns=max_turns)
+        self._cut_off = cut_off
+        field, fixed = "agent_params.fixed", fixed or {}
+        if not fixed.keys() < set(roles):
+            raise ConfigError(field, sorted(fixed), f"Must name some of {list(roles)}, and leave one to the policy.")
+        self._fixed = {role: opponent(settings, f"{field}.{role}") for role, settings in fixed.items()}
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """One episode. All rewards are of single turns: none is shared."""
+        async with self._environments() as env:
+            table = _Table(prompt, generate, self._fixed)
+            role, state = str(prompt.question["role"]), initial_state(prompt.question)
+            told = await opened(env, prompt.question)
+            for _ in range(self._max_turns):
+                answer = await table.ask(role, told, state)
+                if answer is None:
+                    table.reward({role: self._cut_off})
+                    break
+                step: Step = await awaited(env.step(answer))
+                table.reward(step.rewards)
+                if step.done:
+                    break
+                role, told, state = step.role, messages_of(step.messages), step.state
+        return table.trajectory()
+
+
+class _Table:
+    """The conversations of one episode."""
+
+    def __init__(self, prompt: Prompt, generate: Generate, fixed: Mapping[str, Opponent]) -> None:
+        self._prompt, self._generate, self._fixed = prompt, generate, fixed
+        self._chats: dict[str, Chat] = {}
+        self._heard: dict[str, list[Message]] = {role: [] for role in fixed}
+        self._order: list[tuple[str, int]] = []  # role, and which of its turns
+
+    async def ask(self, role: str, told: list[Message], state: str) -> str | None:
+        """The next answer of a role; None: it was cut off."""
+        if role in self._fixed:
+            return await self._ask_fixed(role, told)
+        if role in self._chats:
+            self._chats[role].say(told)
+        else:
+            self._chats[role] = chat_of(self._prompt, told, self._generate, role=role)
+        chat = self._chats[role]
+        self._order.append((role, len(chat.turns)))
+        answer = await chat.answer(state=state)
+        return None if chat.ended else answer
+
+    async def _ask_fixed(self, role: str, told: list[Message]) -> str:
+        heard = self._heard[role]
+        heard += told
+        answer: str = await awaited(self._fixed[role](list(heard)))
+        heard.append({"role": "assistant", "content": answer})
+        return answer
+
+    def reward(self, rewards: Mapping[str, float]) -> None:
+        """Of the last turn of each role that the policy plays, and that has acted."""
+        for role, reward in rewards.items():
+            if role in self._chats:
+                self._chats[role].reward(reward)
+
+    def trajectory(self) -> Trajectory:
+        """All turns of the policy, in the order of acting."""
+        turns: list[Turn] = [self._chats[role].turns[number] for role, number in self._order]
+        if not turns:
+            raise EpisodeFailed("environment_error", "it was done before the policy was asked")
+        return Trajectory(turns, 0.0)
