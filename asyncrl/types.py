@@ -210,6 +210,16 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
             found.append((found[parent] if parent >= 0 else 1.0) / ways[parent])
         return found
 
+    def ways(self) -> list[list[int]]:
+        """Places of the turns on each way from the beginning to an end; one, if it does not fork."""
+        found, parents = list[list[int]](), self.parents()
+        for end in sorted(set(range(len(parents))) - set(parents)):
+            way = [end]
+            while parents[way[-1]] >= 0:
+                way.append(parents[way[-1]])
+            found.append(way[::-1])
+        return found
+
     def by_role(self) -> dict[str, list[tuple[int, Turn]]]:
         """The turns of each role, with their places among all."""
         found: dict[str, list[tuple[int, Turn]]] = {}

@@ -19,10 +19,12 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from asyncrl.agents.chat import Chat
-from asyncrl.agents.playing import Action, Player, chat_of, initial_state, opened, played, replayed
+from asyncrl.agents.playing import Action, Player, chat_of, initial_state, of_task, opened, played, replayed
 from asyncrl.envs.pool import Environments
 from asyncrl.errors import ConfigError
 from asyncrl.types import Generate, Message, Prompt, Trajectory, Turn
+
+Way = tuple[list[Turn], list[Action]]
 
 
 class Forking(Player):
@@ -55,23 +57,26 @@ class Forking(Player):
             actions = await played(env, chat, initial_state(prompt.question), self._max_turns)
         forks = [turn for turn in self._forks(prompt) if turn < len(actions) for _ in range(self._branches)]
         branches = await _together(self._branch(prompt, chat, messages, actions[:turn]) for turn in forks)
-        return Trajectory([*chat.turns, *(turn for branch in branches for turn in branch)], 0.0)
+        scored = {of_task(actions), *(of_task(more) for _, more in branches)}
+        if len(scored) > 1:
+            raise ValueError("the environment leaves the reward of some ways to the task (Step.score), not of all")
+        return Trajectory([*chat.turns, *(turn for way, _ in branches for turn in way)], None if scored.pop() else 0.0)
 
     def _forks(self, prompt: Prompt) -> Sequence[int]:
         if self._fork_at is not None:
             return self._fork_at
         return [random.Random(prompt.uid).randrange(self._within)]
 
-    async def _branch(self, prompt: Prompt, chat: Chat, messages: list[Message], actions: list[Action]) -> list[Turn]:
+    async def _branch(self, prompt: Prompt, chat: Chat, messages: list[Message], actions: list[Action]) -> Way:
         turn = len(actions)
         async with self._environments() as env:
             await replayed(env, prompt.question, messages, actions)
             branch = chat.branch(turn)
-            await played(env, branch, chat.turns[turn].state, self._max_turns - turn)
-        return branch.turns
+            more = await played(env, branch, chat.turns[turn].state, self._max_turns - turn)
+        return branch.turns, more
 
 
-async def _together(works: Iterable[Coroutine[Any, Any, list[Turn]]]) -> list[list[Turn]]:
+async def _together(works: Iterable[Coroutine[Any, Any, Way]]) -> list[Way]:
     """All at once, in their order; where one fails the others are ended before that is heard."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -29,6 +29,7 @@ from asyncrl.agents.playing import (
     chat_of,
     initial_state,
     messages_of,
+    of_task,
     opened,
     played,
     with_text,
@@ -75,8 +76,10 @@ class Guided(Player):
                 asked = with_text(messages, guidance) if guidance else messages
                 chat = chat_of(prompt, asked, generate, role=role)
                 actions = await played(env, chat, initial_state(prompt.question), self._max_turns)
+            if of_task(actions):
+                raise ValueError("the environment leaves the reward to the task (Step.score), and no attempt has one")
             turns += chat.turns
-            if attempt == self._tries or sum(action.step.reward for action in actions) >= self._threshold:
+            if attempt == self._tries or sum(turn.reward for turn in chat.turns) >= self._threshold:
                 break
             guidance = await awaited(self._guide(prompt.question, _transcript(asked, actions)))
             if not guidance:

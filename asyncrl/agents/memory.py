@@ -12,7 +12,7 @@ together are compared with those of its siblings.
 
 from __future__ import annotations
 
-from asyncrl.agents.playing import Player, awaited, chat_of, initial_state, messages_of, opened, with_text
+from asyncrl.agents.playing import Player, acted, chat_of, finished, initial_state, messages_of, opened, with_text
 from asyncrl.envs.env import Step
 from asyncrl.envs.pool import Environments
 from asyncrl.types import Generate, Prompt, Trajectory
@@ -47,11 +47,9 @@ class Memory(Player):
         """One episode."""
         async with self._environments() as env:
             question = await opened(env, prompt.question)
-            chat, state = chat_of(prompt, question, generate), initial_state(prompt.question)
+            chat, state, step = chat_of(prompt, question, generate), initial_state(prompt.question), Step()
             for turn in range(self._max_turns):
-                text = await chat.answer(state=state)
-                step: Step = await awaited(env.step(text))
-                chat.reward(step.reward)
+                step = (await acted(env, chat, state)).step
                 if step.done or chat.ended or turn == self._max_turns - 1:
                     break
                 said, state = messages_of(step.messages), step.state
@@ -63,4 +61,5 @@ class Memory(Player):
                 if not chat.turns[-1].completion.token_ids:
                     break  # no room was left for any
                 chat.restart(with_text(question, self._notes.format(notes=notes)))
-        return chat.trajectory(reward=0.0)
+            await finished(env, chat, step)
+        return chat.trajectory(reward=None if step.score else 0.0)

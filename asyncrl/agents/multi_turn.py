@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.agents.playing import Player, chat_of, initial_state, opened, played
+from asyncrl.agents.playing import Player, chat_of, initial_state, of_task, opened, played
 from asyncrl.types import Generate, Prompt, Trajectory
 
 
@@ -15,4 +15,4 @@ class MultiTurn(Player):
         async with self._environments() as env:
             chat = chat_of(prompt, await opened(env, prompt.question), generate)
             actions = await played(env, chat, initial_state(prompt.question), self._max_turns)
-        return chat.trajectory(reward=None if actions[-1].step.score else 0.0)
+        return chat.trajectory(reward=None if of_task(actions) else 0.0)

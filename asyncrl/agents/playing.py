@@ -55,21 +55,35 @@ def chat_of(prompt: Prompt, messages: Sequence[Message], generate: Generate, *, 
 
 
 async def played(env: Env, chat: Chat, state: str, turns: int) -> list[Action]:
-    """Turn after turn until the environment is done, an answer is cut off, or there were so many; then what it still
-    owes (its `finish`)."""
+    """Turn after turn until the environment is done, an answer is cut off, or there were so many (1 or more)."""
     found: list[Action] = []
     for _ in range(turns):
-        text = await chat.answer(state=state)
-        step: Step = await awaited(env.step(text))
-        chat.reward(step.reward)
-        found.append(Action(text, step))
-        if step.done or chat.ended:
+        found.append(await acted(env, chat, state))
+        if found[-1].step.done or chat.ended:
             break
-        chat.say(step.messages)
-        state = step.state
-    if not found[-1].step.done and (finish := getattr(env, "finish", None)):
-        chat.reward(await awaited(finish()))
+        chat.say(found[-1].step.messages)
+        state = found[-1].step.state
+    await finished(env, chat, found[-1].step)
     return found
+
+
+async def acted(env: Env, chat: Chat, state: str) -> Action:
+    """One turn, and its reward."""
+    text = await chat.answer(state=state)
+    step: Step = await awaited(env.step(text))
+    chat.reward(step.reward)
+    return Action(text, step)
+
+
+async def finished(env: Env, chat: Chat, step: Step) -> None:
+    """Behind the last turn: what is due where the environment was not done."""
+    if not step.done and (finish := getattr(env, "finish", None)):
+        chat.reward(await awaited(finish()))
+
+
+def of_task(actions: Sequence[Action]) -> bool:
+    """Whether an episode that ends so is the task's to score."""
+    return actions[-1].step.score
 
 
 async def replayed(env: Env, question: Question, messages: Sequence[Message], actions: Sequence[Action]) -> None:

@@ -31,6 +31,7 @@ from asyncrl.rollout.room import Room
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.teacher import Teacher
+from asyncrl.rollout.ways import scored_by_way
 from asyncrl.routing import share_prompt
 from asyncrl.types import Group, Prompt, Template, Trajectory, Turn
 
@@ -150,7 +151,7 @@ class Worker:
         def play() -> Awaitable[Trajectory]:
             session.forget()
             episode = Episode(session, self._limits, self._template)
-            return episode.play(self._agents[prompt.task], prompt, score, taught)
+            return episode.play(self._agents[prompt.task], prompt, lambda one: scored_by_way(one, score), taught)
 
         return await self._tried(session, play)
 

@@ -6,8 +6,8 @@ import asyncio
 
 import msgspec
 import pytest
-from asyncrl.rollout.ways import scored_by_way
 
+from asyncrl.rollout.ways import scored_by_way
 from asyncrl.types import Completion, Trajectory, Turn, VersionSpan
 
 

@@ -1,0 +1,27 @@
+"""The score of an episode that forks: each of its ways is scored as if it were all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from asyncrl.types import Trajectory
+
+
+async def scored_by_way(trajectory: Trajectory, score: Callable[[Trajectory], Awaitable[Trajectory]]) -> Trajectory:
+    """With what `score` gives: the reward of a way at its end, and those of turns as the mean over the ways that lead
+    through them. One way after the other, each within the limit of one."""
+    ways = trajectory.ways()
+    if len(ways) == 1:
+        return await score(trajectory)
+    turns, shares = list(trajectory.turns), trajectory.shares()
+    for way in ways:
+        alone = Trajectory([msgspec.structs.replace(trajectory.turns[place], fork=None) for place in way])
+        found = await score(alone)
+        assert found.reward is not None
+        for place, before, after in zip(way, alone.turns, found.turns, strict=True):
+            more = (after.reward - before.reward) * shares[way[-1]] / shares[place]
+            more += found.reward if place == way[-1] else 0.0
+            turns[place] = msgspec.structs.replace(turns[place], reward=turns[place].reward + more)
+    return Trajectory(turns, 0.0)
