@@ -56,8 +56,7 @@ class _Tail(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.data += data
-        if len(self.data) > 2 * KEPT_BYTES:
-            del self.data[:-KEPT_BYTES]
+        del self.data[:-KEPT_BYTES]
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
@@ -86,7 +85,7 @@ async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd:
         if status is None:
             raise EpisodeFailed("agent_error", f"{argv[0]} did not die within {KILL_SECONDS:.0f} s of SIGKILL")
         await asyncio.wait([tail.ended for tail in tails], timeout=FLUSH_SECONDS)
-        stdout, stderr = (bytes(tail.data[-KEPT_BYTES:]) for tail in tails)
+        stdout, stderr = (bytes(tail.data) for tail in tails)
         return Ended(status, stdout, stderr)
 
 

@@ -77,6 +77,12 @@ def test_what_changes_nothing_is_taken(body: dict[str, Any]) -> None:
     assert of(**body) == of()
 
 
+def test_temperature_is_the_runs() -> None:
+    assert read({"temperature": 0.5}, "chat", temperature=0.5, end="") == of()
+    with pytest.raises(Refused, match=r"temperature: got 1\.0\. Leave it out, or train at it: .* is 0\.5"):
+        read({"temperature": 1.0}, "chat", temperature=0.5, end="")
+
+
 def test_answer_is_wanted_as_the_request_says() -> None:
     body = {"model": "m", "max_tokens": 5, "max_completion_tokens": 3, "n": 2, "stream": True, "logprobs": True}
     wanted = of(**body, stream_options={"include_usage": True}, return_token_ids=True)
