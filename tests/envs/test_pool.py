@@ -18,6 +18,8 @@ from asyncrl.launch.leftovers import carrying
 from tests.envs.faulty import FAULTS
 from tests.fakes import until
 
+pytestmark = pytest.mark.integration  # processes
+
 MARK = f"ASYNCRL_RUN_ID=pool-{os.getpid()}"
 EXPECTED = {
     "raises": ("environment_error", "KeyError: 'on purpose'"),
