@@ -202,7 +202,7 @@ def test_cancelled_episode_gives_its_environment_back(tmp_path: Path) -> None:
         assert playing.cancelled()
         assert len(await play(environments)) == 3
 
-    run(script, concurrency=1, per_process=1)
+    run(script, concurrency=1, per_process=1, reset_timeout=5.0)  # its end waits so long for its step
 
 
 def test_repeated_failures_open_a_breaker_that_lets_one_try_and_closes_when_it_goes_well(tmp_path: Path) -> None:
