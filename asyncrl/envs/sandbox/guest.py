@@ -98,9 +98,11 @@ def _drop_to(uid: int | None) -> None:
 
 def _limit(confinement: Confinement) -> None:
     limits = confinement.limits
-    processes = limits["processes"] + (1 if confinement.uid is None else 0)  # the supervisor counts
-    if confinement.count_user:
-        processes += tasks_of(os.getuid() if confinement.uid is None else confinement.uid)
+    processes = limits["processes"]
+    if confinement.count_user and confinement.uid is None:
+        processes += tasks_of(os.getuid()) - 1  # without this one
+    elif confinement.uid is None:
+        processes += 1  # the supervisor
     cpu = math.ceil(limits["cpu_seconds"])
     wanted = {
         resource.RLIMIT_CPU: (cpu, cpu + 1),
