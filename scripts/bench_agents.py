@@ -2,7 +2,7 @@
 
     python scripts/bench_agents.py [--quick]
 
-    engine_busy_over_ideal   a thousand episodes in play, log-normal tools (sigma 1.2), through the product's own client,
+    engine_busy_over_ideal   a thousand episodes in play, log-normal tools (sigma 1.2), through the product's client,
                              episode, agent and environments to a stub engine that takes the time of a decode step: the
                              time that a simulation without any cost of ours takes for it, over the time that it took
     turns_per_s              of that run

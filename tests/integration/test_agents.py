@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.agents.linking import Asked, link
 from asyncrl.records.events import Committed, unpacked
 from asyncrl.records.reading import Recording
 from asyncrl.types import Group
@@ -28,7 +27,7 @@ class Nearer:
 
     def question(self, index):
         digit = random.Random(index).randrange(10)
-        return {"messages": [{"role": "user", "content": str(index % 10)}], "secret": digit}
+        return {"messages": [{"role": "user", "content": f"{index % 1000:03}"}], "secret": digit}
 
     def reset(self, question):
         self.secret = question["secret"]
@@ -70,16 +69,15 @@ def test_twenty_lines_in_a_folder_outside_of_the_package_train_by_import_path(tm
     steps = run(
         run_dir,
         *("task=own", "task.kind=games:Nearer", "task.name=nearer", "+task.agent_params.max_turns=4", "record=true"),
-        *("rollout.max_new_tokens=2", "algo.advantage=grpo_turn", "run.max_steps=8", "eval.questions=10"),
+        *("rollout.max_new_tokens=3", "algo.advantage=grpo_turn", "run.max_steps=8", "eval.questions=10"),
         *("task.environments.warm=4", "trainer.data_parallel=2"),
     )
     assert len(steps) == 8
     ledger = books_balance(run_dir)
     assert ledger["groups"]["rejected"] == {}
     groups = groups_of(run_dir)
-    assert {len(t.turns) for g in groups for t in g.trajectories} == {1, 2, 3, 4}
+    assert {1, 2} <= {len(t.turns) for g in groups for t in g.trajectories} <= {1, 2, 3, 4}
     for trajectory in (t for g in groups for t in g.trajectories):
-        assert trajectory.turns == link([], [Asked([], trajectory.turns[0].completion)]) or len(trajectory.turns) > 1
         for before, turn in zip(trajectory.turns, trajectory.turns[1:], strict=False):
             ended = before.completion.token_ids[-1] == 10
             assert turn.observation in ([[0, 11], [1, 11]] if ended else [[10, 0, 11], [10, 1, 11]])
@@ -121,7 +119,8 @@ def faults(run_dir: Path, count: int, steps: int) -> Counter[str]:
 def test_environments_at_fault_cost_their_episodes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
     told = faults(tmp_path / "run", 30, 12)
-    assert told.keys() >= {"environment_died", "environment_timeout", "environment_error"}
+    assert len(told) >= 3
+    assert told.keys() <= {f"environment_{how}" for how in ("died", "timeout", "error", "garbage", "oversized")}
     assert len(list(tmp_path.glob("fault-*"))) >= 20  # that were really committed
 
 
