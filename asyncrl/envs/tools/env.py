@@ -112,7 +112,7 @@ class ToolEnv:
         except EpisodeFailed as failed:
             if isinstance(failed.__cause__, REPORTED):
                 return cut(f"Error: {_reported(failed.__cause__)}", self._output_chars)
-            if (getattr(tool, "on_fault", None) or self._on_fault) == "model":
+            if failed.reason == "tool" and (getattr(tool, "on_fault", None) or self._on_fault) == "model":
                 return cut(f"Error: {failed.detail}", self._output_chars)
             raise
 

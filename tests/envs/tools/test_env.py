@@ -195,9 +195,10 @@ def test_crash_of_a_tool_is_no_reward_and_keeps_its_cause(error: Exception) -> N
     assert caught.value.retry is False  # a bug is one the next time too
 
 
-def test_fault_that_knows_itself_keeps_its_reason() -> None:
+@pytest.mark.parametrize("on_fault", ["episode", "model"])
+def test_fault_of_something_else_keeps_its_reason_and_is_told_to_nobody(on_fault: str) -> None:
     with pytest.raises(EpisodeFailed, match="sandbox: it is gone"):
-        step(called("t"), raising(EpisodeFailed("sandbox", "it is gone")))
+        step(called("t"), raising(EpisodeFailed("sandbox", "it is gone")), on_fault=on_fault)
 
 
 def test_hanging_tool_is_a_fault_and_ends_the_calls_beside_it() -> None:
