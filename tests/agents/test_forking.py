@@ -74,7 +74,9 @@ def test_ways_that_the_task_shall_score_have_no_reward_yet_and_all_or_none_are()
 @pytest.mark.parametrize(
     ("world", "told"),
     [
-        ({"moody": True}, "step 0 told .*'3'.* in the place of .*'2'"),
+        ({"moody": "text"}, "step 0 told .*'3'.* in the place of .*'2'"),
+        ({"moody": "state"}, "step 0 told .*'True2'.* in the place of .*'s2'"),
+        ({"moody": "end"}, "step 0 told .*True, 's2'.* in the place of .*False, 's2'"),
         ({"late": True, "hello": "4"}, "reset told something else"),
     ],
 )

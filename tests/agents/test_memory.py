@@ -45,7 +45,7 @@ def test_context_begins_anew_with_the_question_and_the_notes() -> None:
 
 def test_contexts_with_room_go_on() -> None:
     answers = [written(2, 10), written(2, 10), written(3, 10), written(5, 10)]
-    found, generate = run(*answers, context_tokens=8)  # 5 after the first answer, 9 after the second
+    found, generate = run(*answers, context_tokens=5)  # as many after the first answer, 9 after the second
     assert [turn.begins for turn in found.turns] == [False, False, False, True]
     assert generate.asked[1].context == [12, 1, 11, 2, 10, 2, 11]
     assert generate.asked[3].context == [12, 1, 6, 3, 11]

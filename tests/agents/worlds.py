@@ -23,14 +23,14 @@ class Sums:
     most: ClassVar[int] = 0
 
     def __init__(
-        self, *, end: int = 9, hello: str = "", moody: bool = False, late: bool = False, scored: int | None = None
+        self, *, end: int = 9, hello: str = "", moody: str = "", late: bool = False, scored: int | None = None
     ) -> None:
-        """`moody`: it says something else in its second life; `late`: greets otherwise; `scored`: from this sum on the
-        task scores it, in the place of rewards, and an eighth is due where it was not done."""
+        """`moody`: in its second life it tells another text, state or end; `late`: greets otherwise; `scored`: from
+        this sum on the task scores it, in the place of rewards, and an eighth is due where it was not done."""
         Sums.made += 1
         self._end, self._hello, self._sum = end, hello, 0
         self._scored = scored
-        self._moody, self._late = moody and Sums.made > 1, late and Sums.made > 1
+        self._moody, self._late = moody if Sums.made > 1 else "", late and Sums.made > 1
 
     async def reset(self, question: dict[str, Any]) -> list[dict[str, Any]]:
         Sums.open += 1
@@ -41,10 +41,11 @@ class Sums:
     async def step(self, action: str) -> Step:
         await asyncio.sleep(0)
         self._sum += int(action)
-        done = self._sum >= self._end
+        done = self._sum >= self._end or self._moody == "end"
         score = self._scored is not None and self._sum >= self._scored
         reward = self._sum / 8 if done and not score else 0.0
-        return Step(str(self._sum + self._moody), reward, done, score, state=f"s{self._sum}")
+        text = str(self._sum + (self._moody == "text"))
+        return Step(text, reward, done, score, state=f"{self._moody == 'state' or 's'}{self._sum}")
 
     async def finish(self) -> float:
         return 0.125 * (self._scored is not None)

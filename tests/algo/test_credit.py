@@ -257,6 +257,11 @@ def test_gigpo_is_that_of_its_authors(sizes: list[Any], weight: float, gamma: fl
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+def test_turns_of_a_way_count_with_their_share_of_the_episode() -> None:
+    # episodes 8 and 5; first turns 8 5, behind the fork 2 12, and one alone
+    assert found("dr_gigpo", TREE, PLAIN) == [1.5 + 1.5, 1.5 - 5 / 2, 1.5 + 5 / 2, 1.5, -1.5 - 1.5]
+
+
 def test_states_that_are_not_named_are_contexts() -> None:
     one = Trajectory([said(4), said(5, observation=[0], reward=1.0)])
     other = Trajectory([said(4), said(6, observation=[0])])
