@@ -238,6 +238,12 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
         return found
 
     @property
+    def cuts(self) -> int:
+        """How often a role's context did not go on from the tokens before it: an edit, or a template, broke them."""
+        firsts = {turns[0][0] for turns in self.by_role().values()}
+        return sum(turn.begins and turn.fork is None and place not in firsts for place, turn in enumerate(self.turns))
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the policy wrote."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.inspection.render import Decode
+from asyncrl.inspection.render import Decode, heading
 from asyncrl.inspection.rows import GroupRow, StepRow
 from asyncrl.records.reading import Recording
 from asyncrl.types import Completion, Group
@@ -65,12 +65,13 @@ def _trajectories(group: Group, row: GroupRow, scores: Sequence[float], decode: 
     for number, one in enumerate(group.trajectories):
         turns = [
             {
+                "heading": heading(one, place),
                 "observation": "".join(decode(token) for token in turn.observation),
                 "tokens": _tokens(turn.completion, [next(told, math.nan) for _ in turn.completion.token_ids], decode),
                 "reason": turn.completion.finish_reason,
                 "reward": turn.reward,
             }
-            for turn in one.turns
+            for place, turn in enumerate(one.turns)
         ]
         age = row.staleness[number] if row.staleness else None
         found.append({"reward": one.total, "length": one.num_tokens, "staleness": age, "turns": turns})

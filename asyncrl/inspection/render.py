@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.inspection.rows import GroupRow, StepRow
-from asyncrl.types import Completion, Group, Trajectory
+from asyncrl.types import Completion, Group, Trajectory, Turn
 
 Decode = Callable[[int], str]
 GAPS = ((0.01, "default"), (0.1, "green"), (0.5, "yellow"), (2.0, "red"))
@@ -90,13 +90,27 @@ def group_text(group: Group, decode: Decode, scores: Sequence[float] | None = No
 
 def _trajectory(trajectory: Trajectory, decode: Decode, scores: Iterator[float] | None) -> Text:
     text = Text()
-    for turn in trajectory.turns:
+    for place, turn in enumerate(trajectory.turns):
+        text.append(heading(trajectory, place), "bold magenta")
         if turn.observation:
             text.append("".join(decode(token) for token in turn.observation), "italic blue")
         _completion(text, turn.completion, decode, scores)
         if turn.reward:
             text.append(f" [turn's reward {turn.reward:g}]", "bold")
     return text
+
+
+def heading(trajectory: Trajectory, place: int) -> str:
+    """What stands before a turn: who acts, where that changes, and what it follows, where that is not the turn before.
+    Empty for most."""
+    turn: Turn = trajectory.turns[place]
+    before = trajectory.turns[place - 1] if place else None
+    told = [turn.role] if turn.role and (before is None or before.role != turn.role) else []
+    if turn.fork is not None:
+        told.append(f"again after turn {turn.fork}" if turn.fork >= 0 else "again from the beginning")
+    elif turn.begins:
+        told.append("a context of its own")
+    return f"⟨{': '.join(told)}⟩" if told else ""
 
 
 def _completion(text: Text, completion: Completion, decode: Decode, scores: Iterator[float] | None) -> None:

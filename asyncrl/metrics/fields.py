@@ -20,6 +20,9 @@ STEP = {
     "groups/requeued": "slots played anew so far",
     "completion/length": "mean tokens of a completion",
     "completion/truncated": "share of completions that ended by length",
+    "episodes/turns": "mean turns of an episode",
+    "episodes/cuts": "how often, on the mean, a role's context did not go on from its tokens before: an edit or a "
+    "template cut the episode into samples there; forks apart",
     "staleness/mean": "mean over trajectories of version trained minus oldest version that wrote a token",
     "staleness/max": "its maximum; never above rollout.max_staleness",
     "staleness/mixed": "share of trajectories that more than one version wrote",
@@ -138,6 +141,9 @@ STEP_BY_TASK = {
     "reward/mean/<task>": "mean reward of their trajectories; absent where there are none",
     "groups/signal/<task>": "share of them whose rewards differ; absent where there are none",
 }
+
+# The same file, where episodes have several roles; <role> is one that the policy plays
+STEP_BY_ROLE = {"reward/role/<role>": "mean reward of what it did, with that of the episode that all roles share"}
 
 # eval.jsonl: one object per evaluation and set; the sets of one evaluation stand together
 EVAL = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from asyncrl.types import Batch, Group
+from asyncrl.types import Batch, Group, Trajectory
 
 Step = dict[str, float]
 
@@ -73,6 +73,9 @@ class StepLog:
             "reward/std": statistics.pstdev(rewards),
             "groups/signal": _signal(batch.groups),
             **self._by_task(batch.groups),
+            **_by_role(trajectories),
+            "episodes/turns": statistics.fmean(len(trajectory.turns) for trajectory in trajectories),
+            "episodes/cuts": statistics.fmean(trajectory.cuts for trajectory in trajectories),
             "completion/length": statistics.fmean(len(completion.token_ids) for completion in completions),
             "completion/truncated": statistics.fmean(
                 completion.finish_reason == "length" for completion in completions
@@ -153,6 +156,15 @@ def _mean(name: str, steps: Sequence[Step]) -> dict[str, float]:
     """Where nothing is trained there is none."""
     found = [step[name] for step in steps if name in step]
     return {name: statistics.fmean(found)} if found else {}
+
+
+def _by_role(trajectories: Sequence[Trajectory]) -> Step:
+    """Where there are several roles, or one that has a name."""
+    rewards: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for role, reward in trajectory.totals().items():
+            rewards.setdefault(role, []).append(reward)
+    return {f"reward/role/{role}": statistics.fmean(found) for role, found in rewards.items() if role}
 
 
 def _signal(groups: Sequence[Group]) -> float:

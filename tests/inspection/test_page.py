@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -10,15 +11,19 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from asyncrl.inspection.cli import main
 from asyncrl.inspection.page import page
+from asyncrl.inspection.render import group_text
 from asyncrl.inspection.rows import rows_of
 from asyncrl.records.events import Committed, Event, Rejected, Taken, packed, scored
 from asyncrl.records.reading import TRAINER, Recording
 from asyncrl.records.writer import Writer
-from tests.fakes import group
+from asyncrl.types import Trajectory, Turn
+from tests.fakes import completion, group
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "</script><script>document.title='owned'</script><!--<script>"
@@ -53,6 +58,33 @@ def held(text: str) -> dict[str, Any]:
     """The data of a page."""
     (line,) = re.findall(r"^const data = (.*);$", text, re.MULTILINE)
     return json.loads(line)
+
+
+def test_turns_tell_who_acts_and_what_they_follow_where_that_is_not_the_turn_before(tmp_path: Path) -> None:
+    """In the page and in the terminal."""
+    turns = [
+        Turn([], completion(), role="white"),
+        Turn([3], completion(), role="black", begins=True),
+        Turn([4], completion(), role="black"),
+        Turn([5], completion(), role="black", begins=True),
+        Turn([6], completion(), role="white", begins=True, fork=0),
+        Turn([7], completion(), role="white", begins=True, fork=-1),
+    ]
+    expected = ["⟨white⟩", "⟨black: a context of its own⟩", "", "⟨a context of its own⟩"]
+    expected += ["⟨white: again after turn 0⟩", "⟨again from the beginning⟩"]
+    played = group(0, rewards=(0,))
+    played = msgspec.structs.replace(played, trajectories=[Trajectory(turns, 1.0)])
+    writer = Writer(tmp_path / "records")
+    for event in (Committed(0, 0, packed(played), 0), Taken(0, ["g0"], {})):
+        writer.write(event)
+    writer.close()
+    (shown,) = held(made(tmp_path))["groups"]
+    assert [turn["heading"] for turn in shown["trajectories"][0]["turns"]] == expected
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(group_text(played, str))
+    text = console.export_text()
+    places = [text.index(told) for told in expected if told]
+    assert places == sorted(places)
 
 
 def test_page_holds_every_token_with_its_logprob_gap_and_version(run: Path) -> None:

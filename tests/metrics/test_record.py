@@ -13,20 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from asyncrl.algo.diagnostics import gap_figures, loss_figures
 from asyncrl.algo.table import build_table
 from asyncrl.jsonl import append
-from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET
+from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_ROLE, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET
 from asyncrl.metrics.record import StepLog, accuracies
 from asyncrl.metrics.sinks import TensorBoard
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.service import Service
-from asyncrl.types import Batch, Generate, Group, Prompt, Trajectory
-from tests.fakes import FakeClient, LengthTask, group, tiny_config, trajectory
+from asyncrl.types import Batch, Generate, Group, Prompt, Trajectory, Turn
+from tests.fakes import FakeClient, LengthTask, completion, group, tiny_config, trajectory
 
 TRAINER = Path(inspect.getfile(StepLog)).parent.parent / "trainer"
 SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0, "verify": 0.0, "engines": 1.0}
@@ -107,6 +108,22 @@ def test_step_record_of_several_tasks_has_the_documented_fields_of_each() -> Non
     assert record["reward/mean/sort"] == pytest.approx(2 / 3)
     assert record["reward/mean/sum"] == pytest.approx(5 / 3)  # a mean over trajectories, as reward/mean is
     assert (record["groups/signal/sort"], record["groups/signal/sum"]) == (1.0, 0.0)
+
+
+def test_step_record_of_several_roles_has_the_reward_of_each_and_counts_what_was_cut() -> None:
+    def turn(role: str, reward: float, **changes: Any) -> Turn:
+        return Turn([], completion(), reward, role=role, **changes)
+
+    game = [turn("a", 1.0), turn("b", -1.0, begins=True), turn("a", 0.0), turn("a", 0.0, begins=True)]
+    forked = [turn("a", 2.0), turn("a", 4.0, begins=True, fork=-1)]
+    played = group(0, [0.0, 0.0])
+    played = msgspec.structs.replace(played, trajectories=[Trajectory(game, 0.5), Trajectory(forked)])
+    record = stepped(log_of(clock := Clock()), clock, 1, [played])
+    assert sorted(record) == sorted([*STEP, *filled(STEP_BY_ROLE, "a", "b")])
+    assert record["reward/role/a"] == pytest.approx((1.5 + 3.0) / 2)  # the mean of the ways that fork
+    assert record["reward/role/b"] == pytest.approx(-0.5)
+    assert record["episodes/turns"] == 3.0
+    assert record["episodes/cuts"] == 0.5  # a's third turn; neither b's first, nor the fork
 
 
 def test_summary_has_the_documented_fields_and_no_other() -> None:
