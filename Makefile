@@ -34,7 +34,7 @@ unit: setup  ## the tests that start nothing
 	$(BIN)/pytest -q -n 2 tests -m "not integration and not campaign and not gpu and not multi_gpu"
 
 integration: setup  ## the tests on the real engine, router and Megatron
-	$(BIN)/pytest -q tests -m "integration and not campaign and not gpu and not multi_gpu"
+	$(BIN)/pytest -q -n 2 --dist loadfile tests -m "integration and not campaign and not gpu and not multi_gpu"
 
 campaign: setup  ## many seeded trials (TRIALS=20)
 	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q tests -m "campaign and not gpu and not multi_gpu"

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.integration
 __all__ = ["leaves_nothing"]
 
 OWNER = f"""
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background ignores it
 if sys.argv[1] == "processes":
     sys.prefix = sys.base_prefix = "/usr"
 from asyncrl.envs.sandbox.local import LocalSandboxes

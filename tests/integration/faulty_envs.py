@@ -1,16 +1,25 @@
-"""An environment around the digits to copy that is at fault now and then: where and how is drawn by its question."""
+"""An environment around the digits to copy that is at fault now and then: where and how is drawn by its question. Some
+run a program in a sandbox that attacks it, as a model's might: the episode goes on.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
 from asyncrl.envs.env import Step
+from asyncrl.envs.tools.shared import LOCAL, sandboxes
+from tests.envs import attacks
 from tests.envs.faulty import Faulty
 
 KINDS = ("raises", "hangs", "dies", "leaves a child", "exits", "garbage", "oversized", "no step", "cannot be sent")
+ATTACKS = ("fork bomb", "network", "files", "eater", "flood")
+LIMITS = {**vars(attacks.LIMITS), "seconds": 2.0}
+PYTHON = os.path.realpath(sys.prefix)
 SHARE = 0.25
 """Of questions with a fault, until there are enough."""
 
@@ -18,9 +27,11 @@ SHARE = 0.25
 class Copying(Faulty):
     """Two turns: copy the first digit, then the second."""
 
-    def __init__(self, *, marks: str, faults: int) -> None:
+    def __init__(self, *, marks: str, faults: int, public: str = "", port: int = 0) -> None:
+        """`public`: a folder of the host for the attacks on files, and `port` of a server there for those on the
+        network; unset: there are no attacks."""
         super().__init__()
-        self._folder, self._most = Path(marks), faults
+        self._folder, self._most, self._public, self._port = Path(marks), faults, public, port
 
     def question(self, index: int) -> dict[str, Any]:
         """Two digits; of some, a fault."""
@@ -28,7 +39,8 @@ class Copying(Faulty):
         digits = f"{draw.randrange(100):02}"
         question: dict[str, Any] = {"messages": [{"role": "user", "content": digits}], "digits": digits}
         if draw.random() < SHARE and len(list(self._folder.glob("fault-*"))) < self._most:
-            question |= {"fault": draw.choice(KINDS), "where": draw.choice(["reset", "step"])}
+            kinds = KINDS + (ATTACKS if self._public else ())
+            question |= {"fault": draw.choice(kinds), "where": draw.choice(["reset", "step"])}
         return question
 
     def reset(self, question: dict[str, Any]) -> None:
@@ -38,9 +50,11 @@ class Copying(Faulty):
             question = {key: value for key, value in question.items() if key != "where"}
         super().reset(question)
 
-    def step(self, action: str) -> Step:
+    async def step(self, action: str) -> Step:  # type: ignore[override]
         """The digit, or not."""
         found = super().step(action)
+        if self._fault.get("fault") in ATTACKS and "where" in self._fault and self._count == 1:
+            await self._attack(self._fault["fault"])
         if not isinstance(found, Step) or len(str(found.messages)) > 100 or found.info:
             return found
         right = action[:1] == self._digits[self._count - 1]
@@ -50,6 +64,29 @@ class Copying(Faulty):
         if self._fault.get("where") == where:
             if where == "reset" and self._fault["fault"] in ("oversized", "no step", "cannot be sent"):
                 return None  # a reset returns nothing that could be wrong
-            kind = self._fault["fault"].replace(" ", "_")
-            (self._folder / f"fault-{kind}-{uuid.uuid4()}").touch()
+            if self._fault["fault"] not in ATTACKS:
+                self._note("fault")
         return super()._act(where)
+
+    async def _attack(self, name: str) -> None:
+        attack = {
+            "fork bomb": attacks.FORK_BOMB,
+            "network": attacks.network(("127.0.0.1", self._port)),
+            "files": attacks.files(f"{self._public}/secret", self._public, PYTHON),
+            "eater": attacks.EATER,
+            "flood": attacks.FLOODS[0],
+        }[name]
+        self._note("fault")
+        sandbox = await sandboxes(LOCAL, {"limits": LIMITS}).open()
+        try:
+            await attack.on(sandbox)
+            self._note("held")
+        except AssertionError as error:
+            self._note("escaped", str(error))
+            raise
+        finally:
+            await sandbox.close()
+
+    def _note(self, what: str, text: str = "") -> None:
+        kind = self._fault["fault"].replace(" ", "_")
+        (self._folder / f"{what}-{kind}-{uuid.uuid4()}").write_text(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import pytest
 from asyncrl.records.events import Committed, unpacked
 from asyncrl.records.reading import Recording
 from asyncrl.types import Group
+from tests.envs.machine import public
 from tests.integration.running import lines, nothing_is_left, run
 
 pytestmark = pytest.mark.integration
+__all__ = ["public"]
+MARKS = ("fault", "held")
 
 TWENTY_LINES = '''
 import random
@@ -99,14 +103,26 @@ def test_function_that_edits_its_context_trains_every_token_that_it_was_answered
         assert trajectory.reward == 0.5 + len(second.completion.token_ids)
 
 
-def faults(run_dir: Path, count: int, steps: int) -> Counter[str]:
-    """A run whose environments have about so many faults; how many failures it told, by reason."""
+def faults(run_dir: Path, public: Path, count: int, steps: int) -> Counter[str]:
+    """A run whose environments have about so many faults, and in whose sandboxes attacks are made; how many failures it
+    told, by reason. `public`: see tests/envs/machine.py."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        told = _faults(run_dir, public, server.getsockname()[1], count, steps)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert [path.read_text() for path in run_dir.parent.glob("escaped-*")] == []
+    return told
+
+
+def _faults(run_dir: Path, public: Path, port: int, count: int, steps: int) -> Counter[str]:
     run(
         run_dir,
         *("task=own", "task.kind=tests.integration.faulty_envs:Copying", "task.name=copying"),
         *(f"+task.params.marks={run_dir.parent}", f"+task.params.faults={count}"),
+        *(f"+task.params.public={public}", f"+task.params.port={port}"),
         *("rollout.batch_groups=4", "rollout.group_size=4", f"run.max_steps={steps}", "eval.questions=0"),
-        *("task.environments.step_timeout=3", "task.environments.reset_timeout=20", "task.environments.per_process=4"),
+        *("task.environments.step_timeout=8", "task.environments.reset_timeout=20", "task.environments.per_process=4"),
         *("rollout.retries=1", "task.environments.max_failures=1000", "task.environments.warm=4"),
         *("rollout.max_failures=1000", "rollout.max_staleness=4"),
     )
@@ -116,20 +132,22 @@ def faults(run_dir: Path, count: int, steps: int) -> Counter[str]:
     return Counter(warning.split(":")[0] for warning in warnings if warning)
 
 
-def test_environments_at_fault_cost_their_episodes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environments_at_fault_cost_their_episodes_alone(
+    tmp_path: Path, public: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
-    told = faults(tmp_path / "run", 30, 12)
+    told = faults(tmp_path / "run", public, 30, 12)
     assert len(told) >= 3
     assert told.keys() <= {f"environment_{how}" for how in ("died", "timeout", "error", "garbage", "oversized")}
     assert len(list(tmp_path.glob("fault-*"))) >= 20  # that were really committed
 
 
 @pytest.mark.campaign
-def test_a_thousand_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_faults(tmp_path: Path, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ASYNCRL_TRIALS is their number."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
     count = int(os.environ.get("ASYNCRL_TRIALS", "20"))
-    told = faults(tmp_path / "run", count, max(4, count // 4))
-    committed = Counter(path.name.split("-")[1] for path in tmp_path.glob("fault-*"))
-    print(f"faults: {dict(committed)}; told: {dict(told)}")
+    told = faults(tmp_path / "run", public, count, max(4, count // 4))
+    committed, held = (Counter(path.name.split("-")[1] for path in tmp_path.glob(f"{what}-*")) for what in MARKS)
+    print(f"faults: {dict(committed)}; attacks held: {dict(held)}; told: {dict(told)}")
     assert committed.total() >= 0.8 * count
