@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test unit integration campaign peers check bench clean
+.PHONY: help setup run test unit slurm integration campaign peers check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,8 +33,16 @@ test: unit integration  ## everything that needs no GPU
 unit: setup  ## the tests that start nothing
 	$(BIN)/pytest -q -n 2 tests -m "not integration and not campaign and not gpu and not multi_gpu"
 
-integration: setup  ## the tests on the real engine, router and Megatron
-	$(BIN)/pytest -q -n 2 --dist loadfile tests -m "integration and not campaign and not gpu and not multi_gpu"
+SLURM := .venv/slurm
+DEBS := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libmunge2
+
+slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's packages can be had
+	command -v slurmctld >/dev/null || test -d $(SLURM) || { mkdir -p $(SLURM).partial && cd $(SLURM).partial && \
+	apt-get download -qq $(DEBS) && for deb in *.deb; do dpkg -x $$deb . && rm $$deb; done && cd - >/dev/null && \
+	mv $(SLURM).partial $(SLURM); } || { rm -rf $(SLURM).partial; echo "no Slurm here: its tests are skipped"; }
+
+integration: setup slurm  ## the tests on the real engine, router and Megatron
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests -m "integration and not campaign and not gpu and not multi_gpu"
 
 campaign: setup  ## many seeded trials (TRIALS=20)
 	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q tests -m "campaign and not gpu and not multi_gpu"

@@ -12,6 +12,10 @@ PATHS = ("model", "teacher", "judge", "resume")
 TUPLES = ("engines", "teachers", "judges")
 READY = "ready"
 """Appears in the run folder when the router routes to every engine."""
+STOP, STOPPED = "stop", "stopped"
+"""The one appears there when the run is asked to end, with a checkpoint, and to go on later; the other when it has."""
+PAUSED = 75
+"""Exit code of the command then: EX_TEMPFAIL of sysexits.h."""
 LOST = "lost.jsonl"
 """There the trainer writes which engines it has given up, and the launcher starts them again."""
 

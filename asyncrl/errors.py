@@ -4,6 +4,7 @@ AsyncRLError
 |-- ConfigError        a setting is wrong: names the field, the value received and the remedy
 |-- DeadlineExceeded   a wait ended without its event: names what was waited for and who should have done it
 |-- ProcessDied        a process of the run ended: names it, its exit and its last lines
+|-- LaunchError        the machines of a job, or Slurm, do not do what they must
 |-- EngineError        an engine or the router refused a call, or answered something impossible
 |-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table: names it
 |-- EpisodeFailed      an environment's or a judge's fault: the episode is counted and replaced, never scored 0
@@ -41,6 +42,10 @@ class DeadlineExceeded(AsyncRLError):
 
 class ProcessDied(AsyncRLError):
     """The first process of a run that ended before its time."""
+
+
+class LaunchError(AsyncRLError):
+    """Slurm refuses, or machines of a job do not answer."""
 
 
 class EngineError(AsyncRLError):

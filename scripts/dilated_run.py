@@ -34,8 +34,9 @@ from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.config import Config  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.router import router_argv  # noqa: E402
-from asyncrl.launch.machine import choose_ports  # noqa: E402
+from asyncrl.launch.machine import this_node  # noqa: E402
 from asyncrl.launch.main import CONF  # noqa: E402
+from asyncrl.launch.placement import place, ports_wanted  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.planner.lengths import Lengths  # noqa: E402
 from asyncrl.planner.simulation import Episode, Setting, Workload  # noqa: E402
@@ -119,30 +120,28 @@ class DilatedRun:
 
     @contextmanager
     def _processes(self, config: Config, setting: Setting) -> Iterator[Addresses]:
-        ports = choose_ports(config)
+        placement = place(config, [this_node(config.cluster.host, None, 0, ports_wanted(config))])
         addresses = Addresses(
             run_id="bench",
             api_key=KEY,
             model=self._model,
-            engines=tuple(f"http://127.0.0.1:{port}" for port in ports.engines),
-            router=f"http://127.0.0.1:{ports.router}",
-            rollout=f"http://127.0.0.1:{ports.rollout}",
             gpus=0,
             started_at=time.time(),
+            **placement.urls(),
         )
         run_dir = Path(tempfile.mkdtemp(dir=self._folder))
         (run_dir / "config.json").write_text(config.model_dump_json())
         addresses.write(run_dir)
         stub = [
             str(ROOT / "scripts/stub_engine.py"),
-            *map(str, ports.engines),
+            *(str(seats[0].port) for seats in placement.engines),
             f"--lengths={json.dumps(asdict(self._lengths))}",
             f"--shape={json.dumps(_finite(asdict(setting.shape)))}",
             f"--interval={PIECE}",
         ]
         commands = [
             [sys.executable, *stub],
-            router_argv(config.engine, addresses.router, ports.router_metrics),
+            router_argv(config.engine, addresses.router, placement.router.meeting),
             [sys.executable, "-m", "asyncrl.rollout", str(run_dir)],
         ]
         env = {

@@ -31,7 +31,10 @@ ALLOWED = {
     "install": set(),
     "metrics": {"config"},
     "models": set(),
-    "launch": {"config", "addresses", "engine", "models", "tasks", "records", "checkpoints"},
+    "launch": {
+        *("config", "addresses", "engine", "models", "tasks", "records", "checkpoints"),
+        *("install", "planner", "weights"),  # what the preflight compares with, and its arithmetic
+    },
     "engine": {"config", "addresses"},
     "agents": {"envs"},
     "envs": set(),
@@ -53,6 +56,8 @@ ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.shelf"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
+    ("launch", "planner"): {"planner.memory"},
+    ("launch", "weights"): {"weights.choice"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
     ("rollout", "engine"): {"engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"},
     ("weights", "engine"): {"engine.control", "engine.update", "engine.server"},

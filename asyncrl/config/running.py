@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -111,13 +111,62 @@ class Weights(Section):
     hangs: it is killed, and then it died."""
 
 
+class Container(Section):
+    """An image that the run's processes start in, but for the launcher: docs/slurm.md."""
+
+    kind: Literal["none", "pyxis", "apptainer"]
+    """pyxis: Slurm's own, by enroot; apptainer: also singularity."""
+    image: str | None
+    """As the kind names it: a registry's image, or a file."""
+    mounts: list[str]
+    """Folders of the nodes, as FROM:TO, beside the folder of the command, run.dir and the model's."""
+    python: str
+    """Python in the image, with asyncrl installed."""
+
+    @model_validator(mode="after")
+    def _has_an_image(self) -> Container:
+        if self.kind != "none" and not self.image:
+            raise ConfigError("cluster.container.image", None, f"cluster.container.kind={self.kind} needs one.")
+        return self
+
+
 class Cluster(Section):
     """Machines, addresses and how to end."""
 
-    host: str
-    """Address that every server binds to."""
+    launcher: Literal["local", "slurm"]
+    """local: all on this machine; slurm: as a job, or inside of one (docs/slurm.md)."""
+    nodes: Count | None
+    """Machines of the job; unset: as many as the ranks need."""
+    trainer_nodes: Count | None
+    """The first so many are the trainers' alone; unset: engines take what trainers leave."""
+    cpu_nodes: Natural
+    """Machines without GPUs among them, for router and rollouts: a part of the job of their own, the first."""
+    submit: bool
+    """Hand the job to Slurm; else only write its script, and print where it lies."""
+    time: str | Count | None
+    """Its limit, as Slurm writes it (1-00:00:00), or in minutes; unset: the partition's."""
+    signal_seconds: Count
+    """Seconds before the limit, or before it is preempted, at which it writes a checkpoint and is queued again."""
+    requeues: Natural
+    """How often it is queued again, for that or because a machine failed; above 0 needs checkpoint.every."""
+    sbatch: dict[str, Any]
+    """Further options of sbatch, by name: partition, account, qos, mem, exclusive: true, ..."""
+    setup: list[str]
+    """Lines of its script before the command: module load, source, export."""
+    srun: list[str]
+    """Further options of every srun."""
+    container: Container
+    host: str | None
+    """Address that every server binds to; unset: each machine's own on `cluster.interface`."""
+    interface: str | None
+    """Network interface of those addresses (eth0, ib0); unset: that of the route to other machines."""
     gpus: Natural | None
-    """GPUs to use; unset: those that the machine has."""
+    """GPUs to use of each machine; unset: those that it has. A job that is submitted must be told."""
+    start_timeout: Positive
+    """Seconds that the machines of a job may take to answer at first."""
+    preflight: bool
+    """Look at versions, model files, memory, folders and network before anything is started, and start nothing where
+    the run would fail (docs/slurm.md). --check does it alone, wherever it is given."""
     on_engine_death: Literal["restart", "fail"]
     """What the death of an engine or of the router, or that it hangs, means for a run that is under way: start it again
     (an engine gets all weights, and serves once its checksum is confirmed), or end the run."""
@@ -125,6 +174,19 @@ class Cluster(Section):
     """How often any one of them is started again; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
+
+    @model_validator(mode="after")
+    def _fits_its_launcher(self) -> Cluster:
+        if self.launcher == "local":
+            for field, value, plain in (
+                ("nodes", self.nodes, None),
+                ("trainer_nodes", self.trainer_nodes, None),
+                ("cpu_nodes", self.cpu_nodes, 0),
+                ("requeues", self.requeues, 0),
+            ):
+                if value != plain:
+                    raise ConfigError(f"cluster.{field}", value, "Is of jobs: set cluster=slurm, or leave it out.")
+        return self
 
 
 class Metrics(Section):

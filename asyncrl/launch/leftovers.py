@@ -1,8 +1,10 @@
-"""What processes that are stopped at once would leave behind: others of the run, and files in shared memory."""
+"""What processes that are stopped at once would leave behind: their children, others of the run, and files in shared
+memory."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -13,6 +15,13 @@ SHARED = Path("/dev/shm")
 OURS = ("torch_", "sglang_loads_", "sgl_shm_mq_", "sem.mp-")
 """Files that torch, SGLang and multiprocessing make for themselves; whatever else is mapped belongs to somebody."""
 KILL_SECONDS = 2.0
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """In a child, before its program begins: the kernel kills it when who started it dies."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def shared_files(leaders: Iterable[int]) -> set[Path]:
@@ -28,10 +37,10 @@ def shared_files(leaders: Iterable[int]) -> set[Path]:
     return found
 
 
-def sweep(run_id: str, files: Iterable[Path]) -> None:
-    """Kill what left its process group but carries the run's id (torch's shared-memory manager does, and would wait two
-    seconds for other clients), and remove these files."""
-    mark = f"ASYNCRL_RUN_ID={run_id}".encode()
+def sweep(value: str, files: Iterable[Path], variable: str = "ASYNCRL_RUN_ID") -> None:
+    """Kill what left its process group but carries the run's id, or another mark, in its environment (torch's
+    shared-memory manager does, and would wait two seconds for other clients), and remove these files."""
+    mark = f"{variable}={value}".encode()
     for pid in carrying(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,14 +1,20 @@
-"""What this machine offers a run: GPUs, found without torch, and ports."""
+"""What this machine offers a run: its address, GPUs, found without torch, and free ports."""
 
 from __future__ import annotations
 
 import os
-from itertools import islice
+import socket
+from contextlib import suppress
 from pathlib import Path
 
-from asyncrl.config import Config
-from asyncrl.launch.plan import Ports
+import psutil
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.placement import Node
 from asyncrl.ports import free_ports
+
+ELSEWHERE = "192.0.2.1"
+"""An address of documentation (RFC 5737): that of no machine, and behind the default route."""
 
 
 def count_gpus(configured: int | None) -> int:
@@ -21,19 +27,33 @@ def count_gpus(configured: int | None) -> int:
     return len([device for device in Path("/dev").glob("nvidia[0-9]*") if device.name[6:].isdigit()])
 
 
-def choose_ports(config: Config) -> Ports:
-    """Ports for everything in the run that others connect to."""
-    engines, teachers, judges = config.engine.count, config.teacher.started, config.judge.started
-    found = iter(free_ports(config.cluster.host, 2 * (engines + teachers + judges) + 4))
-    return Ports(
-        engines=list(islice(found, engines)),
-        engine_ranks=list(islice(found, engines)),
-        teachers=list(islice(found, teachers)),
-        teacher_ranks=list(islice(found, teachers)),
-        judges=list(islice(found, judges)),
-        judge_ranks=list(islice(found, judges)),
-        router=next(found),
-        router_metrics=next(found),
-        rollout=next(found),
-        trainer=next(found),
-    )
+def this_node(host: str | None, interface: str | None, gpus: int, ports: int) -> Node:
+    """This machine with so many of its GPUs and free ports. `host` is its address, unset: that of the interface, unset:
+    the one through which it reaches other machines. Raises ConfigError when there is no such interface, AsyncRLError
+    when the address is not of this machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = visible.split(",")[:gpus] if visible and gpus else [str(number) for number in range(gpus)]
+    name = ""
+    if host is None:
+        host, name = _address(interface)
+    return Node("", host, tuple(numbers), tuple(free_ports(host, ports)), name)
+
+
+def _address(interface: str | None) -> tuple[str, str]:
+    """IPv4 address and interface."""
+    known = {
+        name: one.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family == socket.AF_INET
+    }
+    if interface is not None:
+        if interface not in known:
+            raise ConfigError("cluster.interface", interface, f"{socket.gethostname()} has {sorted(known)}: name one.")
+        return known[interface], interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end, suppress(OSError):
+        end.connect((ELSEWHERE, 9))  # sends nothing: asks the kernel for the way
+        mine = end.getsockname()[0]
+        return mine, next((name for name, address in known.items() if address == mine), "")
+    outward = [(address, name) for name, address in known.items() if not address.startswith("127.")]
+    return outward[0] if outward else ("127.0.0.1", "")

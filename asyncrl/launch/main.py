@@ -15,30 +15,37 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import asyncrl
 from asyncrl import config as configuration
-from asyncrl.addresses import Addresses
+from asyncrl.addresses import PAUSED, STOP, STOPPED, Addresses
 from asyncrl.config import Config
 from asyncrl.engine.router import Workers
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, ProcessDied
 from asyncrl.launch import reference, resume
 from asyncrl.launch.checks import check_devices, check_files, check_model
-from asyncrl.launch.machine import choose_ports, count_gpus
+from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.launch.placement import Node, place, ports_wanted
 from asyncrl.launch.plan import plan
-from asyncrl.launch.processes import Stopped, Supervisor
+from asyncrl.launch.preflight.findings import failed, rendered
+from asyncrl.launch.preflight.run import preflight, require
+from asyncrl.launch.processes import Paused, Stopped, Supervisor
 from asyncrl.launch.replay import check_recording, differences
 from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.slurm.job import Job
+from asyncrl.launch.slurm.submit import submit
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.launch.watch import Watch
 from asyncrl.metrics.console import Console
 
 STARTED_AT = time.time()
 FORGET_SECONDS = 5.0  # the router's answer about an engine that died
-AT_ONCE = {"logs", resume.LOCK}
+CHECK = "--check"
+AT_ONCE = {"logs", "slurm", resume.LOCK}
 """What a launcher makes first: one that was killed at once leaves these alone."""
 PACKAGE = Path(asyncrl.__file__).parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, or in a checkout
@@ -49,24 +56,72 @@ def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(reference.render(CONF))
         return
+    checking = CHECK in sys.argv
+    sys.argv = [word for word in sys.argv if word != CHECK]  # the rest is Hydra's
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's errors come to us, which name field, value and remedy
-    composed: list[DictConfig] = []
+    composed: list[tuple[DictConfig, list[str]]] = []
+
+    def keep(one: DictConfig) -> None:
+        composed.append((one, list(HydraConfig.get().overrides.task)))
+
     try:
-        hydra.main(version_base=None, config_path=str(CONF), config_name="train")(composed.append)()
+        hydra.main(version_base=None, config_path=str(CONF), config_name="train")(keep)()
         if composed:  # empty when Hydra only printed (--cfg, completion)
-            values: Any = OmegaConf.to_container(composed[0], resolve=True, throw_on_missing=True)
-            check_resume(values, composed[0])
-            launch(configuration.load(values))
+            loaded = [(_loaded(one), arguments) for one, arguments in composed]
+            if checking:
+                sys.exit(check(loaded))
+            start(loaded)
     except ConfigError as error:
         _fail(2, f"wrong setting\n{error}")
     except (HydraException, OmegaConfBaseException) as error:
         _fail(2, f"wrong setting\n{_first_line(error)}. {_spelling(str(error))}")
     except AsyncRLError as error:
         _fail(1, str(error))
+    except Paused as paused:
+        _fail(PAUSED, f"{paused}\nwith checkpoint.every and resume=auto the same command goes on")
     except Stopped as stopped:
         _fail(128 + stopped.number, f"stopped by {stopped}")
     except KeyboardInterrupt:  # before the supervisor's handlers stand
         _fail(128 + signal.SIGINT, "stopped by SIGINT")
+
+
+def check(composed: list[tuple[Config, list[str]]]) -> int:
+    """--check: print what would be wrong with these runs, and start nothing. Returns 1 if one would fail, else 0."""
+    wrong = 0
+    for folder, (config, _) in zip(_folders(composed), composed, strict=True):
+        job = Job.found(config.cluster) if config.cluster.launcher == "slurm" else None
+        findings = preflight(config, folder, job.probed(config) if job else None)
+        print(rendered(findings), flush=True)
+        wrong |= failed(findings)
+    return int(wrong)
+
+
+def _folders(composed: list[tuple[Config, list[str]]]) -> list[Path]:
+    """Of the runs; several have a number each."""
+    folders = [Path(config.run.dir).expanduser().absolute() for config, _ in composed]
+    return [folder / str(number) for number, folder in enumerate(folders)] if len(folders) > 1 else folders
+
+
+def start(composed: list[tuple[Config, list[str]]]) -> None:
+    """What the command is about: a run, several one after the other (--multirun), or a job of either."""
+    signal.signal(signal.SIGUSR1, _not_begun)  # until the supervisor's handlers stand
+    first, folders = composed[0][0], _folders(composed)
+    if first.cluster.launcher == "slurm" and not Job.here():
+        runs = [(folder, arguments) for folder, (_, arguments) in zip(folders, composed, strict=True)]
+        print(f"asyncrl: {submit(first, runs)}")
+        return
+    for folder, (config, _) in zip(folders, composed, strict=True):
+        launch(config, folder)
+
+
+def _not_begun(number: int, _: object) -> None:
+    raise Paused("was asked to stop before it had begun")
+
+
+def _loaded(composed: DictConfig) -> Config:
+    values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    check_resume(values, composed)
+    return configuration.load(values)
 
 
 def check_resume(values: dict[str, Any], composed: DictConfig) -> None:
@@ -93,15 +148,19 @@ def _fail(code: int, message: str) -> None:
     sys.exit(code)
 
 
-def launch(config: Config) -> None:
-    """Run one configuration to its end."""
+def launch(config: Config, run_dir: Path) -> None:
+    """Run one configuration to its end, on this machine or on those of the job."""
     from asyncrl.models import catalog
 
-    gpus = count_gpus(config.cluster.gpus)
-    check_devices(config, gpus)
+    job = Job.found(config.cluster) if config.cluster.launcher == "slurm" else None
+    if job:
+        job = job.probed(config)
+    else:
+        check_devices(config, count_gpus(config.cluster.gpus))
+    if config.cluster.preflight:
+        require(config, run_dir, job)
     check_files(config)
     check_recording(config)
-    run_dir = Path(config.run.dir).expanduser().absolute()
     model = catalog.resolve(config.model.path)
     check_model(config, json.loads((model / "config.json").read_text()))
     teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
@@ -120,34 +179,50 @@ def launch(config: Config) -> None:
         return
     if goes_on or origin:
         resume.roll_back(run_dir, origin)
+    for mark in (STOP, STOPPED):
+        (run_dir / mark).unlink(missing_ok=True)
     (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
 
-    ports, host = choose_ports(config), config.cluster.host
+    nodes = job.nodes if job else [_this_node(config)]
+    placement = place(config, nodes)
+    urls = placement.urls()
     addresses = Addresses(
         run_id=secrets.token_hex(8),
         api_key=secrets.token_hex(24),
         model=model,
-        engines=tuple(f"http://{host}:{port}" for port in ports.engines),
-        router=f"http://{host}:{ports.router}",
-        rollout=f"http://{host}:{ports.rollout}",
-        gpus=gpus,
+        gpus=max(len(node.gpus) for node in nodes),
         started_at=STARTED_AT,
         teacher=teacher,
-        teachers=tuple(config.teacher.urls) or tuple(f"http://{host}:{port}" for port in ports.teachers),
         judge=judge,
-        judges=tuple(f"http://{host}:{port}" for port in ports.judges),
         resume=origin.folder if origin else None,
+        **{**urls, "teachers": tuple(config.teacher.urls) or urls["teachers"]},
     )
     addresses.write(run_dir)
-    specs = plan(config, addresses, ports, run_dir, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    specs = plan(config, addresses, placement, run_dir)
+    if job:
+        mounts = [folder for folder in (run_dir, model, teacher, judge) if folder]
+        specs = job.steps(specs, run_dir, addresses.run_id, mounts)
     console = Console(config, run_dir)
     console.opening([*differences(config), *resume.changes(config, origin)], str(origin.folder) if origin else None)
     workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
     watches = {spec.name: Watch(spec.watch, addresses.api_key, spec.patience) for spec in specs if spec.watch}
-    policy = RestartPolicy(run_dir, workers.remove, watches)
-    Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy).run(console.follow)
+    policy = RestartPolicy(run_dir, workers.remove, watches, *([job.has] if job else []))
+    try:
+        Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy).run(console.follow)
+    except ProcessDied as error:
+        if not (config.cluster.requeues and resume.made_progress(run_dir, origin)):
+            raise
+        raise Paused(str(error)) from None  # a fault that comes again at once is no machine's
+    finally:
+        if job:
+            job.end_steps(addresses.run_id)
+        os.close(held)
     console.closing()
-    os.close(held)
+
+
+def _this_node(config: Config) -> Node:
+    cluster = config.cluster
+    return this_node(cluster.host, cluster.interface, count_gpus(cluster.gpus), ports_wanted(config))
 
 
 def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.addresses import Addresses
@@ -19,6 +19,7 @@ from asyncrl.engine.server import (
     server_env,
     teacher_argv,
 )
+from asyncrl.launch.placement import Placement, Seat
 
 ROUTER_PATIENCE = 30.0
 """Seconds: it computes nothing, but a machine may be busy."""
@@ -37,158 +38,148 @@ class ProcessSpec:
     watch: str = ""  # what is asked to tell whether it hangs
     patience: float = 0.0  # seconds that it may take to answer
     stop_signal: int = signal.SIGTERM
+    node: str = ""  # the machine, where there are several
+    step: bool = False  # argv is an srun, which passes signals on, and kills the process at SIGTERM
+    together: str = ""  # processes of one name here live and die together: the ranks of an engine on several machines
 
 
-@dataclass(frozen=True)
-class Ports:
-    """Free ports, chosen together."""
-
-    engines: list[int]
-    engine_ranks: list[int]  # where the ranks of each engine find each other
-    router: int
-    router_metrics: int
-    rollout: int
-    trainer: int
-    teachers: list[int] = field(default_factory=list)
-    teacher_ranks: list[int] = field(default_factory=list)
-    judges: list[int] = field(default_factory=list)
-    judge_ranks: list[int] = field(default_factory=list)
-
-
-def plan(
-    config: Config, addresses: Addresses, ports: Ports, run_dir: Path, visible_gpus: str | None
-) -> list[ProcessSpec]:
-    """Engines, those of teacher and judge, router, rollout process, trainer ranks: all started at once, side by side.
-
-    `visible_gpus` is the launcher's own CUDA_VISIBLE_DEVICES, or None: trainers get the first, engines the next, and
-    the engines of teacher and judge those after them.
-    """
-    numbers = visible_gpus.split(",") if visible_gpus else [str(number) for number in range(addresses.gpus)]
-    trainers = _trainers(config, addresses, ports, run_dir, numbers)
+def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
+    """Engines, those of teacher and judge, router, rollout process, trainer ranks: all started at once, side by
+    side."""
+    trainers = _trainers(config, addresses, placement, run_dir)
     if config.mode == "replay":
-        again = [_rollout("asyncrl.rollout.reenact", addresses, run_dir)] if config.replay.schedule else []
-        return [*again, *trainers]
+        again = [_rollout("asyncrl.rollout.reenact", addresses, placement.rollout, run_dir)]
+        return [*(again if config.replay.schedule else []), *trainers]
     return [
-        *_engines(config, addresses, ports, numbers),
-        *_frozen(config, addresses, ports, numbers),
+        *_engines(config, addresses, placement.engines),
+        *_frozen(config, addresses, placement),
         ProcessSpec(
             "router",
-            router_argv(config.engine, addresses.router, ports.router_metrics),
-            _shared_env(addresses),
+            router_argv(config.engine, addresses.router, placement.router.meeting),
+            _shared_env(addresses, placement.router),
+            node=placement.router.node.name,
             restarts=_restarts(config),
             watch=f"{addresses.router}/health",
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
-        _rollout("asyncrl.rollout", addresses, run_dir),
-        *([_collector(addresses, run_dir)] if config.mode == "rollout_only" else trainers),
+        _rollout("asyncrl.rollout", addresses, placement.rollout, run_dir),
+        *([_collector(addresses, placement.rollout, run_dir)] if config.mode == "rollout_only" else trainers),
     ]
 
 
-def _rollout(module: str, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+def _rollout(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
     judges = " ".join(f"{url}/v1" for url in addresses.judges)
-    env = {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": "", **({"ASYNCRL_JUDGES": judges} if judges else {})}
-    return ProcessSpec("rollout", [sys.executable, "-m", module, str(run_dir)], env)
+    env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **({"ASYNCRL_JUDGES": judges} if judges else {})}
+    return ProcessSpec("rollout", [sys.executable, "-m", module, str(run_dir)], env, node=seat.node.name)
 
 
-def _collector(addresses: Addresses, run_dir: Path) -> ProcessSpec:
+def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
     """In the trainers' place."""
     argv = [sys.executable, "-m", "asyncrl.collect", str(run_dir)]
-    return ProcessSpec("collect", argv, {**_shared_env(addresses), "CUDA_VISIBLE_DEVICES": ""}, ends_the_run=True)
+    env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": ""}
+    return ProcessSpec("collect", argv, env, ends_the_run=True, node=seat.node.name)
 
 
 def _restarts(config: Config) -> int:
     return config.cluster.max_restarts if config.cluster.on_engine_death == "restart" else 0
 
 
-def _shared_env(addresses: Addresses) -> dict[str, str]:
+def _shared_env(addresses: Addresses, seat: Seat) -> dict[str, str]:
     """One thread per process: with more, processes that share cores slow each other down a hundredfold."""
+    named = dict.fromkeys(INTERFACES, seat.node.interface) if seat.node.interface else {}
     return {
+        **named,
+        "ASYNCRL_HOST": seat.node.address,
         "ASYNCRL_RUN_ID": addresses.run_id,
         "ASYNCRL_API_KEY": addresses.api_key,
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "HF_HUB_OFFLINE": "1",  # everything is local: a hub that cannot be reached must not cost a retry
     }
 
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Through which collectives go; otherwise they ask for this machine's name, which may mean its loopback."""
 
 # On CPU glibc gives every large tensor back to the kernel and gets it anew, zeroed, page by page: eight times the cost
 # of a copy into memory that was touched before. This keeps what was freed for the next.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
 
-def _engines(config: Config, addresses: Addresses, ports: Ports, numbers: list[str]) -> list[ProcessSpec]:
+def _engines(config: Config, addresses: Addresses, engines: list[list[Seat]]) -> list[ProcessSpec]:
     gpu = on_gpu(config.engine, addresses.gpus)
-    first_gpu = _gpus_of_trainers(config, addresses.gpus)
     specs = []
     by_ipc = config.weights.transport == "tensor"  # a handle opens only where the trainer's GPU is seen
-    for number, url in enumerate(addresses.engines):
-        first = first_gpu + number * config.engine.tensor_parallel
-        argv = server_argv(
-            config.engine,
-            addresses.model,
-            url,
-            gpu=gpu,
-            seed=config.run.seed + number,
-            custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
-            base_gpu_id=first if gpu and by_ipc else None,
-            nccl_port=_meeting(config.engine, ports.engine_ranks[number]),
-            enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
-            **(deterministic_args(gpu=gpu) if config.deterministic else {}),
-        )
-        own = numbers if by_ipc else numbers[first : first + config.engine.tensor_parallel]
-        visible = ",".join(own) if gpu else ""
-        env = {
-            **_shared_env(addresses),
-            **({} if gpu else KEEP_MEMORY),
-            **server_env(config.engine, gpu=gpu),
-            **(DETERMINISTIC_ENV if config.deterministic else {}),
-            "CUDA_VISIBLE_DEVICES": visible,
-        }
-        # on SIGTERM SGLang drains its requests in steps of 5 s; here nobody waits for them, and an engine owns no files
-        specs.append(
-            ProcessSpec(
-                f"engine-{number}",
-                argv,
-                env,
-                stop_signal=signal.SIGKILL,
-                restarts=_restarts(config),
-                url=url,
-                watch=f"{url}/server_info",  # its scheduler answers, not the HTTP server alone
-                patience=config.weights.timeout,
+    for number, seats in enumerate(engines):
+        for place, seat in enumerate(seats):  # several: it spans as many machines, and the first has its HTTP server
+            argv = server_argv(
+                config.engine,
+                addresses.model,
+                seats[0].url,
+                gpu=gpu,
+                seed=config.run.seed + number,
+                custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
+                base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
+                nccl_port=_meeting(config.engine, seat.meeting) if len(seats) == 1 else None,
+                enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
+                **(_spanning(seats, place) if len(seats) > 1 else {}),
+                **(deterministic_args(gpu=gpu) if config.deterministic else {}),
             )
-        )
+            env = {
+                **_shared_env(addresses, seat),
+                **({} if gpu else KEEP_MEMORY),
+                **server_env(config.engine, gpu=gpu),
+                **(DETERMINISTIC_ENV if config.deterministic else {}),
+                "CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus) if gpu and by_ipc else seat.visible,
+            }
+            name = f"engine-{number}"
+            # on SIGTERM SGLang drains its requests in steps of 5 s; here nobody waits for them, and it owns no files
+            specs.append(
+                ProcessSpec(
+                    f"{name}.{place}" if place else name,
+                    argv,
+                    env,
+                    stop_signal=signal.SIGKILL,
+                    restarts=_restarts(config),
+                    url="" if place else seat.url,
+                    watch="" if place else f"{seat.url}/server_info",  # its scheduler answers, not the server alone
+                    patience=config.weights.timeout,
+                    node=seat.node.name,
+                    together=name if len(seats) > 1 else "",
+                )
+            )
     return specs
 
 
-def _frozen(config: Config, addresses: Addresses, ports: Ports, numbers: list[str]) -> list[ProcessSpec]:
+def _spanning(seats: list[Seat], place: int) -> dict[str, object]:
+    """SGLang's arguments of an engine on several machines."""
+    meeting = f"{seats[0].node.address}:{seats[0].meeting}"
+    return {"nnodes": len(seats), "node_rank": place, "dist_init_addr": meeting}
+
+
+def _frozen(config: Config, addresses: Addresses, placement: Placement) -> list[ProcessSpec]:
     """Engines of the teacher and of the judge. They are asked directly: neither the router nor the trainer's publishes
     know them."""
-    taken = _gpus_of_trainers(config, addresses.gpus)
-    if on_gpu(config.engine, addresses.gpus):
-        taken += config.engine.count * config.engine.tensor_parallel
     specs = []
-    for name, section, folder, urls, ranks in (
-        ("teacher", config.teacher, addresses.teacher, addresses.teachers, ports.teacher_ranks),
-        ("judge", config.judge, addresses.judge, addresses.judges, ports.judge_ranks),
+    for name, section, folder, seats in (
+        ("teacher", config.teacher, addresses.teacher, placement.teachers),
+        ("judge", config.judge, addresses.judge, placement.judges),
     ):
-        if not section.started:
-            continue
-        assert folder is not None
-        gpu = on_gpu(section, addresses.gpus)
-        for number, (url, rank) in enumerate(zip(urls, ranks, strict=True)):
-            meeting = _meeting(section, rank)
+        for number, seat in enumerate(seats):
+            assert folder is not None
+            gpu, meeting = on_gpu(section, addresses.gpus), _meeting(section, seat.meeting)
             if isinstance(section, Teacher):
-                argv = teacher_argv(section, folder, url, gpu=gpu, nccl_port=meeting)
+                argv = teacher_argv(section, folder, seat.url, gpu=gpu, nccl_port=meeting)
             else:
-                argv = judge_argv(section, folder, url, gpu=gpu, nccl_port=meeting)
-            first, taken = taken, taken + section.tensor_parallel * gpu
+                argv = judge_argv(section, folder, seat.url, gpu=gpu, nccl_port=meeting)
             env = {
-                **_shared_env(addresses),
+                **_shared_env(addresses, seat),
                 **({} if gpu else KEEP_MEMORY),
                 **server_env(section, gpu=gpu),
-                "CUDA_VISIBLE_DEVICES": ",".join(numbers[first:taken]),
+                "CUDA_VISIBLE_DEVICES": seat.visible,
             }
             specs.append(
                 ProcessSpec(
@@ -197,16 +188,12 @@ def _frozen(config: Config, addresses: Addresses, ports: Ports, numbers: list[st
                     env,
                     stop_signal=signal.SIGKILL,
                     restarts=_restarts(config),
-                    watch=f"{url}/server_info",
+                    watch=f"{seat.url}/server_info",
                     patience=config.weights.timeout,
+                    node=seat.node.name,
                 )
             )
     return specs
-
-
-def _gpus_of_trainers(config: Config, gpus: int) -> int:
-    trains = config.mode != "rollout_only" and on_gpu(config.trainer, gpus)
-    return config.trainer.world_size if trains else 0
 
 
 def _meeting(section: Engine | Frozen, port: int) -> int | None:
@@ -214,30 +201,28 @@ def _meeting(section: Engine | Frozen, port: int) -> int | None:
     return port if int(section.server_args.get("dp_size") or 1) == 1 else None
 
 
-def _trainers(
-    config: Config, addresses: Addresses, ports: Ports, run_dir: Path, numbers: list[str]
-) -> list[ProcessSpec]:
+def _trainers(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
     """Ranks under torchrun's environment contract.
 
     The supervisor starts them itself: each has a log and an exit of its own, and no agent stands between.
     """
     gpu = on_gpu(config.trainer, addresses.gpus)
-    world = config.trainer.world_size
+    seats = placement.trainers
     specs = []
-    for rank in range(world):
+    for rank, seat in enumerate(seats):
         env = {
-            **_shared_env(addresses),
+            **_shared_env(addresses, seat),
             **({} if gpu else KEEP_MEMORY),
             **(DETERMINISTIC_ENV if config.deterministic else {}),
             "OMP_NUM_THREADS": str(config.trainer.threads),
-            "CUDA_VISIBLE_DEVICES": ",".join(numbers[:world]) if gpu else "",
+            "CUDA_VISIBLE_DEVICES": seat.visible,
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": config.cluster.host,
-            "MASTER_PORT": str(ports.trainer),
+            "LOCAL_RANK": str(placement.local_rank(rank)),
+            "WORLD_SIZE": str(len(seats)),
+            "LOCAL_WORLD_SIZE": str(sum(other.node == seat.node for other in seats)),
+            "MASTER_ADDR": seats[0].node.address,
+            "MASTER_PORT": str(seats[0].port),
         }
         specs.append(
             ProcessSpec(
@@ -245,6 +230,7 @@ def _trainers(
                 [sys.executable, "-m", "asyncrl.trainer", str(run_dir)],
                 env,
                 ends_the_run=True,
+                node=seat.node.name,
             )
         )
     return specs

@@ -2,7 +2,8 @@
 
 waits for     a death, or a signal to stop
 on death      once the run is under way an engine or the router is started again (launch/restarts.py); any other process
-              that ends otherwise than a finished trainer ends the run: who, how, its last lines
+              that ends otherwise than a finished trainer ends the run: who, where, how, its last lines
+on SIGUSR1    the run is asked to end with a checkpoint (the file STOP, which the trainer looks for)
 always        every process is stopped, in reverse order of need, and what outlives its parent is swept up by the
               run's id in its environment; nothing is left behind, not even after SIGKILL of the launcher (each child
               asks the kernel to be killed when its parent dies)
@@ -11,24 +12,26 @@ always        every process is stopped, in reverse order of need, and what outli
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from asyncrl.addresses import STOP, STOPPED
 from asyncrl.errors import ProcessDied
-from asyncrl.launch.leftovers import shared_files, sweep
+from asyncrl.launch.leftovers import die_with_parent, shared_files, sweep
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 COMPANION_SECONDS = 1.0  # a death drags others along: wait this long to tell the first from the rest
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+STEP_SECONDS = 15.0
+"""In which Slurm kills a step, after its own patience (KillWait)."""
 
 
 class Stopped(Exception):
@@ -37,6 +40,10 @@ class Stopped(Exception):
     def __init__(self, number: int) -> None:
         self.number = number
         super().__init__(signal.Signals(number).name)
+
+
+class Paused(Exception):
+    """The run is to go on by resume=auto: it ended as it was asked to, or something outside of it failed."""
 
 
 class Supervisor:
@@ -51,8 +58,9 @@ class Supervisor:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self, each_poll: Callable[[], None]) -> None:
-        """Until the trainers have finished. Raises ProcessDied or Stopped; processes are gone in every case."""
+        """Until the trainers have finished. Raises ProcessDied, Stopped or Paused; processes are gone in every case."""
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_to_stop)
         try:
             for name in self._specs:
                 self._start(name)
@@ -78,26 +86,63 @@ class Supervisor:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def _finished(self) -> bool:
         """Whether all trainers ended well. Raises ProcessDied at the first other end that is no engine's."""
         for name in [*self._policy.given_up(self._specs.values()), *self._policy.hanging()]:
-            _signal_group(self._children[name].pid, signal.SIGKILL)
+            self._kill(name)
         dead = {name: code for name, child in self._children.items() if (code := child.poll()) is not None}
         ends = {name for name, spec in self._specs.items() if spec.ends_the_run}
         wrong = {name: code for name, code in dead.items() if code != 0 or name not in ends}
-        final = {name: code for name, code in wrong.items() if not self._policy.allows(self._specs[name])}
+        lost = {name for name in wrong if self._policy.lost(self._specs[name])}
+        missed = lost if self._engines() - dead.keys() else set()
+        for name in {name for name in missed if self._specs[name].url}:
+            self._give_up(name)
+            del wrong[name]
+        final = {
+            name: code for name, code in wrong.items() if name in lost or not self._policy.allows(self._specs[name])
+        }
         if final:
             raise ProcessDied(self._diagnosis(final))
         if ends <= dead.keys():
+            if (self._run_dir / STOPPED).exists():
+                raise Paused("ended as it was asked to")
             return True
         for name, code in wrong.items():
-            _signal_group(self._children[name].pid, signal.SIGKILL)  # what is left of its group
+            self._kill(name)  # what is left of its group
+            for mate in self._mates(name) - dead.keys():
+                self._kill(mate)
             if self._policy.may_start_now(self._specs[name], f"{how(code)}; see {self._log(name)}"):
                 self._start(name, self._policy.count(name))
         return False
+
+    def _engines(self) -> set[str]:
+        """Of the policy, that are not given up."""
+        return {name for name in self._children if self._specs[name].url}
+
+    def _give_up(self, name: str) -> None:
+        """For good: the run goes on without it."""
+        del self._children[name]
+        text = f"{name} is lost with {self._specs[name].node}: the run goes on with {len(self._engines())} engines"
+        print(f"asyncrl: {text}", file=sys.stderr, flush=True)
+
+    def _mates(self, name: str) -> set[str]:
+        """Who lives and dies with it, and has not been started again since they did so last."""
+        together, times = self._specs[name].together, self._policy.count(name)
+        return {
+            mate
+            for mate, spec in self._specs.items()
+            if together and mate != name and spec.together == together and self._policy.count(mate) <= times
+        }
+
+    def _kill(self, name: str) -> None:
+        """At once. An srun that is killed could not kill its step."""
+        if self._specs[name].step:
+            _signal(self._children[name], signal.SIGTERM)
+        else:
+            _signal_group(self._children[name].pid, signal.SIGKILL)
 
     def _log(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"
@@ -107,34 +152,61 @@ class Supervisor:
         name, code = min(first.items(), key=lambda item: item[1] >= 0)
         time.sleep(COMPANION_SECONDS)
         others = [other for other, child in self._children.items() if other != name and child.poll() not in (None, 0)]
-        lines = self._log(name).read_text(errors="replace").splitlines()[-LAST_LINES:]
-        text = f"{name} died: {how(code)}\nlast lines of {self._log(name)}:\n" + "\n".join(
+        who, ended, log = self._first_of(name, code)
+        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
+        text = f"{who} died: {ended}\nlast lines of {log}:\n" + "\n".join(
             f"  | {line}" for line in lines or ["(empty)"]
         )
         restarted = self._policy.count(name)
         text += f"\nit had been started again {restarted} times (cluster.max_restarts)" if restarted else ""
         return text + (f"\nafter it died: {', '.join(others)}" if others else "")
 
+    def _first_of(self, name: str, code: int) -> tuple[str, str, Path]:
+        """Who died, how, and its log. A step may be several processes, and its tasks have told of their own ends."""
+        if not self._specs[name].step:
+            return name, how(code), self._log(name)
+        files = (self._run_dir / "slurm" / "steps").glob(f"{name}*.end")
+        told = sorted((json.loads(file.read_text()) for file in files), key=lambda end: (end["code"] >= 0, end["at"]))
+        if not told:
+            return f"{name} on {self._specs[name].node}", f"srun: {how(code)}", self._log(name)
+        end = told[0]
+        return f"{end['name']} on {end['node']}", how(end["code"]), self._log(end["name"])
+
     def _stop(self, number: int, _: object) -> None:
         raise Stopped(number)
+
+    def _ask_to_stop(self, number: int, _: object) -> None:
+        (self._run_dir / STOP).touch()
 
     def _stop_all(self) -> None:
         """The stop signal to each process group, then SIGKILL after the grace; then the sweep."""
         files = shared_files(child.pid for child in self._children.values())
         for name, child in reversed(self._children.items()):
-            _signal_group(child.pid, self._specs[name].stop_signal)
-        deadline = time.monotonic() + self._grace
-        for child in self._children.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, deadline - time.monotonic()))
+            if self._specs[name].step:
+                _signal(child, self._specs[name].stop_signal)
+            else:
+                _signal_group(child.pid, self._specs[name].stop_signal)
+        steps = [child for name, child in self._children.items() if self._specs[name].step]
+        self._wait(self._children.values(), self._grace)
+        for child in steps:
+            _signal(child, signal.SIGTERM)
+        self._wait(steps, STEP_SECONDS)
         for child in self._children.values():
             _signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has gone
             child.wait()
         sweep(self._run_id, files)
 
+    def _wait(self, children: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
 
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+def _signal(child: subprocess.Popen[bytes], number: int) -> None:
+    """To itself alone: srun has a child that would die of it. It ignores one that it has had."""
+    if child.poll() is None:
+        child.send_signal(number)
 
 
 def _signal_group(leader: int, number: int) -> None:

@@ -5,11 +5,15 @@ as it answers again. So the router forgets it first; the trainer finds it (Fleet
 has the router know it again. An engine that the trainer has given up (it hangs, or holds wrong weights) is killed, and
 then it died like any other. So is an engine or a router that lives and does not answer (launch/watch.py), whatever the
 trainer does meanwhile. A router that was started again learns from the trainer who serves.
+
+In a job a machine may fail. What was started there and has not begun is tried again, until Slurm has taken the machine
+out of the job; an engine that was there is lost then, and the run goes on with the others.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,20 +22,27 @@ from asyncrl.addresses import LOST, READY
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
+from asyncrl.launch.slurm.task import begin_file
 from asyncrl.launch.watch import Watch
+
+RETRY_SECONDS = 10.0
+"""Between two tries to start a process on a machine that does not answer."""
 
 
 class RestartPolicy:
-    """The restarts of one run; `forget` makes the router forget an engine, or raises EngineError; `watches` by name."""
+    """The restarts of one run; `forget` makes the router forget an engine, or raises EngineError; `watches` by name;
+    `has_machine` tells whether a machine of a job is still the job's."""
 
     def __init__(
         self,
         run_dir: Path,
         forget: Callable[[str], None] = lambda url: None,
         watches: Mapping[str, Watch] | None = None,
+        has_machine: Callable[[str], bool] = lambda node: True,
     ) -> None:
-        self._run_dir, self._forget = run_dir, forget
+        self._run_dir, self._forget, self._has_machine = run_dir, forget, has_machine
         self._watches = watches or {}
+        self._tried: dict[str, float] = {}
         self._restarts: Counter[str] = Counter()
         self._announced: set[str] = set()
         self._notes = Tail(run_dir / LOST)
@@ -44,6 +55,19 @@ class RestartPolicy:
         """Whether it may be started (once more). A process that dies before all were up has a fault of its own."""
         return self._restarts[spec.name] < spec.restarts and (self._run_dir / READY).exists()
 
+    def lost(self, spec: ProcessSpec) -> bool:
+        """Whether its machine is gone for good. Asked of one that died, and seldom: Slurm answers."""
+        if not spec.step or self._began(spec.name) or not self._due(spec.name):
+            return False
+        return not self._has_machine(spec.node)
+
+    def _began(self, name: str) -> bool:
+        """Whether the process itself had begun when its step ended."""
+        return begin_file(self._run_dir / "slurm" / "steps", name).exists()
+
+    def _due(self, name: str) -> bool:
+        return time.monotonic() - self._tried.get(name, -RETRY_SECONDS) >= RETRY_SECONDS
+
     def may_start_now(self, spec: ProcessSpec, how: str) -> bool:
         """Tell of a death once, and count the restart when it may happen now; else to be asked again."""
         if spec.name not in self._announced:
@@ -54,8 +78,14 @@ class RestartPolicy:
                 self._forget(spec.url)
         except EngineError:  # the router is gone, too: a new one knows no engines
             return False
+        if spec.step:
+            if not self._due(spec.name):
+                return False
+            self._tried[spec.name] = time.monotonic()
         self._announced.discard(spec.name)
-        self._restarts[spec.name] += 1
+        if not spec.step or self._began(spec.name):  # else nothing has died: its machine does not answer
+            self._restarts[spec.name] += 1
+        begin_file(self._run_dir / "slurm" / "steps", spec.name).unlink(missing_ok=True)
         if spec.name in self._watches:
             self._watches[spec.name].forget()
         return True

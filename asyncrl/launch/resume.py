@@ -100,6 +100,11 @@ def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None
     return str(json.loads(summary.read_text())["reason"])
 
 
+def made_progress(run_dir: Path, origin: Resume | None) -> bool:
+    """Whether the run that has just ended wrote a checkpoint."""
+    return max(Shelf(run_dir).versions(), default=-1) > (origin.version if origin else -1)
+
+
 def check_apart(run_dir: Path, resume: Resume | None) -> None:
     """Refuse to empty the folder that holds the checkpoint which a new run in it would go on from."""
     if resume and run_dir in resume.folder.parents:

@@ -6,6 +6,7 @@ Wires policy, feed, publisher, checkpoints and log.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from asyncrl import jsonl  # noqa: E402
-from asyncrl.addresses import READY, Addresses  # noqa: E402
+from asyncrl.addresses import READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
@@ -36,7 +37,7 @@ from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.door import Door, RolloutDoor, wait_for_file  # noqa: E402
 from asyncrl.trainer.feed import Batches  # noqa: E402
-from asyncrl.trainer.loop import train  # noqa: E402
+from asyncrl.trainer.loop import ASKED, train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.replayed import NoEngines, RecordedDoor  # noqa: E402
@@ -116,14 +117,22 @@ def main(run_dir: Path) -> None:
             scores.write(batch.version, policy.started[: sum(group.num_tokens for group in batch.groups)])
         return figures
 
-    batches = Batches(door if parallel.is_first else None, fleet.needs_weights, parallel)
+    batches = Batches(
+        door if parallel.is_first else None,
+        fleet.needs_weights,
+        parallel,
+        asked_to_stop=(run_dir / STOP).exists,
+    )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
     checkpoints.save(version)
-    export(run_dir / "hf")
+    if reason != ASKED:
+        export(run_dir / "hf")
     checkpoints.finish()
     if scores:
         scores.close()
-    if parallel.is_first:
+    if parallel.is_first and reason == ASKED:
+        (run_dir / STOP).rename(run_dir / STOPPED)
+    elif parallel.is_first:
         facts = {"reason": reason, "transport": why, **checkpoints.figures()}
         _summarize(config, run_dir, door, log, facts)
     dist.barrier()  # the peers stay until the summary is written: the first process to leave ends the run
@@ -150,7 +159,15 @@ def _publisher(
     """And why it takes the transport that it takes."""
     gpu = on_gpu(config.trainer, addresses.gpus)
     folder = _shared_folder(config, run_dir)
-    transport, why = build_transport(config, fleet, stage=parallel.pp_rank, gpu=gpu, folder=folder)
+    transport, why = build_transport(
+        config,
+        fleet,
+        host=os.environ["ASYNCRL_HOST"],
+        alone=os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"],
+        stage=parallel.pp_rank,
+        gpu=gpu,
+        folder=folder,
+    )
     engine_device: Literal["cpu", "cuda"] = "cuda" if on_gpu(config.engine, addresses.gpus) else "cpu"
     publisher = Publisher(
         parallel,

@@ -16,22 +16,44 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer.door import Door
 from asyncrl.types import Batch, decode_batch
 
+STOPPED = b"stop"
+"""In the place of a batch."""
+
 
 class Batches:
     """The same batch on every rank: rank 0 fetches the bytes once, and broadcasts them."""
 
-    def __init__(self, door: Door | None, interrupt: Callable[[], bool], parallel: Parallel) -> None:
-        self._door, self._interrupt, self._parallel = door, interrupt, parallel
+    def __init__(
+        self,
+        door: Door | None,
+        interrupt: Callable[[], bool],
+        parallel: Parallel,
+        *,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Rank 0 has the door, and is asked."""
+        self._door, self._interrupt, self._parallel, self._asked = door, interrupt, parallel, asked_to_stop
+        self.stopped = False
+        """Whether there will be no further batch, for the run is asked to end: the same on every rank."""
 
     def get(self, version: int) -> Batch | None:
-        """Blocks until batch `version` is there. None when `interrupt`, asked on rank 0, says that none will come."""
-        data = self._door.batch(version, interrupt=self._interrupt) if self._door else b""
+        """Blocks until batch `version` is there. None when `interrupt` says that none will come, or the run is asked
+        to end."""
+        data = self._fetch(version) if self._door else b""
         data = self._broadcast(data) if dist.get_world_size() > 1 else data
-        if not data:
+        self.stopped = data == STOPPED
+        if not data or self.stopped:
             return None
         batch = decode_batch(data)
         assert batch.version == version, f"asked for batch {version}, received {batch.version}"
         return batch
+
+    def _fetch(self, version: int) -> bytes:
+        assert self._door
+        if self._asked():
+            return STOPPED
+        data = self._door.batch(version, interrupt=lambda: self._interrupt() or self._asked())
+        return STOPPED if not data and self._asked() else data
 
     def _broadcast(self, data: bytes) -> bytes:
         device = self._parallel.device

@@ -16,6 +16,9 @@ from asyncrl.trainer.feed import Batches
 from asyncrl.trainer.stop import StopRule
 from asyncrl.types import Batch
 
+ASKED = "asked to stop, and to go on later"
+"""The reason of a run that is not over."""
+
 
 class Publishes(Protocol):
     """Makes a version the one that every engine serves."""
@@ -41,6 +44,8 @@ def train(
     while True:
         with log.span("wait_batch"):
             while (batch := batches.get(version)) is None:
+                if batches.stopped:
+                    return ASKED, version
                 publisher.publish(version)  # the engines that came back hold no weights of ours, and no other serves
 
         with log.span("train"):

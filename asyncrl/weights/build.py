@@ -6,20 +6,24 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.engine.control import Fleet
+from asyncrl.weights.choice import choose
 from asyncrl.weights.delta import DeltaTransport
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.tensor import TensorTransport
-from asyncrl.weights.transport import Transport, choose
+from asyncrl.weights.transport import Transport
 
 
-def build_transport(config: Config, fleet: Fleet, *, stage: int, gpu: bool, folder: Path) -> tuple[Transport, str]:
+def build_transport(
+    config: Config, fleet: Fleet, *, host: str, alone: bool, stage: int, gpu: bool, folder: Path
+) -> tuple[Transport, str]:
     """The transport of one pipeline stage's exporting rank, and the reason for the choice in words.
 
-    `gpu` says where the trainer runs, `folder` where disk and delta write.
+    `host` is the rank's address, and `alone` says that all trainer ranks are there: stages on several machines must
+    choose alike. `gpu` says where the trainer runs, `folder` where disk and delta write.
     """
-    engine_tp, host = config.engine.tensor_parallel, config.cluster.host
-    name, reason = choose(config.weights.transport, list(fleet.urls), host, gpu=gpu)
+    engine_tp = config.engine.tensor_parallel
+    name, reason = choose(config.weights.transport, list(fleet.urls), host if alone else "", gpu=gpu)
     if name == "tensor":
         return TensorTransport(fleet, engine_tp), f"tensor ({reason})"
     if name == "disk":

@@ -1,4 +1,4 @@
-"""How a bucket's bytes reach the engines: one small protocol, four media (one file each), and the choice between them.
+"""How a bucket's bytes reach the engines: one small protocol, four media (one file each), among which choice.py picks.
 
 tensor       one host: the bucket lies in shared memory (CPU) or is a CUDA IPC handle; HTTP carries the handle
 distributed  any host: HTTP carries names, dtypes and shapes; one gloo or NCCL broadcast carries the bytes
@@ -9,15 +9,11 @@ delta        the same, holding only what changed bit for bit since the version t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from asyncrl.errors import ConfigError
 from asyncrl.weights.bucket import Bucket
-
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class Transport(ABC):
@@ -49,20 +45,3 @@ class Transport(ABC):
     def accepted(self, version: int) -> None:
         """On every exporting rank: the engines serve what was sent."""
         return
-
-
-def choose(setting: str, engines: list[str], host: str, *, gpu: bool) -> tuple[str, str]:
-    """The transport for `weights.transport`, and why."""
-    hosts = {str(urlsplit(url).hostname) for url in engines}
-    here = hosts <= LOOPBACK | {host}
-    if setting == "tensor" and not here:
-        raise ConfigError(
-            "weights.transport", setting, f"Engines are on {sorted(hosts)}: shared memory ends at the host; use auto."
-        )
-    if setting != "auto":
-        return setting, "as configured"
-    if gpu:
-        return "distributed", "trainers and engines hold GPUs of their own: NCCL takes the fastest way between them"
-    if here:
-        return "tensor", "all engines are on this host: buckets travel through shared memory"
-    return "distributed", f"engines are on {sorted(hosts)}: buckets travel by broadcast"

@@ -27,18 +27,18 @@ SHARE = 0.25
 class Copying(Faulty):
     """Two turns: copy the first digit, then the second."""
 
-    def __init__(self, *, marks: str, faults: int, public: str = "", port: int = 0) -> None:
+    def __init__(self, *, marks: str, faults: int, share: float = SHARE, public: str = "", port: int = 0) -> None:
         """`public`: a folder of the host for the attacks on files, and `port` of a server there for those on the
         network; unset: there are no attacks."""
         super().__init__()
-        self._folder, self._most, self._public, self._port = Path(marks), faults, public, port
+        self._folder, self._most, self._share, self._public, self._port = Path(marks), faults, share, public, port
 
     def question(self, index: int) -> dict[str, Any]:
         """Two digits; of some, a fault."""
         draw = random.Random(index)
         digits = f"{draw.randrange(100):02}"
         question: dict[str, Any] = {"messages": [{"role": "user", "content": digits}], "digits": digits}
-        if draw.random() < SHARE and len(list(self._folder.glob("fault-*"))) < self._most:
+        if draw.random() < self._share and len(list(self._folder.glob("fault-*"))) < self._most:
             kinds = KINDS + (ATTACKS if self._public else ())
             question |= {"fault": draw.choice(kinds), "where": draw.choice(["reset", "step"])}
         return question

@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config, load
 from asyncrl.engine.router import wait_until_ready
-from asyncrl.launch.machine import choose_ports
+from asyncrl.launch.machine import this_node
 from asyncrl.launch.main import CONF
+from asyncrl.launch.placement import place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.models import catalog
 
@@ -76,18 +77,16 @@ def engines(folder: Path, *overrides: str, experiment: str = "tiny", gpus: int =
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", [f"experiment={experiment}", *overrides]), resolve=True)
     config = load(raw)
-    ports = choose_ports(config)
+    placement = place(config, [this_node(config.cluster.host, None, gpus, ports_wanted(config))])
     addresses = Addresses(
         "fleet-test",
         "the-run's-key",
         catalog.resolve(config.model.path),
-        tuple(f"http://127.0.0.1:{port}" for port in ports.engines),
-        f"http://127.0.0.1:{ports.router}",
-        f"http://127.0.0.1:{ports.rollout}",
-        gpus,
-        0.0,
+        gpus=gpus,
+        started_at=0.0,
+        **placement.urls(),
     )
-    specs = plan(config, addresses, ports, folder, None)
+    specs = plan(config, addresses, placement, folder)
     made = Engines(config, addresses, [s for s in specs if s.name.startswith(("engine", "router"))], folder)
     try:
         for spec in specs:

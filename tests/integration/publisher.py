@@ -91,7 +91,9 @@ def make(
         timeout,
         router=Workers(addresses.router, addresses.api_key, timeout),
     )
-    transport, _ = build_transport(config, fleet, stage=0, gpu=device != "cpu", folder=folder)
+    transport, _ = build_transport(
+        config, fleet, host=config.cluster.host or "", alone=True, stage=0, gpu=device != "cpu", folder=folder
+    )
     parallel = Parallel(**{**ALONE, "device": torch.device(device)})
     hf = json.loads((addresses.model / "config.json").read_text())
     dtype = getattr(torch, config.engine.dtype)

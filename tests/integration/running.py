@@ -45,10 +45,10 @@ def output(run_dir: Path) -> str:
     return run_dir.with_suffix(".out").read_text()
 
 
-def run(run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
+def run(run_dir: Path, *overrides: str, timeout: float = TIMEOUT) -> list[dict[str, Any]]:
     """A run that must succeed; its step records."""
     with start(run_dir, *overrides) as process:
-        code, text = finish(process, run_dir)
+        code, text = finish(process, run_dir, timeout)
     assert code == 0, text
     return lines(run_dir / "metrics.jsonl")
 

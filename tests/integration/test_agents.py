@@ -103,28 +103,31 @@ def test_function_that_edits_its_context_trains_every_token_that_it_was_answered
         assert trajectory.reward == 0.5 + len(second.completion.token_ids)
 
 
-def faults(run_dir: Path, public: Path, count: int, steps: int) -> Counter[str]:
+def faults(run_dir: Path, public: Path, count: int, steps: int, *settings: str) -> Counter[str]:
     """A run whose environments have about so many faults, and in whose sandboxes attacks are made; how many failures it
     told, by reason. `public`: see tests/envs/machine.py."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        told = _faults(run_dir, public, server.getsockname()[1], count, steps)
+        told = _faults(run_dir, public, server.getsockname()[1], count, steps, *settings)
         with pytest.raises(BlockingIOError):
             server.accept()
     assert [path.read_text() for path in run_dir.parent.glob("escaped-*")] == []
     return told
 
 
-def _faults(run_dir: Path, public: Path, port: int, count: int, steps: int) -> Counter[str]:
+def _faults(run_dir: Path, public: Path, port: int, count: int, steps: int, *settings: str) -> Counter[str]:
     run(
         run_dir,
+        *settings,
         *("task=own", "task.kind=tests.integration.faulty_envs:Copying", "task.name=copying"),
         *(f"+task.params.marks={run_dir.parent}", f"+task.params.faults={count}"),
         *(f"+task.params.public={public}", f"+task.params.port={port}"),
         *("rollout.batch_groups=4", "rollout.group_size=4", f"run.max_steps={steps}", "eval.questions=0"),
-        *("task.environments.step_timeout=8", "task.environments.reset_timeout=20", "task.environments.per_process=4"),
+        *("task.environments.hosted=true", "task.environments.per_process=4"),
+        *("task.environments.step_timeout=8", "task.environments.reset_timeout=20"),
         *("rollout.retries=1", "task.environments.max_failures=1000", "task.environments.warm=4"),
         *("rollout.max_failures=1000", "rollout.max_staleness=4"),
+        timeout=300 + 2 * count,
     )
     books_balance(run_dir)
     nothing_is_left(run_dir)
@@ -136,7 +139,7 @@ def test_environments_at_fault_cost_their_episodes_alone(
     tmp_path: Path, public: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
-    told = faults(tmp_path / "run", public, 30, 12)
+    told = faults(tmp_path / "run", public, 30, 12, "+task.params.share=0.5")
     assert len(told) >= 3
     assert told.keys() <= {f"environment_{how}" for how in ("died", "timeout", "error", "garbage", "oversized")}
     assert len(list(tmp_path.glob("fault-*"))) >= 20  # that were really committed
@@ -147,7 +150,7 @@ def test_a_thousand_faults(tmp_path: Path, public: Path, monkeypatch: pytest.Mon
     """ASYNCRL_TRIALS is their number."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
     count = int(os.environ.get("ASYNCRL_TRIALS", "20"))
-    told = faults(tmp_path / "run", public, count, max(4, count // 4))
+    told = faults(tmp_path / "run", public, count, max(10, count // 2), "+task.params.share=0.6")
     committed, held = (Counter(path.name.split("-")[1] for path in tmp_path.glob(f"{what}-*")) for what in MARKS)
     print(f"faults: {dict(committed)}; attacks held: {dict(held)}; told: {dict(told)}")
     assert committed.total() >= 0.8 * count

@@ -142,10 +142,13 @@ def test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote
     config = settings(fleet.config, transport="tensor", pause_mode="retract")
     weights = SeededWeights(fleet.addresses.model)
     publisher = make(config, fleet.addresses, weights, tmp_path)
-    publish(publisher, 10)
-
-    _, answers = asyncio.run(publish_under_way(publisher, fleet, 10, range(11, 16)))
-    assert max(len(found.versions) for found in answers) >= 3, "the publishes fell outside the answers"
+    for first in (10, 110, 210, 310):  # where others work, too, the answers may end between two publishes
+        publish(publisher, first)
+        _, answers = asyncio.run(publish_under_way(publisher, fleet, first, range(first + 1, first + 6)))
+        if max(len(found.versions) for found in answers) >= 3:
+            break
+    else:
+        pytest.fail("the publishes fell outside the answers")
     for found in answers:
         whole(found)
         for span in found.versions:

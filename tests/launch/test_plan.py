@@ -9,18 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.machine import choose_ports, count_gpus
-from asyncrl.launch.plan import Ports, ProcessSpec, plan
+from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.launch.placement import Node, place, ports_wanted
+from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.ports import FIRST_PORT, LAST_PORT
 from tests.fakes import addresses, tiny_config
 
-PORTS = Ports([20000, 20001, 20002], [24000, 24001, 24002], 21000, router_metrics=21001, rollout=22000, trainer=23000)
+PORTS = tuple(range(20000, 20100))
+"""In the order of seats: the router's two, the rollout process's, the trainers', then two of each engine."""
 RUN_DIR = Path("/runs/r")
 
 
 def made(engines: int = 1, gpus: int = 0, **changes: object) -> dict[str, ProcessSpec]:
     config = tiny_config(**{"engine.count": engines, **changes})
-    specs = plan(config, addresses(engines, gpus), PORTS, RUN_DIR, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(number) for number in range(gpus))
+    placement = place(config, [Node("", "127.0.0.1", tuple(visible.split(",")) if gpus else (), PORTS)])
+    specs = plan(config, replace(addresses(engines, gpus), **placement.urls()), placement, RUN_DIR)
     assert len({spec.name for spec in specs}) == len(specs)
     return {spec.name: spec for spec in specs}
 
@@ -65,7 +69,7 @@ def test_engine_command_names_model_address_seed_and_the_version_it_starts_from(
     specs = made(2, **{"run.seed": 7, "engine.stream_interval": 3})
     first, second = flags(specs["engine-0"]), flags(specs["engine-1"])
     assert first["model-path"] == "/model"
-    assert (first["host"], first["port"], second["port"]) == ("127.0.0.1", "20000", "20001")
+    assert (first["host"], first["port"], second["port"]) == ("127.0.0.1", "20004", "20006")
     assert (first["random-seed"], second["random-seed"]) == ("7", "8")  # engines must not answer alike
     assert first["weight-version"] == "0"
     assert first["stream-interval"] == "3"
@@ -108,7 +112,7 @@ def test_server_args_win_and_take_flags_numbers_and_absence() -> None:
 
 def test_router_leaves_retries_to_the_client() -> None:
     found = flags(made(**{"engine.router_policy": "round_robin"})["router"])
-    assert (found["host"], found["port"], found["prometheus-port"]) == ("127.0.0.1", "21000", "21001")
+    assert (found["host"], found["port"], found["prometheus-port"]) == ("127.0.0.1", "20000", "20001")
     assert found["policy"] == "round_robin"
     assert found["disable-retries"] is found["disable-circuit-breaker"] is True
 
@@ -125,7 +129,7 @@ def test_trainers_stand_under_torchruns_contract() -> None:
         assert spec.argv[2:] == ["asyncrl.trainer", str(RUN_DIR)]
         assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank))
         assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("2", "2")
-        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "23000")
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "20003")
         assert env["OMP_NUM_THREADS"] == "3"
 
 
@@ -167,8 +171,7 @@ def test_visible_devices_are_counted(visible: str, count: int, monkeypatch: pyte
 
 
 def test_ports_are_distinct_and_below_the_ephemeral_range() -> None:
-    ports = choose_ports(tiny_config(**{"engine.count": 5}))
-    numbers = [*ports.engines, *ports.engine_ranks, ports.router, ports.router_metrics, ports.rollout, ports.trainer]
+    numbers = this_node("127.0.0.1", None, 0, ports_wanted(tiny_config(**{"engine.count": 5}))).ports
     assert len(set(numbers)) == 14
     assert all(FIRST_PORT <= number < LAST_PORT for number in numbers)
 
@@ -176,7 +179,7 @@ def test_ports_are_distinct_and_below_the_ephemeral_range() -> None:
 def test_the_ranks_of_an_engine_meet_at_a_port_of_ours() -> None:
     """SGLang's own choice is ephemeral, and whoever connects somewhere in the seconds until it listens may get it."""
     specs = made(2)
-    assert [flags(specs[f"engine-{i}"])["nccl-port"] for i in (0, 1)] == ["24000", "24001"]
+    assert [flags(specs[f"engine-{i}"])["nccl-port"] for i in (0, 1)] == ["20005", "20007"]
     replicas = made(2, **{"engine.server_args": {"dp_size": 2}})  # each of these needs one of its own
     assert "nccl-port" not in flags(replicas["engine-0"])
 
@@ -214,17 +217,16 @@ def test_cpu_processes_keep_the_memory_that_they_free() -> None:
 
 def taught(gpus: int = 0, teachers: int = 2, **changes: object) -> dict[str, ProcessSpec]:
     config = tiny_config(**{"teacher.model": "/teacher", "teacher.count": teachers, **changes})
-    urls = tuple(f"http://127.0.0.1:{25000 + i}" for i in range(teachers))
-    ours = addresses(config.engine.count, gpus, teacher=Path("/teacher"), teachers=urls)
-    ports = replace(PORTS, teachers=[25000, 25001], teacher_ranks=[26000, 26001])
-    return {spec.name: spec for spec in plan(config, ours, ports, RUN_DIR, None)}
+    placement = place(config, [Node("", "127.0.0.1", tuple(map(str, range(gpus))), PORTS)])
+    ours = replace(addresses(config.engine.count, gpus, teacher=Path("/teacher")), **placement.urls())
+    return {spec.name: spec for spec in plan(config, ours, placement, RUN_DIR)}
 
 
 def test_teachers_are_engines_of_their_own_that_no_one_publishes_to() -> None:
     specs = taught(**{"teacher.server_args": {"context_length": 64}, "teacher.max_running": 9})
     assert list(specs)[:4] == ["engine-0", "teacher-0", "teacher-1", "router"]
     found = flags(specs["teacher-1"])
-    assert (found["model-path"], found["port"], found["nccl-port"]) == ("/teacher", "25001", "26001")
+    assert (found["model-path"], found["port"], found["nccl-port"]) == ("/teacher", "20008", "20009")
     assert (found["max-running-requests"], found["context-length"]) == ("9", "64")
     assert found["dtype"] == "bfloat16"  # the policy's engines have one of their own
     assert not {"weight-version", "custom-weight-loader", "stream-interval"} & found.keys()
@@ -236,7 +238,7 @@ def test_teachers_are_watched_and_started_again_like_engines() -> None:
     specs = taught(**{"cluster.max_restarts": 4, "weights.timeout": 77.0})
     engine, teacher = specs["engine-0"], specs["teacher-0"]
     assert (teacher.restarts, teacher.patience, teacher.stop_signal) == (4, 77.0, engine.stop_signal)
-    assert teacher.watch == "http://127.0.0.1:25000/server_info"
+    assert teacher.watch == "http://127.0.0.1:20006/server_info"
     assert taught(**{"cluster.on_engine_death": "fail"})["teacher-0"].restarts == 0
 
 
@@ -259,13 +261,37 @@ def test_engines_elsewhere_are_not_started() -> None:
 
 
 def test_teachers_have_ports_of_their_own() -> None:
-    ports = choose_ports(tiny_config(**{"teacher.model": "/teacher", "teacher.count": 3}))
-    numbers = [*ports.engines, *ports.engine_ranks, *ports.teachers, *ports.teacher_ranks, ports.router, ports.trainer]
-    assert (len(ports.teachers), len(ports.teacher_ranks), len(set(numbers))) == (3, 3, 10)
-    assert choose_ports(tiny_config(**{"teacher.count": 3})).teachers == []
+    config = tiny_config(**{"teacher.model": "/teacher", "teacher.count": 3})
+    seats = place(config, [Node("", "127.0.0.1", (), PORTS)])
+    engines = [*(engine[0] for engine in seats.engines), *seats.teachers, seats.router]
+    assert len({number for seat in engines for number in (seat.port, seat.meeting)}) == 2 * len(engines) == 10
+    assert place(tiny_config(**{"teacher.count": 3}), [Node("", "", (), PORTS)]).teachers == []
 
 
 def test_addresses_of_a_teacher_are_read_back(tmp_path: Path) -> None:
     ours = addresses(1, teacher=Path("/teacher"), teachers=("http://gpu1:30000",))
     ours.write(tmp_path)
     assert type(ours).read(tmp_path) == ours
+
+
+# --- several machines ---------------------------------------------------------------------------------------
+
+
+def test_an_engine_on_several_machines_is_a_process_on_each_that_meet_at_the_first() -> None:
+    nodes = [Node(f"n{i}", f"10.0.0.{i}", ("0", "1"), PORTS, "ib0") for i in range(3)]
+    config = tiny_config(**{"engine.tensor_parallel": 4, "trainer.data_parallel": 2, "cluster.launcher": "slurm"})
+    placement = place(config, nodes)
+    specs = {spec.name: spec for spec in plan(config, addresses(1, 2), placement, RUN_DIR)}
+    first, second = flags(specs["engine-0"]), flags(specs["engine-0.1"])
+    assert (specs["engine-0"].node, specs["engine-0.1"].node) == ("n1", "n2")
+    assert first["dist-init-addr"] == second["dist-init-addr"] == f"10.0.0.1:{placement.engines[0][0].meeting}"
+    assert [(one["nnodes"], one["node-rank"], one["tp-size"]) for one in (first, second)] == [
+        ("2", "0", "4"),
+        ("2", "1", "4"),
+    ]
+    assert "nccl-port" not in first
+    assert specs["engine-0"].together == specs["engine-0.1"].together == "engine-0"
+    assert (specs["engine-0.1"].url, specs["engine-0.1"].watch) == ("", "")  # its first has the server
+    assert specs["engine-0.1"].env["ASYNCRL_HOST"] == "10.0.0.2"
+    assert specs["engine-0"].env["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert specs["trainer-0"].env["MASTER_ADDR"] == "10.0.0.0"

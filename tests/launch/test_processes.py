@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import secrets
 import signal
@@ -16,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.addresses import LOST, READY
+from asyncrl.addresses import LOST, READY, STOP, STOPPED
 from asyncrl.errors import ProcessDied
 from asyncrl.launch import processes
 from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.processes import Stopped, Supervisor
+from asyncrl.launch.processes import Paused, Stopped, Supervisor
+from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.slurm.task import end_file
 
 FOREVER = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -291,3 +294,117 @@ def test_engine_that_the_trainer_gave_up_is_killed_and_started_again(run_id: str
         spec(run_id, "trainer-0", waits, ends=True),
         poll=when_up(tmp_path, "engine-0", then=give_up),
     )
+
+
+# --- a run that is to go on later ---------------------------------------------------------------------------
+
+
+def test_run_that_is_asked_to_stop_is_paused_when_its_trainers_have_said_so(run_id: str, tmp_path: Path) -> None:
+    """By SIGUSR1 to the launcher; the trainers look for the file."""
+    ends = f"""
+    import pathlib, time
+    asked = pathlib.Path({str(tmp_path / STOP)!r})
+    print("up", flush=True)
+    while not asked.exists(): time.sleep(0.01)
+    asked.rename({str(tmp_path / STOPPED)!r})
+    """
+    before = signal.getsignal(signal.SIGUSR1)
+    ranks = [
+        spec(run_id, "trainer-0", ends, ends=True),
+        spec(run_id, "trainer-1", "import time; time.sleep(1.0)", ends=True),
+    ]
+    then = when_up(tmp_path, "trainer-0", then=send(signal.SIGUSR1))
+    with pytest.raises(Paused):
+        supervise(run_id, tmp_path, spec(run_id, "engine-0", FOREVER), *ranks, poll=then)
+    assert alive(run_id) == []
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_run_that_comes_to_its_end_although_it_is_asked_to_stop_is_over(run_id: str, tmp_path: Path) -> None:
+    ends = spec(run_id, "trainer-0", "import time; print('up', flush=True); time.sleep(0.5)", ends=True)
+    supervise(run_id, tmp_path, ends, poll=when_up(tmp_path, "trainer-0", then=send(signal.SIGUSR1)))
+    assert (tmp_path / STOP).exists()
+
+
+# --- steps of a job: here a program in the place of srun ------------------------------------------------------
+
+# As srun: SIGTERM is an order to kill, SIGUSR1 a signal to pass on.
+SRUN = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("killed", flush=True), sys.exit(137)))
+signal.signal(signal.SIGUSR1, lambda *_: (print("asked", flush=True), sys.exit(0)))
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def step(run_id: str, name: str, code: str = SRUN, **changes: object) -> ProcessSpec:
+    facts = {"step": True, "node": "node2", "stop_signal": signal.SIGUSR1, **changes}
+    return dataclasses.replace(spec(run_id, name, code), **facts)  # type: ignore[arg-type]
+
+
+def test_steps_are_stopped_through_srun_each_in_its_way(run_id: str, tmp_path: Path) -> None:
+    steps = step(run_id, "rollout", ends_the_run=True), step(run_id, "engine-0", stop_signal=signal.SIGTERM)
+    then = when_up(tmp_path, "rollout", "engine-0", then=send(signal.SIGTERM))
+    with pytest.raises(Stopped):
+        supervise(run_id, tmp_path, *steps, poll=then)
+    assert (tmp_path / "logs" / "rollout.log").read_text() == "up\nasked\n"
+    assert (tmp_path / "logs" / "engine-0.log").read_text() == "up\nkilled\n"
+
+
+def test_death_in_a_step_is_told_with_rank_machine_and_log(run_id: str, tmp_path: Path) -> None:
+    """The first by its own account; srun knows only that one of many ended."""
+    folder = tmp_path / "slurm" / "steps"
+    folder.mkdir(parents=True)
+    for rank, code, at in ((0, 1, 11.0), (3, -9, 12.0), (4, 1, 10.0)):
+        note = {"name": f"trainer-{rank}", "node": f"node{rank}", "code": code, "at": at}
+        end_file(folder, f"trainer-{rank}").write_text(json.dumps(note))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer-3.log").write_text("its last words\n")
+    dying = step(run_id, "trainer", "raise SystemExit(137)", ends_the_run=True)
+    with pytest.raises(ProcessDied) as caught:
+        Supervisor([dying], tmp_path, run_id, 1.0).run(lambda: None)
+    assert str(caught.value).startswith("trainer-3 on node3 died: killed by SIGKILL\n")
+    assert "its last words" in str(caught.value)
+
+
+def test_engine_that_is_lost_with_its_machine_is_missed_as_long_as_another_serves(
+    run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / READY).touch()
+    (tmp_path / "logs").mkdir()
+    machines = {"node1", "node2", "node3"}
+    gone = "import time; time.sleep(0.2); raise SystemExit(1)"  # nobody noted that it had begun
+    engines = [
+        step(run_id, "engine-0", url="http://e0", node="node2", restarts=1),
+        step(run_id, "engine-1", gone, url="http://e1", node="node3", restarts=1),
+    ]
+    trainer = spec(run_id, "trainer-0", "import time; time.sleep(1.0)", ends=True)
+    policy = RestartPolicy(tmp_path, has_machine=lambda node: node in machines - {"node3"})
+    Supervisor([*engines, trainer], tmp_path, run_id, 1.0, policy).run(lambda: None)
+    assert "engine-1 is lost with node3: the run goes on with 1 engines" in capsys.readouterr().err
+
+    alone = RestartPolicy(tmp_path, has_machine=lambda node: False)
+    with pytest.raises(ProcessDied, match="engine-1 on node3 died"):
+        Supervisor([engines[1], spec(run_id, "trainer-0", FOREVER, ends=True)], tmp_path, run_id, 1.0, alone).run(
+            lambda: None
+        )
+
+
+def test_processes_that_belong_together_are_started_again_together(run_id: str, tmp_path: Path) -> None:
+    """The ranks of an engine on two machines: one dies, the other would wait for it for ever."""
+    (tmp_path / READY).touch()
+    life = "import os, time; print('life', os.environ['ASYNCRL_RESTARTS'], flush=True); time.sleep({seconds})"
+    first = dataclasses.replace(spec(run_id, "engine-0", life.format(seconds=60)), restarts=1, together="engine-0")
+    mortal = "import os; os.environ['ASYNCRL_RESTARTS'] == '0' and os._exit(1)\n" + life.format(seconds=60)
+    second = dataclasses.replace(spec(run_id, "engine-0.1", mortal), restarts=1, together="engine-0")
+    waits = f"""
+    import pathlib, time
+    logs = [pathlib.Path({str(tmp_path)!r}, "logs", name + ".log") for name in ("engine-0", "engine-0.1")]
+    while not all("life 1" in log.read_text() for log in logs): time.sleep(0.01)
+    time.sleep(0.5)
+    """
+    supervise(run_id, tmp_path, first, second, spec(run_id, "trainer-0", waits, ends=True))
+    logs = {name: (tmp_path / "logs" / f"{name}.log").read_text() for name in ("engine-0", "engine-0.1")}
+    assert logs["engine-0.1"] == "life 1\n"
+    assert logs["engine-0"].splitlines()[-1] == "life 1"

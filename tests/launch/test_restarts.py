@@ -11,6 +11,7 @@ from asyncrl.addresses import LOST, READY
 from asyncrl.errors import EngineError
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.slurm.task import begin_file
 
 ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")
 ROUTER = ProcessSpec("router", [], {}, restarts=2)
@@ -89,3 +90,30 @@ def test_an_engine_that_the_trainer_gave_up_is_killed_once_and_only_in_that_inca
     assert policy.given_up([ENGINE]) == []
     note(run_dir, "http://e0", "restart-1")
     assert policy.given_up([ENGINE]) == ["engine-0"]
+
+
+STEP = ProcessSpec("engine-1", [], {}, restarts=2, url="http://e1", node="node2", step=True)
+
+
+def test_machine_that_does_not_answer_costs_no_restart_and_is_asked_again_in_a_while(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = [100.0], list[str]()
+    monkeypatch.setattr("asyncrl.launch.restarts.time.monotonic", lambda: now[0])
+    policy = RestartPolicy(run_dir, has_machine=lambda node: bool(asked.append(node)) or len(asked) < 3)
+    begun = begin_file(run_dir / "slurm" / "steps", STEP.name)
+    begun.parent.mkdir(parents=True)
+    begun.touch()
+    assert not policy.lost(STEP)  # it had begun: it died by itself, and Slurm is not asked
+    assert policy.may_start_now(STEP, "exit code 1")
+    assert (policy.count(STEP.name), asked) == (1, [])
+    for _ in range(5):  # srun ends at once, and nothing has begun
+        assert not policy.lost(STEP)
+        assert not policy.may_start_now(STEP, "exit code 1")
+    for times in (1, 2):
+        now[0] += 10
+        assert not policy.lost(STEP)
+        assert policy.may_start_now(STEP, "exit code 1")
+        assert (policy.count(STEP.name), len(asked)) == (1, times)
+    now[0] += 10
+    assert policy.lost(STEP)

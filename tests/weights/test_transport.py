@@ -10,8 +10,8 @@ import torch
 from asyncrl.engine.control import Fleet
 from asyncrl.errors import ConfigError
 from asyncrl.weights.bucket import plan_buckets
+from asyncrl.weights.choice import choose
 from asyncrl.weights.disk import KEPT, DiskTransport
-from asyncrl.weights.transport import choose
 
 HERE, THERE = "http://127.0.0.1:20000", "http://10.0.0.7:20000"
 

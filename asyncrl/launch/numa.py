@@ -1,0 +1,54 @@
+"""Processors near a process's GPUs: on a machine with several sockets, memory and interrupts of the others are far.
+
+Read from what the driver and the kernel tell, without CUDA. Where they tell nothing, nothing is bound.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def near(visible: str, root: Path = ROOT) -> None:
+    """Bind this process to the processors near these GPUs (a value of CUDA_VISIBLE_DEVICES), as far as it may use
+    them."""
+    if wanted := processors(visible, root) & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, wanted)
+
+
+def processors(visible: str, root: Path = ROOT) -> set[int]:
+    """Those near the GPUs; none where that is not known."""
+    known = _by_bus(root)
+    found: set[int] = set()
+    for name in filter(None, visible.split(",")):
+        bus = known[int(name)][0] if name.isdigit() and int(name) < len(known) else _of_uuid(name, known)
+        file = root / "sys/bus/pci/devices" / bus.lower() / "local_cpulist"
+        if not bus or not file.is_file():
+            return set()
+        found |= _numbers(file.read_text())
+    return found
+
+
+def _by_bus(root: Path) -> list[tuple[str, str]]:
+    """Bus address and UUID of each GPU, in the order that CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them."""
+    found = []
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
+        lines = (folder / "information").read_text().splitlines() if (folder / "information").is_file() else []
+        uuid = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("GPU UUID")), "")
+        found.append((folder.name, uuid))
+    return found
+
+
+def _of_uuid(name: str, known: list[tuple[str, str]]) -> str:
+    return next((bus for bus, uuid in known if name and uuid.startswith(name)), "")
+
+
+def _numbers(text: str) -> set[int]:
+    """Of a list as the kernel writes it: 0-3,8."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found

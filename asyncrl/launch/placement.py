@@ -1,0 +1,194 @@
+"""Which process runs where: a run's roles on its machines. Pure.
+
+Trainer ranks fill the first machines, in blocks, so that tensor-parallel neighbours share one. Engines take the GPUs
+that are left, in order; one whose ranks do not fit into a machine takes several whole ones. Router and rollout process
+stand on the first machine, which may be one without GPUs. On machines without GPUs trainers get the first half, engines
+take turns on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.config import Config, Engine, Frozen, Trainer, on_gpu
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the run."""
+
+    name: str  # as Slurm calls it; empty where there is one machine
+    address: str  # where its servers listen, and the others find them
+    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+    ports: tuple[int, ...]  # free a moment ago
+    interface: str = ""  # of the address; empty: collectives find it themselves
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one process."""
+
+    node: Node
+    gpus: tuple[int, ...] = ()  # its own, by their place among those of the node
+    port: int = 0
+    meeting: int = 0  # port where its ranks find each other, or, of the router, where its metrics are
+
+    @property
+    def url(self) -> str:
+        """Of the server there."""
+        return f"http://{self.node.address}:{self.port}"
+
+    @property
+    def visible(self) -> str:
+        """CUDA_VISIBLE_DEVICES."""
+        return ",".join(self.node.gpus[place] for place in self.gpus)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The seats of a run."""
+
+    router: Seat
+    rollout: Seat
+    trainers: list[Seat]  # by rank; `gpus` are those of all ranks on the node
+    engines: list[list[Seat]]  # of each the machines that it spans: the first has its HTTP server
+    teachers: list[Seat] = field(default_factory=list)
+    judges: list[Seat] = field(default_factory=list)
+
+    def urls(self) -> dict[str, Any]:
+        """Of its servers, as Addresses have them."""
+        return {
+            "engines": tuple(seats[0].url for seats in self.engines),
+            "router": self.router.url,
+            "rollout": self.rollout.url,
+            "teachers": tuple(seat.url for seat in self.teachers),
+            "judges": tuple(seat.url for seat in self.judges),
+        }
+
+    def local_rank(self, rank: int) -> int:
+        """Place of a trainer rank among those of its node."""
+        mine = self.trainers[rank].node
+        return sum(seat.node == mine for seat in self.trainers[:rank])
+
+
+class _Room:
+    """What is left of a node."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.free = list(range(len(node.gpus)))
+        self._ports: Iterator[int] = iter(node.ports)
+
+    def seat(self, gpus: int = 0, ports: int = 0) -> Seat:
+        taken, self.free = tuple(self.free[:gpus]), self.free[gpus:]
+        return Seat(self.node, taken, *(next(self._ports) for _ in range(ports)))
+
+
+def ports_wanted(config: Config) -> int:
+    """Free ports of a node that are enough, whatever is placed on it."""
+    return 2 * (config.engine.count + config.teacher.started + config.judge.started) + 4
+
+
+def place(config: Config, nodes: Sequence[Node]) -> Placement:
+    """Raises ConfigError when the machines are too few."""
+    rooms = [_Room(node) for node in nodes]
+    working = rooms[config.cluster.cpu_nodes :]
+    if not working:
+        remedy = f"cluster.cpu_nodes={config.cluster.cpu_nodes} of them are for rollouts: none is left for the others."
+        raise ConfigError("cluster.nodes", len(nodes), remedy)
+    each = len(working[0].node.gpus)
+    head = rooms[0]
+    router, rollout = head.seat(ports=2), head.seat(ports=1)
+    trainers = _trainers(config, working, each) if config.mode != "rollout_only" else []
+    used = len({seat.node.name for seat in trainers})
+    others = working[used:] or working
+    if config.mode == "replay":
+        return Placement(router, rollout, trainers, [])
+    fleets: dict[str, list[list[Seat]]] = {}
+    for name, section, count in (
+        ("engine", config.engine, config.engine.count),
+        ("teacher", config.teacher, config.teacher.started),
+        ("judge", config.judge, config.judge.started),
+    ):
+        if _on_gpu(name, section, each):
+            rooms_for = others if config.cluster.trainer_nodes else working
+            fleets[name] = [_on_gpus(name, section, rooms_for, each) for _ in range(count)]
+        else:
+            fleets[name] = [[others[number % len(others)].seat(ports=2)] for number in range(count)]
+    heads = {name: [seats[0] for seats in fleet] for name, fleet in fleets.items()}
+    return Placement(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"])
+
+
+def _on_gpu(name: str, section: Trainer | Engine | Frozen, each: int) -> bool:
+    if section.device == "cuda" and not each:
+        raise ConfigError(f"{name}.device", "cuda", "The machines show no GPU: use cpu or auto.")
+    return on_gpu(section, each)
+
+
+def _trainers(config: Config, rooms: list[_Room], each: int) -> list[Seat]:
+    world, wanted = config.trainer.world_size, config.cluster.trainer_nodes
+    gpu = _on_gpu("trainer", config.trainer, each)
+    if gpu:
+        count = wanted or -(-world // each)
+    else:
+        most = len(rooms) if config.mode == "replay" else max(1, len(rooms) // 2)
+        count = wanted or max(number for number in range(1, most + 1) if world % number == 0)
+    if count > len(rooms) or world % count or (gpu and world // count > each):
+        raise ConfigError(
+            "cluster.trainer_nodes" if wanted else "cluster.nodes",
+            wanted or len(rooms),
+            f"{world} trainer ranks must be shared evenly by nodes of the job"
+            + (f", {each} GPUs each" if gpu else "")
+            + ": change it, or trainer.*_parallel.",
+        )
+    seats: list[Seat] = []
+    for room in rooms[:count]:
+        seat = room.seat(gpus=world // count if gpu else 0, ports=1 if not seats else 0)
+        seats += [seat] * (world // count)
+    return seats
+
+
+def _on_gpus(name: str, section: Engine | Frozen, rooms: list[_Room], each: int) -> list[Seat]:
+    ranks = section.tensor_parallel
+    for room in rooms:
+        if len(room.free) >= ranks:
+            return [room.seat(gpus=ranks, ports=2)]
+    whole = [room for room in rooms if len(room.free) == each]
+    if name == "engine" and ranks > each and ranks % each == 0 and len(whole) >= ranks // each:
+        first, *more = whole[: ranks // each]
+        return [first.seat(gpus=each, ports=2), *(room.seat(gpus=each) for room in more)]
+    free = sum(len(room.free) for room in rooms)
+    raise ConfigError(
+        f"{name}.count × {name}.tensor_parallel",
+        f"{section.count} × {ranks}",
+        f"No machine is left with {ranks} GPUs ({free} are free in all): lower it, or take more or other "
+        "cluster.nodes, cluster.gpus or trainer ranks.",
+    )
+
+
+def nodes_wanted(config: Config, each: int) -> int:
+    """The fewest machines with `each` GPUs that do."""
+    problem: ConfigError | None = None
+    most = config.trainer.world_size + sum(s.tensor_parallel * s.count for s in (config.engine, config.teacher)) + 8
+    for count in range(1 + config.cluster.cpu_nodes, config.cluster.cpu_nodes + most):
+        try:
+            place(config, imagined(config, count, each))
+        except ConfigError as error:
+            problem = error
+        else:
+            return count
+    assert problem
+    raise problem
+
+
+def imagined(config: Config, count: int, each: int) -> list[Node]:
+    """Machines as a job will have them."""
+    ports = tuple(range(1, 1 + ports_wanted(config)))
+    gpus = tuple(str(number) for number in range(each))
+    cpu_nodes = config.cluster.cpu_nodes
+    return [
+        Node(f"node{number}", f"node{number}", gpus if number >= cpu_nodes else (), ports) for number in range(count)
+    ]

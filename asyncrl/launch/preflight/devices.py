@@ -1,0 +1,41 @@
+"""GPUs that are wanted, against those that the machines show. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.launch.placement import Node
+from asyncrl.launch.preflight.facts import Machine
+from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+
+
+def check_gpus(nodes: Sequence[Node], machines: Sequence[Machine]) -> list[Finding]:
+    """Nodes and machines are the same, in the same order."""
+    if not any(node.gpus for node in nodes):
+        idle = sum(len(machine.gpus) for machine in machines)
+        note = f"; {idle} that are there are left alone" if idle else ""
+        return [ok("cluster.gpus", f"none is used{note}")]
+    found, models = [], set()
+    for node, machine in zip(nodes, machines, strict=True):
+        if not node.gpus:
+            continue
+        visible = machine.visible(node.gpus)
+        models |= {(one.name, one.memory) for one in visible}
+        if not machine.gpus:
+            remedy = "Is the driver there? Without nvidia-smi neither number nor memory can be compared."
+            found.append(warning("cluster.gpus", f"{_named(machine)}: nvidia-smi lists no GPU", remedy))
+        elif len(visible) < len(node.gpus):
+            text = f"{_named(machine)} shows {len(visible)} of the {len(node.gpus)} GPUs {','.join(node.gpus)}"
+            remedy = "Lower cluster.gpus, or ask Slurm for more (cluster.sbatch.gpus_per_node)."
+            found.append(error("cluster.gpus", text, remedy))
+    if len(models) > 1:
+        kinds = ", ".join(sorted(f"{name} ({memory >> 20} MiB)" for name, memory in models))
+        remedy = "The slowest sets the pace, the smallest what fits: take machines of one kind."
+        found.append(warning("cluster.gpus", f"of different kinds: {kinds}", remedy))
+    each = max(len(node.gpus) for node in nodes)
+    kind = next(iter(sorted(models)), ("unknown", 0))[0]
+    return found or [ok("cluster.gpus", f"{each} on each of {sum(bool(n.gpus) for n in nodes)} machine(s): {kind}")]
+
+
+def _named(machine: Machine) -> str:
+    return machine.name or "this machine"

@@ -1,0 +1,108 @@
+"""What the ranks of a run will hold, against the memory of the GPUs or machines that they stand on. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncrl.launch.placement import Placement, Seat
+from asyncrl.launch.preflight.facts import Machine
+from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+
+CERTAIN = 0.5
+"""Share of the activations that are certain, as they are estimated; the rest is a matter of a warning."""
+TIGHT = 0.9
+"""Share of a memory above which libraries and fragments may not find room."""
+ESTIMATED = "activations"
+_SGLANG = 2 * 413_000_000
+PROCESS = {"trainer": 301_000_000, "engine": _SGLANG, "teacher": _SGLANG, "judge": _SGLANG}
+"""Bytes that processes have of their own once they have imported their libraries, as measured with those of
+requirements/cpu.txt; an engine is a server and a scheduler."""
+REMEDIES = {
+    "trainer": "Raise trainer.tensor_parallel, pipeline_parallel or data_parallel, lower trainer.micro_batch_tokens, "
+    "or set weights.staging=stream.",
+    "engine": "Raise engine.tensor_parallel, or lower engine.max_total_tokens.",
+    "teacher": "Raise teacher.tensor_parallel, or lower teacher.max_total_tokens.",
+    "judge": "Raise judge.tensor_parallel, or lower judge.max_total_tokens.",
+    "machine": "Take machines with more memory or more of them, fewer ranks or engines on each, or smaller "
+    "engine.max_total_tokens and trainer.micro_batch_tokens.",
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one rank of a role holds."""
+
+    parts: Mapping[str, int]
+    """Bytes by what they are for: of its GPU, or of the machine where there is none."""
+    gpu: bool
+    host: int = 0
+    """Bytes of the machine's memory in any case."""
+
+    @property
+    def total(self) -> int:
+        """As estimated."""
+        return sum(self.parts.values())
+
+    @property
+    def certain(self) -> float:
+        """No less."""
+        return self.total - (1 - CERTAIN) * self.parts.get(ESTIMATED, 0)
+
+
+def check_memory(placement: Placement, needs: Mapping[str, Need], machines: Mapping[str, Machine]) -> list[Finding]:
+    """`needs` by role; `machines` by the names of the nodes. Where a memory is not known it is not compared."""
+    ranks = {
+        "trainer": placement.trainers,
+        "engine": [seat for seats in placement.engines for seat in seats],
+        "teacher": placement.teachers,
+        "judge": placement.judges,
+    }
+    found = []
+    for role, need in needs.items():
+        if ranks[role]:
+            found.append(_of_device(role, need, ranks[role], machines))
+    used: defaultdict[str, float] = defaultdict(float)
+    sure: defaultdict[str, float] = defaultdict(float)
+    for role, need in needs.items():
+        for seat in ranks[role]:
+            # of a seat on GPUs all ranks of an engine are one entry
+            own = need.host + PROCESS[role] * max(1, len(seat.gpus) if role != "trainer" else 1)
+            used[seat.node.name] += own + (0 if need.gpu else need.total)
+            sure[seat.node.name] += own + (0 if need.gpu else need.certain)
+    known = {name: machines[name].memory for name in used if name in machines and machines[name].memory}
+    judged = [
+        _judged("memory", f"processes of {name or 'this machine'}", used[name], sure[name], size, "machine")
+        for name, size in known.items()
+    ]
+    wrong = [one for one in judged if one.level != "ok"]
+    return [*found, *(wrong or judged[:1])]
+
+
+def _of_device(role: str, need: Need, seats: Sequence[Seat], machines: Mapping[str, Machine]) -> Finding:
+    """A rank against the smallest GPU that one of its kind stands on."""
+    what = f"a rank of the {role}"
+    parts = " (" + ", ".join(f"{part} {_gb(size)}" for part, size in need.parts.items() if size) + ")"
+    if not need.gpu:
+        return ok(role, f"{what}: {_gb(need.total)} GB of its machine's memory{parts}")
+    sizes = [
+        one.memory
+        for seat in seats
+        if seat.node.name in machines
+        for one in machines[seat.node.name].visible(seat.node.gpus[place] for place in seat.gpus)
+    ]
+    if not sizes:
+        return ok(role, f"{what}: {_gb(need.total)} GB of a GPU whose memory is not known here{parts}")
+    return _judged(f"{role}.tensor_parallel", what, need.total, need.certain, min(sizes), role, parts)
+
+
+def _judged(field: str, what: str, total: float, certain: float, size: int, remedy: str, parts: str = "") -> Finding:
+    text = f"{what}: {_gb(total)} of {_gb(size)} GB{parts}"
+    if certain > size:
+        return error(field, text, REMEDIES[remedy])
+    return warning(field, text, REMEDIES[remedy]) if total > TIGHT * size else ok(field, text)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g}"

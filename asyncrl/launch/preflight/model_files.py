@@ -1,0 +1,120 @@
+"""A model folder: whether all of it is there, and the names and shapes of its tensors, from headers alone.
+
+A .safetensors file begins with the length of its header, 8 bytes little-endian, then the header: JSON, in which every
+tensor has dtype, shape and data_offsets, its bytes after the header (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.launch.preflight.findings import Finding, error, ok
+from asyncrl.planner.memory import Weight
+
+INDEX = "model.safetensors.index.json"
+TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+"""Any of these sets of files is a tokenizer."""
+LONGEST_HEADER = 100_000_000
+"""Bytes; what the library takes."""
+COPY = "Copy or download the folder anew."
+
+
+@dataclass
+class ModelFiles:
+    """What a folder holds."""
+
+    weights: list[Weight] = field(default_factory=list)
+    nbytes: int = 0
+    """Of the weights, in the precision of the files."""
+    problems: list[Finding] = field(default_factory=list)
+
+
+def read_model(folder: Path, name: str) -> ModelFiles:
+    """`name` is the setting that names the folder."""
+    files = ModelFiles()
+    if not _is_json(folder / "config.json"):
+        files.problems.append(error(name, f"{folder}/config.json is missing or no JSON", COPY))
+    if not any(all((folder / one).is_file() for one in some) for some in TOKENIZERS):
+        wanted = " or ".join(" and ".join(some) for some in TOKENIZERS)
+        files.problems.append(error(name, f"{folder} has no tokenizer ({wanted})", COPY))
+    listed, named = _shards(folder, name, files.problems)
+    found: set[str] = set()
+    for shard in listed:
+        found |= _read_shard(shard, name, files)
+    if (missing := sorted(named - found)) and not files.problems:
+        text = f"{len(missing)} tensors of {INDEX} are in no file, such as {missing[0]}"
+        files.problems.append(error(name, text, COPY))
+    return files
+
+
+def check_model_files(folder: Path, files: ModelFiles, name: str) -> list[Finding]:
+    """What is wrong, or that nothing is."""
+    if files.problems:
+        return files.problems
+    count = sum(weight.elements for weight in files.weights)
+    return [
+        ok(
+            name,
+            f"{folder}: config, tokenizer, {len(files.weights)} tensors, {count:,} parameters, "
+            f"{files.nbytes / 1e9:.3g} GB",
+        )
+    ]
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict)
+    except (OSError, ValueError):
+        return False
+
+
+def _shards(folder: Path, name: str, problems: list[Finding]) -> tuple[Sequence[Path], set[str]]:
+    """The files with weights, as weights/folder.py picks them, and the tensors that an index names."""
+    if not (folder / INDEX).is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            problems.append(error(name, f"{folder} holds no .safetensors file", "Convert the weights, or copy them."))
+        return files, set()
+    try:
+        weight_map: dict[str, str] = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        return [folder / file for file in sorted(set(weight_map.values()))], set(weight_map)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        problems.append(error(name, f"{folder / INDEX} cannot be read as an index", COPY))
+        return [], set()
+
+
+def _read_shard(path: Path, name: str, files: ModelFiles) -> set[str]:
+    """Takes its tensors in; returns their names."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        files.problems.append(error(name, f"{path} is missing", COPY))
+        return set()
+    try:
+        header, start = _header(path, size)
+        entries = {key: entry for key, entry in header.items() if key != "__metadata__"}
+        weights = [Weight(key, tuple(entry["shape"])) for key, entry in entries.items()]
+        nbytes = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        files.problems.append(error(name, f"{path} has no header of a .safetensors file", COPY))
+        return set()
+    if size != start + nbytes:
+        text = f"{path} has {size} bytes, its header says {start + nbytes}"
+        files.problems.append(error(name, text, COPY))
+    files.weights += weights
+    files.nbytes += nbytes
+    return set(entries)
+
+
+def _header(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    """And where the data begins. Raises ValueError."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, LONGEST_HEADER):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        found: dict[str, Any] = json.loads(file.read(length))
+        return found, 8 + length

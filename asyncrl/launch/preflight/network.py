@@ -1,0 +1,117 @@
+"""Ports, and what the machines of a job said of the ways between them. Pure, but for the questions of `ask`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from asyncrl.launch.placement import Node, Placement
+from asyncrl.launch.preflight.allreduce import AllReduce
+from asyncrl.launch.preflight.findings import Finding, error, ok
+from asyncrl.launch.preflight.reach import Reach
+from asyncrl.launch.preflight.telling import heard
+from asyncrl.launch.slurm.job import Job
+
+REACH_SECONDS, SUM_SECONDS = 30.0, 60.0
+"""Deadlines on the machines; to start there each step has cluster.start_timeout beside."""
+NAMED = 4
+"""Addresses that a line names."""
+OPEN = "Set cluster.interface (or cluster.host) to a network on which the machines reach each other on all ports."
+
+
+def check_ports(nodes: Sequence[Node], wanted: int) -> list[Finding]:
+    """Free ones that were found on each machine."""
+    remedy = f"{wanted} are needed: end what listens there, or set cluster.host to another address."
+    found = [
+        error("cluster.host", f"{node.name} has {len(node.ports)} free ports at {node.address}", remedy)
+        for node in nodes
+        if len(node.ports) < wanted
+    ]
+    where = ", ".join(node.address for node in nodes[:NAMED]) + (", ..." if len(nodes) > NAMED else "")
+    return found or [ok("ports", f"{wanted} free on each of {len(nodes)} machine(s), at {where}")]
+
+
+def ask_reach(
+    job: Job, folders: Iterable[Path], models: Iterable[Path], run_id: str
+) -> tuple[Reach, dict[str, dict[str, Any]]]:
+    """Of every machine, whether it reaches the first, and sees these folders, which exist. Those that cannot be written
+    are left out: that is another finding."""
+    first, *others = job.nodes
+    marks: dict[str, Path] = {}
+    try:
+        for folder in folders:
+            mark = folder / f".asyncrl-preflight-{run_id}"
+            with suppress(OSError):
+                mark.write_text(mark.name)
+                marks[str(folder)] = mark
+        reach = Reach(
+            listener=first.name,
+            address=first.address,
+            port=first.ports[-1],  # job.OWN_PORTS
+            others=[node.name for node in others],
+            seconds=REACH_SECONDS,
+            folders={folder: str(mark) for folder, mark in marks.items()},
+            models={str(folder): (folder / "config.json").stat().st_size for folder in models},
+        )
+        mounts = [Path(folder) for folder in (*reach.folders, *reach.models)]
+        seconds = REACH_SECONDS + job.settings.start_timeout
+        outputs = job.everywhere([sys.executable, *reach.argv()], seconds, mounts=mounts)
+        return reach, heard(outputs, [node.name for node in job.nodes])
+    finally:
+        for mark in marks.values():
+            mark.unlink(missing_ok=True)
+
+
+def check_reach(reach: Reach, answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Every other machine has reached the first."""
+    where = f"{reach.listener} ({reach.address}:{reach.port})"
+    found = []
+    for name in reach.others:
+        answer = answers.get(name)
+        problem = answer["problem"] if answer else "no answer"
+        if problem:
+            found.append(error("cluster.interface", f"{name} to {where}: {problem}", OPEN))
+    if not found and (problem := answers.get(reach.listener, {"problem": "no answer"})["problem"]):
+        found.append(error("cluster.interface", f"{where}: {problem}", OPEN))
+    return found or [ok("network", f"{len(reach.others)} machine(s) reach {where}")]
+
+
+def unseen(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Folders that a machine does not see, by machine."""
+    return {name: list(answer["unseen"]) for name, answer in answers.items() if answer.get("unseen")}
+
+
+def ask_allreduce(job: Job, placement: Placement, *, gpu: bool) -> tuple[AllReduce, dict[str, dict[str, Any]]]:
+    """Of the trainers' machines, one rank each."""
+    nodes = list(dict.fromkeys(seat.node for seat in placement.trainers))
+    told = AllReduce(
+        "nccl" if gpu else "gloo",
+        [node.name for node in nodes],
+        nodes[0].address,
+        nodes[0].ports[-2],  # job.OWN_PORTS
+        {node.name: node.interface for node in nodes},
+        SUM_SECONDS,
+    )
+    seconds = SUM_SECONDS + job.settings.start_timeout
+    return told, heard(job.everywhere([sys.executable, *told.argv()], seconds, nodes=told.names), told.names)
+
+
+def check_allreduce(told: AllReduce, answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """All of them have the sum."""
+    problems = {
+        name: answers[name]["problem"] if name in answers else "no answer"
+        for name in told.names
+        if name not in answers or answers[name]["problem"]
+    }
+    used = ", ".join(f"{name} by {told.interfaces.get(name) or 'its own choice'}" for name in told.names)
+    if problems:
+        said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        text = f"no all-reduce over {told.backend} between {', '.join(told.names)}: {said}"
+        remedy = f"Set cluster.interface to a network that all of them are on ({told.backend} used: {used})."
+        return [error("cluster.interface", text, remedy)]
+    slowest = max(float(answers[name]["seconds"]) for name in told.names)
+    text = f"4 MiB over {told.backend} between {len(told.names)} machines in {slowest * 1000:.1f} ms ({used})"
+    return [ok("all-reduce", text)]

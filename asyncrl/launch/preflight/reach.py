@@ -1,0 +1,131 @@
+"""Whether this machine reaches the first one, and sees its folders: python -m asyncrl.launch.preflight.reach JSON.
+
+The first machine listens and sends back what it is sent; every other one connects and compares. Nothing of the run is
+told: only names of machines.
+
+waits for     the other machines, which start at about the same time
+deadline      `seconds` for all of it
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.launch.preflight.telling import end_after, tell
+from asyncrl.launch.slurm.task import node
+
+AGAIN_SECONDS = 0.1
+ONE_SECONDS = 5.0
+"""For one connection."""
+GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What every machine is told, in the same words."""
+
+    listener: str
+    """Name of the first machine."""
+    address: str
+    port: int
+    others: Sequence[str]
+    seconds: float
+    folders: Mapping[str, str]
+    """Of each a file that the launcher made in it, whose content is its own name."""
+    models: Mapping[str, int]
+    """Of each folder the size of its config.json."""
+
+    def argv(self) -> list[str]:
+        """Of the program, after Python."""
+        return ["-m", __name__, json.dumps(asdict(self))]
+
+
+def main(reach: Reach) -> None:
+    """Whatever it finds it ends well: at an exit code srun would kill those that have not told yet."""
+    me, began = node(), time.monotonic()
+    unseen = [folder for folder, file in reach.folders.items() if not _sees(Path(file))]
+    unseen += [folder for folder, size in reach.models.items() if _size(Path(folder, "config.json")) != size]
+    answer: dict[str, Any] = {"node": me, "unseen": unseen}
+    late = f"no end after {reach.seconds:.0f} s"
+    end_after(reach.seconds + GRACE_SECONDS, {**answer, "problem": late})
+    try:
+        if me == reach.listener:
+            problem = _listen(reach, began + reach.seconds)
+        else:
+            problem = _connect(reach, me.encode(), began + reach.seconds)
+    except OSError as error:
+        problem = f"{reach.address}:{reach.port}: {error.strerror or error}"
+    tell({**answer, "problem": problem, "seconds": time.monotonic() - began})
+
+
+def _size(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return None
+
+
+def _sees(file: Path) -> bool:
+    try:
+        return file.read_text() == file.name
+    except OSError:
+        return False
+
+
+def _listen(reach: Reach, deadline: float) -> str:
+    """Echo until all others have come. Returns what went wrong."""
+    missing = set(reach.others)
+    with socket.create_server((reach.address, reach.port), backlog=max(16, len(missing))) as server:
+        while missing and (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            try:
+                end, _ = server.accept()
+            except TimeoutError:
+                break
+            with end:
+                end.settimeout(ONE_SECONDS)
+                try:
+                    name = _line(end)
+                    end.sendall(name + b"\n")
+                except OSError:
+                    continue  # whoever that was: a machine of ours comes again
+                missing.discard(name.decode(errors="replace"))
+    return f"nothing came from {sorted(missing)}" if missing else ""
+
+
+def _connect(reach: Reach, name: bytes, deadline: float) -> str:
+    """Until the echo is right, or the deadline: the listener may not stand yet."""
+    problem = "no time was left"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((reach.address, reach.port), timeout=min(left, ONE_SECONDS)) as end:
+                end.sendall(name + b"\n")
+                if _line(end) == name:
+                    return ""
+                problem = "another server answers there"
+        except OSError as error:
+            problem = str(error.strerror or error)
+        time.sleep(AGAIN_SECONDS)
+    return f"cannot reach {reach.address}:{reach.port}: {problem}"
+
+
+def _line(end: socket.socket) -> bytes:
+    """Up to a newline; what is longer than a name of a machine is none."""
+    found = b""
+    while not found.endswith(b"\n") and len(found) < 1024:
+        piece = end.recv(1024)
+        if not piece:
+            break
+        found += piece
+    return found.removesuffix(b"\n")
+
+
+if __name__ == "__main__":
+    main(Reach(**json.loads(sys.argv[1])))

@@ -1,0 +1,211 @@
+"""All checks of a run, in the order in which one explains the next: settings, versions, model, machines, folders and
+network.
+
+A job that is yet to be submitted has no machines: they are imagined, and what only they can tell is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from asyncrl.config import Config, on_gpu
+from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.launch.checks import check_devices, check_files, check_model
+from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
+from asyncrl.launch.preflight import folders, network
+from asyncrl.launch.preflight.devices import check_gpus
+from asyncrl.launch.preflight.facts import Machine, this_machine
+from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered
+from asyncrl.launch.preflight.memory import Need, check_memory
+from asyncrl.launch.preflight.model_files import check_model_files, read_model
+from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
+from asyncrl.launch.preflight.versions import check_versions, installed, pinned
+from asyncrl.launch.preflight.weights import check_shared, check_sync
+from asyncrl.launch.replay import check_recording
+from asyncrl.launch.slurm.job import Job
+from asyncrl.models import catalog
+from asyncrl.planner import memory as planner
+from asyncrl.planner.memory import Shape, Weight
+
+
+@dataclass(frozen=True)
+class Model:
+    """One that is whole."""
+
+    weights: list[Weight]
+    shape: Shape
+
+
+@dataclass
+class Seen:
+    """What is known of the machines."""
+
+    nodes: Sequence[Node] = ()
+    machines: Sequence[Machine] = ()
+    imagined: bool = False
+    placement: Placement | None = None
+
+    @property
+    def gpus(self) -> int:
+        """Of a machine, as addresses.json will have them."""
+        return max((len(node.gpus) for node in self.nodes), default=0)
+
+
+def preflight(config: Config, run_dir: Path, job: Job | None = None) -> list[Finding]:
+    """What can be told before anything is started. `job` has been probed; None: this machine, or a job to come."""
+    return list(_all(config, run_dir, job))
+
+
+def require(config: Config, run_dir: Path, job: Job | None = None) -> None:
+    """Print it. Raises LaunchError where the run would fail."""
+    findings = preflight(config, run_dir, job)
+    print(rendered(findings), flush=True)
+    if failed(findings):
+        names = ", ".join(dict.fromkeys(one.field for one in findings if one.level == "error"))
+        raise LaunchError(f"the preflight found what the run would fail of: {names} (cluster.preflight)")
+
+
+def _all(config: Config, run_dir: Path, job: Job | None) -> Iterator[Finding]:
+    yield from refused(partial(check_files, config), "task")
+    yield from refused(partial(check_recording, config), "replay.from")
+    seen = Seen()
+    problems = refused(partial(_look, config, job, seen), "cluster")
+    yield from problems
+    yield from check_versions(seen.machines or [this_machine("", installed())], pinned())
+    models: dict[str, Model] = {}
+    there: dict[str, Path] = {}
+    for name, role in (("model.path", "model"), ("teacher.model", "teacher"), ("judge.model", "judge")):
+        yield from _model(config, name, role, models, there)
+    if not problems:
+        yield from _on_machines(config, seen, models)
+    policy = models.get("model")
+    yield from _folders(config, run_dir, policy)
+    if job and len(job.nodes) > 1 and seen.placement:
+        yield from _network(config, run_dir, job, seen.placement, there)
+
+
+# -- the machines ------------------------------------------------------------------------------------------
+
+
+def _look(config: Config, job: Job | None, seen: Seen) -> None:
+    """Who is there, and who stands where. Raises ConfigError."""
+    cluster = config.cluster
+    if job:
+        seen.nodes, seen.machines = job.nodes, job.machines
+    elif cluster.launcher == "slurm":
+        if cluster.gpus is None:
+            raise ConfigError("cluster.gpus", None, "Must be told for a job: GPUs of each machine, 0 where none are.")
+        seen.imagined = True
+        seen.nodes = imagined(config, cluster.nodes or nodes_wanted(config, cluster.gpus), cluster.gpus)
+    else:
+        seen.machines = [this_machine("", installed())]
+        gpus = count_gpus(cluster.gpus)
+        seen.nodes = [this_node(cluster.host, cluster.interface, gpus, ports_wanted(config))]
+        check_devices(config, gpus)
+    seen.placement = place(config, seen.nodes)
+
+
+def _on_machines(config: Config, seen: Seen, models: dict[str, Model]) -> Iterator[Finding]:
+    placement = seen.placement
+    assert placement
+    if seen.imagined:
+        yield ok("cluster.launcher", f"a job of {len(seen.nodes)} machine(s): they are looked at when it begins")
+    else:
+        yield from check_gpus(seen.nodes, seen.machines)
+        yield from network.check_ports(seen.nodes, ports_wanted(config))
+    needs = _needs(config, seen, models)
+    machines = {node.name: machine for node, machine in zip(seen.nodes, seen.machines, strict=False)}
+    yield from check_memory(placement, needs, machines)
+    if policy := models.get("model"):
+        yield from check_sync(config, placement, policy.weights, seen.gpus)
+
+
+def _needs(config: Config, seen: Seen, models: dict[str, Model]) -> dict[str, Need]:
+    """Of each role."""
+    needs: dict[str, Need] = {}
+    if (policy := models.get("model")) and config.mode != "rollout_only":
+        gpu = on_gpu(config.trainer, seen.gpus)
+        layout, training = layout_of(config.trainer), training_of(config, gpu=gpu)
+        staged = 0
+        if config.checkpoint.every:
+            staged = planner.checkpoint_staging(policy.weights, policy.shape, layout, critic=training.critic)
+        parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
+        needs["trainer"] = Need(parts, gpu, staged)
+    for name, section, model in (
+        ("engine", config.engine, policy),
+        ("teacher", config.teacher, models.get("teacher")),
+        ("judge", config.judge, models.get("judge")),
+    ):
+        if model:
+            parts = planner.engine_rank(
+                model.weights,
+                model.shape,
+                tensor=section.tensor_parallel,
+                dtype=section.dtype,
+                tokens=section.max_total_tokens,
+                cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
+            )
+            needs[name] = Need(parts, on_gpu(section, seen.gpus))
+    return needs
+
+
+# -- model, folders, network -------------------------------------------------------------------------------
+
+
+def _model(config: Config, name: str, role: str, models: dict[str, Model], there: dict[str, Path]) -> Iterator[Finding]:
+    """Look into a model folder, and note it in `there`; a built-in is made first. Teacher and judge only where this run
+    starts them, and of families that the trainer does not know the files alone."""
+    section = getattr(config, role)
+    path = config.model.path if role == "model" else section.model
+    if not path or (role != "model" and not section.started):
+        return
+    yield from refused(lambda: there.update({name: catalog.resolve(path, name)}), name)
+    if name not in there:
+        return
+    files = read_model(there[name], name)
+    yield from check_model_files(there[name], files, name)
+    if files.problems:
+        return
+    hf = json.loads((there[name] / "config.json").read_text())
+    if role == "model":
+        problems = refused(partial(check_model, config, hf), name)
+        yield from problems
+        if problems:
+            return
+    try:
+        shape = shape_of(hf)
+    except (ConfigError, KeyError):
+        return
+    models[role] = Model(planner.counted(files.weights, shape), shape)
+
+
+def _folders(config: Config, run_dir: Path, policy: Model | None) -> Iterator[Finding]:
+    elements = planner.parameters(policy.weights).all if policy else 0
+    shared = folders.look_at(Path(config.weights.folder).expanduser()) if config.weights.folder else None
+    yield from folders.check_folders(config, folders.room_of(config, elements), folders.look_at(run_dir), shared)
+
+
+def _network(
+    config: Config, run_dir: Path, job: Job, placement: Placement, models: dict[str, Path]
+) -> Iterator[Finding]:
+    """Between the machines of a job; `models` by the settings that name them."""
+    shared = Path(config.weights.folder).expanduser() if config.weights.folder else run_dir
+    nearest = {path: next(one for one in (path, *path.parents) if one.is_dir()) for path in (run_dir, shared)}
+    try:
+        reach, answers = network.ask_reach(job, set(nearest.values()), models.values(), secrets.token_hex(4))
+        reached = network.check_reach(reach, answers)
+        yield from reached
+        named = {str(folder): name for name, folder in models.items()}
+        yield from check_shared(config, network.unseen(answers), str(nearest[shared]), named)
+        machines = {seat.node.name for seat in placement.trainers}
+        if len(machines) > 1 and not failed(reached):  # it would only wait for its deadline
+            gpu = on_gpu(config.trainer, max(len(node.gpus) for node in job.nodes))
+            yield from network.check_allreduce(*network.ask_allreduce(job, placement, gpu=gpu))
+    except LaunchError as problem:
+        yield error("cluster", str(problem), "See what srun says.")

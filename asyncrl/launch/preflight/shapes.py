@@ -1,0 +1,72 @@
+"""A model folder's config and the run's settings, in the terms of the planner's arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.config import Config, Trainer
+from asyncrl.models.architectures import megatron_arguments, rope
+from asyncrl.planner.memory import Layout, Shape, Training
+
+
+def shape_of(hf: dict[str, Any]) -> Shape:
+    """Of a family that the trainer knows; `hf` is config.json. Raises ConfigError or KeyError for another."""
+    family = megatron_arguments(hf)
+    heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
+    width = hf.get("head_dim") or hidden // heads
+    queries, values = heads * width, hf.get("num_key_value_heads", heads) * width
+    keys, cached, shared, rotated = values, 2 * values, True, round(width * rope(hf)["partial_rotary_factor"])
+    if family.get("multi_latent_attention"):
+        queries = keys = heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
+        values = heads * hf["v_head_dim"]
+        rotated = hf["qk_rope_head_dim"]
+        cached, shared = hf["kv_lora_rank"] + rotated, False
+    return Shape(
+        layers=hf["num_hidden_layers"],
+        hidden=hidden,
+        queries=queries,
+        keys=keys,
+        values=values,
+        inner=hf["intermediate_size"],
+        vocab=hf["vocab_size"],
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        rotated=rotated,
+        normed=bool(family.get("qk_layernorm")),
+        sparse=sum(family.get("moe_layer_freq", [])),
+        chosen=family.get("moe_router_topk", 0),
+        expert_inner=family.get("moe_ffn_hidden_size", 0),
+        shared_inner=family.get("moe_shared_expert_intermediate_size") or 0,
+        cached=cached,
+        cache_is_shared=shared,
+    )
+
+
+def layout_of(trainer: Trainer) -> Layout:
+    """The degrees."""
+    return Layout(
+        tensor=trainer.tensor_parallel,
+        pipeline=trainer.pipeline_parallel,
+        chunks=trainer.virtual_pipeline,
+        context=trainer.context_parallel,
+        data=trainer.data_parallel,
+        expert=trainer.expert_parallel,
+        expert_tensor=trainer.expert_tensor_parallel or trainer.tensor_parallel,
+        sequence=trainer.sequence_parallel,
+    )
+
+
+def training_of(config: Config, *, gpu: bool) -> Training:
+    """A larger sample than a micro-batch runs alone: its answer may be rollout.max_new_tokens long."""
+    trainer, algo = config.trainer, config.algo
+    refers = algo.reference == "weights" and bool(algo.kl_coefficient or algo.kl_meter_every)
+    streams = config.weights.staging == "stream" or config.weights.transport in ("disk", "delta")
+    return Training(
+        dtype=trainer.dtype,
+        tokens=max(trainer.micro_batch_tokens, config.rollout.max_new_tokens),
+        logit_rows=trainer.logit_rows,
+        frozen=int(refers and not algo.reference_offload) + int(algo.reset_every is not None),
+        critic=algo.advantage == "gae",
+        bucket=config.weights.bucket_mb << 20 if streams else 0,
+        publishes=config.mode == "train",
+        fused_norms=gpu,
+    )

@@ -1,0 +1,70 @@
+"""Packages that are installed, against those that the project is made for."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+import asyncrl
+from asyncrl.install import lock_file
+from asyncrl.launch.preflight.facts import Machine
+from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+
+MUST_MATCH = ("sglang", "sglang-router", "megatron-core")
+"""We use what is inside of them: another version breaks in ways that no test has seen."""
+SHOULD_MATCH = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+INSTALL = "Install the pinned versions: asyncrl-install, or on a machine with GPUs pip install 'asyncrl[gpu]'."
+
+
+def installed() -> dict[str, str]:
+    """Versions of this process's packages and Python; those that are missing are left out."""
+    found = {"python": platform.python_version(), "asyncrl": asyncrl.__version__}
+    for name in (*MUST_MATCH, *SHOULD_MATCH):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def pinned() -> dict[str, str]:
+    """Those of requirements/cpu.txt, which the extra for GPUs agrees with."""
+    lines = (line.partition("==") for line in lock_file().read_text().splitlines() if not line.startswith("#"))
+    pins = {name.lower(): version.split()[0] for name, _, version in lines if version}
+    return {name: pins[name] for name in (*MUST_MATCH, *SHOULD_MATCH)}
+
+
+def check_versions(machines: Sequence[Machine], pins: Mapping[str, str]) -> list[Finding]:
+    """Against the pins on the first machine, and the others against the first."""
+    first, *others = machines
+    found = _against_pins(first.versions, pins)
+    for other in others:
+        differing = sorted(
+            name
+            for name in first.versions.keys() | other.versions.keys()
+            if first.versions.get(name) != other.versions.get(name)
+        )
+        if differing:
+            what = ", ".join(
+                f"{name} {first.versions.get(name, 'missing')} and {other.versions.get(name, 'missing')}"
+                for name in differing
+            )
+            remedy = "Install the same environment on all machines, or one on their shared file system."
+            found.append(error("versions", f"{first.name} and {other.name} differ: {what}", remedy))
+    if not found:
+        names = ", ".join(f"{name} {first.versions[name]}" for name in ("python", "asyncrl", *pins))
+        found.append(ok("versions", names + (f", the same on {len(machines)} machines" if others else "")))
+    return found
+
+
+def _against_pins(versions: Mapping[str, str], pins: Mapping[str, str]) -> list[Finding]:
+    found = []
+    for name, pin in pins.items():
+        mine = versions.get(name)
+        if mine is None:
+            found.append(error("versions", f"{name} is not installed; {pin} is needed", INSTALL))
+        elif mine.partition("+")[0] != pin:  # 2.13.0+cpu is a build of 2.13.0
+            tell = error if name in MUST_MATCH else warning
+            found.append(tell("versions", f"{name} is {mine}; made for {pin}", INSTALL))
+    return found

@@ -1,0 +1,55 @@
+"""How new weights will reach the engines. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from asyncrl.config import Config, on_gpu
+from asyncrl.errors import ConfigError
+from asyncrl.launch.placement import Placement
+from asyncrl.launch.preflight.findings import Finding, error, ok
+from asyncrl.planner.memory import BYTES, Weight
+from asyncrl.weights.choice import choose
+
+
+def buckets(sizes: Iterable[int], limit: int) -> int:
+    """How many of at most `limit` bytes; a larger tensor travels alone, none is split."""
+    count, filled = 0, limit + 1
+    for size in sizes:
+        if filled + size > limit:
+            count, filled = count + 1, 0
+        filled += size
+    return count
+
+
+def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], gpus: int) -> list[Finding]:
+    """Which transport, why, and how much it carries; `gpus` of a machine, as addresses.json has them."""
+    if config.mode != "train" or not placement.trainers:
+        return []
+    engines, gpu = placement.urls()["engines"], on_gpu(config.trainer, gpus)
+    hosts = {seat.node.address for seat in placement.trainers}
+    try:
+        host = hosts.pop() if len(hosts) == 1 else ""  # as weights/build.py is told
+        chosen, why = choose(config.weights.transport, engines, host, gpu=gpu)
+    except ConfigError as problem:
+        return [error(problem.field, str(problem.value), problem.remedy)]
+    item = BYTES[config.trainer.dtype]
+    sizes = [one.elements * item for one in weights]
+    count = buckets(sizes, config.weights.bucket_mb << 20)
+    text = f"{chosen}: {why}; {sum(sizes) / 1e9:.3g} GB per publish, in about {count} bucket(s)"
+    return [ok("weights.transport", text)]
+
+
+def check_shared(
+    config: Config, missing: Mapping[str, Sequence[str]], folder: str, models: Mapping[str, str]
+) -> list[Finding]:
+    """Whether all machines see the folder of disk and delta, that of the run, and those of the models, whose settings
+    `models` names. `missing`: by machine, the folders that it does not see."""
+    found = []
+    for machine, paths in sorted(missing.items()):
+        for path in paths:
+            by_files = path == folder and config.weights.transport in ("disk", "delta")
+            field = models.get(path) or ("weights.folder" if by_files else "run.dir")
+            text = f"{machine} does not see {path} as it is on the first machine"
+            found.append(error(field, text, "Name a folder on a file system that all machines of the job share."))
+    return found

@@ -1,0 +1,241 @@
+"""The job that the launcher stands in: its machines, and the run's processes as its steps.
+
+waits for     each machine's answer to a probe (cluster.start_timeout), and Slurm's commands (COMMAND_SECONDS)
+on a hang     LaunchError, which names the machines that did not answer
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Cluster, Config
+from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.launch.placement import Node, ports_wanted
+from asyncrl.launch.plan import ProcessSpec
+from asyncrl.launch.preflight.facts import Machine
+from asyncrl.launch.slurm import probe
+from asyncrl.launch.slurm.task import Task
+
+COMMAND_SECONDS = 60.0
+OWN_PORTS = 2
+"""The last ones of each machine, which nothing is placed at: the preflight's."""
+OVERRIDDEN = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPU_BIND", "SLURM_TRES_PER_TASK")
+"""Of the batch script's own step: srun would take them for ours."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """An allocation."""
+
+    id: str
+    groups: list[list[str]]
+    """Names of its machines, by component: a heterogeneous job has several."""
+    settings: Cluster
+    nodes: list[Node] = field(default_factory=list)
+    """The same machines, once they have answered."""
+    machines: list[Machine] = field(default_factory=list)
+    """What else they told, in the same order."""
+
+    @staticmethod
+    def here() -> bool:
+        """Whether this process stands in a job."""
+        return "SLURM_JOB_ID" in os.environ
+
+    @classmethod
+    def found(cls, settings: Cluster, env: Mapping[str, str] = os.environ) -> Job | None:
+        """That of the environment, if there is one. Raises LaunchError when Slurm does not tell its machines."""
+        if "SLURM_JOB_ID" not in env:
+            return None
+        size = int(env.get("SLURM_HET_SIZE", "0"))
+        lists = [env[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"] for number in range(size)] or [env["SLURM_JOB_NODELIST"]]
+        groups = [_output("scontrol", "show", "hostnames", names).split() for names in lists]
+        wanted = settings.nodes
+        if wanted is not None and wanted != sum(map(len, groups)):
+            remedy = f"The job has {sum(map(len, groups))} machines: leave it out, or ask for as many."
+            raise ConfigError("cluster.nodes", wanted, remedy)
+        return cls(env["SLURM_JOB_ID"], groups, settings)
+
+    def probed(self, config: Config) -> Job:
+        """With what each machine has told of itself. Raises LaunchError."""
+        cluster = self.settings
+        gpus = "-" if cluster.gpus is None else str(cluster.gpus)
+        words = [cluster.host or "-", cluster.interface or "-", gpus, str(ports_wanted(config) + OWN_PORTS)]
+        program = [sys.executable, "-m", "asyncrl.launch.slurm.probe", *words]
+        outputs = self.everywhere(program, cluster.start_timeout)
+        found, problems = [], []
+        for output in outputs:
+            nodes, wrong = probe.heard(output)
+            found += nodes
+            problems += wrong
+        if problems:
+            raise LaunchError("; ".join(problems))
+        answered = {node.name: (node, machine) for node, machine in found}
+        names = [name for group in self.groups for name in group]
+        if missing := [name for name in names if name not in answered]:
+            said = "\n".join(output[-1000:] for output in outputs)
+            raise LaunchError(f"no answer from {missing} within {cluster.start_timeout:.0f} s; srun said:\n{said}")
+        return replace(
+            self, nodes=[answered[name][0] for name in names], machines=[answered[name][1] for name in names]
+        )
+
+    def everywhere(
+        self, program: list[str], seconds: float, nodes: Sequence[str] | None = None, mounts: Sequence[Path] = ()
+    ) -> list[str]:
+        """Run a program once on every machine, or on these, at the same time; what it printed, by component. After so
+        many seconds it is ended. Raises LaunchError when there is no srun."""
+        asked = []
+        for number, names in enumerate(self.groups):
+            chosen = [name for name in names if nodes is None or name in nodes]
+            if chosen:
+                argv = [*self._srun(number), f"--nodes={len(chosen)}", f"--ntasks={len(chosen)}", "--ntasks-per-node=1"]
+                argv += [f"--nodelist={','.join(chosen)}"] if nodes is not None else []
+                asked.append(_started([*argv, *self._contained(program, mounts)]))
+        return [_finished(one, seconds) for one in asked]
+
+    def steps(
+        self, specs: Sequence[ProcessSpec], run_dir: Path, run_id: str, mounts: Sequence[Path]
+    ) -> list[ProcessSpec]:
+        """The processes as steps: each is an srun that ends as its process does. All trainer ranks are one step."""
+        folder = run_dir / "slurm" / "steps"
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in [*folder.glob("*.end"), *folder.glob("*.begun")]:
+            old.unlink()
+        trainers = [spec for spec in specs if spec.name.startswith("trainer-")]
+        others = [self._step(spec, folder, run_id, mounts) for spec in specs if spec not in trainers]
+        return [*others, *([self._ranks(trainers, folder, run_id, mounts)] if trainers else [])]
+
+    def has(self, node: str) -> bool:
+        """Whether a machine is still the job's: Slurm takes those that failed out of it. True where it does not
+        answer: then it will be asked again."""
+        try:
+            listed = _output("squeue", f"--jobs={self.id}", "--noheader", "--format=%N").split()
+            return not listed or node in _output("scontrol", "show", "hostnames", ",".join(listed)).split()
+        except LaunchError:
+            return True
+
+    def end_steps(self, run_id: str) -> None:
+        """Those that a launcher which was stopped in haste has left: Slurm would keep them until the job ends."""
+        with suppress(LaunchError):
+            listed = _output("squeue", "--steps", f"--jobs={self.id}", "--noheader", "--format=%i %j")
+            for line in listed.splitlines():
+                number, _, name = line.strip().partition(" ")
+                if name.strip() == _step_name(run_id):
+                    _output("scancel", "--signal=KILL", number)
+
+    def _step(self, spec: ProcessSpec, folder: Path, run_id: str, mounts: Sequence[Path]) -> ProcessSpec:
+        task = Task(spec.name, run_id, self._argv(spec), spec.env, spec.stop_signal, self.settings.stop_grace)
+        task.write(folder / spec.name)
+        argv = [*self._srun(self._group_of(spec.node), run_id), "--nodes=1", "--ntasks=1", f"--nodelist={spec.node}"]
+        return _as_step(spec, [*argv, *self._contained(_program(folder / spec.name), mounts)])
+
+    def _ranks(self, specs: list[ProcessSpec], folder: Path, run_id: str, mounts: Sequence[Path]) -> ProcessSpec:
+        first = specs[0]
+        shared = {key: value for key, value in first.env.items() if all(s.env.get(key) == value for s in specs)}
+        own = [{key: value for key, value in spec.env.items() if key not in shared} for spec in specs]
+        task = Task("trainer", run_id, self._argv(first), shared, first.stop_signal, self.settings.stop_grace, own)
+        task.write(folder / "trainer")
+        nodes = list(dict.fromkeys(spec.node for spec in specs))
+        log = folder.parent.parent / "logs" / "trainer-%t.log"
+        argv = [
+            *self._srun(self._group_of(first.node), run_id),
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(specs)}",
+            f"--ntasks-per-node={len(specs) // len(nodes)}",
+            f"--nodelist={','.join(nodes)}",
+            "--distribution=block",
+            f"--output={log}",
+            f"--error={log}",
+        ]
+        step = _as_step(first, [*argv, *self._contained(_program(folder / "trainer"), mounts)])
+        return replace(step, name="trainer", node=",".join(nodes))
+
+    def _srun(self, group: int, run_id: str = "") -> list[str]:
+        """What all sruns have in common. Steps share their machines: each has all processors and GPUs of the job
+        there, and the run says which are whose."""
+        return [
+            "srun",
+            "--export=ALL",
+            "--overlap",
+            "--overcommit",
+            "--kill-on-bad-exit=1",
+            "--cpu-bind=none",
+            *([f"--het-group={group}"] if len(self.groups) > 1 else []),
+            *([f"--job-name={_step_name(run_id)}", "--unbuffered"] if run_id else []),  # else whole lines
+            *self.settings.srun,
+        ]
+
+    def _group_of(self, node: str) -> int:
+        return next(number for number, names in enumerate(self.groups) if node in names)
+
+    def _argv(self, spec: ProcessSpec) -> list[str]:
+        """In a container its own Python."""
+        container = self.settings.container
+        first = container.python if container.kind != "none" and spec.argv[0] == sys.executable else spec.argv[0]
+        return [first, *spec.argv[1:]]
+
+    def _contained(self, program: list[str], mounts: Sequence[Path]) -> list[str]:
+        """srun's last words: with pyxis the image is an option, with apptainer a program."""
+        container = self.settings.container
+        if container.kind == "none":
+            return program
+        folders = [f"{path}:{path}" for path in dict.fromkeys([Path.cwd(), *mounts])] + list(container.mounts)
+        inside = [container.python, *program[1:]]
+        if container.kind == "pyxis":
+            mounted = f"--container-mounts={','.join(folders)}"
+            return [f"--container-image={container.image}", mounted, f"--container-workdir={Path.cwd()}", *inside]
+        binds = [word for folder in folders for word in ("--bind", folder)]
+        return ["apptainer", "exec", "--nv", "--pwd", str(Path.cwd()), *binds, str(container.image), *inside]
+
+
+def _as_step(spec: ProcessSpec, argv: list[str]) -> ProcessSpec:
+    """SIGTERM has srun kill at once, SIGUSR1 reaches the task, which stops its process."""
+    haste = spec.stop_signal == signal.SIGKILL
+    return replace(spec, argv=argv, env={}, step=True, stop_signal=signal.SIGTERM if haste else signal.SIGUSR1)
+
+
+def _program(file: Path) -> list[str]:
+    return [sys.executable, "-m", "asyncrl.launch.slurm.task", str(file)]
+
+
+def _step_name(run_id: str) -> str:
+    return f"asyncrl-{run_id[:8]}"
+
+
+def _started(argv: list[str]) -> subprocess.Popen[str]:
+    env = {key: value for key, value in os.environ.items() if key not in OVERRIDDEN}
+    try:
+        return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError as error:
+        raise LaunchError(f"cannot run {shlex.join(argv[:1])}: {error}") from None
+
+
+def _finished(process: subprocess.Popen[str], seconds: float) -> str:
+    """Its output, after so many seconds at most."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    try:
+        return process.communicate(timeout=COMMAND_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
+
+
+def _output(*argv: str) -> str:
+    try:
+        done: Any = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{argv[0]}: {error}") from None
+    if done.returncode:
+        raise LaunchError(f"{shlex.join(argv)}: exit code {done.returncode}: {done.stderr.strip()}")
+    return str(done.stdout)

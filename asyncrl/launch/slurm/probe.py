@@ -1,0 +1,61 @@
+"""What a machine of the job offers, as a line of JSON: python -m asyncrl.launch.slurm.probe HOST INTERFACE GPUS PORTS.
+
+Beside what placement needs it tells the facts that the preflight compares.
+
+HOST, INTERFACE and GPUS are `-` where they are to be found.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.launch.placement import Node
+from asyncrl.launch.preflight.facts import Machine, this_machine
+from asyncrl.launch.preflight.versions import installed
+from asyncrl.launch.slurm.task import node as node_name
+
+MARK = "asyncrl-node "
+"""Begins the line: modules and prologs print, too."""
+
+
+def main(host: str, interface: str, gpus: str, ports: str) -> int:
+    """Print it. Returns 0, or 1 after a line of what is wrong."""
+    try:
+        count = count_gpus(None if gpus == "-" else int(gpus))
+        found = this_node(_named(host), _named(interface), count, int(ports))
+        facts = this_machine(node_name(), installed())
+        told: dict[str, Any] = {"node": asdict(replace(found, name=node_name())), "machine": facts.told()}
+    except AsyncRLError as error:
+        told = {"problem": f"{node_name()}: {error}"}
+    sys.stdout.write(MARK + json.dumps(told) + "\n")  # at once: others write to the same end
+    sys.stdout.flush()
+    return "problem" in told
+
+
+def heard(output: str) -> tuple[list[tuple[Node, Machine]], list[str]]:
+    """The machines that answered, and what is wrong with others."""
+    nodes, problems = [], []
+    for line in output.splitlines():
+        _, mark, text = line.partition(MARK)
+        if mark:
+            told = json.loads(text)
+            if "problem" in told:
+                problems.append(str(told["problem"]))
+            else:
+                fields = told["node"]
+                node = Node(**{**fields, "gpus": tuple(fields["gpus"]), "ports": tuple(fields["ports"])})
+                nodes.append((node, Machine.heard(told["machine"])))
+    return nodes, problems
+
+
+def _named(word: str) -> str | None:
+    return None if word == "-" else word
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""The sbatch script of a run. Pure: the same settings give the same text.
+
+The launcher runs in the batch step and starts all else by srun. Slurm's warning before the limit, or before the job
+is preempted, goes to the batch shell (--signal=B:), which passes it to the launcher as SIGUSR1: the run writes a
+checkpoint and ends with PAUSED, and the job is queued again, to go on by resume=auto.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.addresses import PAUSED
+from asyncrl.config import Cluster
+from asyncrl.errors import ConfigError
+
+OURS = {
+    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "output", "open-mode"),
+    *("signal", "requeue", "no-requeue", "no-kill", "time", "array"),
+}
+"""Options of sbatch that follow from the run."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script is made of."""
+
+    name: str
+    cluster: Cluster
+    nodes: int  # of all components
+    gpus: int  # of each node with GPUs
+    folder: Path | None  # where the command is given; None: where the script is submitted, for one that is shipped
+    command: str  # asyncrl-train, or the path of it
+    runs: Sequence[tuple[Path, Sequence[str]]]
+    """Folder and arguments of the run, or of each run of a sweep: an array."""
+
+    @property
+    def path(self) -> Path:
+        """Where it belongs."""
+        return self.runs[0][0] / "slurm" / "job.sbatch"
+
+    def text(self) -> str:
+        """Raises ConfigError where cluster.sbatch sets what follows from the run."""
+        for option in self.cluster.sbatch:
+            if option.replace("_", "-") in OURS:
+                remedy = "Follows from the run and the other fields of cluster: leave it out."
+                raise ConfigError(f"cluster.sbatch.{option}", self.cluster.sbatch[option], remedy)
+        lines = ["#!/bin/bash", f"# {self.name}: made by {self.command} cluster=slurm", *self._header(), ""]
+        folder = '"$SLURM_SUBMIT_DIR"' if self.folder is None else shlex.quote(str(self.folder))
+        lines += ["set -u", f"cd {folder}", *self.cluster.setup, "", *self._arguments()]
+        return "\n".join([*lines, *_RUN.format(paused=PAUSED, requeues=self.cluster.requeues).splitlines(), ""])
+
+    def interactive(self) -> str:
+        """The same machines by salloc, which ends with the command. Of one run."""
+        ((folder, arguments),) = self.runs
+        first, *more = [_options({**self._lasting(), **part}, "") for part in self._components()]
+        options = [*first, *(word for part in more for word in (":", *part))]
+        command = shlex.join([self.command, *arguments, f"run.dir={folder}"])
+        return f"#!/bin/bash\n# {self.name}, in the foreground\nsalloc {shlex.join(options)} {command}\n"
+
+    def _header(self) -> list[str]:
+        sweep = len(self.runs) > 1
+        number = "%A_%a" if sweep else "%j"
+        common = {
+            "output": f"%x-{number}.out" if self.folder is None else self.path.parent / f"{number}.out",
+            "open-mode": "append",
+            "signal": f"B:USR1@{self.cluster.signal_seconds}",
+            "requeue" if self.cluster.requeues else "no-requeue": True,
+            **({"array": f"0-{len(self.runs) - 1}"} if sweep else {}),
+        }
+        first, *more = self._components()
+        lines = _options({**self._lasting(), **common, **first})
+        return [*lines, *(line for part in more for line in ("#SBATCH hetjob", *_options(part)))]
+
+    def _lasting(self) -> dict[str, object]:
+        """Of a job however it is asked for."""
+        time = {"time": self.cluster.time} if self.cluster.time else {}
+        return {"job-name": self.name, **time, "no-kill": True}  # an engine's machine may fail, and the run goes on
+
+    def _components(self) -> list[dict[str, object]]:
+        """Machines: those without GPUs are a component of their own, the first."""
+        given = {name.replace("_", "-"): value for name, value in self.cluster.sbatch.items()}
+        cpu_nodes = self.cluster.cpu_nodes
+        main = {"nodes": self.nodes - cpu_nodes, "ntasks-per-node": 1}
+        main |= {"gpus-per-node": self.gpus} if self.gpus else {}
+        plain = {name: value for name, value in given.items() if not name.startswith(("gpu", "gres"))}
+        return [*([{"nodes": cpu_nodes, "ntasks-per-node": 1, **plain}] if cpu_nodes else []), {**main, **given}]
+
+    def _arguments(self) -> list[str]:
+        resume = ["resume=auto"] if self.cluster.requeues else []
+        told = [[*arguments, f"run.dir={folder}", *resume] for folder, arguments in self.runs]
+        if len(told) == 1:
+            return [f"run=({shlex.join([self.command, *told[0]])})"]
+        cases = [f"  {number}) run=({shlex.join([self.command, *one])}) ;;" for number, one in enumerate(told)]
+        return ['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"]
+
+
+_RUN = """
+trap 'kill -USR1 "$launcher" 2>/dev/null' USR1
+trap 'kill -TERM "$launcher" 2>/dev/null' TERM INT
+"${{run[@]}}" &
+launcher=$!
+while wait "$launcher"; code=$?; kill -0 "$launcher" 2>/dev/null; do :; done  # a signal ends wait
+if [ "$code" -eq {paused} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def _options(options: Mapping[str, object], before: str = "#SBATCH ") -> list[str]:
+    return [
+        f"{before}--{name}" if value is True else f"{before}--{name}={value}"
+        for name, value in options.items()
+        if value is not False and value is not None
+    ]

@@ -1,0 +1,61 @@
+"""From composed settings to a job in the queue."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.launch.checks import check_files
+from asyncrl.launch.placement import imagined, nodes_wanted, place
+from asyncrl.launch.slurm.script import Script
+
+COMMAND = "asyncrl-train"
+SBATCH_SECONDS = 60.0
+
+
+def script(
+    config: Config, runs: Sequence[tuple[Path, Sequence[str]]], folder: Path | None = None, command: str = COMMAND
+) -> Script:
+    """The script of a run, or of several that differ in their arguments alone. Raises ConfigError where a job's
+    machines could not hold it."""
+    cluster = config.cluster
+    if cluster.gpus is None:
+        remedy = "Must be told for a job: GPUs of each machine, 0 where there are none."
+        raise ConfigError("cluster.gpus", None, remedy)
+    if cluster.requeues and not config.checkpoint.every:
+        remedy = "A job that is queued again goes on from a checkpoint: set checkpoint.every."
+        raise ConfigError("cluster.requeues", cluster.requeues, remedy)
+    nodes = cluster.nodes or nodes_wanted(config, cluster.gpus)
+    place(config, imagined(config, nodes, cluster.gpus))
+    return Script(config.run.name, cluster, nodes, cluster.gpus, folder, command, runs)
+
+
+def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:
+    """Write the script, and hand it to Slurm if cluster.submit says so. Returns what to tell the user."""
+    check_files(config)
+    command = shutil.which(COMMAND) or str(Path(sys.executable).with_name(COMMAND))
+    made = script(config, runs, Path.cwd(), command)
+    text, path = made.text(), made.path
+    for run_dir, _ in runs:
+        (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    if not config.cluster.submit:
+        return f"wrote {path}; sbatch {path} submits it"
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=SBATCH_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        remedy = "There is no sbatch here: give the command where Slurm is, or set cluster.submit=false."
+        raise ConfigError("cluster.launcher", "slurm", remedy) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"sbatch did not answer within {SBATCH_SECONDS:.0f} s; the script is {path}") from None
+    if done.returncode:
+        raise LaunchError(f"sbatch refuses {path}: {done.stderr.strip()}")
+    number = done.stdout.strip().partition(";")[0]
+    return f"submitted job {number}; its output: {path.parent}/{number}.out, its script: {path}"

@@ -1,0 +1,132 @@
+"""One process of a run on its machine, as srun starts it: python -m asyncrl.launch.slurm.task FILE.
+
+FILE says what to start; the launcher wrote it on the shared file system. srun passes SIGUSR1 on, which asks the process
+to stop; SIGTERM to srun makes Slurm kill the step at once. Whatever the process leaves behind on this machine is ended.
+
+waits for     FILE, on a slow file system; then the process
+deadline      FILE_SECONDS; after SIGUSR1, the launcher's grace
+on death      notes it beside FILE, with the machine's name, and ends with its exit code (128 + n for signal n)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.launch.leftovers import die_with_parent, shared_files, sweep
+from asyncrl.launch.numa import near
+
+FILE_SECONDS = 120.0
+MARK = "ASYNCRL_TASK"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to start."""
+
+    name: str
+    run_id: str
+    argv: list[str]
+    env: dict[str, str]
+    stop_signal: int
+    grace: float
+    """Seconds from the stop signal to SIGKILL."""
+    ranks: list[dict[str, str]] = field(default_factory=list)
+    """Where it is started several times: what each has in its environment beside that, by SLURM_PROCID."""
+
+    def write(self, path: Path) -> None:
+        """For its owner alone: the environment holds the run's key."""
+        partial = path.with_name(path.name + ".partial")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Task:
+        """Raises FileNotFoundError when it has not come within FILE_SECONDS."""
+        deadline = time.monotonic() + FILE_SECONDS
+        while not path.exists() and time.monotonic() < deadline:
+            os.listdir(path.parent)  # makes NFS look again
+            time.sleep(0.5)
+        return cls(**json.loads(path.read_text()))
+
+
+def begin_file(folder: Path, name: str) -> Path:
+    """Where it is noted that a process has begun."""
+    return folder / f"{name}.begun"
+
+
+def end_file(folder: Path, name: str) -> Path:
+    """Where the end of a process is noted."""
+    return folder / f"{name}.end"
+
+
+def main(path: Path) -> int:
+    """Start it, wait for its end, and clean up. Returns the exit code."""
+    task, rank = Task.read(path), int(os.environ.get("SLURM_PROCID", "0"))
+    name = f"{task.name}-{rank}" if task.ranks else task.name
+    mine = {**task.env, **(task.ranks[rank] if task.ranks else {})}
+    mark = f"{task.run_id}/{name}"
+    stopping: list[float] = []
+    signal.signal(signal.SIGUSR1, lambda *_: stopping.append(time.monotonic()))
+    child = subprocess.Popen(
+        task.argv,
+        env={**os.environ, **mine, MARK: mark},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: _prepare(mine.get("CUDA_VISIBLE_DEVICES", "")),
+    )
+    _note(begin_file(path.parent, name), {"node": node(), "pid": child.pid})
+    asked = False
+    while child.poll() is None:
+        if stopping and not asked:
+            _signal(child.pid, task.stop_signal)
+            asked = True
+        elif stopping and time.monotonic() > stopping[0] + task.grace:
+            _signal(child.pid, signal.SIGKILL)
+        time.sleep(0.05)
+    files = shared_files([child.pid])
+    _signal(child.pid, signal.SIGKILL)  # what is left of its group
+    sweep(mark, files, variable=MARK)
+    code = child.returncode
+    if code and not stopping:
+        _note(end_file(path.parent, name), {"name": name, "node": node(), "code": code, "at": time.time()})
+    return code if code >= 0 else 128 - code
+
+
+def _prepare(visible: str) -> None:
+    """Slurm signals every process of a step: SIGUSR1 is for us alone. Who is killed takes its process along."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    die_with_parent()
+    near(visible)
+
+
+def node() -> str:
+    """This machine's name in Slurm."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def _note(path: Path, what: dict[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(what))
+    partial.rename(path)
+
+
+def _signal(leader: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

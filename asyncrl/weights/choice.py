@@ -1,0 +1,27 @@
+"""Which transport carries new weights, and why. Without torch: the launcher tells it before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from asyncrl.errors import ConfigError
+
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+
+def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool) -> tuple[str, str]:
+    """The transport for `weights.transport`, and why."""
+    hosts = {str(urlsplit(url).hostname) for url in engines}
+    here = hosts <= LOOPBACK | {host}
+    if setting == "tensor" and not here:
+        raise ConfigError(
+            "weights.transport", setting, f"Engines are on {sorted(hosts)}: shared memory ends at the host; use auto."
+        )
+    if setting != "auto":
+        return setting, "as configured"
+    if gpu:
+        return "distributed", "trainers and engines hold GPUs of their own: NCCL takes the fastest way between them"
+    if here:
+        return "tensor", "all engines are on this host: buckets travel through shared memory"
+    return "distributed", f"engines are on {sorted(hosts)}: buckets travel by broadcast"

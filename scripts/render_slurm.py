@@ -1,0 +1,67 @@
+"""Writes scripts/slurm/: the scripts that `asyncrl-train cluster=slurm` makes of a shipped experiment.
+
+    python scripts/render_slurm.py           writes them
+    python scripts/render_slurm.py --check   tells which are not what the renderer makes now
+
+A user's own come from the same command with cluster.submit=false.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from asyncrl import config as configuration
+from asyncrl.launch.main import CONF
+from asyncrl.launch.slurm.submit import script
+
+FOLDER = Path(__file__).parent / "slurm"
+IMAGE = "registry.example.com/asyncrl:latest"
+BASE = ["experiment=qwen3_8b", "model.path=/models/Qwen3-8B", "cluster=slurm", "cluster.gpus=8"]
+AGAIN = ["cluster.time=1-00:00:00", "cluster.requeues=10"]
+FOUR = [*BASE, *AGAIN, "trainer.data_parallel=8", "engine.count=16"]
+SCRIPTS = {
+    "one_node": BASE,
+    "several_nodes": FOUR,
+    "disaggregated": [*FOUR, "cluster.trainer_nodes=2", "cluster.cpu_nodes=1", "+cluster.sbatch.partition=gpu"],
+    "pyxis": [*FOUR, "cluster.container.kind=pyxis", f"cluster.container.image={IMAGE}"],
+    "apptainer": [*FOUR, "cluster.container.kind=apptainer", "cluster.container.image=/images/asyncrl.sif"],
+}
+SWEEP = ("trainer.optimizer.lr", ("1e-6", "2e-6", "5e-6"))
+
+
+def rendered() -> Iterator[tuple[Path, str]]:
+    """Each file, and its text."""
+    for name, arguments in SCRIPTS.items():
+        yield FOLDER / f"{name}.sbatch", _script(name, arguments).text()
+    field, values = SWEEP
+    yield FOLDER / "sweep.sbatch", _script("sweep", *([*BASE, f"{field}={value}"] for value in values)).text()
+    yield FOLDER / "interactive.sh", _script("interactive", FOUR[:-1]).interactive()
+
+
+def _script(name: str, *runs: list[str]) -> Any:
+    folder = Path("runs") / name
+    folders = [folder / str(number) for number in range(len(runs))] if len(runs) > 1 else [folder]
+    with initialize_config_dir(str(CONF), version_base=None):
+        values: Any = OmegaConf.to_container(compose("train", [*runs[0], f"run.name={name}"]), resolve=True)
+    return script(configuration.load(values), list(zip(folders, runs, strict=True)))
+
+
+def main(check: bool) -> int:
+    """Returns 1 when `check` finds a difference."""
+    stale = [(path, text) for path, text in rendered() if not path.exists() or path.read_text() != text]
+    for path, text in stale:
+        print(f"{'differs' if check else 'wrote'}: {path}")
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

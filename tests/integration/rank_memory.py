@@ -1,0 +1,66 @@
+"""One trainer rank of test_memory.py: python rank_memory.py FOLDER, under torchrun. Tells what it holds, in bytes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from asyncrl.trainer import cpu
+
+cpu.enable()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from asyncrl.algo.pack import Pack  # noqa: E402
+from asyncrl.algo.samples import Sample  # noqa: E402
+from asyncrl.config import Trainer  # noqa: E402
+from asyncrl.trainer.head import Head  # noqa: E402
+from asyncrl.trainer.network import Network  # noqa: E402
+from asyncrl.trainer.optimizer import Optimizer  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from tests.integration.test_memory import ROWS, VOCAB  # noqa: E402
+
+
+def main(folder: Path) -> None:
+    trainer = Trainer.model_validate(json.loads((folder / "trainer.json").read_text()))
+    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
+    network = Network(trainer, folder / "model", parallel)
+    optimizer = Optimizer(trainer, network, 100)
+    shards = list(optimizer.shards())
+    parameters = {id(one): one for one in network.parameters()}.values()
+    apart = [one.master for one in shards if one.master.dtype != one.parameter.dtype]
+    told = {
+        "weights": sum(one.nbytes for one in parameters),
+        "gradients": sum(one.main_grad.nbytes for one in parameters),  # type: ignore[attr-defined]
+        "masters": sum(one.nbytes for one in apart),
+        "moments": sum(moment.nbytes for one in shards for moment in one.moments.values()),
+        "activations": kept_by_forward(network),
+    }
+    (folder / f"told-{parallel.rank}.json").write_text(json.dumps(told))
+
+
+def kept_by_forward(network: Network) -> int:
+    """Bytes of all memory that autograd keeps, but for the parameters'."""
+    one = Sample(
+        [i % VOCAB for i in range(ROWS)], [(i + 1) % VOCAB for i in range(ROWS)], [True] * ROWS, number=0, first_row=0
+    )
+    own = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    kept: dict[int, Tensor] = {}  # by address, held so that none is used again
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def visit(head: Head, _: Pack) -> Tensor:
+        return head.hidden.float().sum()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        network.train(network.packs([[one]] * network._parallel.dp), visit)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,57 @@
+"""The planner's arithmetic of a trainer rank against what Megatron's ranks really hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.preflight.shapes import layout_of, shape_of
+from asyncrl.models.tiny import write_random_model
+from asyncrl.planner.memory import Training, counted, trainer_rank
+from tests.fakes import tiny_config
+from tests.integration.ranks import run_ranks
+
+pytestmark = pytest.mark.integration
+
+ROWS, VOCAB = 601, 64
+TWO = {"trainer.tensor_parallel": 2, "trainer.sequence_parallel": True}
+CLOSE = 0.08
+"""How far the estimate of activations may be off: angles, statistics and the last norm are not in it."""
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "in float32": ("llama", {"trainer.dtype": "float32"}),
+    "norms of queries and keys": ("qwen3", {}),
+    "routed experts": ("qwen3_moe", {}),
+    "latent attention": ("deepseek_v3", {}),
+    "tensor parallel": ("qwen3", TWO),
+    "replicas": ("llama", {"trainer.data_parallel": 2}),
+    "expert parallel": ("qwen3_moe", {"trainer.data_parallel": 2, "trainer.expert_parallel": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_holds_what_the_planner_says(case: str, tmp_path: Path) -> None:
+    arch, changes = CASES[case]
+    trainer = tiny_config(**{"trainer.dtype": "bfloat16", **changes}).trainer
+    (tmp_path / "trainer.json").write_text(trainer.model_dump_json())
+    sizes = {"vocab": VOCAB, "hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 512}
+    model = tmp_path / "model"
+    write_random_model(model, arch, **sizes, tied=False, seed=0, dtype=trainer.dtype, max_positions=2048)
+    (model / "tokenizer.json").write_text("{}")
+    run_ranks("rank_memory.py", str(tmp_path), world=trainer.world_size)
+    told = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("told-*.json"))]
+    assert len(told) == trainer.world_size
+
+    shape = shape_of(json.loads((model / "config.json").read_text()))
+    weights = counted(read_model(model, "model.path").weights, shape)
+    training = Training(dtype=trainer.dtype, tokens=2 * ROWS, logit_rows=1024)
+    expected = trainer_rank(weights, shape, layout_of(trainer), training)
+    for part in ("weights", "gradients", "masters", "moments"):
+        most = max(rank[part] for rank in told)
+        assert most == expected[part], (part, told)
+    if case != "expert parallel":  # where the load of a micro-batch is not equal
+        assert max(rank["activations"] for rank in told) == pytest.approx(expected["activations"], rel=CLOSE)

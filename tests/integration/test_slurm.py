@@ -1,0 +1,224 @@
+"""Runs as jobs of a real Slurm, whose machines are virtual: tests/slurm/lab.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.checkpoints.shelf import Shelf
+from tests.integration.running import lines, nothing_is_left, pids_carrying, run
+from tests.integration.test_agents import books_balance
+from tests.integration.test_replay import trained, weights
+from tests.slurm.lab import HOST, Lab, missing
+
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(missing()), reason=missing())]
+JOB = ("experiment=tiny", "cluster=slurm", "cluster.gpus=0", f"cluster.host={HOST}", "weights.transport=distributed")
+SHARED = ("cluster.sbatch.exclusive=false", "cluster.sbatch.mem=1000")
+SMALL = ("rollout.batch_groups=4", "rollout.group_size=8", "eval.questions=0")
+GOES_ON = (*SMALL, "checkpoint.every=5", "cluster.requeues=3", "record=true")
+TIMEOUT = 300.0
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """Three nodes."""
+    folder = Path(tempfile.mkdtemp(prefix="lab-"))  # short: sockets lie in it
+    try:
+        with Lab(folder, ["node1", "node2", "node3"]) as opened:
+            yield opened
+    finally:
+        shutil.rmtree(folder)
+
+
+class Submitted:
+    """A job."""
+
+    def __init__(self, lab: Lab, run_dir: Path, *overrides: str) -> None:
+        self.lab, self.run_dir = lab, run_dir
+        argv = [sys.executable, "-m", "asyncrl.launch.main", *JOB, f"run.dir={run_dir}", *overrides]
+        done = subprocess.run(lab.at_head(*argv), env=lab.env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        self.id = done.stdout.partition("submitted job ")[2].partition(";")[0]
+
+    @property
+    def output(self) -> str:
+        out = self.run_dir / "slurm" / f"{self.id}.out"
+        return out.read_text() if out.exists() else ""
+
+    def show(self) -> dict[str, str]:
+        """What Slurm tells of it."""
+        words = self.lab.run("scontrol", "show", "job", self.id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def steps(self) -> list[dict[str, Any]]:
+        return lines(self.run_dir / "metrics.jsonl")
+
+    def wait_for_step(self, step: int) -> None:
+        def there() -> bool:
+            assert self.show()["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), self.output
+            return len(self.steps()) >= step
+
+        self.lab.wait_for(there, f"step {step} of {self.run_dir}", TIMEOUT)
+
+    def wait_for_state(self, *states: str) -> dict[str, str]:
+        self.lab.wait_for(lambda: self.show()["JobState"] in states, f"{states} in {self.output}", TIMEOUT)
+        return self.show()
+
+    def finishes(self) -> None:
+        """Well."""
+        shown = self.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), self.output
+
+    def is_queued_again(self, times: int) -> None:
+        """And may start at once: Slurm would have it wait for two minutes."""
+        self.lab.wait_for(lambda: self.show()["Restarts"] == str(times), "requeue", TIMEOUT)
+        time.sleep(3)  # the credential of the start before is revoked, by its second
+
+        def started() -> bool:
+            self.lab.run("scontrol", "update", f"jobid={self.id}", "starttime=now", check=False)
+            return self.show()["JobState"] == "RUNNING"
+
+        self.lab.wait_for(started, f"start of {self.show()}", TIMEOUT)
+
+    def nodes(self) -> dict[str, str]:
+        """Where each of its processes runs."""
+        run_id = json.loads((self.run_dir / "addresses.json").read_text())["run_id"]
+        found = {}
+        for pid in pids_carrying(run_id):
+            environment = psutil.Process(pid).environ()
+            if "ASYNCRL_TASK" in environment:
+                found[environment["ASYNCRL_TASK"].partition("/")[2]] = environment["SLURMD_NODENAME"]
+        return found
+
+
+def goes_on_exactly(job: Submitted, steps: int, tmp_path: Path) -> None:
+    """Every step once, books that balance, and the losses and weights of an uninterrupted replay by as many trainers,
+    bit for bit."""
+    assert [step["version"] for step in job.steps()] == list(range(1, steps + 1))
+    books_balance(job.run_dir)
+    shape = ("trainer.data_parallel=2", f"run.max_steps={steps}")
+    again = run(tmp_path / "again", *SMALL, *shape, "mode=replay", f"replay.from={job.run_dir}")
+    assert trained(again) == trained(job.steps())
+    assert weights(tmp_path / "again") == weights(job.run_dir)
+    nothing_is_left(job.run_dir)
+
+
+@pytest.mark.campaign  # the next test is the same, and more
+def test_trainers_on_one_node_and_engines_on_the_other_learn(lab: Lab, tmp_path: Path) -> None:
+    job = Submitted(lab, tmp_path / "run", "cluster.nodes=2", "trainer.data_parallel=2", "run.max_steps=100")
+    job.wait_for_step(2)
+    nodes = job.nodes()
+    assert nodes.pop("engine-0") == "node2"
+    assert set(nodes.values()) == {"node1"}
+    assert {"trainer-0", "trainer-1", "rollout"} <= nodes.keys()
+    job.finishes()
+    assert rises(job.steps())
+    assert "distributed over gloo" in json.loads((tmp_path / "run" / "summary.json").read_text())["transport"]
+    nothing_is_left(job.run_dir)
+
+
+@pytest.mark.skipif(not shutil.which("ip"), reason="no iproute2 here")
+def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_path: Path) -> None:
+    """The nodes are in network namespaces: 127.0.0.1 is another place on each. Addresses are found, none is given."""
+    folder = Path(tempfile.mkdtemp(prefix="lab-"))
+    shape = ("cluster.host=null", "cluster.nodes=2", "trainer.data_parallel=2", "engine.count=2", "run.max_steps=100")
+    try:
+        with Lab(folder, apart=True) as apart:
+            job = Submitted(apart, tmp_path / "run", *shape)
+            job.finishes()
+    finally:
+        shutil.rmtree(folder)
+    found = json.loads((tmp_path / "run" / "addresses.json").read_text())
+    assert {url.split(":")[1] for url in found["engines"]} == {"//10.77.0.2"}
+    assert found["router"].startswith("http://10.77.0.1:")
+    assert rises(job.steps())
+    nothing_is_left(job.run_dir)
+
+
+def rises(steps: list[dict[str, Any]]) -> bool:
+    """The reward."""
+    first, last = (sum(step["reward/mean"] for step in part) / 10 for part in (steps[:10], steps[-10:]))
+    return last > first + 0.1
+
+
+def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) -> None:
+    """The real signal of a real limit, and the real requeue."""
+    steps = 250
+    limits = ("trainer.data_parallel=2", "cluster.time=2", "cluster.signal_seconds=60", f"run.max_steps={steps}")
+    job = Submitted(lab, tmp_path / "run", "cluster.nodes=2", *GOES_ON, *limits)
+    job.is_queued_again(1)
+    then = len(job.steps())
+    assert 0 < then < steps
+    assert Shelf(job.run_dir).versions()[-1] == then  # not a step is done twice
+    assert "ended as it was asked to" in job.output
+    lab.run("scontrol", "update", f"jobid={job.id}", "timelimit=20")
+    job.finishes()
+    goes_on_exactly(job, steps, tmp_path)
+
+
+def test_two_jobs_share_their_nodes_and_one_is_cancelled(lab: Lab, tmp_path: Path) -> None:
+    shape = ("cluster.nodes=2", *SMALL, *SHARED)
+    one = Submitted(lab, tmp_path / "one", *shape, "run.max_steps=1000")
+    other = Submitted(lab, tmp_path / "other", *shape, "run.max_steps=30")
+    one.wait_for_step(3)
+    other.wait_for_step(3)
+    assert set(one.nodes().values()) == set(other.nodes().values()) == {"node1", "node2"}
+    lab.run("scancel", one.id)
+    one.wait_for_state("CANCELLED")
+    nothing_is_left(one.run_dir)
+    other.finishes()
+    nothing_is_left(other.run_dir)
+
+
+def test_run_goes_on_without_an_engine_whose_node_has_failed(lab: Lab, tmp_path: Path) -> None:
+    shape = ("cluster.nodes=3", "cluster.trainer_nodes=1", "engine.count=2", *SMALL)
+    job = Submitted(lab, tmp_path / "run", *shape, "run.max_steps=1000")
+    job.wait_for_step(3)
+    assert job.nodes()["engine-1"] == "node3"
+    lab.kill_node("node3")
+    lab.wait_for(lambda: "engine-1 is lost with node3: the run goes on with 1 engines" in job.output, "loss", TIMEOUT)
+    job.wait_for_step(len(job.steps()) + 5)
+    assert job.steps()[-1]["engines/serving"] == 1
+    lab.run("scancel", job.id)
+    job.wait_for_state("CANCELLED")
+    nothing_is_left(job.run_dir)
+    revive(lab, "node3")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "node1",  # the launcher's own: Slurm queues the job again
+        "node2",  # a trainer's: the launcher ends, and asks for it
+    ],
+)
+def test_job_whose_trainer_node_has_failed_goes_on_from_its_checkpoint(lab: Lab, tmp_path: Path, victim: str) -> None:
+    steps = 60
+    shape = ("cluster.nodes=3", "cluster.trainer_nodes=2", "trainer.data_parallel=2", *GOES_ON)
+    job = Submitted(lab, tmp_path / "run", *shape, f"run.max_steps={steps}")
+    job.wait_for_step(12)
+    assert job.nodes()["trainer-1"] == "node2"
+    lab.kill_node(victim)
+    lab.wait_for(lambda: lab.states()[victim].startswith("down"), "failure", TIMEOUT)
+    revive(lab, victim)
+    job.is_queued_again(1)
+    job.finishes()
+    goes_on_exactly(job, steps, tmp_path)
+
+
+def revive(lab: Lab, node: str) -> None:
+    """A machine that has power again."""
+    lab.start_node(node)
+    lab.wait_for(lambda: lab.states()[node] in ("idle", "mix", "alloc"), f"{node} again", TIMEOUT)
+    time.sleep(1)

@@ -1,0 +1,58 @@
+"""What nvidia-smi and control groups tell is read as they mean it, and comes whole from another machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from asyncrl.launch.preflight import facts
+from asyncrl.launch.preflight.facts import Gpu, Machine, parse_gpus, this_machine
+from asyncrl.launch.slurm import probe
+
+TWO = """\
+0, NVIDIA H100 80GB HBM3, 81559, GPU-6b3f7d8e-2d0e-9c1f-6f4e-0a2b5c7d9e11
+1, NVIDIA H100 80GB HBM3, 81559, GPU-0d9e8f7a-6b5c-4d3e-2f1a-0b9c8d7e6f55
+"""
+"""In the format that --format=csv,noheader,nounits has; no GPU was at hand to record it from."""
+
+
+def test_lines_of_nvidia_smi_are_index_name_mebibytes_and_uuid() -> None:
+    first, second = parse_gpus(TWO)
+    assert first == Gpu(0, "NVIDIA H100 80GB HBM3", 81559 << 20, "GPU-6b3f7d8e-2d0e-9c1f-6f4e-0a2b5c7d9e11")
+    assert (second.index, second.memory) == (1, 81559 << 20)
+
+
+def test_what_is_no_device_is_left_out() -> None:
+    said = "No devices were found\n\nUnable to determine the device handle for GPU 0000:3B:00.0: GPU is lost.\n"
+    assert parse_gpus(said) == []
+    assert parse_gpus("0, NVIDIA GH200 480GB, [N/A], GPU-1\n" + TWO) == parse_gpus(TWO)
+
+
+def test_gpus_are_named_by_index_or_by_uuid() -> None:
+    here = Machine("node0", gpus=tuple(parse_gpus(TWO)))
+    assert [one.index for one in here.visible(["1"])] == [1]
+    assert [one.index for one in here.visible(["GPU-0d9e"])] == [1]
+    assert here.visible(["7"]) == here.visible([""]) == []
+
+
+def test_the_lowest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
+    for folder, limit in ((".", "max"), ("slurm", "9000"), ("slurm/job", "4000"), ("slurm/job/step", "max")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(limit + "\n")
+    assert min(facts._limits(tmp_path, "/slurm/job/step")) == 4000
+    assert facts._limits(tmp_path, "/other") == []
+
+
+def test_a_machine_tells_the_launcher_what_it_knows_of_itself(capsys: object) -> None:
+    machine = this_machine("node3", {"torch": "2.13.0"})
+    assert machine.memory > 1 << 30
+    assert Machine.heard(json.loads(json.dumps(machine.told()))) == machine
+    gpus = Machine("node3", {}, tuple(parse_gpus(TWO)), 1)
+    assert Machine.heard(json.loads(json.dumps(gpus.told()))) == gpus
+
+
+def test_the_probe_tells_place_and_facts_in_one_line(capsys: object) -> None:
+    assert probe.main("127.0.0.1", "-", "0", "3") == 0
+    ((node, machine),), problems = probe.heard("module: loaded\n" + capsys.readouterr().out)  # type: ignore[attr-defined]
+    assert (problems, node.name, len(node.ports)) == ([], machine.name, 3)
+    assert {"python", "asyncrl", "torch", "sglang"} <= machine.versions.keys()

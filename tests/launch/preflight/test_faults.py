@@ -1,0 +1,288 @@
+"""Every fault is found before anything starts, with its field and what to do, and what is right is no fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.placement import place
+from asyncrl.launch.preflight.allreduce import AllReduce
+from asyncrl.launch.preflight.devices import check_gpus
+from asyncrl.launch.preflight.findings import Finding, failed, refused, rendered
+from asyncrl.launch.preflight.folders import Folder, check_folders, look_at, room_of
+from asyncrl.launch.preflight.memory import Need, check_memory
+from asyncrl.launch.preflight.model_files import check_model_files, read_model
+from asyncrl.launch.preflight.network import check_allreduce, check_ports, check_reach
+from asyncrl.launch.preflight.reach import Reach
+from asyncrl.launch.preflight.versions import check_versions, pinned
+from asyncrl.launch.preflight.weights import check_shared, check_sync
+from tests.launch.preflight.worlds import GB, job, machine, nodes, placed, weights, write_model
+
+MODEL = "model.path"
+REACH = Reach("node0", "10.0.0.0", 20000, ["node1", "node2"], 30.0, {}, {})
+SUM = AllReduce("gloo", ["node0", "node1"], "10.0.0.0", 20001, {"node0": "eth0", "node1": "ib0"}, 60.0)
+
+
+def versions(**changes: str) -> list[Finding]:
+    return check_versions([machine(**changes)], pinned())
+
+
+def files(folder: Path, break_it: Callable[[Path], None] = lambda folder: None, shards: int = 2) -> list[Finding]:
+    model = write_model(folder / "model", shards=shards)
+    break_it(model)
+    return check_model_files(model, read_model(model, MODEL), MODEL)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def other_index(model: Path) -> None:
+    index = model / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    told["weight_map"]["lost.weight"] = "model-1-of-2.safetensors"
+    index.write_text(json.dumps(told))
+
+
+def memory(role: str, gb: float, gpu: bool = True, part: str = "weights", ram: float = 500) -> list[Finding]:
+    """A rank of so many GB on a GPU of 80, or in a machine's memory."""
+    config = job()
+    count, gpus = (1, 2) if gpu else (1, 0)
+    needs = {role: Need({part: int(gb * GB)}, gpu)}
+    return check_memory(placed(config, count, gpus), needs, {"node0": machine(gpus=gpus, ram=ram)})
+
+
+def gpus(shown: int, used: int = 2) -> list[Finding]:
+    return check_gpus(nodes(job(), 1, used), [machine(gpus=shown)])
+
+
+def folder(
+    free: float, parameters: float = 1e9, *, problem: str = "", speed: float = 1e9, **changes: object
+) -> list[Finding]:
+    config = job(**{"checkpoint.every": 10, **changes})
+    run = Folder(Path("/runs/it"), problem, int(free * GB), speed)
+    return check_folders(config, room_of(config, int(parameters)), run, None)
+
+
+def reached(**answers: str | None) -> list[Finding]:
+    told = {name: {"node": name, "problem": ""} for name in ("node0", "node1", "node2")}
+    for name, problem in answers.items():
+        if problem is None:
+            del told[name]
+        else:
+            told[name]["problem"] = problem
+    return check_reach(REACH, told)
+
+
+def summed(**answers: str | None) -> list[Finding]:
+    told = {name: {"node": name, "problem": "", "seconds": 0.001} for name in SUM.names}
+    for name, problem in answers.items():
+        if problem is None:
+            del told[name]
+        else:
+            told[name] = {"node": name, "problem": problem}
+    return check_allreduce(SUM, told)
+
+
+def sync(transport: str, machines: int, **changes: object) -> list[Finding]:
+    config = job(**{"weights.transport": transport, **changes})
+    return check_sync(config, placed(config, machines, 0), weights(1e9), 0)
+
+
+def too_many_ranks() -> list[Finding]:
+    config = job(**{"trainer.data_parallel": 3})
+    return refused(lambda: place(config, nodes(config, 1, 2)), "cluster")
+
+
+FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
+    "a wrong version of what we reach into": (
+        lambda _: versions(sglang="0.4.0"),
+        *("versions", "sglang is 0.4.0; made for", "asyncrl-install"),
+    ),
+    "a package that is missing": (
+        lambda _: check_versions([machine()], {**pinned(), "xgrammar": "1.0"}),
+        *("versions", "xgrammar is not installed", "asyncrl-install"),
+    ),
+    "versions that differ between machines": (
+        lambda _: check_versions([machine(), machine("node7", torch="2.12.0")], pinned()),
+        *("versions", "node0 and node7 differ: torch", "the same environment"),
+    ),
+    "a shard that is missing": (
+        lambda tmp: files(tmp, lambda model: (model / "model-2-of-2.safetensors").unlink()),
+        *(MODEL, "model-2-of-2.safetensors is missing", "anew"),
+    ),
+    "a shard that was cut short": (
+        lambda tmp: files(tmp, lambda model: cut(model / "model-1-of-2.safetensors")),
+        *(MODEL, "its header says", "anew"),
+    ),
+    "a shard that is none": (
+        lambda tmp: files(tmp, lambda model: (model / "model-1-of-2.safetensors").write_text("<html>")),
+        *(MODEL, "no header of a .safetensors file", "anew"),
+    ),
+    "a pointer in the place of a file": (
+        lambda tmp: files(
+            tmp, lambda m: (m / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"), 1
+        ),
+        *(MODEL, "no header of a .safetensors file", "anew"),
+    ),
+    "an index that names what is nowhere": (
+        lambda tmp: files(tmp, other_index),
+        *(MODEL, "lost.weight", "anew"),
+    ),
+    "no weights": (
+        lambda tmp: files(tmp, lambda model: (model / "model.safetensors").unlink(), 1),
+        *(MODEL, "holds no .safetensors", "Convert"),
+    ),
+    "no tokenizer": (
+        lambda tmp: files(tmp, lambda model: (model / "tokenizer.json").unlink()),
+        *(MODEL, "has no tokenizer", "anew"),
+    ),
+    "a config that is no JSON": (
+        lambda tmp: files(tmp, lambda model: (model / "config.json").write_text("{")),
+        *(MODEL, "config.json is missing or no JSON", "anew"),
+    ),
+    "too little memory of a GPU for the trainer": (
+        lambda _: memory("trainer", 81),
+        *("trainer.tensor_parallel", "81 of 80 GB", "trainer.micro_batch_tokens"),
+    ),
+    "activations that cannot fit": (
+        lambda _: memory("trainer", 170, part="activations"),
+        *("trainer.tensor_parallel", "170 of 80 GB", "trainer.micro_batch_tokens"),
+    ),
+    "too little memory of a GPU for the engine": (
+        lambda _: memory("engine", 90),
+        *("engine.tensor_parallel", "90 of 80 GB", "engine.max_total_tokens"),
+    ),
+    "too little memory of a machine": (
+        lambda _: memory("trainer", 20, gpu=False, ram=16),
+        *("memory", "of 16 GB", "machines with more memory"),
+    ),
+    "fewer GPUs than are to be used": (
+        lambda _: gpus(shown=1),
+        *("cluster.gpus", "shows 1 of the 2 GPUs 0,1", "Lower cluster.gpus"),
+    ),
+    "more ranks than GPUs": (
+        lambda _: too_many_ranks(),
+        *("cluster.nodes", "1", "trainer ranks must be shared evenly"),
+    ),
+    "a folder that cannot be written": (
+        lambda _: folder(100, problem="/runs: Permission denied"),
+        *("run.dir", "Permission denied", "can be written"),
+    ),
+    "a file in the place of the folder": (
+        lambda tmp: (
+            (tmp / "file").touch()
+            or check_folders(job(), room_of(job(), 10), look_at(tmp / "file" / "run", 1 << 20), None)
+        ),
+        *("run.dir", "is a file", "can be written"),
+    ),
+    "a disk too small for checkpoints": (
+        lambda _: folder(37),  # three of 12 GB, and the weights at the end
+        *("run.dir", "checkpoints 36", "40.1 GB are needed"),
+    ),
+    "too few ports": (
+        lambda _: check_ports(nodes(job(), 1, 0), 99),
+        *("cluster.host", "node0 has 6 free ports", "99 are needed"),
+    ),
+    "a machine that does not reach the first": (
+        lambda _: reached(node2="cannot reach 10.0.0.0:20000: timed out"),
+        *("cluster.interface", "node2 to node0 (10.0.0.0:20000): cannot reach", "cluster.interface"),
+    ),
+    "a machine that does not answer": (
+        lambda _: reached(node1=None),
+        *("cluster.interface", "node1 to node0 (10.0.0.0:20000): no answer", "cluster.interface"),
+    ),
+    "an all-reduce that fails": (
+        lambda _: summed(node1="Connection refused"),
+        *("cluster.interface", "over gloo between node0, node1: node1: Connection refused", "node1 by ib0"),
+    ),
+    "an all-reduce that never ends": (
+        lambda _: summed(node0="no end after 60 s", node1=None),
+        *("cluster.interface", "node0: no end after 60 s; node1: no answer", "cluster.interface"),
+    ),
+    "shared memory between machines": (
+        lambda _: sync("tensor", 2),
+        *("weights.transport", "tensor", "use auto"),
+    ),
+    "a folder for weights that is not shared": (
+        lambda _: check_shared(job(**{"weights.transport": "disk"}), {"node1": ["/scratch"]}, "/scratch", {}),
+        *("weights.folder", "node1 does not see /scratch", "all machines"),
+    ),
+    "a model that one machine lacks": (
+        lambda _: check_shared(job(), {"node1": ["/models/it"]}, "/tmp", {"/models/it": "model.path"}),
+        *("model.path", "node1 does not see /models/it", "all machines"),
+    ),
+    "a run folder that is not shared": (
+        lambda _: check_shared(job(), {"node1": ["/tmp"]}, "/tmp", {}),
+        *("run.dir", "node1 does not see /tmp", "all machines"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found_with_field_and_remedy(fault: str, tmp_path: Path) -> None:
+    check, field, value, remedy = FAULTS[fault]
+    findings = check(tmp_path)
+    assert failed(findings)
+    (found,) = {one for one in findings if one.level == "error"}
+    assert found.field == field
+    assert value in found.value
+    assert remedy in found.remedy
+    text = " ".join(rendered(findings).split())
+    assert " ".join(found.value.split()) in text
+    assert found.remedy in text
+
+
+def test_faults_are_told_apart() -> None:
+    assert len(FAULTS) >= 10
+    assert len({(field, value) for _, field, value, _ in FAULTS.values()}) >= len(FAULTS) - 1
+
+
+WELL: dict[str, Callable[[Path], list[Finding]]] = {
+    "versions": lambda _: versions(),
+    "a build of the right version": lambda _: versions(torch=f"{pinned()['torch']}+cpu"),
+    "the same on two machines": lambda _: check_versions([machine(), machine("node1")], pinned()),
+    "a model of one file": lambda tmp: files(tmp, shards=1),
+    "a model of two files": files,
+    "memory of a GPU": lambda _: memory("trainer", 60),
+    "memory of a machine": lambda _: memory("engine", 60, gpu=False),
+    "GPUs": lambda _: gpus(shown=2),
+    "no GPUs": lambda _: gpus(shown=0, used=0),
+    "a disk": lambda _: folder(41),
+    "ports": lambda _: check_ports(nodes(job(), 2, 0), 6),
+    "reach": lambda _: reached(),
+    "sum": lambda _: summed(),
+    "shared memory on one machine": lambda _: sync("tensor", 1),
+    "auto over two": lambda _: sync("auto", 2),
+    "shared folders": lambda _: check_shared(job(), {}, "/tmp", {}),
+}
+
+
+@pytest.mark.parametrize("case", WELL)
+def test_what_is_right_is_no_fault(case: str, tmp_path: Path) -> None:
+    assert {one.level for one in WELL[case](tmp_path)} <= {"ok"}
+
+
+WARNED: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
+    "another version of what others keep stable": (lambda _: versions(transformers="5.0.0"), "versions"),
+    "memory with nothing to spare": (lambda _: memory("trainer", 75), "trainer.tensor_parallel"),
+    "activations that may not fit": (lambda _: memory("trainer", 100, part="activations"), "trainer.tensor_parallel"),
+    "no nvidia-smi": (lambda _: gpus(shown=0), "cluster.gpus"),
+    "recordings that may fill the disk": (
+        lambda _: folder(41, record=True, **{"run.max_steps": 10**6, "rollout.max_new_tokens": 60}),
+        "run.dir",
+    ),
+    "a checkpoint slower than its time": (lambda _: folder(41, speed=1e6), "checkpoint.timeout"),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_what_may_go_wrong_is_a_warning_with_a_remedy(case: str, tmp_path: Path) -> None:
+    check, field = WARNED[case]
+    findings = check(tmp_path)
+    assert not failed(findings)
+    (found,) = [one for one in findings if one.level == "warning"]
+    assert (found.field, bool(found.remedy)) == (field, True)

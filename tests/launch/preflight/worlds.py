@@ -1,0 +1,81 @@
+"""Runs on machines that are not there: what they would tell, and model folders in small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.launch.placement import Node, Placement, place, ports_wanted
+from asyncrl.launch.preflight.facts import Gpu, Machine
+from asyncrl.launch.preflight.versions import pinned
+from asyncrl.planner.memory import BYTES, Weight
+from tests.fakes import tiny_config
+
+GB = 10**9
+TENSORS = {"model.embed_tokens.weight": (16, 4), "model.norm.weight": (4,), "lm_head.weight": (16, 4)}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4,
+    "intermediate_size": 8,
+    "num_hidden_layers": 0,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+}
+
+
+def job(**changes: Any) -> Config:
+    """The tiny experiment as a job."""
+    return tiny_config(**{"cluster.launcher": "slurm", "cluster.host": None, **changes})
+
+
+def nodes(config: Config, count: int, gpus: int) -> list[Node]:
+    """Machines with addresses of their own."""
+    ports = tuple(range(20000, 20000 + ports_wanted(config)))
+    visible = tuple(str(number) for number in range(gpus))
+    return [Node(f"node{number}", f"10.0.0.{number}", visible, ports, "eth0") for number in range(count)]
+
+
+def placed(config: Config, count: int, gpus: int) -> Placement:
+    return place(config, nodes(config, count, gpus))
+
+
+def machine(name: str = "node0", gpus: int = 0, gb: float = 80, ram: float = 500, **versions: str) -> Machine:
+    """One that has what the project is made for, unless `versions` (with _ for -) say otherwise."""
+    mine = {"python": "3.11.7", "asyncrl": "0.1.0", **pinned()}
+    mine |= {package.replace("_", "-"): version for package, version in versions.items()}
+    cards = tuple(Gpu(number, "NVIDIA H100 80GB HBM3", int(gb * GB), f"GPU-{number}") for number in range(gpus))
+    return Machine(name, mine, cards, int(ram * GB))
+
+
+def weights(parameters: float) -> list[Weight]:
+    """One matrix of so many parameters, whole on each rank."""
+    return [Weight("model.norm.weight", (int(parameters),))]
+
+
+def write_model(folder: Path, *, shards: int = 1) -> Path:
+    """A whole folder; of several shards with an index."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text("{}")
+    names = sorted(TENSORS)
+    parts = [names[number::shards] for number in range(shards)]
+    files = ["model.safetensors"] if shards == 1 else [f"model-{n + 1}-of-{shards}.safetensors" for n in range(shards)]
+    for file, part in zip(files, parts, strict=True):
+        write_shard(folder / file, {name: TENSORS[name] for name in part})
+    if shards > 1:
+        owner = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owner}))
+    return folder
+
+
+def write_shard(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    """Zeros in float32."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        size = Weight(name, shape).elements * BYTES["float32"]
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))

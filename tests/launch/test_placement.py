@@ -1,0 +1,126 @@
+"""Every process has a place, no GPU and no port is given twice, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.placement import Placement, Seat, imagined, nodes_wanted, place
+from tests.fakes import tiny_config
+
+SLURM = {"cluster.launcher": "slurm"}
+
+
+def placed(nodes: int, gpus: int, **changes: Any) -> Placement:
+    config = tiny_config(**SLURM, **changes)
+    return place(config, imagined(config, nodes, gpus))
+
+
+def where(seats: list[Seat]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(seat.node.name, seat.gpus) for seat in seats]
+
+
+def all_seats(found: Placement) -> list[Seat]:
+    engines = [seat for seats in found.engines for seat in seats]
+    return [*dict.fromkeys(found.trainers), *engines, *found.teachers, *found.judges]
+
+
+def test_trainers_fill_the_first_nodes_in_blocks_and_engines_take_what_is_left() -> None:
+    found = placed(3, 4, **{"trainer.tensor_parallel": 2, "trainer.data_parallel": 3, "engine.count": 6})
+    assert [seat.node.name for seat in found.trainers] == ["node0"] * 3 + ["node1"] * 3
+    assert [found.local_rank(rank) for rank in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert where([seats[0] for seats in found.engines]) == [
+        ("node0", (3,)),
+        ("node1", (3,)),
+        *(("node2", (gpu,)) for gpu in range(4)),
+    ]
+    assert found.router.node.name == found.rollout.node.name == "node0"
+
+
+def test_trainers_may_have_nodes_to_themselves() -> None:
+    shape = {"trainer.data_parallel": 2, "engine.count": 4, "cluster.trainer_nodes": 1}
+    assert {seats[0].node.name for seats in placed(2, 4, **shape).engines} == {"node1"}
+    with pytest.raises(ConfigError, match=r"engine.count × engine.tensor_parallel"):
+        placed(1, 4, **shape | {"engine.count": 5})
+
+
+def test_an_engine_that_does_not_fit_takes_whole_nodes() -> None:
+    found = placed(4, 4, **{"trainer.data_parallel": 4, "engine.tensor_parallel": 8, "cluster.cpu_nodes": 1})
+    ((head, second),) = found.engines
+    assert where([head, second]) == [("node2", (0, 1, 2, 3)), ("node3", (0, 1, 2, 3))]
+    assert (head.port > 0, second.port) == (True, 0)
+    assert found.router.node.name == "node0"  # without GPUs
+    assert found.trainers[0].node.name == "node1"
+
+
+def test_without_gpus_trainers_get_the_first_half_and_engines_take_turns() -> None:
+    found = placed(4, 0, **{"trainer.data_parallel": 4, "engine.count": 3})
+    assert [seat.node.name for seat in found.trainers] == ["node0", "node0", "node1", "node1"]
+    assert [seats[0].node.name for seats in found.engines] == ["node2", "node3", "node2"]
+    alone = placed(1, 0, **{"trainer.data_parallel": 4, "engine.count": 3})
+    assert {seat.node.name for seat in all_seats(alone)} == {"node0"}
+
+
+def test_modes_without_trainers_or_engines_leave_their_places_out() -> None:
+    generating = placed(1, 2, **{"mode": "rollout_only", "record": True, "engine.count": 2})
+    assert (generating.trainers, len(generating.engines)) == ([], 2)
+    replayed = placed(1, 2, **{"mode": "replay", "replay.from": "x", "trainer.data_parallel": 2})
+    assert (len(replayed.trainers), replayed.engines) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"trainer.data_parallel": 9}, "cluster.nodes"),
+        ({"trainer.data_parallel": 3, "cluster.trainer_nodes": 2}, "cluster.trainer_nodes"),
+        ({"engine.count": 8}, "engine.count × engine.tensor_parallel"),
+        ({"engine.tensor_parallel": 6}, "engine.count × engine.tensor_parallel"),
+        ({"cluster.cpu_nodes": 2}, "cluster.nodes"),
+        ({"engine.device": "cuda", "trainer.device": "cpu", "gpus": 0}, "engine.device"),
+        ({"trainer.device": "cuda", "gpus": 0}, "trainer.device"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_field(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        placed(2, **{"gpus": 4, **changes})
+    assert caught.value.field == field
+
+
+@given(
+    each=st.sampled_from([1, 2, 4, 8]),
+    world=st.integers(1, 32),
+    engines=st.integers(1, 12),
+    tensor=st.sampled_from([1, 2, 4, 8, 16]),
+    teachers=st.integers(0, 2),
+    cpu_nodes=st.integers(0, 2),
+)
+def test_the_fewest_nodes_hold_everything_once(
+    each: int, world: int, engines: int, tensor: int, teachers: int, cpu_nodes: int
+) -> None:
+    """And one less does not."""
+    config = _config(world, engines, tensor, teachers, cpu_nodes)
+    try:
+        count = nodes_wanted(config, each)
+    except ConfigError:
+        return  # ranks that no number of such nodes shares evenly
+    found = place(config, imagined(config, count, each))
+    taken = [(seat.node.name, gpu) for seat in all_seats(found) for gpu in seat.gpus]
+    assert len(taken) == len(set(taken)) == world + engines * tensor + teachers
+    seats = [found.router, found.rollout, *all_seats(found)]
+    ports = [(seat.node.name, port) for seat in seats for port in (seat.port, seat.meeting) if port]
+    assert len(ports) == len(set(ports))
+    assert [found.trainers.count(seat) for seat in found.trainers] == [world // len(set(found.trainers))] * world
+    if count > 1 + cpu_nodes:
+        with pytest.raises(ConfigError):
+            place(config, imagined(config, count - 1, each))
+
+
+def _config(world: int, engines: int, tensor: int, teachers: int, cpu_nodes: int) -> Config:
+    shape = {"trainer.data_parallel": world, "engine.count": engines, "engine.tensor_parallel": tensor}
+    teaching = {"teacher.model": "/t", "teacher.count": teachers} if teachers else {}
+    return tiny_config(**SLURM, **shape, **teaching, **{"cluster.cpu_nodes": cpu_nodes})

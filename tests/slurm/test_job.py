@@ -1,0 +1,158 @@
+"""The launcher in a job: which machines it has, and how its processes become steps. Without Slurm."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.launch.placement import imagined, place
+from asyncrl.launch.plan import ProcessSpec, plan
+from asyncrl.launch.preflight.facts import this_machine
+from asyncrl.launch.slurm import job as module
+from asyncrl.launch.slurm.job import Job
+from asyncrl.launch.slurm.probe import MARK, heard
+from asyncrl.launch.slurm.task import Task
+from tests.fakes import addresses, tiny_config
+
+SLURM = {"cluster.launcher": "slurm"}
+
+
+@pytest.fixture(autouse=True)
+def hostnames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that `scontrol show hostnames` would spell out."""
+    monkeypatch.setattr(module, "_output", lambda *argv: "\n".join(argv[-1].split(",")))
+
+
+def made(
+    nodes: int, gpus: int = 0, groups: list[list[str]] | None = None, **changes: Any
+) -> tuple[Job, list[ProcessSpec]]:
+    config = tiny_config(**SLURM, **changes)
+    machines = imagined(config, nodes, gpus)
+    job = Job("17", groups or [[node.name for node in machines]], config.cluster, machines)
+    return job, plan(config, addresses(config.engine.count, gpus), place(config, machines), Path("/runs/r"))
+
+
+def steps(tmp_path: Path, *arguments: Any, **changes: Any) -> dict[str, ProcessSpec]:
+    job, specs = made(*arguments, **changes)
+    return {spec.name: spec for spec in job.steps(specs, tmp_path, "0123456789", [Path("/models/m")])}
+
+
+def options(spec: ProcessSpec) -> dict[str, str]:
+    found = (word.removeprefix("--").partition("=") for word in spec.argv if word.startswith("--"))
+    return {name: value for name, _, value in found}
+
+
+def test_machines_are_those_of_the_environment_by_component() -> None:
+    cluster = tiny_config(**SLURM).cluster
+    assert Job.found(cluster, {}) is None
+    plain = Job.found(cluster, {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "a,b"})
+    assert plain is not None
+    assert (plain.id, plain.groups) == ("3", [["a", "b"]])
+    lists = {"SLURM_JOB_NODELIST_HET_GROUP_0": "c", "SLURM_JOB_NODELIST_HET_GROUP_1": "a,b"}
+    mixed = Job.found(cluster, {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "c", **lists})
+    assert mixed is not None
+    assert mixed.groups == [["c"], ["a", "b"]]
+    with pytest.raises(ConfigError, match=r"cluster\.nodes"):
+        Job.found(
+            tiny_config(**SLURM, **{"cluster.nodes": 3}).cluster, {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "a"}
+        )
+
+
+def test_what_machines_tell_is_heard_between_other_lines() -> None:
+    node = {"name": "a", "address": "10.0.0.1", "gpus": ["0"], "ports": [1, 2], "interface": "ib0"}
+    facts = this_machine("a", {"torch": "2.13.0"})
+    answer, problem = json.dumps({"node": node, "machine": facts.told()}), json.dumps({"problem": "b: no ib0"})
+    (((found, machine),), problems) = heard(f"module loaded\n{MARK}{answer}\n{MARK}{problem}\n")
+    assert machine == facts
+    assert (found.name, found.gpus, found.ports, found.interface) == ("a", ("0",), (1, 2), "ib0")
+    assert problems == ["b: no ib0"]
+
+
+def test_machines_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_started", lambda argv: argv)
+    monkeypatch.setattr(module, "_finished", lambda argv, seconds: "srun: error: node2: launch failed")
+    job = Job("3", [["node1", "node2"]], tiny_config(**SLURM).cluster)
+    with pytest.raises(LaunchError, match=r"no answer from \['node1', 'node2'\](.|\n)*launch failed"):
+        job.probed(tiny_config(**SLURM))
+
+
+def test_every_process_is_a_step_on_its_machine_and_all_trainers_are_one(tmp_path: Path) -> None:
+    found = steps(tmp_path, 4, **{"trainer.data_parallel": 4, "engine.count": 2})
+    assert list(found) == ["engine-0", "engine-1", "router", "rollout", "trainer"]
+    assert all(spec.step and spec.argv[0] == "srun" for spec in found.values())
+    assert {name: options(found[name])["nodelist"] for name in ("engine-0", "engine-1", "rollout")} == {
+        "engine-0": "node2",
+        "engine-1": "node3",
+        "rollout": "node0",
+    }
+    trainer = options(found["trainer"])
+    assert (trainer["nodelist"], trainer["nodes"], trainer["ntasks"], trainer["ntasks-per-node"]) == (
+        *("node0,node1", "2", "4", "2"),
+    )
+    assert trainer["output"] == f"{tmp_path}/logs/trainer-%t.log"
+    assert found["trainer"].ends_the_run
+    assert (found["engine-0"].stop_signal, found["rollout"].stop_signal) == (signal.SIGTERM, signal.SIGUSR1)
+    assert options(found["rollout"])["job-name"] == "asyncrl-01234567"
+
+
+def test_ranks_have_in_common_what_is_common_and_their_own_beside_it(tmp_path: Path) -> None:
+    steps(tmp_path, 2, 2, **{"trainer.data_parallel": 4, "engine.device": "cpu", "cluster.trainer_nodes": 2})
+    task = Task.read(tmp_path / "slurm" / "steps" / "trainer")
+    assert task.argv == [sys.executable, "-m", "asyncrl.trainer", "/runs/r"]
+    assert task.env["WORLD_SIZE"] == "4"
+    assert task.env["MASTER_ADDR"] == "node0"
+    assert [(rank["RANK"], rank["LOCAL_RANK"], rank["ASYNCRL_HOST"]) for rank in task.ranks] == [
+        ("0", "0", "node0"),
+        ("1", "1", "node0"),
+        ("2", "0", "node1"),
+        ("3", "1", "node1"),
+    ]
+
+
+def test_keys_stand_in_files_of_the_owner_and_on_no_command_line(tmp_path: Path) -> None:
+    found = steps(tmp_path, 2)
+    for name in ("rollout", "trainer", "engine-0"):
+        file = tmp_path / "slurm" / "steps" / name
+        assert "key0" in file.read_text()
+        assert file.stat().st_mode & 0o077 == 0
+    assert not any("key0" in word for spec in found.values() for word in spec.argv)
+
+
+def test_steps_name_their_component_where_there_are_several(tmp_path: Path) -> None:
+    found = steps(tmp_path, 3, 2, [["node0"], ["node1", "node2"]], **{"cluster.cpu_nodes": 1})
+    assert {name: options(spec)["het-group"] for name, spec in found.items()} == {
+        "engine-0": "1",
+        "router": "0",
+        "rollout": "0",
+        "trainer": "1",
+    }
+
+
+@pytest.mark.parametrize("kind", ["pyxis", "apptainer"])
+def test_containers_have_their_own_python_and_the_folders_of_the_run(tmp_path: Path, kind: str) -> None:
+    container = {"kind": kind, "image": "us/asyncrl", "mounts": ["/data:/data"], "python": "/opt/python"}
+    changes = {f"cluster.container.{name}": value for name, value in container.items()}
+    found = steps(tmp_path, 1, **changes)["engine-0"]
+    file = str(tmp_path / "slurm" / "steps" / "engine-0")
+    assert found.argv[-4:] == ["/opt/python", "-m", "asyncrl.launch.slurm.task", file]
+    assert Task.read(Path(file)).argv[0] == "/opt/python"
+    line = " ".join(found.argv)
+    folders = [f"{Path.cwd()}:{Path.cwd()}", "/models/m:/models/m", "/data:/data"]
+    if kind == "pyxis":
+        assert options(found)["container-image"] == "us/asyncrl"
+        assert options(found)["container-mounts"].split(",") == folders
+    else:
+        assert "apptainer exec --nv" in line
+        assert all(f"--bind {folder}" in line for folder in folders)
+        assert "us/asyncrl /opt/python" in line
+
+
+def test_further_options_of_srun_are_passed_on(tmp_path: Path) -> None:
+    found = steps(tmp_path, 1, **{"cluster.srun": ["--mpi=none"]})
+    assert all("--mpi=none" in spec.argv for spec in found.values())

@@ -1,0 +1,128 @@
+"""The scripts that are shipped are those that the renderer makes, and bash can read them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.slurm.script import Script
+from asyncrl.launch.slurm.submit import script, submit
+from scripts.render_slurm import FOLDER, rendered
+from tests.fakes import tiny_config
+
+SLURM = {"cluster.launcher": "slurm", "cluster.gpus": 0}
+SHIPPED = dict(rendered())
+
+
+def made(run_dir: Path = Path("runs/r"), *arguments: str, **changes: Any) -> Script:
+    return script(tiny_config(**{**SLURM, **changes}), [(run_dir, arguments)])
+
+
+def options(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_shipped_scripts_are_what_the_renderer_makes_now() -> None:
+    """python scripts/render_slurm.py writes them anew."""
+    assert {path.name: path.read_text() for path in FOLDER.iterdir()} == {p.name: text for p, text in SHIPPED.items()}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_bash_reads_them(path: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
+
+
+def test_shipped_scripts_ask_for_the_nodes_that_their_ranks_need() -> None:
+    texts = {path.stem: text for path, text in SHIPPED.items()}
+    assert "--nodes=1" in options(texts["one_node"])
+    assert "--nodes=4" in options(texts["several_nodes"])  # 16 + 16 GPUs in eights
+    assert options(texts["disaggregated"]).count("hetjob") == 1
+    assert options(texts["sweep"]).count("--array=0-2") == 1
+    assert "cluster.container.kind=pyxis" in texts["pyxis"]
+
+
+def test_options_of_the_users_are_kept_and_those_of_the_run_are_its_own() -> None:
+    found = options(made(**{"cluster.sbatch": {"partition": "gpu", "exclusive": False, "mem_per_cpu": "4G"}}).text())
+    assert {"--partition=gpu", "--mem-per-cpu=4G"} <= set(found)
+    assert not any("exclusive" in option for option in found)
+    with pytest.raises(ConfigError, match=r"cluster.sbatch.nodes"):
+        made(**{"cluster.sbatch": {"nodes": 3}}).text()
+
+
+def test_machines_without_gpus_ask_for_none() -> None:
+    config = {"cluster.gpus": 4, "cluster.cpu_nodes": 1, "cluster.sbatch": {"gres": "gpu:4", "account": "us"}}
+    found = options(made(**config).text())
+    head, tail = found[: found.index("hetjob")], found[found.index("hetjob") :]
+    assert "--account=us" in head
+    assert "--account=us" in tail
+    assert not any("gpu" in option for option in head)
+    assert {"--gres=gpu:4", "--gpus-per-node=4"} <= set(tail)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"cluster.gpus": None}, "cluster.gpus"),
+        ({"cluster.requeues": 1}, "cluster.requeues"),
+        ({"cluster.nodes": 1, "cluster.gpus": 1}, "engine.count × engine.tensor_parallel"),
+    ],
+)
+def test_a_job_that_could_not_run_is_not_written(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(**changes)
+    assert caught.value.field == field
+
+
+RUN = """import os, signal, sys, time
+def on(number, act):
+    signal.signal(number, lambda *_: act())
+    os.kill(os.getppid(), number)
+    time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "restarts", "code", "asked"),
+    [
+        ("sys.exit(0)", 0, 0, ""),
+        ("sys.exit(3)", 0, 3, ""),
+        ("sys.exit(75)", 0, 75, "requeue 17\n"),
+        ("sys.exit(75)", 2, 75, ""),  # often enough
+        ("on(signal.SIGUSR1, lambda: sys.exit(75))", 0, 75, "requeue 17\n"),
+        ("on(signal.SIGTERM, lambda: sys.exit(5))", 0, 5, ""),
+        ("on(signal.SIGUSR1, lambda: None)", 0, 0, ""),  # it was asked, and came to its end
+    ],
+)
+def test_script_passes_signals_on_and_asks_for_the_queue_where_it_was_paused(
+    tmp_path: Path, program: str, restarts: int, code: int, asked: str
+) -> None:
+    """Run as Slurm runs it, with a launcher and an scontrol of our own."""
+    for name, text in (
+        ("launcher", f"#!{sys.executable}\n{RUN}{program}\n"),
+        ("scontrol", f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n'),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    config = tiny_config(**SLURM, **{"cluster.requeues": 2, "checkpoint.every": 1})
+    job = script(config, [(tmp_path / "run", ["x=1"])], tmp_path, str(tmp_path / "launcher"))
+    (tmp_path / "job").write_text(job.text())
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restarts)}
+    assert subprocess.run(["bash", str(tmp_path / "job")], env=env, timeout=60, check=False).returncode == code
+    assert ((tmp_path / "asked").read_text() if asked else "") == asked
+
+
+def test_script_is_written_and_nothing_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # where no sbatch is
+    config = tiny_config(**SLURM, **{"cluster.submit": False})
+    told = submit(config, [(tmp_path / "run", ["experiment=tiny"])])
+    path = tmp_path / "run" / "slurm" / "job.sbatch"
+    assert str(path) in told
+    assert "experiment=tiny" in path.read_text()
+    with pytest.raises(ConfigError, match="no sbatch here"):
+        submit(tiny_config(**SLURM), [(tmp_path / "run", [])])
