@@ -19,9 +19,10 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent() -> None:
-    """In a child, before its program begins: the kernel kills it when who started it dies."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """In a child, before its program begins: the kernel sends it this when who started it dies. (An srun must get
+    SIGTERM: one that is killed leaves its step running.)"""
+    _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
 def shared_files(leaders: Iterable[int]) -> set[Path]:

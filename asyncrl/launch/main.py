@@ -159,8 +159,9 @@ def launch(config: Config, run_dir: Path) -> None:
         check_devices(config, count_gpus(config.cluster.gpus))
     if config.cluster.preflight:
         require(config, run_dir, job)
-    check_files(config)
-    check_recording(config)
+    else:
+        check_files(config)
+        check_recording(config)
     model = catalog.resolve(config.model.path)
     check_model(config, json.loads((model / "config.json").read_text()))
     teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
@@ -176,6 +177,7 @@ def launch(config: Config, run_dir: Path) -> None:
     held = resume.lock(run_dir)
     if goes_on and (reason := resume.finished(config, run_dir, origin)):
         print(f"asyncrl: {run_dir} is done: {reason}")
+        os.close(held)
         return
     if goes_on or origin:
         resume.roll_back(run_dir, origin)

@@ -172,7 +172,8 @@ def _on_gpus(name: str, section: Engine | Frozen, rooms: list[_Room], each: int)
 def nodes_wanted(config: Config, each: int) -> int:
     """The fewest machines with `each` GPUs that do."""
     problem: ConfigError | None = None
-    most = config.trainer.world_size + sum(s.tensor_parallel * s.count for s in (config.engine, config.teacher)) + 8
+    fleets = (config.engine, config.teacher, config.judge)
+    most = config.trainer.world_size + sum(fleet.tensor_parallel * fleet.count for fleet in fleets) + 1
     for count in range(1 + config.cluster.cpu_nodes, config.cluster.cpu_nodes + most):
         try:
             place(config, imagined(config, count, each))

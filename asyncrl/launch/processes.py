@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from asyncrl.addresses import STOP, STOPPED
@@ -26,6 +27,7 @@ from asyncrl.errors import ProcessDied
 from asyncrl.launch.leftovers import die_with_parent, shared_files, sweep
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.slurm.task import end_file
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20
@@ -56,6 +58,7 @@ class Supervisor:
         self._run_dir, self._run_id, self._grace = run_dir, run_id, grace
         self._policy = policy or RestartPolicy(run_dir)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._lost: set[str] = set()  # with their machines
 
     def run(self, each_poll: Callable[[], None]) -> None:
         """Until the trainers have finished. Raises ProcessDied, Stopped or Paused; processes are gone in every case."""
@@ -86,21 +89,23 @@ class Supervisor:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM if spec.step else signal.SIGKILL),
             )
 
     def _finished(self) -> bool:
         """Whether all trainers ended well. Raises ProcessDied at the first other end that is no engine's."""
         for name in [*self._policy.given_up(self._specs.values()), *self._policy.hanging()]:
             self._kill(name)
-        dead = {name: code for name, child in self._children.items() if (code := child.poll()) is not None}
+        codes = {name: child.poll() for name, child in self._children.items() if name not in self._lost}
+        dead = {name: code for name, code in codes.items() if code is not None}
         ends = {name for name, spec in self._specs.items() if spec.ends_the_run}
         wrong = {name: code for name, code in dead.items() if code != 0 or name not in ends}
         lost = {name for name in wrong if self._policy.lost(self._specs[name])}
-        missed = lost if self._engines() - dead.keys() else set()
-        for name in {name for name in missed if self._specs[name].url}:
-            self._give_up(name)
-            del wrong[name]
+        for name in lost:
+            whole = self._whole(name)
+            if self._engines() & whole and self._engines() - whole - dead.keys():
+                self._give_up(name, whole)
+                wrong = {other: code for other, code in wrong.items() if other not in whole}
         final = {
             name: code for name, code in wrong.items() if name in lost or not self._policy.allows(self._specs[name])
         }
@@ -120,22 +125,25 @@ class Supervisor:
 
     def _engines(self) -> set[str]:
         """Of the policy, that are not given up."""
-        return {name for name in self._children if self._specs[name].url}
+        return {name for name, spec in self._specs.items() if spec.url} - self._lost
 
-    def _give_up(self, name: str) -> None:
-        """For good: the run goes on without it."""
-        del self._children[name]
+    def _give_up(self, name: str, whole: set[str]) -> None:
+        """For good: the run goes on without it, and whoever lives with it."""
+        for mate in whole:
+            self._kill(mate)
+        self._lost |= whole
         text = f"{name} is lost with {self._specs[name].node}: the run goes on with {len(self._engines())} engines"
         print(f"asyncrl: {text}", file=sys.stderr, flush=True)
 
+    def _whole(self, name: str) -> set[str]:
+        """It, and whoever lives and dies with it."""
+        together = self._specs[name].together
+        return {name, *(mate for mate, spec in self._specs.items() if together and spec.together == together)}
+
     def _mates(self, name: str) -> set[str]:
-        """Who lives and dies with it, and has not been started again since they did so last."""
-        together, times = self._specs[name].together, self._policy.count(name)
-        return {
-            mate
-            for mate, spec in self._specs.items()
-            if together and mate != name and spec.together == together and self._policy.count(mate) <= times
-        }
+        """Who must die with it: those that have not been started again since they did so last."""
+        times = self._policy.count(name)
+        return {mate for mate in self._whole(name) - {name} if self._policy.count(mate) <= times}
 
     def _kill(self, name: str) -> None:
         """At once. An srun that is killed could not kill its step."""
@@ -165,7 +173,8 @@ class Supervisor:
         """Who died, how, and its log. A step may be several processes, and its tasks have told of their own ends."""
         if not self._specs[name].step:
             return name, how(code), self._log(name)
-        files = (self._run_dir / "slurm" / "steps").glob(f"{name}*.end")
+        folder = self._run_dir / "slurm" / "steps"
+        files = [file for file in (end_file(folder, name), *folder.glob(f"{name}-*.end")) if file.exists()]
         told = sorted((json.loads(file.read_text()) for file in files), key=lambda end: (end["code"] >= 0, end["at"]))
         if not told:
             return f"{name} on {self._specs[name].node}", f"srun: {how(code)}", self._log(name)

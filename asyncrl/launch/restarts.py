@@ -22,7 +22,7 @@ from asyncrl.addresses import LOST, READY
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.slurm.task import begin_file
+from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.launch.watch import Watch
 
 RETRY_SECONDS = 10.0
@@ -57,7 +57,7 @@ class RestartPolicy:
 
     def lost(self, spec: ProcessSpec) -> bool:
         """Whether its machine is gone for good. Asked of one that died, and seldom: Slurm answers."""
-        if not spec.step or self._began(spec.name) or not self._due(spec.name):
+        if not (spec.step and spec.restarts) or self._began(spec.name) or not self._due(spec.name):
             return False
         return not self._has_machine(spec.node)
 
@@ -85,7 +85,8 @@ class RestartPolicy:
         self._announced.discard(spec.name)
         if not spec.step or self._began(spec.name):  # else nothing has died: its machine does not answer
             self._restarts[spec.name] += 1
-        begin_file(self._run_dir / "slurm" / "steps", spec.name).unlink(missing_ok=True)
+        for note in (begin_file, end_file):
+            note(self._run_dir / "slurm" / "steps", spec.name).unlink(missing_ok=True)
         if spec.name in self._watches:
             self._watches[spec.name].forget()
         return True

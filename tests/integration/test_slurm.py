@@ -222,3 +222,18 @@ def revive(lab: Lab, node: str) -> None:
     lab.start_node(node)
     lab.wait_for(lambda: lab.states()[node] in ("idle", "mix", "alloc"), f"{node} again", TIMEOUT)
     time.sleep(1)
+
+
+def test_launcher_that_is_killed_in_an_allocation_that_goes_on_leaves_nothing(lab: Lab, tmp_path: Path) -> None:
+    """As in an interactive one: Slurm would keep the steps until its end."""
+    run_dir = tmp_path / "run"
+    settings = (*JOB, *SMALL, "cluster.nodes=2", f"run.dir={run_dir}", "run.max_steps=1000")
+    lab.run("salloc", "--nodes=2", "--no-shell")
+    number = lab.run("squeue", "--noheader", "--format=%i").strip()
+    inside = {**lab.env, "SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "node[1-2]"}
+    argv = [sys.executable, "-m", "asyncrl.launch.main", *settings]
+    with subprocess.Popen(lab.at_head(*argv), env=inside) as launcher:
+        lab.wait_for(lambda: len(lines(run_dir / "metrics.jsonl")) >= 3, "step 3", TIMEOUT)
+        launcher.kill()
+    nothing_is_left(run_dir)
+    lab.run("scancel", number)

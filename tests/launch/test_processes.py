@@ -408,3 +408,29 @@ def test_processes_that_belong_together_are_started_again_together(run_id: str, 
     logs = {name: (tmp_path / "logs" / f"{name}.log").read_text() for name in ("engine-0", "engine-0.1")}
     assert logs["engine-0.1"] == "life 1\n"
     assert logs["engine-0"].splitlines()[-1] == "life 1"
+
+
+def test_ends_of_other_steps_are_not_told_as_its_own(run_id: str, tmp_path: Path) -> None:
+    """engine-1 is no rank of engine-10."""
+    folder = tmp_path / "slurm" / "steps"
+    folder.mkdir(parents=True)
+    (tmp_path / "logs").mkdir()
+    end_file(folder, "engine-10").write_text(json.dumps({"name": "engine-10", "node": "node9", "code": -9, "at": 1.0}))
+    dying = step(run_id, "engine-1", "raise SystemExit(3)")
+    with pytest.raises(ProcessDied, match="engine-1 on node2 died: srun: exit code 3"):
+        Supervisor([dying, spec(run_id, "trainer-0", FOREVER, ends=True)], tmp_path, run_id, 1.0).run(lambda: None)
+
+
+def test_engine_that_spans_machines_is_given_up_as_a_whole(run_id: str, tmp_path: Path) -> None:
+    (tmp_path / READY).touch()
+    (tmp_path / "logs").mkdir()
+    gone = "import time; time.sleep(0.2); raise SystemExit(1)"
+    specs = [
+        step(run_id, "engine-0", url="http://e0", node="node1", restarts=1),
+        step(run_id, "engine-1", url="http://e1", node="node2", restarts=1, together="engine-1"),
+        step(run_id, "engine-1.1", gone, node="node3", restarts=1, together="engine-1"),
+        spec(run_id, "trainer-0", "import time; time.sleep(1.5)", ends=True),
+    ]
+    policy = RestartPolicy(tmp_path, has_machine=lambda node: node != "node3")
+    Supervisor(specs, tmp_path, run_id, 1.0, policy).run(lambda: None)
+    assert (tmp_path / "logs" / "engine-1.log").read_text() == "up\nkilled\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,9 @@ def test_machine_that_does_not_answer_costs_no_restart_and_is_asked_again_in_a_w
         assert (policy.count(STEP.name), len(asked)) == (1, times)
     now[0] += 10
     assert policy.lost(STEP)
+
+
+def test_engine_whose_death_ends_the_run_is_not_given_up_with_its_machine(run_dir: Path) -> None:
+    policy = RestartPolicy(run_dir, has_machine=lambda node: False)
+    assert policy.lost(STEP)
+    assert not policy.lost(replace(STEP, restarts=0))  # cluster.on_engine_death=fail

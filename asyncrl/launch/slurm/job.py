@@ -219,16 +219,13 @@ def _started(argv: list[str]) -> subprocess.Popen[str]:
 
 
 def _finished(process: subprocess.Popen[str], seconds: float) -> str:
-    """Its output, after so many seconds at most."""
-    try:
-        return process.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        process.terminate()
-    try:
-        return process.communicate(timeout=COMMAND_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[0]
+    """Its output; after so many seconds it is asked to end, and killed if it does not."""
+    for end, patience in ((process.terminate, seconds), (process.kill, COMMAND_SECONDS)):
+        try:
+            return process.communicate(timeout=patience)[0]
+        except subprocess.TimeoutExpired:
+            end()
+    raise LaunchError(f"srun does not end, {seconds + COMMAND_SECONDS:.0f} s after it was started: it was killed")
 
 
 def _output(*argv: str) -> str:
