@@ -9,7 +9,7 @@ from pathlib import Path
 
 FILE = "addresses.json"
 PATHS = ("model", "teacher", "judge", "resume")
-TUPLES = ("engines", "teachers", "judges")
+TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
 READY = "ready"
 """Appears in the run folder when the router routes to every engine."""
 STOP, STOPPED = "stop", "stopped"
@@ -18,6 +18,8 @@ PAUSED = 75
 """Exit code of the command then: EX_TEMPFAIL of sysexits.h."""
 LOST = "lost.jsonl"
 """There the trainer writes which engines it has given up, and the launcher starts them again."""
+RESTARTED = "restart-"
+"""So begins what an engine says in place of a version until it has weights of the run (engine/serve.py)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Addresses:
     run_id: str
     api_key: str
     model: Path
-    engines: tuple[str, ...]
+    engines: tuple[str, ...]  # that the launcher starts
     router: str
     rollout: str
     gpus: int
@@ -36,6 +38,8 @@ class Addresses:
     teachers: tuple[str, ...] = ()  # engines of the teacher, whoever started them
     judge: Path | None = None
     judges: tuple[str, ...] = ()  # engines of the judge
+    attached: tuple[str, ...] = ()  # engines of the policy that others have started (engine.urls)
+    trainers: tuple[str, ...] = ()  # addresses of the machines of trainer ranks
     resume: Path | None = None  # the checkpoint that the run goes on from
 
     def write(self, run_dir: Path) -> None:

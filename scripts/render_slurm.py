@@ -32,6 +32,21 @@ SCRIPTS = {
     "pyxis": [*FOUR, "cluster.container.kind=pyxis", f"cluster.container.image={IMAGE}"],
     "apptainer": [*FOUR, "cluster.container.kind=apptainer", "cluster.container.image=/images/asyncrl.sif"],
 }
+ENGINES = """\
+#!/bin/bash
+# Engines for a run that is under way: sbatch engines.sbatch RUN (docs/engines.md)
+#SBATCH --job-name=engines
+#SBATCH --no-kill
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --output=%x-%j.out
+#SBATCH --signal=B:USR1@600
+#SBATCH --exclusive
+#SBATCH --mem=0
+
+exec asyncrl-engines add "$1"
+"""
 SWEEP = ("trainer.optimizer.lr", ("1e-6", "2e-6", "5e-6"))
 
 
@@ -39,6 +54,7 @@ def rendered() -> Iterator[tuple[Path, str]]:
     """Each file, and its text."""
     for name, arguments in SCRIPTS.items():
         yield FOLDER / f"{name}.sbatch", _script(name, arguments).text()
+    yield FOLDER / "engines.sbatch", ENGINES
     field, values = SWEEP
     yield FOLDER / "sweep.sbatch", _script("sweep", *([*BASE, f"{field}={value}"] for value in values)).text()
     yield FOLDER / "interactive.sh", _script("interactive", FOUR[:-1]).interactive()

@@ -31,7 +31,6 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.engine.control import RESTARTED
 from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine
 from asyncrl.planner.lengths import Lengths
 
@@ -337,8 +336,8 @@ def main() -> None:
     def tokens(prompt: Sequence[int], sibling: int, turn: int) -> int:
         return int(episodes(number_of(prompt))[sibling].turns[turn]) if episodes else options.tokens
 
-    restarts = int(os.environ.get("ASYNCRL_RESTARTS", "0"))  # as engine/serve.py: it has no version of the run's then
-    version = f"{RESTARTED}{restarts}" if restarts else "0"
+    # as engine/serve.py: it has no version of the run's then
+    version = os.environ.get("ASYNCRL_INCARNATION") or "0"
     time.sleep(options.start_after)
     asyncio.run(serve(options.ports, lambda: Stub(EngineShape(**options.shape), tokens, options.interval, version)))
 

@@ -507,3 +507,21 @@ def test_values_live_in_conf_alone() -> None:
 def test_composed_values_are_json() -> None:
     values = compose_values()
     assert json.loads(json.dumps(values)) == values
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"engine.count": 0}, "engine.count"),
+        ({"engine.urls": ["gpu1:30000"]}, "engine.urls"),
+        ({"engine.urls": ["http://gpu1:30000"] * 2}, "engine.urls"),
+    ],
+)
+def test_fleet_without_engines_or_with_addresses_that_are_none_is_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny_config(**changes)
+    assert caught.value.field == field
+
+
+def test_engines_that_run_already_may_be_all_there_are() -> None:
+    assert tiny_config(**{"engine.count": 0, "engine.urls": ["http://gpu1:30000"]}).engine.count == 0

@@ -15,7 +15,7 @@ import asyncrl
 
 PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-OPEN = {"types", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing"}  # to all
+OPEN = {"types", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases"}  # to all
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
 ALLOWED = {
@@ -24,6 +24,7 @@ ALLOWED = {
     "parallel": set(),
     "jsonl": set(),
     "ports": {"errors"},
+    "leases": set(),
     "imports": {"errors"},
     "routing": set(),
     "config": {"errors"},
@@ -53,7 +54,7 @@ ALLOWED = {
 }
 # Within a package, where only some modules are meant.
 ONLY = {
-    ("launch", "engine"): {"engine.server", "engine.router"},
+    ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.shelf"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
     ("launch", "planner"): {"planner.memory"},

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from asyncrl.config.section import Count, Name, Natural, Positive, Section
+from asyncrl.errors import ConfigError
 
 
 class Engine(Section):
     """The fleet of SGLang servers, and the router in front of it."""
 
-    count: Count
-    """Number of engines."""
+    count: Natural
+    """Number of engines that are started; 0 only with `urls`."""
+    urls: list[str]
+    """Engines that run already, elsewhere, beside those: this run sends them its weights, and requests. They take the
+    run's API key, which is then ASYNCRL_API_KEY of the environment (docs/engines.md)."""
     tensor_parallel: Count
     """GPUs (or CPU processes) of one engine."""
     device: Literal["auto", "cpu", "cuda"]
@@ -39,6 +45,17 @@ class Engine(Section):
     retry_timeout: Positive
     """Seconds for which the rest of a broken answer is asked for anew while no token comes; then its group is given up.
     Longer than an engine takes to start again."""
+
+    @model_validator(mode="after")
+    def _has_some(self) -> Engine:
+        if not self.count and not self.urls:
+            raise ConfigError("engine.count", 0, "Start one at least, or name engines that run already: engine.urls.")
+        for url in self.urls:
+            if not url.startswith("http://"):
+                raise ConfigError("engine.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
+        if len(set(self.urls)) < len(self.urls):
+            raise ConfigError("engine.urls", self.urls, "Names an engine twice: leave one out.")
+        return self
 
 
 class Frozen(Section):

@@ -71,7 +71,14 @@ class Answer:
         self.logprobs += [logprob for logprob, _, _ in entries if logprob is not None]
         if meta.finish_reason:
             self.last = meta
+            if not all(span.version.isdigit() for span in meta.weight_versions or []):
+                self._disown()
         return len(token_ids)
+
+    def _disown(self) -> None:
+        """An engine that somebody else started again: nobody knows the weights that wrote it."""
+        self.token_ids, self.logprobs, self.last = [], [], None
+        self.broken = "its engine has no weights of this run"
 
     @classmethod
     def recalled(cls, completion: Completion, routed_from: int) -> Answer:
@@ -90,7 +97,7 @@ class Answer:
     def stop_at(self, reason: str) -> None:
         """Its stream ended before its last piece came, unless it was whole."""
         if self.last is None:
-            self.broken = reason
+            self.broken = self.broken or reason
             whole = min(len(self.token_ids), len(self.logprobs))
             del self.token_ids[whole:], self.logprobs[whole:]
 

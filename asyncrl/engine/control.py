@@ -35,10 +35,6 @@ class Refusal(EngineError):
         super().__init__(message)
 
 
-RESTARTED = "restart-"
-"""An engine that was started again says so in place of a version (engine/serve.py): it needs weights."""
-
-
 class Membership(Protocol):
     """Who routes requests to engines (engine/router.py)."""
 
@@ -55,10 +51,27 @@ class Membership(Protocol):
         ...
 
 
+class Register(Protocol):
+    """Who tells of engines that come and go (engine/registry.py)."""
+
+    def joined(self) -> Mapping[str, Any]:
+        """By URL, those that others have started."""
+        ...
+
+    def leaving(self) -> set[str]:
+        """Those that are asked to leave."""
+        ...
+
+    def let_go(self, url: str) -> None:
+        """This one may be stopped."""
+        ...
+
+
 class Fleet:
     """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
 
-    Only rank 0 has `router`, and with it the word over who serves; other ranks send weights and report whom they lost.
+    Only rank 0 has `router` and `register`, and with them the word over who serves; other ranks send weights and report
+    whom they lost. Engines that are `attached` were started by others, and wait for weights from the first.
     `on_lost` is told of every engine that is lost, and which of its incarnations; with it the last engine may go, too:
     it will be started again.
     """
@@ -69,16 +82,18 @@ class Fleet:
         api_key: str,
         timeout: float,
         *,
+        attached: Sequence[str] = (),
         router: Membership | None = None,
+        register: Register | None = None,
         on_lost: Callable[[str, str, str], None] | None = None,
     ) -> None:
-        self._configured = tuple(urls)
-        self.serving, self.joining = list(urls), list[str]()
+        self._configured, self._attached = (*urls, *attached), set(attached)
+        self.serving, self.joining = list(urls), list(attached)
         self.lost: dict[str, str] = {}
         self.changes = 0  # how often an engine came or went: the same URLs may be other processes
         self.timeout = timeout
-        self._router, self._on_lost = router, on_lost
-        self._incarnations: dict[str, str] = {}  # what an engine that was started again said when it came
+        self._router, self._register, self._on_lost = router, register, on_lost
+        self._incarnations: dict[str, str] = {}  # what an engine without weights of the run said when it came
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=timeout,
@@ -151,18 +166,42 @@ class Fleet:
     # -- membership ----------------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Find engines that were started again: they join. A router that was started again learns who serves."""
-        asked = {url: self._pool.submit(self.get, url, "/model_info", PROBE_SECONDS) for url in self._configured}
+        """Find engines that have come, or were started again: they join; those that leave are let go. A router that was
+        started again learns who serves."""
+        members = self._members()
+        asked = {url: self._pool.submit(self.get, url, "/model_info", PROBE_SECONDS) for url in members}
         answers, _ = self.settle(asked)  # who does not answer may be busy, or dead: the next call of a publish tells
         for url, answer in answers.items():
             label = str(answer.get("weight_version"))
-            if label.startswith(RESTARTED) and self._incarnations.get(url) != label:
+            if not label.isdigit() and self._is_new(url, label):
                 self.lose(url, "it was started again")
                 self._incarnations[url] = label
                 self.join(url)
         if self._router:
             with suppress(EngineError):  # a router that is dead is started again, and learns it then
                 self._router.keep([url for url in self.serving if url in answers])
+
+    def _members(self) -> list[str]:
+        """Who may serve. The others are let go."""
+        if self._register is None:
+            return list(self._configured)
+        joined, leaving = self._register.joined(), self._register.leaving()
+        members = [url for url in dict.fromkeys((*self._configured, *joined)) if url not in leaving]
+        for url in self.urls:
+            if url not in members:
+                self.lose(url, "it leaves" if url in leaving else "whoever started it has not renewed its lease")
+        for url in leaving:
+            self._register.let_go(url)
+        return members
+
+    def _is_new(self, url: str, label: str) -> bool:
+        """Whether an engine that has no weights of the run has begun to be so. Nobody starts an attached one again:
+        what it failed of may have passed."""
+        if url in self.serving:
+            return True
+        if url in self.joining and url not in self._incarnations:
+            return False  # attached, and not seen before
+        return self._incarnations.get(url) != label or (url in self._attached and url not in self.joining)
 
     def needs_weights(self) -> bool:
         """Whether nobody serves, but engines that were started again would: without weights no batch will come."""

@@ -9,6 +9,7 @@ from asyncrl import jsonl
 from asyncrl.addresses import LOST, Addresses
 from asyncrl.config import Config
 from asyncrl.engine.control import Fleet
+from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import Workers
 
 
@@ -23,4 +24,12 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
             jsonl.append(run_dir / LOST, lost)
 
     restart = config.cluster.on_engine_death == "restart"
-    return Fleet(addresses.engines, addresses.api_key, timeout, router=router, on_lost=note if restart else None)
+    return Fleet(
+        addresses.engines,
+        addresses.api_key,
+        timeout,
+        attached=addresses.attached,
+        router=router,
+        register=Registry(run_dir) if decides else None,
+        on_lost=note if restart else None,
+    )

@@ -32,15 +32,20 @@ class Load:
 
 
 class Loads:
-    """Asks every engine."""
+    """Asks every engine that the router knows: they come and go."""
 
-    def __init__(self, urls: Sequence[str], headers: dict[str, str], transport: httpx.AsyncBaseTransport | None = None):
-        self._urls = urls
+    def __init__(self, router: str, headers: dict[str, str], transport: httpx.AsyncBaseTransport | None = None):
+        self._router = router
         self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT, trust_env=False, transport=transport)
 
     async def ask(self) -> list[Load]:
-        """The engines that answer, in their order. Raises EngineError when one does not know the question."""
-        found = await asyncio.gather(*[self._ask(url) for url in self._urls])
+        """The engines that answer. Raises EngineError when one does not know the question."""
+        try:
+            response = await self._http.get(f"{self._router}/workers")
+        except httpx.TransportError:
+            return []  # it is dead, or starts again
+        urls = [worker["url"] for worker in response.json()["workers"]] if response.status_code == 200 else []
+        found = await asyncio.gather(*[self._ask(url) for url in urls])
         return [load for load in found if load]
 
     async def _ask(self, url: str) -> Load | None:

@@ -109,23 +109,25 @@ class Workers:
         return response
 
 
-async def wait_until_ready(addresses: Addresses, timeout: float) -> None:
-    """Wait until the router routes to every engine; they are registered as they come up."""
+async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bool = False) -> None:
+    """Wait until the router routes to every engine; they are registered as they come up. Those that others have started
+    only if nobody will give them weights first."""
     deadline = time.monotonic() + timeout
-    waiting = set(addresses.engines)
+    engines = (*addresses.engines, *(addresses.attached if attached else ()))
+    waiting = set(engines)
     async with httpx.AsyncClient(
         base_url=addresses.router, headers=addresses.headers, timeout=10.0, trust_env=False
     ) as router:
         while True:
-            for url in [url for url in waiting if await _answers(router, f"{url}/health")]:
-                if await _answers(router, f"{addresses.router}/health"):
+            if await _answers(router, f"{addresses.router}/health"):
+                for url in [url for url in waiting if await _answers(router, f"{url}/health")]:
                     await register(router, url, addresses.api_key)
                     waiting.discard(url)
-            if not waiting and await _healthy_workers(router) >= len(addresses.engines):
-                return
+                if not waiting and await _healthy_workers(router) >= len(engines):
+                    return
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"{len(addresses.engines)} engines behind the router",
+                    f"{len(engines)} engines behind the router",
                     timeout,
                     f"not yet up: {sorted(waiting) or 'the router'}; see logs/",
                 )

@@ -17,13 +17,11 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from asyncrl.engine.control import RESTARTED
-
     arguments = sys.argv[1:]
     if key := os.environ.get("ASYNCRL_API_KEY"):
         arguments += ["--api-key", key, "--admin-api-key", key]
-    if restarts := int(os.environ.get("ASYNCRL_RESTARTS", "0")):  # whatever it loads, it is no version of the run's
-        arguments += ["--weight-version", f"{RESTARTED}{restarts}"]
+    if incarnation := os.environ.get("ASYNCRL_INCARNATION"):  # whatever it loads, it is no version of the run's
+        arguments += ["--weight-version", incarnation]
     try:
         run_server(prepare_server_args(arguments))
     finally:

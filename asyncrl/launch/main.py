@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -24,13 +25,15 @@ import asyncrl
 from asyncrl import config as configuration
 from asyncrl.addresses import PAUSED, STOP, STOPPED, Addresses
 from asyncrl.config import Config
+from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import Workers
 from asyncrl.errors import AsyncRLError, ConfigError, ProcessDied
 from asyncrl.launch import reference, resume
+from asyncrl.launch.attached import check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place, ports_wanted
-from asyncrl.launch.plan import plan
+from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.preflight.findings import failed, rendered
 from asyncrl.launch.preflight.run import preflight, require
 from asyncrl.launch.processes import Paused, Stopped, Supervisor
@@ -168,6 +171,9 @@ def launch(config: Config, run_dir: Path) -> None:
     if teacher:
         check_teacher(config, model, teacher)
     judge = catalog.resolve(config.judge.model, "judge.model") if config.judge.model else None
+    key = run_key(config)
+    if config.mode != "replay":
+        check_attached(config, key)
     origin = resume.choose(config, run_dir)
     goes_on = config.resume == "auto" and (run_dir / "config.json").is_file()
     if not goes_on:
@@ -190,13 +196,15 @@ def launch(config: Config, run_dir: Path) -> None:
     urls = placement.urls()
     addresses = Addresses(
         run_id=secrets.token_hex(8),
-        api_key=secrets.token_hex(24),
+        api_key=key,
         model=model,
         gpus=max(len(node.gpus) for node in nodes),
         started_at=STARTED_AT,
         teacher=teacher,
         judge=judge,
         resume=origin.folder if origin else None,
+        attached=tuple(config.engine.urls) if config.mode != "replay" else (),
+        trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
         **{**urls, "teachers": tuple(config.teacher.urls) or urls["teachers"]},
     )
     addresses.write(run_dir)
@@ -206,11 +214,8 @@ def launch(config: Config, run_dir: Path) -> None:
         specs = job.steps(specs, run_dir, addresses.run_id, mounts)
     console = Console(config, run_dir)
     console.opening([*differences(config), *resume.changes(config, origin)], str(origin.folder) if origin else None)
-    workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
-    watches = {spec.name: Watch(spec.watch, addresses.api_key, spec.patience) for spec in specs if spec.watch}
-    policy = RestartPolicy(run_dir, workers.remove, watches, *([job.has] if job else []))
     try:
-        Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy).run(console.follow)
+        supervise(config, run_dir, addresses, specs, job, console)
     except ProcessDied as error:
         if not (config.cluster.requeues and resume.made_progress(run_dir, origin)):
             raise
@@ -220,6 +225,27 @@ def launch(config: Config, run_dir: Path) -> None:
             job.end_steps(addresses.run_id)
         os.close(held)
     console.closing()
+
+
+def supervise(
+    config: Config, run_dir: Path, addresses: Addresses, specs: list[ProcessSpec], job: Job | None, console: Console
+) -> None:
+    """From the first process to the last. Raises as Supervisor.run does."""
+    workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
+    watches = {spec.name: Watch(spec.watch, addresses.api_key, spec.patience) for spec in specs if spec.watch}
+    policy = RestartPolicy(run_dir, workers.remove, watches, job.has if job else None)
+    registry = Registry(run_dir)
+    registry.clear()
+    lease = registry.lease_of_run(run_id=addresses.run_id, host=socket.gethostname())
+
+    def each_poll() -> None:
+        lease.renew()
+        console.follow()
+
+    try:
+        Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy).run(each_poll)
+    finally:
+        lease.end()
 
 
 def _this_node(config: Config) -> Node:

@@ -113,13 +113,27 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
         ("teacher", config.teacher, config.teacher.started),
         ("judge", config.judge, config.judge.started),
     ):
-        if _on_gpu(name, section, each):
-            rooms_for = others if config.cluster.trainer_nodes else working
-            fleets[name] = [_on_gpus(name, section, rooms_for, each) for _ in range(count)]
-        else:
-            fleets[name] = [[others[number % len(others)].seat(ports=2)] for number in range(count)]
+        rooms_for = others if config.cluster.trainer_nodes or not _on_gpu(name, section, each) else working
+        fleets[name] = _fleet(name, section, count, rooms_for, each)
     heads = {name: [seats[0] for seats in fleet] for name, fleet in fleets.items()}
     return Placement(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"])
+
+
+def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> list[list[Seat]]:
+    """Further engines, on machines of their own; unset, as many as their GPUs hold, or one on each that has none.
+    Raises ConfigError when the machines are too few."""
+    each, rooms = len(nodes[0].gpus), [_Room(node) for node in nodes]
+    if count is None:
+        gpu, ranks = _on_gpu("engine", config.engine, each), config.engine.tensor_parallel
+        of_one = each // ranks if each >= ranks else 0
+        count = max(1, len(nodes) * of_one or len(nodes) * each // ranks) if gpu else len(nodes)
+    return _fleet("engine", config.engine, count, rooms, each)
+
+
+def _fleet(name: str, section: Engine | Frozen, count: int, rooms: list[_Room], each: int) -> list[list[Seat]]:
+    if _on_gpu(name, section, each):
+        return [_on_gpus(name, section, rooms, each) for _ in range(count)]
+    return [[rooms[number % len(rooms)].seat(ports=2)] for number in range(count)]
 
 
 def _on_gpu(name: str, section: Trainer | Engine | Frozen, each: int) -> bool:

@@ -51,7 +51,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
         again = [_rollout("asyncrl.rollout.reenact", addresses, placement.rollout, run_dir)]
         return [*(again if config.replay.schedule else []), *trainers]
     return [
-        *_engines(config, addresses, placement.engines),
+        *engines(config, addresses, placement.engines),
         *_frozen(config, addresses, placement),
         ProcessSpec(
             "router",
@@ -109,18 +109,21 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
 
-def _engines(config: Config, addresses: Addresses, engines: list[list[Seat]]) -> list[ProcessSpec]:
+def engines(
+    config: Config, addresses: Addresses, seats_of: list[list[Seat]], label: str = "", seed: int = 0
+) -> list[ProcessSpec]:
+    """Of the policy; the label keeps the names of those apart that are started later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
     by_ipc = config.weights.transport == "tensor"  # a handle opens only where the trainer's GPU is seen
-    for number, seats in enumerate(engines):
+    for number, seats in enumerate(seats_of):
         for place, seat in enumerate(seats):  # several: it spans as many machines, and the first has its HTTP server
             argv = server_argv(
                 config.engine,
                 addresses.model,
                 seats[0].url,
                 gpu=gpu,
-                seed=config.run.seed + number,
+                seed=config.run.seed + seed + number,
                 custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
                 nccl_port=_meeting(config.engine, seat.meeting) if len(seats) == 1 else None,
@@ -135,7 +138,7 @@ def _engines(config: Config, addresses: Addresses, engines: list[list[Seat]]) ->
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
                 "CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus) if gpu and by_ipc else seat.visible,
             }
-            name = f"engine-{number}"
+            name = f"engine-{label}{number}"
             # on SIGTERM SGLang drains its requests in steps of 5 s; here nobody waits for them, and it owns no files
             specs.append(
                 ProcessSpec(

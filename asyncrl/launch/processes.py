@@ -52,16 +52,25 @@ class Supervisor:
     """Starts the specifications, watches them, and leaves nothing behind."""
 
     def __init__(
-        self, specs: list[ProcessSpec], run_dir: Path, run_id: str, grace: float, policy: RestartPolicy | None = None
+        self,
+        specs: list[ProcessSpec],
+        run_dir: Path,
+        run_id: str,
+        grace: float,
+        policy: RestartPolicy | None = None,
+        on_signal: Callable[[int], None] | None = None,
     ) -> None:
+        """`on_signal` in the place of what signals mean to a run."""
         self._specs = {spec.name: spec for spec in specs}
         self._run_dir, self._run_id, self._grace = run_dir, run_id, grace
         self._policy = policy or RestartPolicy(run_dir)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._lost: set[str] = set()  # with their machines
+        self._gone: set[str] = set()  # for good: they have left, or were lost with their machines
+        self._on_signal = on_signal
 
     def run(self, each_poll: Callable[[], None]) -> None:
-        """Until the trainers have finished. Raises ProcessDied, Stopped or Paused; processes are gone in every case."""
+        """Until the trainers have finished, or, where there are none, all have left. Raises ProcessDied, Stopped or
+        Paused; processes are gone in every case."""
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_to_stop)
         try:
@@ -78,13 +87,13 @@ class Supervisor:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _start(self, name: str, restarts: int = 0) -> None:
+    def _start(self, name: str) -> None:
         spec = self._specs[name]
         # to a file, not a pipe: children of children may hold it for long
         with self._log(name).open("ab") as log:
             self._children[name] = subprocess.Popen(
                 spec.argv,
-                env={**os.environ, **spec.env, "ASYNCRL_RESTARTS": str(restarts)},
+                env={**os.environ, **spec.env, "ASYNCRL_INCARNATION": self._policy.incarnation(name)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -96,22 +105,28 @@ class Supervisor:
         """Whether all trainers ended well. Raises ProcessDied at the first other end that is no engine's."""
         for name in [*self._policy.given_up(self._specs.values()), *self._policy.hanging()]:
             self._kill(name)
-        codes = {name: child.poll() for name, child in self._children.items() if name not in self._lost}
+        for name in self._policy.may_stop(spec for name, spec in self._specs.items() if name not in self._gone):
+            self._give_up(name, f"{name} has left")
+            self._policy.stopped(self._specs[name])
+        codes = {name: child.poll() for name, child in self._children.items() if name not in self._gone}
         dead = {name: code for name, code in codes.items() if code is not None}
         ends = {name for name, spec in self._specs.items() if spec.ends_the_run}
         wrong = {name: code for name, code in dead.items() if code != 0 or name not in ends}
+        wrong = {name: code for name, code in wrong.items() if not self._leaves(name)}
         lost = {name for name in wrong if self._policy.lost(self._specs[name])}
         for name in lost:
             whole = self._whole(name)
-            if self._engines() & whole and self._engines() - whole - dead.keys():
-                self._give_up(name, whole)
+            left = self._engines() - whole
+            if self._engines() & whole and left - dead.keys():
+                node = self._specs[name].node
+                self._give_up(name, f"{name} is lost with {node}: the run goes on with {len(left)} engines")
                 wrong = {other: code for other, code in wrong.items() if other not in whole}
         final = {
             name: code for name, code in wrong.items() if name in lost or not self._policy.allows(self._specs[name])
         }
         if final:
             raise ProcessDied(self._diagnosis(final))
-        if ends <= dead.keys():
+        if ends <= dead.keys() and (ends or self._gone >= self._specs.keys()):
             if (self._run_dir / STOPPED).exists():
                 raise Paused("ended as it was asked to")
             return True
@@ -120,20 +135,23 @@ class Supervisor:
             for mate in self._mates(name) - dead.keys():
                 self._kill(mate)
             if self._policy.may_start_now(self._specs[name], f"{how(code)}; see {self._log(name)}"):
-                self._start(name, self._policy.count(name))
+                self._start(name)
         return False
 
     def _engines(self) -> set[str]:
         """Of the policy, that are not given up."""
-        return {name for name, spec in self._specs.items() if spec.url} - self._lost
+        return {name for name, spec in self._specs.items() if spec.url} - self._gone
 
-    def _give_up(self, name: str, whole: set[str]) -> None:
-        """For good: the run goes on without it, and whoever lives with it."""
-        for mate in whole:
+    def _give_up(self, name: str, text: str) -> None:
+        """For good, with whoever lives with it."""
+        for mate in self._whole(name):
             self._kill(mate)
-        self._lost |= whole
-        text = f"{name} is lost with {self._specs[name].node}: the run goes on with {len(self._engines())} engines"
+        self._gone |= self._whole(name)
         print(f"asyncrl: {text}", file=sys.stderr, flush=True)
+
+    def _leaves(self, name: str) -> bool:
+        """Whether it, or the engine that it is a rank of, is asked to leave: whatever ends it then ends it well."""
+        return any(self._policy.leaves(self._specs[mate]) for mate in self._whole(name))
 
     def _whole(self, name: str) -> set[str]:
         """It, and whoever lives and dies with it."""
@@ -182,10 +200,15 @@ class Supervisor:
         return f"{end['name']} on {end['node']}", how(end["code"]), self._log(end["name"])
 
     def _stop(self, number: int, _: object) -> None:
-        raise Stopped(number)
+        if self._on_signal is None:
+            raise Stopped(number)
+        self._on_signal(number)
 
     def _ask_to_stop(self, number: int, _: object) -> None:
-        (self._run_dir / STOP).touch()
+        if self._on_signal is None:
+            (self._run_dir / STOP).touch()
+        else:
+            self._on_signal(number)
 
     def _stop_all(self) -> None:
         """The stop signal to each process group, then SIGKILL after the grace; then the sweep."""

@@ -6,6 +6,9 @@ has the router know it again. An engine that the trainer has given up (it hangs,
 then it died like any other. So is an engine or a router that lives and does not answer (launch/watch.py), whatever the
 trainer does meanwhile. A router that was started again learns from the trainer who serves.
 
+An engine may be asked to leave (asyncrl-engines remove). It is stopped once the trainer has let it go, and not started
+again.
+
 In a job a machine may fail. What was started there and has not begun is tried again, until Slurm has taken the machine
 out of the job; an engine that was there is lost then, and the run goes on with the others.
 """
@@ -18,7 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from asyncrl.addresses import LOST, READY
+from asyncrl.addresses import LOST, READY, RESTARTED
+from asyncrl.engine.registry import Registry
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
@@ -27,25 +31,36 @@ from asyncrl.launch.watch import Watch
 
 RETRY_SECONDS = 10.0
 """Between two tries to start a process on a machine that does not answer."""
+LOOK_SECONDS = 1.0
+"""Between two looks for engines that are asked to leave: the folder may be on a file system that many share."""
+LEAVE_SECONDS = 600.0
+"""For which an engine that is asked to leave waits for the trainer, who may be in the middle of a long step."""
 
 
 class RestartPolicy:
     """The restarts of one run; `forget` makes the router forget an engine, or raises EngineError; `watches` by name;
-    `has_machine` tells whether a machine of a job is still the job's."""
+    `has_machine` tells whether a machine of a job is still the job's. `newcomers`: a word that no other launcher has,
+    where the engines come to a run that is under way, and need its weights from the first."""
 
     def __init__(
         self,
         run_dir: Path,
         forget: Callable[[str], None] = lambda url: None,
         watches: Mapping[str, Watch] | None = None,
-        has_machine: Callable[[str], bool] = lambda node: True,
+        has_machine: Callable[[str], bool] | None = None,
+        newcomers: str = "",
+        leave_seconds: float = LEAVE_SECONDS,
     ) -> None:
-        self._run_dir, self._forget, self._has_machine = run_dir, forget, has_machine
+        self._run_dir, self._forget = run_dir, forget
+        self._has_machine = has_machine or (lambda node: True)
         self._watches = watches or {}
         self._tried: dict[str, float] = {}
         self._restarts: Counter[str] = Counter()
         self._announced: set[str] = set()
-        self._notes = Tail(run_dir / LOST)
+        self._notes = Tail(run_dir / LOST, new=bool(newcomers))
+        self._registry, self._newcomers, self._leave_seconds = Registry(run_dir), newcomers, leave_seconds
+        self._asked_at: dict[str, float] = {}
+        self._looked_at = -LOOK_SECONDS
 
     def count(self, name: str) -> int:
         """How often a process was started again."""
@@ -97,7 +112,7 @@ class RestartPolicy:
         found = []
         for note in self._notes():
             spec = by_url.get(note["engine"])
-            if spec and self.allows(spec) and note["incarnation"] == self._incarnation(spec.name):
+            if spec and self.allows(spec) and note["incarnation"] == self.incarnation(spec.name):
                 found.append(spec.name)
         return found
 
@@ -111,6 +126,30 @@ class RestartPolicy:
             print(f"asyncrl: {name} lives and does not answer: it is killed", file=sys.stderr, flush=True)
         return found
 
-    def _incarnation(self, name: str) -> str:
+    def incarnation(self, name: str) -> str:
+        """What the process is told of its life; nothing in the first."""
         restarts = self._restarts[name]
-        return f"restart-{restarts}" if restarts else ""
+        return f"{RESTARTED}{self._newcomers}{restarts}" if restarts or self._newcomers else ""
+
+    def leaves(self, spec: ProcessSpec) -> bool:
+        """Whether it is asked to."""
+        return spec.name in self._asked_at
+
+    def may_stop(self, specs: Iterable[ProcessSpec]) -> list[str]:
+        """Engines that are asked to leave, and that the trainer has let go, or has not in so long."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_SECONDS:
+            return []
+        leaving, self._looked_at, found = self._registry.leaving(), now, []
+        for spec in specs:
+            if spec.url in leaving:
+                if spec.name not in self._asked_at:
+                    print(f"asyncrl: {spec.name} is asked to leave", file=sys.stderr, flush=True)
+                waited = now - self._asked_at.setdefault(spec.name, now)
+                if self._registry.has_left(spec.url) or waited > self._leave_seconds:
+                    found.append(spec.name)
+        return found
+
+    def stopped(self, spec: ProcessSpec) -> None:
+        """It has left."""
+        self._registry.stopped(spec.url)

@@ -64,7 +64,7 @@ async def main(run_dir: Path) -> None:
     routing = routing_shape(hf) if config.algo.routing_replay == "R3" else None
     context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing, context)
-    rollout, loads = config.rollout, Loads(addresses.engines, addresses.headers)
+    rollout, loads = config.rollout, Loads(addresses.router, addresses.headers)
     teachers = _teacher_engines(config, addresses)
     teacher = Teacher(teachers) if teachers else None
 
@@ -99,7 +99,7 @@ async def main(run_dir: Path) -> None:
     outstanding = _go_on(resumed, service, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
-        await wait_until_ready(addresses, config.engine.start_timeout)
+        await wait_until_ready(addresses, config.engine.start_timeout, attached=config.mode == "rollout_only")
         if teachers:
             await teachers.wait_until_ready(config.engine.start_timeout)
         await wait_until_healthy(
@@ -107,12 +107,12 @@ async def main(run_dir: Path) -> None:
         )
         await each(players.values(), "start")
         (run_dir / READY).touch()
+        if resumed or (addresses.attached and config.mode == "train"):
+            await service.released()
         if resumed is None:
             await evaluations.now()  # alone on version 0, before the first rollout
-        else:
-            await service.released()
-            if resumed.evaluating:
-                evaluations.begin()
+        elif resumed.evaluating:
+            evaluations.begin()
         async with asyncio.TaskGroup() as working:
             working.create_task(worker.run(outstanding))
             if isinstance(room, Adaptive):

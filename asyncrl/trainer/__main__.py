@@ -91,9 +91,11 @@ def main(run_dir: Path) -> None:
     )
     if addresses.resume:
         first = _go_on(addresses.resume, run_dir, policy, log, stop)
+    if addresses.resume or addresses.attached:  # engines that hold other weights
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified, as a first publish is; only then do the engines go on
+    if addresses.resume:
         if addresses.resume.parent == shelf.folder:
             checkpoints.resumed(first)
         else:

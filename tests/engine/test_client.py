@@ -196,7 +196,7 @@ FAULTS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
     "spans overlap": (spans((0, 3), (2, 4)), "do not partition 4 tokens"),
     "version is no number": (
         lambda events: events[-1]["meta_info"]["weight_versions"][0].update(version="default"),
-        "does not fit together: .*default",
+        "no weights of this run",
     ),
     "logprob missing": (lambda events: events[0]["meta_info"]["output_token_logprobs"].pop() and None, "4 token ids"),
     "logprob null": (

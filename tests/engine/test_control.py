@@ -322,3 +322,100 @@ def test_router_that_cannot_forget_an_engine_ends_the_run_unless_the_launcher_se
     assert (told, watched.serving) == (urls[:1], urls[1:])
     alone.close()
     watched.close()
+
+
+# --- engines that others have started -------------------------------------------------------------------------
+
+
+class Members:
+    """A register in memory."""
+
+    def __init__(self) -> None:
+        self.here: list[str] = []
+        self.asked: set[str] = set()
+        self.free: list[str] = []
+
+    def joined(self) -> dict[str, Any]:
+        return dict.fromkeys(self.here)
+
+    def leaving(self) -> set[str]:
+        return self.asked
+
+    def let_go(self, url: str) -> None:
+        self.free.append(url)
+
+
+def test_engine_that_comes_gets_weights_serves_and_is_let_go_when_it_leaves(engines, router) -> None:
+    first, guest = engines
+    members = Members()
+    fleet = Fleet([first.url], "key0", 5.0, router=router, register=members)
+    fleet.reconcile()
+    assert fleet.urls == (first.url,)
+    guest.version = "restart-abcd-0"
+    members.here = [guest.url]
+    fleet.reconcile()
+    assert (fleet.serving, fleet.joining) == ([first.url], [guest.url])
+    update(engines, fleet, version=5)
+    assert fleet.serving == [first.url, guest.url]
+    assert ("add", guest.url) in router.words
+    members.asked = {guest.url}
+    fleet.reconcile()
+    assert fleet.serving == [first.url]
+    assert router.words[-1] == ("remove", guest.url)
+    assert members.free == [guest.url]
+    fleet.reconcile()
+    assert fleet.urls == (first.url,)  # it still answers, and is asked no more
+    fleet.close()
+
+
+def test_engine_whose_lease_has_ended_is_lost(engines, router) -> None:
+    first, guest = engines
+    members = Members()
+    members.here, guest.version = [guest.url], "restart-abcd-0"
+    fleet = Fleet([first.url], "key0", 5.0, router=router, register=members)
+    fleet.reconcile()
+    update(engines, fleet)
+    members.here = []
+    fleet.reconcile()
+    assert fleet.urls == (first.url,)
+    assert "lease" in fleet.lost[guest.url]
+    assert members.free == []
+    fleet.close()
+
+
+def test_engine_of_the_run_may_leave_too_and_is_let_go_though_it_never_served(engines, router) -> None:
+    first, second = engines
+    members = Members()
+    fleet = Fleet([first.url, second.url], "key0", 5.0, router=router, register=members)
+    fleet.lose(second.url, "it hangs")
+    members.asked = {second.url}
+    fleet.reconcile()
+    assert members.free == [second.url]
+    fleet.close()
+
+
+def test_attached_engine_serves_only_once_it_has_weights_of_the_run_and_again_after_it_lost_them(
+    engines, router
+) -> None:
+    ours, attached = engines
+    attached.version = "default"
+    fleet = Fleet([ours.url], "key0", 5.0, attached=[attached.url], router=router, on_lost=lambda *_: None)
+    assert (fleet.serving, fleet.joining) == ([ours.url], [attached.url])
+    fleet.reconcile()
+    assert fleet.joining == [attached.url]
+    assert fleet.lost == {}
+    update(engines, fleet, version=0)
+    assert fleet.serving == [ours.url, attached.url]
+    for _ in range(2):  # whoever owns it starts it again, twice
+        attached.version = "default"
+        fleet.reconcile()
+        assert (fleet.serving, fleet.joining) == ([ours.url], [attached.url])
+        assert router.words[-1] == ("remove", attached.url)
+        update(engines, fleet, version=1)
+        assert fleet.serving == [ours.url, attached.url]
+    attached.version = "default"
+    fleet.reconcile()
+    fleet.lose(attached.url, "a call failed")
+    fleet.reconcile()
+    assert fleet.joining == [attached.url]  # nobody of ours would start it again
+    fleet.close()

@@ -23,6 +23,8 @@ RANK = {
 
 def asked(answers: dict[str, httpx.Response | Exception]) -> list[Load]:
     def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/workers":
+            return httpx.Response(200, json={"workers": [{"url": f"http://{name}"} for name in answers]})
         assert request.url.path == "/v1/loads"
         answer = answers[str(request.url.host)]
         if isinstance(answer, Exception):
@@ -30,7 +32,7 @@ def asked(answers: dict[str, httpx.Response | Exception]) -> list[Load]:
         return answer
 
     async def main() -> list[Load]:
-        loads = Loads([f"http://{name}" for name in answers], {}, httpx.MockTransport(handle))
+        loads = Loads("http://router", {}, httpx.MockTransport(handle))
         try:
             return await loads.ask()
         finally:

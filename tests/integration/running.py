@@ -100,12 +100,12 @@ def nothing_is_left(run_dir: Path, processes: list[psutil.Process] | None = None
     """None of these processes lives, nor any that carries the run's id (SGLang's overwrite theirs with their names)."""
     run_id = json.loads((run_dir / "addresses.json").read_text())["run_id"]
     deadline = time.monotonic() + 10
-    while (left := [*pids_carrying(run_id), *_alive(processes or [])]) and time.monotonic() < deadline:
+    while (left := [*pids_carrying(run_id), *alive(processes or [])]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"left behind: {left}"
 
 
-def _alive(processes: list[psutil.Process]) -> list[int]:
+def alive(processes: list[psutil.Process]) -> list[int]:
     """A process that ended and waits to be collected by its parent is not alive."""
     alive = []
     for process in processes:

@@ -52,8 +52,9 @@ async def my_agent(prompt, generate, bonus):
 
 
 def books_balance(run_dir: Path) -> dict:
-    """The ledger of the summary, whose equations hold."""
-    ledger: dict = json.loads((run_dir / "summary.json").read_text())["ledger"]
+    """The ledger of the summary, or the last one of a run that was stopped, whose equations hold."""
+    summary, last = run_dir / "summary.json", run_dir / "ledger.json"
+    ledger: dict = json.loads(summary.read_text())["ledger"] if summary.exists() else json.loads(last.read_text())
     for kind in ("prompts", "groups", "trajectories"):
         places = sum(ledger[kind][place] for place in ("running", "ready", "training", "trained"))
         assert ledger[kind]["issued"] == places + sum(ledger[kind]["rejected"].values())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import Placement, Seat, imagined, nodes_wanted, place
+from asyncrl.launch.placement import Placement, Seat, imagined, nodes_wanted, place, place_engines
 from tests.fakes import tiny_config
 
 SLURM = {"cluster.launcher": "slurm"}
@@ -124,3 +124,18 @@ def _config(world: int, engines: int, tensor: int, teachers: int, cpu_nodes: int
     shape = {"trainer.data_parallel": world, "engine.count": engines, "engine.tensor_parallel": tensor}
     teaching = {"teacher.model": "/t", "teacher.count": teachers} if teachers else {}
     return tiny_config(**SLURM, **shape, **teaching, **{"cluster.cpu_nodes": cpu_nodes})
+
+
+def test_further_engines_fill_machines_of_their_own() -> None:
+    def further(nodes: int, gpus: int, count: int | None = None, **changes: Any) -> list[list[tuple[str, Any]]]:
+        config = tiny_config(**SLURM, **changes)
+        wide = tiny_config(**SLURM, **{"engine.count": 8})  # for its ports
+        return [where(seats) for seats in place_engines(config, imagined(wide, nodes, gpus), count)]
+
+    assert further(2, 2) == [[("node0", (0,))], [("node0", (1,))], [("node1", (0,))], [("node1", (1,))]]
+    assert further(1, 4, **{"engine.tensor_parallel": 2}) == [[("node0", (0, 1))], [("node0", (2, 3))]]
+    assert further(2, 2, **{"engine.tensor_parallel": 4}) == [[("node0", (0, 1)), ("node1", (0, 1))]]
+    assert further(2, 0) == [[("node0", ())], [("node1", ())]]
+    assert further(2, 2, 1) == [[("node0", (0,))]]
+    with pytest.raises(ConfigError, match=r"engine.count"):
+        further(1, 2, 3)

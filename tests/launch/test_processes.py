@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.addresses import LOST, READY, STOP, STOPPED
+from asyncrl.engine.registry import Registry
 from asyncrl.errors import ProcessDied
 from asyncrl.launch import processes
 from asyncrl.launch.leftovers import carrying
@@ -267,21 +268,21 @@ def wait_for(condition: Callable[[], object], seconds: float) -> None:
 
 def test_engine_that_dies_under_way_is_started_again_until_it_has_died_too_often(run_id: str, tmp_path: Path) -> None:
     (tmp_path / READY).touch()
-    says = "import os, sys; print('life', os.environ['ASYNCRL_RESTARTS'], flush=True); sys.exit(4)"
+    says = "import os, sys; print('life', os.environ['ASYNCRL_INCARNATION'], flush=True); sys.exit(4)"
     engine = dataclasses.replace(spec(run_id, "engine-0", says), restarts=2, url="http://e0")
     with pytest.raises(ProcessDied, match=r"(?s)engine-0 died: exit code 4.*started again 2 times") as caught:
         supervise(run_id, tmp_path, engine, spec(run_id, "trainer-0", FOREVER, ends=True))
-    assert "life 2" in str(caught.value)
-    assert (tmp_path / "logs" / "engine-0.log").read_text() == "life 0\nlife 1\nlife 2\n"
+    assert "life restart-2" in str(caught.value)
+    assert (tmp_path / "logs" / "engine-0.log").read_text() == "life \nlife restart-1\nlife restart-2\n"
 
 
 def test_engine_that_the_trainer_gave_up_is_killed_and_started_again(run_id: str, tmp_path: Path) -> None:
     (tmp_path / READY).touch()
-    says = "import os, time; print('up', os.environ['ASYNCRL_RESTARTS'], flush=True); time.sleep(60)"
+    says = "import os, time; print('up', os.environ['ASYNCRL_INCARNATION'], flush=True); time.sleep(60)"
     engine = dataclasses.replace(spec(run_id, "engine-0", says), restarts=1, url="http://e0")
     waits = f"""
     import pathlib, time
-    while "up 1" not in pathlib.Path({str(tmp_path / "logs" / "engine-0.log")!r}).read_text(): time.sleep(0.01)
+    while "up restart-1" not in pathlib.Path({str(tmp_path / "logs" / "engine-0.log")!r}).read_text(): time.sleep(0.01)
     """
 
     def give_up() -> None:
@@ -394,20 +395,20 @@ def test_engine_that_is_lost_with_its_machine_is_missed_as_long_as_another_serve
 def test_processes_that_belong_together_are_started_again_together(run_id: str, tmp_path: Path) -> None:
     """The ranks of an engine on two machines: one dies, the other would wait for it for ever."""
     (tmp_path / READY).touch()
-    life = "import os, time; print('life', os.environ['ASYNCRL_RESTARTS'], flush=True); time.sleep({seconds})"
+    life = "import os, time; print('life', os.environ['ASYNCRL_INCARNATION'], flush=True); time.sleep({seconds})"
     first = dataclasses.replace(spec(run_id, "engine-0", life.format(seconds=60)), restarts=1, together="engine-0")
-    mortal = "import os; os.environ['ASYNCRL_RESTARTS'] == '0' and os._exit(1)\n" + life.format(seconds=60)
+    mortal = "import os; os.environ['ASYNCRL_INCARNATION'] == '' and os._exit(1)\n" + life.format(seconds=60)
     second = dataclasses.replace(spec(run_id, "engine-0.1", mortal), restarts=1, together="engine-0")
     waits = f"""
     import pathlib, time
     logs = [pathlib.Path({str(tmp_path)!r}, "logs", name + ".log") for name in ("engine-0", "engine-0.1")]
-    while not all("life 1" in log.read_text() for log in logs): time.sleep(0.01)
+    while not all("life restart-1" in log.read_text() for log in logs): time.sleep(0.01)
     time.sleep(0.5)
     """
     supervise(run_id, tmp_path, first, second, spec(run_id, "trainer-0", waits, ends=True))
     logs = {name: (tmp_path / "logs" / f"{name}.log").read_text() for name in ("engine-0", "engine-0.1")}
-    assert logs["engine-0.1"] == "life 1\n"
-    assert logs["engine-0"].splitlines()[-1] == "life 1"
+    assert logs["engine-0.1"] == "life restart-1\n"
+    assert logs["engine-0"].splitlines()[-1] == "life restart-1"
 
 
 def test_ends_of_other_steps_are_not_told_as_its_own(run_id: str, tmp_path: Path) -> None:
@@ -434,3 +435,57 @@ def test_engine_that_spans_machines_is_given_up_as_a_whole(run_id: str, tmp_path
     policy = RestartPolicy(tmp_path, has_machine=lambda node: node != "node3")
     Supervisor(specs, tmp_path, run_id, 1.0, policy).run(lambda: None)
     assert (tmp_path / "logs" / "engine-1.log").read_text() == "up\nkilled\n"
+
+
+def test_engine_that_leaves_is_stopped_for_good_and_the_run_goes_on(
+    run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / READY).touch()
+    registry = Registry(tmp_path)
+    registry.clear()
+    engines = [
+        dataclasses.replace(spec(run_id, f"engine-{n}", FOREVER), restarts=1, url=f"http://e{n}:1") for n in (0, 1)
+    ]
+    registry.ask_to_leave("http://e1:1")
+    registry.let_go("http://e1:1")
+    supervise(run_id, tmp_path, *engines, spec(run_id, "trainer-0", "import time; time.sleep(2)", ends=True))
+    told = capsys.readouterr().err
+    assert "engine-1 is asked to leave" in told
+    assert "engine-1 has left" in told
+    assert "started again" not in told
+    assert registry.leaving() == set()
+
+
+def test_engine_that_dies_while_it_leaves_is_not_started_again(
+    run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its owner is in haste: the trainer will find it gone."""
+    (tmp_path / READY).touch()
+    registry = Registry(tmp_path)
+    registry.clear()
+    registry.ask_to_leave("http://e0:1")
+    dies = dataclasses.replace(spec(run_id, "engine-0", "raise SystemExit(1)"), restarts=0, url="http://e0:1")
+    supervise(run_id, tmp_path, dies, spec(run_id, "trainer-0", "import time; time.sleep(2)", ends=True))
+    assert "died" not in capsys.readouterr().err
+
+
+def test_where_there_are_only_engines_the_supervisor_ends_when_the_last_has_left(run_id: str, tmp_path: Path) -> None:
+    (tmp_path / READY).touch()
+    registry, heard = Registry(tmp_path), list[int]()
+    registry.clear()
+    engine = dataclasses.replace(spec(run_id, "engine-0", FOREVER), restarts=1, url="http://e0:1")
+    started = time.monotonic()
+
+    def each_poll() -> None:
+        if not heard and time.monotonic() - started > 0.5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_signal(number: int) -> None:
+        heard.append(number)
+        registry.ask_to_leave(engine.url)
+        registry.let_go(engine.url)
+
+    (tmp_path / "logs").mkdir()
+    Supervisor([engine], tmp_path, run_id, 1.0, on_signal=on_signal).run(each_poll)
+    assert heard == [signal.SIGTERM]
+    assert not (tmp_path / STOP).exists()

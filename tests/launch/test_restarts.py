@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.addresses import LOST, READY
+from asyncrl.engine.registry import Registry
 from asyncrl.errors import EngineError
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
@@ -124,3 +125,42 @@ def test_engine_whose_death_ends_the_run_is_not_given_up_with_its_machine(run_di
     policy = RestartPolicy(run_dir, has_machine=lambda node: False)
     assert policy.lost(STEP)
     assert not policy.lost(replace(STEP, restarts=0))  # cluster.on_engine_death=fail
+
+
+def test_engine_that_is_asked_to_leave_may_stop_once_the_trainer_has_let_it_go(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("asyncrl.launch.restarts.time.monotonic", lambda: now[0])
+    policy, registry = RestartPolicy(run_dir, leave_seconds=60.0), Registry(run_dir)
+    registry.clear()
+
+    def may_stop() -> list[str]:
+        now[0] += 2
+        return policy.may_stop([ENGINE, ROUTER, STEP])
+
+    assert may_stop() == []
+    registry.ask_to_leave(ENGINE.url)
+    registry.ask_to_leave("http://elsewhere")
+    assert may_stop() == []
+    assert policy.leaves(ENGINE)
+    assert not policy.leaves(STEP)
+    registry.let_go(ENGINE.url)
+    assert may_stop() == [ENGINE.name]
+    policy.stopped(ENGINE)
+    assert registry.leaving() == {"http://elsewhere"}
+    registry.ask_to_leave(STEP.url)
+    assert may_stop() == []
+    now[0] += 60  # the trainer is dead, or in a step that takes longer than anybody waits
+    assert may_stop() == [STEP.name]
+
+
+def test_engines_that_come_to_a_run_say_so_in_every_life(run_dir: Path) -> None:
+    note(run_dir, "http://e0", "restart-w-0")  # of another that had this address
+    policy = RestartPolicy(run_dir, newcomers="w-")
+    assert policy.incarnation("engine-0") == "restart-w-0"
+    assert policy.given_up([ENGINE]) == []
+    note(run_dir, "http://e0", "restart-w-0")
+    assert policy.given_up([ENGINE]) == ["engine-0"]
+    assert policy.may_start_now(ENGINE, "killed")
+    assert policy.incarnation("engine-0") == "restart-w-1"

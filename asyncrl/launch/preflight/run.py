@@ -15,6 +15,7 @@ from pathlib import Path
 
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.launch.attached import check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
@@ -74,6 +75,8 @@ def require(config: Config, run_dir: Path, job: Job | None = None) -> None:
 def _all(config: Config, run_dir: Path, job: Job | None) -> Iterator[Finding]:
     yield from refused(partial(check_files, config), "task")
     yield from refused(partial(check_recording, config), "replay.from")
+    if config.mode != "replay":
+        yield from refused(partial(check_attached, config, run_key(config)), "engine.urls")
     seen = Seen()
     problems = refused(partial(_look, config, job, seen), "cluster")
     yield from problems

@@ -26,7 +26,7 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
     """Which transport, why, and how much it carries; `gpus` of a machine, as addresses.json has them."""
     if config.mode != "train" or not placement.trainers:
         return []
-    engines, gpu = placement.urls()["engines"], on_gpu(config.trainer, gpus)
+    engines, gpu = (*placement.urls()["engines"], *config.engine.urls), on_gpu(config.trainer, gpus)
     hosts = {seat.node.address for seat in placement.trainers}
     try:
         host = hosts.pop() if len(hosts) == 1 else ""  # as weights/build.py is told

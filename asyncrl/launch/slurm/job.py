@@ -23,7 +23,7 @@ from asyncrl.launch.placement import Node, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.preflight.facts import Machine
 from asyncrl.launch.slurm import probe
-from asyncrl.launch.slurm.task import Task
+from asyncrl.launch.slurm.task import Task, begin_file, end_file
 
 COMMAND_SECONDS = 60.0
 OWN_PORTS = 2
@@ -64,11 +64,12 @@ class Job:
             raise ConfigError("cluster.nodes", wanted, remedy)
         return cls(env["SLURM_JOB_ID"], groups, settings)
 
-    def probed(self, config: Config) -> Job:
-        """With what each machine has told of itself. Raises LaunchError."""
+    def probed(self, config: Config, ports: int | None = None) -> Job:
+        """With what each machine has told of itself, and so many free ports; unset, those that the run wants. Raises
+        LaunchError."""
         cluster = self.settings
         gpus = "-" if cluster.gpus is None else str(cluster.gpus)
-        words = [cluster.host or "-", cluster.interface or "-", gpus, str(ports_wanted(config) + OWN_PORTS)]
+        words = [cluster.host or "-", cluster.interface or "-", gpus, str((ports or ports_wanted(config)) + OWN_PORTS)]
         program = [sys.executable, "-m", "asyncrl.launch.slurm.probe", *words]
         outputs = self.everywhere(program, cluster.start_timeout)
         found, problems = [], []
@@ -107,8 +108,9 @@ class Job:
         """The processes as steps: each is an srun that ends as its process does. All trainer ranks are one step."""
         folder = run_dir / "slurm" / "steps"
         folder.mkdir(parents=True, exist_ok=True)
-        for old in [*folder.glob("*.end"), *folder.glob("*.begun")]:
-            old.unlink()
+        for spec in specs:  # of an earlier life; beside them others may be at work
+            for note in (begin_file, end_file):
+                note(folder, spec.name).unlink(missing_ok=True)
         trainers = [spec for spec in specs if spec.name.startswith("trainer-")]
         others = [self._step(spec, folder, run_id, mounts) for spec in specs if spec not in trainers]
         return [*others, *([self._ranks(trainers, folder, run_id, mounts)] if trainers else [])]

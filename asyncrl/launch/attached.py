@@ -1,0 +1,65 @@
+"""What engines that run already must have been started with (engine.urls)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import httpx
+
+from asyncrl.config import Config
+from asyncrl.engine.server import DELTA_LOADER
+from asyncrl.errors import ConfigError
+
+KEY = "ASYNCRL_API_KEY"
+FIELD = "engine.urls"
+ANSWER_SECONDS = 30.0
+
+
+def run_key(config: Config) -> str:
+    """The API key of a run: a new one, or the one that engines were started with."""
+    return (os.environ.get(KEY) if config.engine.urls else None) or secrets.token_hex(24)
+
+
+def check_attached(config: Config, key: str) -> None:
+    """Ask each of them. Raises ConfigError when one does not answer, refuses the key, or was started otherwise."""
+    for url in config.engine.urls:
+        told = _ask(url, "/server_info", key)
+        for name, wanted in wanted_of(config).items():
+            if told.get(name) != wanted:
+                values = [] if wanted is True else wanted if isinstance(wanted, list) else [wanted]
+                flag = " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
+                raise ConfigError(FIELD, url, f"Its {name} is {told.get(name)!r}: start it with {flag}.")
+        version = str(_ask(url, "/model_info", key).get("weight_version"))
+        if config.mode == "rollout_only" and not version.isdigit():  # nobody gives it another
+            remedy = f"Its weight_version is {version!r}, no number: start it with --weight-version 0."
+            raise ConfigError(FIELD, url, remedy)
+
+
+def wanted_of(config: Config) -> dict[str, Any]:
+    """Fields of /server_info that must be so, whoever started it."""
+    engine = config.engine
+    return {
+        "tp_size": engine.tensor_parallel,
+        "incremental_streaming_output": True,
+        **({"custom_weight_loader": [DELTA_LOADER]} if config.weights.transport == "delta" else {}),
+        **({"enable_return_routed_experts": True} if config.algo.routing_replay == "R3" else {}),
+        **({"enable_deterministic_inference": True} if config.deterministic else {}),
+    }
+
+
+def _ask(url: str, path: str, key: str) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        response = httpx.get(url + path, headers=headers, timeout=ANSWER_SECONDS, trust_env=False)
+    except httpx.HTTPError as error:
+        remedy = f"It does not answer ({type(error).__name__} {error}): start it, or leave it out."
+        raise ConfigError(FIELD, url, remedy) from None
+    if response.status_code in (401, 403):
+        remedy = f"It refuses the run's API key: put the one that it was started with into {KEY}."
+        raise ConfigError(FIELD, url, remedy)
+    if response.status_code != 200:
+        raise ConfigError(FIELD, url, f"It answers {response.status_code} to {path}: is it SGLang?")
+    told: dict[str, Any] = response.json()
+    return told

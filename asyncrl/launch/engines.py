@@ -1,0 +1,277 @@
+"""`asyncrl-engines`: engines that join a run which is under way, and leave it.
+
+    asyncrl-engines add RUN               as many as the GPUs hold, of this machine, or of those of the Slurm job that
+                                          it is given in; ends with the run, or when it is asked to
+    asyncrl-engines add RUN --count 2     so many
+    asyncrl-engines remove RUN URL ...    whoever started them; waits until they have left
+    asyncrl-engines list RUN              who serves, and who leaves
+
+RUN is the run's folder, on a file system that all its machines see (docs/engines.md).
+
+waits for     the run's lease (leases.py); once it is asked to stop, the trainer, who lets its engines go
+deadline      LEASE_SECONDS; LEAVE_SECONDS (launch/restarts.py)
+on death      of an engine: it is started again, as the run's own. Of this command: its engines die with it, and the run
+              goes on with the others
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from asyncrl.addresses import FILE, Addresses
+from asyncrl.config import on_gpu, read
+from asyncrl.engine.registry import Registry
+from asyncrl.engine.router import Workers
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded
+from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.launch.placement import Node, place_engines
+from asyncrl.launch.plan import engines
+from asyncrl.launch.processes import Stopped, Supervisor
+from asyncrl.launch.restarts import LEAVE_SECONDS, RestartPolicy
+from asyncrl.launch.slurm.job import Job
+from asyncrl.launch.watch import Watch
+from asyncrl.leases import RENEW_SECONDS
+from asyncrl.weights.choice import LOOPBACK, choose
+
+FORGET_SECONDS = 5.0
+PORTS = 32
+"""Of a machine: an engine takes two."""
+TOLD_SECONDS = 5.0
+
+
+class RunEnded(Exception):
+    """The run that the engines belong to."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns 0, 1 when something failed, 2 for wrong arguments, 128 + n after a second signal n."""
+    asked = _parser().parse_args(argv)
+    try:
+        run = _Run(asked.run)
+        if asked.command == "add":
+            add(run, asked.count, asked.gpus, asked.host)
+        elif asked.command == "remove":
+            remove(run, asked.urls)
+        else:
+            print("\n".join(listed(run)))
+    except ConfigError as error:
+        return _told(2, error)
+    except AsyncRLError as error:
+        return _told(1, error)
+    except Stopped as stopped:
+        return _told(128 + stopped.number, f"stopped by {stopped} before the run had let its engines go")
+    return 0
+
+
+class _Run:
+    """One that is under way."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError when there is none."""
+        self.folder = folder.expanduser().absolute()
+        if not (self.folder / FILE).is_file():
+            raise ConfigError("RUN", str(folder), f"It holds no {FILE}: name the folder of a run that is under way.")
+        self.config, self.addresses = read(self.folder), Addresses.read(self.folder)
+        self.registry = Registry(self.folder)
+        lease = self.lease()
+        if lease is None:
+            raise ConfigError("RUN", str(folder), "No run is under way there: start it first.")
+        self.launcher = str(lease["host"])
+        if self.config.mode != "train":
+            remedy = "Only a run that trains gives weights to engines that come."
+            raise ConfigError("mode", self.config.mode, remedy)
+
+    def lease(self) -> dict[str, object] | None:
+        """The launcher's; None when it has ended, or is another life of the run, with other keys."""
+        told = self.registry.run()
+        return told if told and told["run_id"] == self.addresses.run_id else None
+
+
+# -- add -------------------------------------------------------------------------------------------------------
+
+
+def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> None:
+    """Start engines, and keep them until the run ends or they have left."""
+    word = secrets.token_hex(4)
+    settings = {"nodes": None, "gpus": gpus, "host": host or run.config.cluster.host}
+    config = run.config.model_copy(update={"cluster": run.config.cluster.model_copy(update=settings)})
+    cluster = config.cluster
+    job = Job.found(cluster)
+    if job:
+        job = job.probed(config, PORTS)
+    nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, count_gpus(gpus), PORTS)]
+    for node in nodes:
+        check_reach(run, node)
+    seats = place_engines(config, nodes, count)
+    mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # so that no sweep takes the run's for ours
+    specs = engines(config, mine, seats, label=f"{word}-", seed=int(word, 16))
+    keeper = Keeper(run, {one[0].url: one[0].node.name or socket.gethostname() for one in seats})
+    if job:
+        specs = job.steps(specs, run.folder, mine.run_id, [run.folder, mine.model])
+    workers = Workers(mine.router, mine.api_key, FORGET_SECONDS)
+    watches = {spec.name: Watch(spec.watch, mine.api_key, spec.patience) for spec in specs if spec.watch}
+    policy = RestartPolicy(run.folder, workers.remove, watches, job.has if job else None, f"{word}-")
+    _say(f"{len(seats)} engine(s) for {run.folder}: {', '.join(keeper.urls)}; logs/engine-{word}-*.log there")
+    supervisor = Supervisor(specs, run.folder, mine.run_id, cluster.stop_grace, policy, keeper.asked_to_stop)
+    try:
+        supervisor.run(keeper.each_poll)
+    except RunEnded:
+        _say("the run has ended")
+    finally:
+        keeper.end()
+        if job:
+            job.end_steps(mine.run_id)
+
+
+class Keeper:
+    """The leases of engines that were started here, and theirs on the run."""
+
+    def __init__(self, run: _Run, engines: Mapping[str, str]) -> None:
+        """`engines`: the machine of each, by URL."""
+        self.urls, self._run, self._stopping = list(engines), run, False
+        for url in engines:
+            run.registry.starts(url)
+        self._leases = [run.registry.lease_of(url, host=host) for url, host in engines.items()]
+        self._looked_at = time.monotonic()
+
+    def each_poll(self) -> None:
+        """Raises RunEnded."""
+        for lease in self._leases:
+            lease.renew()
+        if time.monotonic() - self._looked_at > RENEW_SECONDS:
+            self._looked_at = time.monotonic()
+            if self._run.lease() is None:
+                raise RunEnded
+
+    def asked_to_stop(self, number: int) -> None:
+        """By a signal: have the run let them go. Raises Stopped at the second one."""
+        if self._stopping:
+            raise Stopped(number)
+        self._stopping = True
+        _say(f"{signal.Signals(number).name}: waits until the run has let its engines go; once more stops at once")
+        for url in self.urls:
+            self._run.registry.ask_to_leave(url)
+
+    def end(self) -> None:
+        """They are gone."""
+        for lease in self._leases:
+            lease.end()
+        for url in self.urls:
+            self._run.registry.stopped(url)
+
+
+def check_reach(run: _Run, node: Node) -> None:
+    """Raises ConfigError where new weights or requests could not come to this machine."""
+    config, addresses = run.config, run.addresses
+    hosts = {*addresses.trainers, httpx.URL(addresses.router).host}
+    local = hosts <= LOOPBACK
+    if local and run.launcher != socket.gethostname():
+        remedy = f"The run listens on the loopback of {run.launcher} alone: start it with an address that others reach."
+        raise ConfigError("cluster.host", config.cluster.host, remedy)
+    if not local and node.address in LOOPBACK:
+        raise ConfigError("--host", node.address, "The run is on other machines: name an address that they reach.")
+    trainer = addresses.trainers[0] if len(addresses.trainers) == 1 else ""
+    gpu = on_gpu(config.trainer, addresses.gpus)
+    known = (*addresses.engines, *addresses.attached)
+    carried, why = choose(config.weights.transport, known, trainer, gpu=gpu)
+    if carried == "tensor" and node.address not in LOOPBACK | {trainer}:
+        remedy = f"The run sends weights through shared memory ({why}): start it with weights.transport=distributed."
+        raise ConfigError("weights.transport", config.weights.transport, remedy)
+
+
+# -- remove, list ----------------------------------------------------------------------------------------------
+
+
+def remove(run: _Run, urls: Sequence[str]) -> None:
+    """Ask engines to leave, and wait until they have. Raises ConfigError for one that is not known."""
+    joined, addresses = run.registry.joined(), run.addresses
+    known = [*addresses.engines, *addresses.attached, *joined]
+    for url in urls:
+        if url not in known:
+            raise ConfigError("URL", url, f"The run has {sorted(known)}: name one of them.")
+    for url in urls:
+        run.registry.ask_to_leave(url)
+    waiting, deadline = set(urls), time.monotonic() + LEAVE_SECONDS + TOLD_SECONDS
+    while waiting := {url for url in waiting if not _has_left(run, url)}:
+        if run.lease() is None:
+            _say("the run has ended")
+            return
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{sorted(waiting)} to leave", LEAVE_SECONDS, "whoever started them stops them")
+        time.sleep(1.0)
+    _say(f"{', '.join(urls)}: left")
+
+
+def _has_left(run: _Run, url: str) -> bool:
+    """Nobody of ours stops an attached one: it has left when the trainer says so."""
+    if url in run.addresses.attached:
+        return run.registry.has_left(url)
+    return url not in run.registry.leaving()
+
+
+def listed(run: _Run) -> list[str]:
+    """A line for each engine."""
+    joined, addresses, leaving = run.registry.joined(), run.addresses, run.registry.leaving()
+    kinds = {
+        **dict.fromkeys(addresses.engines, "of the run"),
+        **dict.fromkeys(addresses.attached, "engine.urls"),
+        **{url: f"joined from {told['host']}" for url, told in joined.items()},
+    }
+    lines = []
+    for url, kind in kinds.items():
+        left = "has left" if run.registry.has_left(url) else ""
+        state = "leaves" if url in leaving else left or _state(url, addresses)
+        lines.append(f"{url:32} {kind:24} {state}")
+    return lines
+
+
+def _state(url: str, addresses: Addresses) -> str:
+    try:
+        response = httpx.get(f"{url}/model_info", headers=addresses.headers, timeout=TOLD_SECONDS, trust_env=False)
+        version = str(response.json()["weight_version"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return "does not answer"
+    return f"version {version}" if version.isdigit() else "waits for weights"
+
+
+# -- the command -----------------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    print(f"asyncrl-engines: {text}", flush=True)
+
+
+def _told(code: int, problem: object) -> int:
+    print(f"asyncrl-engines: {problem}", file=sys.stderr, flush=True)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl-engines", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, help_ in (("add", "start engines for a run"), ("remove", "have some leave"), ("list", "who is there")):
+        command = commands.add_parser(name, help=help_)
+        command.add_argument("run", type=Path, metavar="RUN")
+        if name == "add":
+            command.add_argument("--count", type=int, help="engines; unset: as many as the GPUs hold")
+            command.add_argument("--gpus", type=int, help="GPUs of each machine; unset: all")
+            command.add_argument("--host", help="address of this machine; unset: as cluster.host and .interface say")
+        if name == "remove":
+            command.add_argument("urls", nargs="+", metavar="URL")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Who is there, told by files on a shared file system: a folder, and in it a file for each, written anew every few
+seconds by whoever it stands for.
+
+Clocks of machines differ, and a file system may be slow, show an old file for a while, or answer for minutes to nobody.
+So no moment is written: a file has a number that grows, and a reader measures by its own clock for how long it has not
+grown, counting only time in which it could read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl import jsonl
+
+RENEW_SECONDS = 5.0
+LEASE_SECONDS = 60.0
+"""After which one that was not renewed has ended."""
+COUNTED_SECONDS = 2 * RENEW_SECONDS
+"""A reader that looks again later than this may have been held up, and the writer with it: no more of it counts."""
+SUFFIX = ".lease"
+
+
+class Lease:
+    """One's own file; `facts` are for its readers."""
+
+    def __init__(self, path: Path, facts: dict[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._facts, self._clock = path, facts, clock
+        self._number, self._renewed_at = 0, -RENEW_SECONDS
+        self._failing = False
+
+    def renew(self) -> None:
+        """Write it when it is time. A file system that refuses is told of once, and asked again: it may come back
+        before the lease ends."""
+        now = self._clock()
+        if now - self._renewed_at < RENEW_SECONDS:
+            return
+        self._number, self._renewed_at = self._number + 1, now
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            jsonl.replace(self._path, {"number": self._number, **self._facts})
+        except OSError as error:
+            if not self._failing:
+                print(f"asyncrl: cannot renew {self._path}: {error}; tried again", file=sys.stderr, flush=True)
+            self._failing = True
+        else:
+            self._failing = False
+
+    def end(self) -> None:
+        """It stands for nobody any more."""
+        self._path.unlink(missing_ok=True)
+
+
+@dataclass
+class _Seen:
+    told: dict[str, Any]
+    unchanged: float = 0.0
+    """Seconds in which we looked, and its number was the same."""
+
+
+class Leases:
+    """Those of a folder, for one reader that looks again and again."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
+        self._seen: dict[str, _Seen] = {}
+        self._looked_at = clock()
+
+    def look(self) -> dict[str, dict[str, Any]]:
+        """Facts of those that hold, by name. What cannot be read now is as it was."""
+        now = self._clock()
+        passed, self._looked_at = min(now - self._looked_at, COUNTED_SECONDS), now
+        try:
+            names = {name for name in os.listdir(self._folder) if name.endswith(SUFFIX)}
+        except FileNotFoundError:
+            names = set()
+        except OSError:
+            names = set(self._seen)
+        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        for name in names:
+            self._read(name, passed)
+        held = {name: seen for name, seen in self._seen.items() if seen.unchanged < LEASE_SECONDS}
+        return {name.removesuffix(SUFFIX): seen.told for name, seen in sorted(held.items())}
+
+    def _read(self, name: str, passed: float) -> None:
+        try:
+            told = json.loads((self._folder / name).read_text())
+        except (OSError, ValueError):  # slow, or in the middle of a change: no proof of anything
+            return
+        if name in self._seen and self._seen[name].told == told:
+            self._seen[name].unchanged += passed
+        else:
+            self._seen[name] = _Seen(told)

@@ -1,0 +1,93 @@
+"""Engines that somebody else has started are refused where the run could not use them, with the flag that they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.attached import KEY, check_attached, run_key
+from tests.fakes import tiny_config
+
+URL = "http://10.0.0.9:30000"
+WELL = {"tp_size": 1, "incremental_streaming_output": True}
+ATTACHED = {"engine.urls": [URL], "engine.count": 0}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def answers(info: dict[str, Any] | Exception, *, status: int = 200, version: str = "default") -> None:
+        def get(url: str, **more: Any) -> httpx.Response:
+            assert more["headers"] == {"Authorization": "Bearer key0"}
+            if isinstance(info, Exception):
+                raise info
+            return httpx.Response(status, json={"weight_version": version} if "model_info" in url else info)
+
+        monkeypatch.setattr("asyncrl.launch.attached.httpx.get", get)
+
+    return answers
+
+
+def refusal(**changes: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        check_attached(tiny_config(**ATTACHED | changes), "key0")
+    assert (caught.value.field, caught.value.value) == ("engine.urls", URL)
+    return caught.value
+
+
+def test_engine_that_was_started_as_the_run_needs_it_passes(engine: Callable[..., None]) -> None:
+    engine(WELL)
+    check_attached(tiny_config(**ATTACHED), "key0")
+    engine({**WELL, "tp_size": 2})
+    check_attached(tiny_config(**ATTACHED, **{"engine.tensor_parallel": 2}), "key0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"engine.tensor_parallel": 2}, "--tp-size 2"),
+        ({"weights.transport": "delta"}, "--custom-weight-loader asyncrl.engine.delta.load"),
+        ({"deterministic": True, "rollout.max_staleness": 0}, "--enable-deterministic-inference"),
+        ({"algo.routing_replay": "R3"}, "--enable-return-routed-experts"),
+    ],
+)
+def test_engine_that_lacks_what_the_run_needs_is_refused_with_the_flag(
+    engine: Callable[..., None], changes: dict[str, Any], flag: str
+) -> None:
+    engine(WELL)
+    assert f"start it with {flag}." in refusal(**changes).remedy
+
+
+def test_engine_that_does_not_stream_what_is_new_is_refused(engine: Callable[..., None]) -> None:
+    engine({"tp_size": 1})
+    assert "--incremental-streaming-output" in refusal().remedy
+
+
+def test_engine_that_is_not_there_or_has_another_key_or_is_no_engine_is_refused(engine: Callable[..., None]) -> None:
+    engine(httpx.ConnectError("refused"))
+    assert "does not answer (ConnectError refused)" in refusal().remedy
+    engine({}, status=401)
+    assert KEY in refusal().remedy
+    engine({}, status=404)
+    assert "404" in refusal().remedy
+
+
+def test_engine_whose_weights_nobody_changes_must_have_a_version(engine: Callable[..., None]) -> None:
+    records = {"mode": "rollout_only", "record": True}
+    engine(WELL)
+    assert "--weight-version 0" in refusal(**records).remedy
+    engine(WELL, version="0")
+    check_attached(tiny_config(**ATTACHED, **records), "key0")
+
+
+def test_key_is_a_new_one_unless_engines_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "theirs")
+    assert run_key(tiny_config(**ATTACHED)) == "theirs"
+    mine = [run_key(tiny_config()) for _ in range(2)]
+    assert mine[0] != mine[1]
+    assert "theirs" not in mine
+    monkeypatch.delenv(KEY)
+    assert len(run_key(tiny_config(**ATTACHED))) == 48
