@@ -354,7 +354,8 @@ def test_first_of_several_problems_keeps_its_whole_text() -> None:
     [
         ("trainer.tensor_parallel", 4, r"Must divide the model's 6 attention heads: one of \[1, 2\]"),
         ("trainer.tensor_parallel", 3, r"Must divide the model's 2 key-value heads: one of \[1, 2\]"),
-        ("engine.tensor_parallel", 6, r"Must divide the model's 2 key-value heads: one of \[1, 2\]"),
+        ("engine.tensor_parallel", 3, r"Must divide the model's 2 key-value heads: one of \[1, 2, 6\]"),
+        ("engine.tensor_parallel", 4, r"Must divide the model's 6 attention heads: one of \[1, 2, 6\]"),
         ("trainer.pipeline_parallel", 3, "Must divide the model's 4 layers"),
         ("rollout.max_new_tokens", 64, "Must leave room for a prompt within the model's 64 positions"),
     ],

@@ -16,18 +16,16 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     """Refuse models and layouts that cannot be built; `hf` is the model folder's config.json."""
     check_architecture(hf)
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
-    for field, degree in (
-        ("trainer", config.trainer.tensor_parallel),
-        ("engine", config.engine.tensor_parallel),
+    trains = [d for d in range(1, heads + 1) if heads % d == 0 and kv_heads % d == 0]
+    serves = [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
+    for field, degree, allowed in (
+        ("trainer", config.trainer.tensor_parallel, trains),
+        ("engine", config.engine.tensor_parallel, serves),  # SGLang repeats key-value heads (weights/engine_layout.py)
     ):
-        for what, number in (("attention heads", heads), ("key-value heads", kv_heads)):
-            if number % degree:
-                divisors = [d for d in range(1, number + 1) if heads % d == 0 and kv_heads % d == 0]
-                raise ConfigError(
-                    f"{field}.tensor_parallel",
-                    degree,
-                    f"Must divide the model's {number} {what}: one of {divisors}.",
-                )
+        if degree not in allowed:
+            number, what = (heads, "attention heads") if heads % degree else (kv_heads, "key-value heads")
+            remedy = f"Must divide the model's {number} {what}: one of {allowed}."
+            raise ConfigError(f"{field}.tensor_parallel", degree, remedy)
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
     _check_engine(hf)

@@ -26,6 +26,9 @@ LOGITS = 12
 """Bytes of each logit of a chunk where most are held: s, s - m and e^(s - m) in float32 (trainer/head.py)."""
 WHOLE = ("norm.weight", "gate.weight", "e_score_correction_bias")
 """Ends of the names of tensors that every tensor-parallel rank holds whole: norms, and routers."""
+KEYS = ("k_proj.weight", "v_proj.weight")
+"""Ends of the names of tensors of which several ranks of an engine hold the same, where they are more than key-value
+heads (weights/engine_layout.py)."""
 
 
 class Weight(NamedTuple):
@@ -103,7 +106,7 @@ class Shape:
     expert_inner: int = 0
     shared_inner: int = 0  # of the experts that take every token
     cached: int = 0  # of a token in a layer of the KV cache
-    cache_is_shared: bool = True  # by tensor-parallel ranks; latent attention's is on each
+    cache_heads: int = 1  # heads of it, which tensor-parallel ranks share, and repeat where they are more
 
 
 class Held(NamedTuple):
@@ -136,7 +139,7 @@ def held(weights: Sequence[Weight], shape: Shape, layout: Layout, stage: int) ->
     gives them."""
     dense = routed = 0
     for one in weights:
-        if stage not in _stages(one, shape, layout):
+        if stage not in stages_of(one, shape, layout):
             continue
         if one.routed:
             routed += one.elements // layout.expert // layout.expert_tensor
@@ -148,7 +151,8 @@ def held(weights: Sequence[Weight], shape: Shape, layout: Layout, stage: int) ->
     return Held(dense, routed)
 
 
-def _stages(weight: Weight, shape: Shape, layout: Layout) -> tuple[int, ...]:
+def stages_of(weight: Weight, shape: Shape, layout: Layout) -> tuple[int, ...]:
+    """The pipeline stages that hold a tensor: two of an embedding that is the output layer, whose first sends it."""
     first, last = 0, layout.pipeline - 1
     if weight.layer is not None:
         return (layout.stage_of(weight.layer, shape.layers),)
@@ -181,7 +185,7 @@ def _stage(weights: Sequence[Weight], shape: Shape, layout: Layout, training: Tr
     mine, item = held(weights, shape, layout, stage), BYTES[training.dtype]
     networks = 1 + training.critic
     stepped = _stepped(mine, layout)
-    sent = sum(one.elements for one in weights if stage in _stages(one, shape, layout)) * item * training.publishes
+    sent = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * item * training.publishes
     last = stage == layout.pipeline - 1
     return {
         "weights": mine.all * item * networks,
@@ -252,11 +256,29 @@ def engine_rank(
     """Bytes of one rank of an engine: its share of the weights, and the KV cache of so many tokens."""
     share = Layout(tensor=tensor, data=1, expert_tensor=tensor)
     item = 1 if cache_dtype.startswith("fp8") else BYTES[dtype]
-    cache = tokens * shape.layers * shape.cached * item
+    cache, parts = tokens * shape.layers * shape.cached * item, min(tensor, shape.cache_heads)
+    repeated = sum(one.elements // parts - one.elements // tensor for one in weights if one.name.endswith(KEYS))
     return {
-        "weights": held(weights, shape, share, 0).all * BYTES[dtype],
-        "KV cache": cache // tensor if shape.cache_is_shared else cache,
+        "weights": (held(weights, shape, share, 0).all + repeated) * BYTES[dtype],
+        "KV cache": cache // parts,
     }
+
+
+def buckets(sizes: Iterable[int], limit: int) -> int:
+    """How many of at most `limit` bytes; a larger tensor travels alone, none is split."""
+    return len(packed(sizes, limit))
+
+
+def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
+    """The same, in their order: of each its bytes, and how many tensors it holds (as weights/bucket.py plans them)."""
+    found: list[tuple[int, int]] = []
+    for size in sizes:
+        filled, count = found[-1] if found else (limit, 0)
+        if not found or filled + size > limit:
+            found.append((size, 1))
+        else:
+            found[-1] = (filled + size, count + 1)
+    return found
 
 
 def parameters(weights: Iterable[Weight]) -> Held:

@@ -28,7 +28,7 @@ from asyncrl.planner.memory import (
 )
 from asyncrl.weights.names import FAMILIES
 
-SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8)
+SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8, cache_heads=2)
 TRAINING = Training(dtype="bfloat16", tokens=100, logit_rows=10)
 
 
@@ -180,9 +180,16 @@ def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() 
     parts = engine_rank(model(), SHAPE, tensor=2, dtype="bfloat16", tokens=1000)
     assert parts["weights"] == 2 * held(model(), SHAPE, Layout(tensor=2), 0).all
     assert parts["KV cache"] == 1000 * 4 * 8 * 2 // 2
-    latent = replace(SHAPE, cache_is_shared=False)
+    latent = replace(SHAPE, cache_heads=1)
     assert engine_rank(model(), latent, tensor=2, dtype="bfloat16", tokens=1000)["KV cache"] == 1000 * 4 * 8 * 2
     assert engine_rank(model(), SHAPE, tensor=1, dtype="bfloat16", tokens=1, cache_dtype="fp8_e4m3")["KV cache"] == 32
+
+
+def test_ranks_beyond_the_key_value_heads_repeat_them() -> None:
+    keys = [Weight("model.layers.0.self_attn.k_proj.weight", (8, 8))]
+    sizes = [engine_rank(keys, SHAPE, tensor=tensor, dtype="bfloat16", tokens=1000) for tensor in (1, 2, 4)]
+    assert [parts["weights"] for parts in sizes] == [128, 64, 64]
+    assert [parts["KV cache"] for parts in sizes] == [64_000, 32_000, 32_000]
 
 
 def test_a_checkpoint_takes_twelve_bytes_of_each_parameter_over_all_ranks() -> None:

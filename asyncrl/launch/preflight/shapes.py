@@ -15,12 +15,12 @@ def shape_of(hf: dict[str, Any]) -> Shape:
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     width = hf.get("head_dim") or hidden // heads
     queries, values = heads * width, hf.get("num_key_value_heads", heads) * width
-    keys, cached, shared, rotated = values, 2 * values, True, round(width * rope(hf)["partial_rotary_factor"])
+    keys, cached, parts, rotated = values, 2 * values, values // width, round(width * rope(hf)["partial_rotary_factor"])
     if family.get("multi_latent_attention"):
         queries = keys = heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         values = heads * hf["v_head_dim"]
         rotated = hf["qk_rope_head_dim"]
-        cached, shared = hf["kv_lora_rank"] + rotated, False
+        cached, parts = hf["kv_lora_rank"] + rotated, 1
     return Shape(
         layers=hf["num_hidden_layers"],
         hidden=hidden,
@@ -37,7 +37,7 @@ def shape_of(hf: dict[str, Any]) -> Shape:
         expert_inner=family.get("moe_ffn_hidden_size", 0),
         shared_inner=family.get("moe_shared_expert_intermediate_size") or 0,
         cached=cached,
-        cache_is_shared=shared,
+        cache_heads=parts,
     )
 
 

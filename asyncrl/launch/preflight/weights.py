@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight.findings import Finding, error, ok
-from asyncrl.planner.memory import BYTES, Weight
+from asyncrl.planner.memory import BYTES, Weight, buckets
 from asyncrl.weights.choice import choose
-
-
-def buckets(sizes: Iterable[int], limit: int) -> int:
-    """How many of at most `limit` bytes; a larger tensor travels alone, none is split."""
-    count, filled = 0, limit + 1
-    for size in sizes:
-        if filled + size > limit:
-            count, filled = count + 1, 0
-        filled += size
-    return count
 
 
 def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], gpus: int) -> list[Finding]:

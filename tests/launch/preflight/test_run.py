@@ -18,8 +18,8 @@ from asyncrl.launch.preflight.findings import Finding, failed
 from asyncrl.launch.preflight.folders import look_at
 from asyncrl.launch.preflight.model_files import INDEX, read_model
 from asyncrl.launch.preflight.run import preflight, require
-from asyncrl.launch.preflight.weights import buckets
 from asyncrl.models import catalog
+from asyncrl.planner.memory import buckets
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import compose_values, tiny_config
 from tests.launch.preflight.worlds import job, write_model

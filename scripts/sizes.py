@@ -1,0 +1,331 @@
+"""What a run will hold and take on H100s, by arithmetic (asyncrl/planner/sizing.py): the tables of docs/operations.md.
+
+    python scripts/sizes.py                             writes them
+    python scripts/sizes.py --check                     tells whether they are what the planner says now
+    python scripts/sizes.py experiment=llama3_70b trainer.data_parallel=2 ...          one run, part by part
+    python scripts/sizes.py experiment=qwen3_8b model.path=FOLDER ...                   of another model's config.json
+
+Machines have 8 GPUs unless cluster.gpus says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from asyncrl import config as configuration
+from asyncrl.config import Config
+from asyncrl.launch.checks import check_model
+from asyncrl.launch.main import CONF
+from asyncrl.launch.placement import imagined, nodes_wanted, place
+from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
+from asyncrl.models.tensors import tensors
+from asyncrl.planner import memory, sizing
+from asyncrl.planner.memory import Shape, Weight
+from asyncrl.planner.sizing import Balance, Fleet, Hardware, Publish
+
+DOCS = Path(__file__).parent.parent / "docs" / "operations.md"
+BEGIN, END = "<!-- sizes: written by scripts/sizes.py -->\n", "<!-- end of sizes -->\n"
+HARDWARE = Hardware()
+ROOM = 0.9 * HARDWARE.memory
+"""Bytes of a GPU that may be planned: libraries and fragments want the rest (launch/preflight/memory.py)."""
+PIECE = 0.19e-3
+"""Seconds of the rollout process's one core for each piece of an answer (docs/rollouts.md)."""
+
+QWEN3: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+QWEN3_MOE: dict[str, Any] = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 4,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_8b": {
+        **QWEN3,
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+    },
+    "llama3_70b": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "max_position_embeddings": 131072,
+    },
+    "qwen3_30b_a3b": {
+        **QWEN3_MOE,
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+    },
+    "qwen3_235b_a22b": {
+        **QWEN3_MOE,
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+    },
+}
+"""What their publishers' config.json say that memory and layout depend on, by the experiment that trains them."""
+SET = ("trainer.data_parallel", "engine.count", "rollout.batch_groups", "engine.stream_interval")
+"""What changes with size."""
+ROWS: list[tuple[str, int, tuple[int, ...] | None]] = [
+    ("qwen3_8b", 8, ()),
+    ("qwen3_8b", 64, (16, 32, 256, 64)),
+    ("qwen3_8b", 512, (128, 256, 2048, 512)),
+    ("qwen3_8b", 1024, (256, 512, 4096, 1024)),
+    ("llama3_70b", 8, None),
+    ("llama3_70b", 64, ()),
+    ("llama3_70b", 512, (8, 48, 1024, 128)),
+    ("llama3_70b", 1024, (16, 96, 2048, 256)),
+    ("qwen3_30b_a3b", 8, None),
+    ("qwen3_30b_a3b", 32, (8, 8, 64, 64)),
+    ("qwen3_30b_a3b", 64, ()),
+    ("qwen3_30b_a3b", 512, (96, 160, 1024, 512)),
+    ("qwen3_30b_a3b", 1024, (192, 320, 2048, 1024)),
+    ("qwen3_235b_a22b", 8, None),
+    ("qwen3_235b_a22b", 64, None),
+    ("qwen3_235b_a22b", 512, ()),
+    ("qwen3_235b_a22b", 1024, (8, 96, 1024, 128)),
+]
+"""Experiment, GPUs, and values of SET beside the experiment (none: it is of this size); None: it does not fit."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """One run."""
+
+    config: Config
+    shape: Shape
+    weights: list[Weight]
+    machines: int
+    trainer: dict[str, int]
+    engine: dict[str, int]
+    publish: Publish
+    balance: Balance
+
+    @property
+    def batch_tokens(self) -> float:
+        """Of answers half as long as they may be."""
+        rollout = self.config.rollout
+        return rollout.batch_groups * rollout.group_size * rollout.max_new_tokens / 2
+
+    @property
+    def step(self) -> float:
+        """Seconds, where neither side is slower than its law."""
+        return self.batch_tokens / self.balance.rate
+
+    @property
+    def core(self) -> float:
+        """Share of its one core that the rollout process spends on the engines' pieces."""
+        return self.balance.rate / self.config.engine.stream_interval * PIECE
+
+
+def load(*overrides: str) -> Config:
+    """As the command does it, for a job on machines with 8 GPUs."""
+    words = ["cluster=slurm", f"cluster.gpus={HARDWARE.per_machine}", "model.path=MODEL", *overrides]
+    with initialize_config_dir(str(CONF), version_base=None):
+        values: Any = OmegaConf.to_container(compose("train", words), resolve=True)
+    return configuration.load(values)
+
+
+def size(config: Config, hf: dict[str, Any]) -> Sized:
+    """Raises ConfigError where the configuration does not suit the model or the machines."""
+    check_model(config, hf)
+    each = config.cluster.gpus or HARDWARE.per_machine
+    machines = config.cluster.nodes or nodes_wanted(config, each)
+    place(config, imagined(config, machines, each))
+    shape = shape_of(hf)
+    weights = memory.counted([Weight(name, size) for name, size in tensors(hf)], shape)
+    layout, training = layout_of(config.trainer), training_of(config, gpu=True)
+    section = config.engine
+    engine = memory.engine_rank(
+        weights, shape, tensor=section.tensor_parallel, dtype=section.dtype, tokens=section.max_total_tokens
+    )
+    sent = sizing.publish(
+        weights,
+        shape,
+        layout,
+        dtype=training.dtype,
+        bucket=config.weights.bucket_mb << 20,
+        streams=bool(training.bucket),
+        one_machine=machines == 1,
+        hardware=HARDWARE,
+    )
+    fleet = Fleet(section.count, section.tensor_parallel, section.max_running_requests, section.max_total_tokens)
+    longest = config.rollout.max_new_tokens
+    balance = sizing.balance(
+        weights,
+        shape,
+        gpus=config.trainer.world_size,
+        fleet=fleet,
+        engine=sizing.engine_shape(engine, fleet, longest / 2, HARDWARE),
+        batch_tokens=config.rollout.batch_groups * config.rollout.group_size * longest / 2,
+        sent=sent,
+        hardware=HARDWARE,
+    )
+    received = {**engine, "received bucket": 2 * (config.weights.bucket_mb << 20)}  # as sent, and its tensors
+    trainer = memory.trainer_rank(weights, shape, layout, training)
+    return Sized(config, shape, weights, machines, trainer, received, sent, balance)
+
+
+@cache
+def row(name: str, values: tuple[int, ...]) -> Sized:
+    """Of the tables."""
+    return size(load(f"experiment={name}", *settings(values)), MODELS[name])
+
+
+def settings(values: tuple[int, ...]) -> list[str]:
+    """As the command takes them."""
+    return [f"{setting}={value}" for setting, value in zip(SET, values, strict=False)]
+
+
+def gb(number: float) -> str:
+    """Gigabytes to three digits."""
+    return f"{number / 1e9:.3g}" if number < 1e12 else f"{number / 1e9:,.0f}"
+
+
+# -- the tables --------------------------------------------------------------------------------------------
+
+
+def least(name: str, gpus: int) -> float:
+    """Bytes that a trainer rank would hold at least: 18 for each parameter, where all GPUs share them that are not
+    needed for the weights of one engine."""
+    count = memory.parameters(Weight(name, size) for name, size in tensors(MODELS[name])).all
+    return 18 * count / (gpus - -(-2 * count // int(ROOM)))
+
+
+def table() -> Iterator[str]:
+    """Sizes."""
+    yield "| model | GPUs | trainers: TP PP CP DP EP | engines | batch | trainer | engine | publish | pause | "
+    yield "train, write | step | core |\n|" + "---|" * 12 + "\n"
+    for name, gpus, values in ROWS:
+        if values is None:
+            yield f"| {name} | {gpus} | none: {least(name, gpus) / 1e9:,.0f} GB |" + " |" * 9 + "\n"
+            continue
+        one = row(name, values)
+        t, e, r = one.config.trainer, one.config.engine, one.config.rollout
+        degrees = (t.tensor_parallel, t.pipeline_parallel, t.context_parallel, t.data_parallel, t.expert_parallel)
+        buckets = max(one.publish.buckets)
+        cells = [
+            name,
+            str(gpus),
+            f"{t.world_size}: {' '.join(map(str, degrees))}",
+            f"{e.count} × TP {e.tensor_parallel}",
+            f"{r.batch_groups} × {r.group_size}",
+            gb(sum(one.trainer.values())),
+            gb(sum(one.engine.values())),
+            f"{gb(one.publish.nbytes)}: {len(one.publish.buckets)} × {buckets}",
+            f"{one.publish.pause:.2g}",
+            f"{one.balance.trainers / 1e3:,.0f}, {one.balance.engines / 1e3:,.0f}",
+            f"{one.step:.0f}",
+            f"{one.core:.2f}",
+        ]
+        yield "| " + " | ".join(cells) + " |\n"
+
+
+def parts_table() -> Iterator[str]:
+    """Where the memory of the shipped experiments goes."""
+    shipped = {name: row(name, ()) for name in MODELS}
+    runs = list(shipped.values())
+    names = [part for part in runs[0].trainer if any(one.trainer[part] for one in runs)]
+    yield "| a trainer rank, GB | " + " | ".join(shipped) + " |\n|" + "---|" * (len(shipped) + 1) + "\n"
+    for part in names:
+        yield f"| {part} | " + " | ".join(gb(one.trainer[part]) for one in runs) + " |\n"
+    yield "| **an engine rank** |" + " |" * len(shipped) + "\n"
+    for part in ("weights", "KV cache", "received bucket"):
+        yield f"| {part} | " + " | ".join(gb(one.engine[part]) for one in runs) + " |\n"
+    yield "| **a checkpoint**, GB | " + " | ".join(gb(checkpoint(one)) for one in runs) + " |\n"
+    yield "| of it in a machine's memory | " + " | ".join(gb(staged(one)) for one in runs) + " |\n"
+
+
+def checkpoint(one: Sized) -> int:
+    """Bytes on disk."""
+    return memory.CHECKPOINT * memory.parameters(one.weights).all
+
+
+def staged(one: Sized) -> int:
+    """Bytes of a machine's memory in which its ranks keep a checkpoint until it is written."""
+    trainer, each = one.config.trainer, one.config.cluster.gpus or HARDWARE.per_machine
+    rank = memory.checkpoint_staging(one.weights, one.shape, layout_of(trainer), critic=False)
+    return rank * min(each, trainer.world_size)
+
+
+def commands() -> Iterator[str]:
+    """What is said beside the experiment."""
+    yield "```\n"
+    for name, gpus, values in ROWS:
+        if values:
+            yield f"{gpus:>5}  experiment={name} {' '.join(settings(values))}\n"
+    yield "```\n"
+
+
+def text() -> str:
+    """What stands between the marks."""
+    return "\n".join("".join(part) for part in (table(), parts_table(), commands()))
+
+
+def documented() -> tuple[str, str]:
+    """docs/operations.md as it is, and as it should be."""
+    now = DOCS.read_text()
+    before, rest = now.split(BEGIN)
+    return now, f"{before}{BEGIN}\n{text()}\n{END}{rest.split(END)[1]}"
+
+
+# -- one run -----------------------------------------------------------------------------------------------
+
+
+def told(config: Config, hf: dict[str, Any]) -> Iterator[str]:
+    """Part by part."""
+    one = size(config, hf)
+    trainers, engines = config.trainer.world_size, config.engine.count * config.engine.tensor_parallel
+    yield f"{one.machines} machines, {trainers} GPUs train, {engines} generate"
+    for role, parts in (("trainer", one.trainer), ("engine", one.engine)):
+        told = ", ".join(f"{part} {gb(bytes_)}" for part, bytes_ in parts.items() if bytes_)
+        yield f"a rank of the {role}: {gb(sum(parts.values()))} of {gb(HARDWARE.memory)} GB ({told})"
+    sent = one.publish
+    counts = "+".join(map(str, sent.buckets))
+    yield f"a publish: {gb(sent.nbytes)} GB in {counts} buckets, {sent.fill:.2g} s to fill, {sent.pause:.2g} s of pause"
+    yield f"tokens/s: {one.balance.trainers:,.0f} trained, {one.balance.engines:,.0f} written, were neither to wait"
+    yield f"a step: {one.batch_tokens / 1e6:.3g} million tokens in {one.step:.0f} s"
+    yield f"the rollout process: {one.core:.2f} of its one core for what engines stream"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 1 when --check finds a difference."""
+    if arguments and arguments[0] != "--check":
+        config = load(*arguments)
+        file = Path(config.model.path).expanduser() / "config.json"
+        hf = MODELS[config.run.name] if config.model.path == "MODEL" else json.loads(file.read_text())
+        print(*told(config, hf), sep="\n")
+        return 0
+    now, then = documented()
+    if now != then and not arguments:
+        DOCS.write_text(then)
+    if now != then:
+        print(f"{'differs' if arguments else 'wrote'}: {DOCS}")
+    return int(bool(arguments) and now != then)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

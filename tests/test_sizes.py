@@ -1,0 +1,76 @@
+"""The sizes of docs/operations.md: each composes, stands on just its machines, fits, and is what the planner says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from asyncrl.metrics import fields
+from asyncrl.planner import memory, sizing
+from scripts.sizes import DOCS, MODELS, ROOM, ROWS, documented, least, row
+from tests.fakes import compose_values
+
+FITTING = [(name, gpus, values) for name, gpus, values in ROWS if values is not None]
+ACTIVE = {"qwen3_8b": 8.2, "llama3_70b": 70.6, "qwen3_30b_a3b": 3.3, "qwen3_235b_a22b": 22.2}
+"""Billions, with the embedding, as their names have them."""
+
+
+def test_documented_sizes_are_what_the_planner_says_now() -> None:
+    """python scripts/sizes.py writes them anew."""
+    now, then = documented()
+    assert now == then
+
+
+@pytest.mark.parametrize(("name", "gpus", "values"), FITTING, ids=str)
+def test_a_size_stands_on_its_machines_and_fits(name: str, gpus: int, values: tuple[int, ...]) -> None:
+    one = row(name, values)
+    used = one.config.trainer.world_size + one.config.engine.count * one.config.engine.tensor_parallel
+    assert (8 * one.machines, used) == (gpus, gpus)
+    assert sum(one.trainer.values()) < ROOM
+    assert sum(one.engine.values()) < ROOM
+    assert one.core < 0.7
+    assert one.config.weights.staging == "stream"
+    assert one.config.rollout.batch_groups >= one.config.trainer.data_parallel  # no replica without a group
+
+
+@pytest.mark.parametrize(("name", "gpus"), [(name, gpus) for name, gpus, values in ROWS if values is None])
+def test_what_is_said_not_to_fit_does_not(name: str, gpus: int) -> None:
+    assert least(name, gpus) > ROOM
+
+
+def test_each_model_has_a_row_for_every_size_and_one_that_is_its_experiment() -> None:
+    for model in MODELS:
+        assert {8, 64, 512, 1024} <= {gpus for name, gpus, _ in ROWS if name == model}
+        assert [values for name, _, values in ROWS if name == model].count(()) == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_active_parameters_are_those_that_models_are_named_for(name: str) -> None:
+    one = row(name, ())
+    embedding = one.shape.vocab * one.shape.hidden
+    assert (sizing.active(one.weights, one.shape) + embedding) / 1e9 == pytest.approx(ACTIVE[name], abs=0.1)
+
+
+def test_a_token_of_the_cache_takes_what_its_heads_take() -> None:
+    """Qwen3-235B: 94 layers of 4 keys and 4 values of 128 numbers, two bytes each; eight ranks hold each head twice."""
+    one = row("qwen3_235b_a22b", ())
+    assert one.engine["KV cache"] == one.config.engine.max_total_tokens * 94 * 2 * 4 * 128 * 2 // 4
+    assert memory.parameters(one.weights).routed / one.publish.nbytes > 0.4  # experts are nearly all that is sent
+
+
+def test_the_guide_names_only_fields_and_settings_that_there_are() -> None:
+    words = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", DOCS.read_text(), flags=re.DOTALL))
+    tables = [table for table in vars(fields).values() if isinstance(table, dict)]
+    known = {name for table in tables for name in table} | {"logprob_gap/lag0"}
+    figures = {word for word in words if re.fullmatch(r"[a-z_]+/[a-z_0-9]+", word)}
+    assert len(figures) > 25
+    assert figures - {"conf/experiment"} <= known
+    values = compose_values()
+    settings = {found[1] for word in words if (found := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?", word))}
+    assert len(settings) > 30
+    for name in settings - {"metrics.jsonl", "warnings.jsonl", "ledger.json", "summary.json"}:
+        place = values
+        for part in name.split("."):
+            assert part in place, name
+            place = place[part]
