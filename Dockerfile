@@ -1,25 +1,74 @@
-# GPU image: stock SGLang and TransformerEngine on a PyTorch/CUDA base.
+# The whole system in an image, from the project's locks: docs/container.md.
 #
-#   docker build -t asyncrl . && docker run --gpus all --ipc=host asyncrl experiment=...
+#   docker build -t asyncrl .                                 # stock SGLang and TransformerEngine on CUDA
+#   docker build -t asyncrl:cpu --build-arg VARIANT=cpu --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's CPU index> .
 #
-# Not built where it was written, a machine without a GPU and without an image registry; there the `gpu` extra was resolved
-# (not installed) for Python 3.11 on x86_64, glibc 2.35. The base must have torch 2.13.0, CUDA 13 and glibc 2.34 or newer.
-ARG BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
-FROM ${BASE}
+# VARIANT picks the base and the lock, requirements/VARIANT.txt; every other step is shared. `make container` runs those of
+# the CPU variant in a clean root. The GPU variant has been linted and its lock resolved; it has never been built.
+ARG VARIANT=gpu
+ARG GPU_BASE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
+ARG CPU_BASE=python:3.11.14-slim-bookworm
 
-ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 OMP_NUM_THREADS=1
-WORKDIR /opt/asyncrl
+# CUDA 13.0 is what torch 2.13.0 is built for. The compilers (nvcc, g++) and Python.h stay in the image: SGLang, triton and
+# flashinfer compile kernels when they first need them. sglang-kernel links libnuma; InfiniBand is the other three. Ubuntu's
+# own user goes, whose uid is to be ours.
+FROM ${GPU_BASE} AS base-gpu
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends \
+        g++ python3-dev python3-venv libnuma1 libibverbs1 ibverbs-providers librdmacm1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && userdel --remove ubuntu
+ENV CUDA_HOME=/usr/local/cuda
 
-# The build tools come from the lock: TransformerEngine's torch extension compiles against the torch that is already
-# there, so it needs --no-build-isolation, and so do the others in the same call.
+FROM ${CPU_BASE} AS base-cpu
+
+# The project's wheel, by build tools out of the lock, which stay here.
+FROM base-${VARIANT} AS wheel
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
 COPY requirements/ requirements/
-RUN grep -hE '^(hatchling|editables|packaging|pathspec|pluggy|setuptools|tomlkit|trove-classifiers)==' requirements/*.txt > /tmp/build.txt \
-    && pip install --no-deps -r /tmp/build.txt
-
-COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
+RUN python3 -m venv /opt/build \
+    && grep -hE '^(hatchling|packaging|pathspec|pluggy|trove-classifiers)==' requirements/cpu.txt requirements/dev.txt \
+        > /tmp/build.txt \
+    && /opt/build/bin/pip install --no-deps -r /tmp/build.txt
+COPY pyproject.toml README.md LICENSE ./
 COPY conf/ conf/
 COPY asyncrl/ asyncrl/
-RUN pip install --no-build-isolation ".[gpu]"
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
+# The environment. Nothing is resolved here: --no-deps takes the lock as it is, and without build isolation what has no wheel
+# is built by the lock's own setuptools (--use-pep517: whichever pip the base has). Index and proxy come as build arguments,
+# and stay out of the last stage.
+FROM base-${VARIANT} AS environment
+ARG VARIANT
+ARG PIP_EXTRA_INDEX_URL
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:${PATH}
+COPY requirements/${VARIANT}.txt /tmp/lock.txt
+RUN grep -E '^(setuptools|wheel|wheel-stub)==' /tmp/lock.txt > /tmp/tools.txt \
+    && pip install --no-deps -r /tmp/tools.txt
+# TransformerEngine's extension compiles against the torch that is there, so it comes last; by itself it would first look for
+# a binary on its release page.
+RUN grep -v '^transformer-engine-torch==' /tmp/lock.txt > /tmp/first.txt \
+    && pip install --no-deps --no-build-isolation --use-pep517 -r /tmp/first.txt \
+    && NVTE_PYTORCH_FORCE_BUILD=TRUE pip install --no-deps --no-build-isolation --use-pep517 -r /tmp/lock.txt
+COPY --from=wheel /dist/ /tmp/dist/
+# A CUDA build of torch without its libraries (no PIP_EXTRA_INDEX_URL for the CPU variant) shows here, not in the first run.
+RUN pip install --no-deps /tmp/dist/*.whl && python -c "import torch"
+
+FROM base-${VARIANT} AS image
+ARG VARIANT
+LABEL org.opencontainers.image.title="asyncrl (${VARIANT})" \
+      org.opencontainers.image.description="Reinforcement learning of language models while they generate" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN useradd --uid 1000 --create-home --shell /bin/bash asyncrl \
+    && install --directory --owner=asyncrl --group=asyncrl /workspace
+COPY --from=environment /opt/venv/ /opt/venv/
+# Two torch threads per process under contention are many times slower than one.
+ENV PATH=/opt/venv/bin:${PATH} OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+# By number, so that a cluster can see that it is not root. Runs go to ./runs: mount a folder here to keep them.
+USER 1000:1000
 WORKDIR /workspace
 ENTRYPOINT ["asyncrl-train"]

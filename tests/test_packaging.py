@@ -14,6 +14,7 @@ from asyncrl import __version__, install
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ("cpu.txt", "dev.txt")
+ELSEWHERE = ("../pyproject.toml", "../Dockerfile", "../scripts/lock.sh", "../scripts/container_check.py")
 PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[a-z,]+\])?==(?P<version>[A-Za-z0-9.]+)")
 
 
@@ -43,7 +44,7 @@ def test_locks_do_not_overlap():
     assert not lock("cpu.txt").keys() & lock("dev.txt").keys()
 
 
-@pytest.mark.parametrize("name", [*LOCKS, "../pyproject.toml", "../Dockerfile", "../scripts/lock.sh"])
+@pytest.mark.parametrize("name", [*LOCKS, "gpu.txt", *ELSEWHERE])
 def test_no_index_or_machine_path_is_written_down(name):
     text = (ROOT / "requirements" / name).read_text()
     assert not re.search(r"https?://|file:|^--|/home/|/root/|/work/", text, re.MULTILINE)
