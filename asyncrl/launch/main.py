@@ -113,8 +113,10 @@ def start(composed: list[tuple[Config, list[str]]]) -> None:
         runs = [(folder, arguments) for folder, (_, arguments) in zip(folders, composed, strict=True)]
         print(f"asyncrl: {submit(first, runs)}")
         return
+    began = STARTED_AT
     for folder, (config, _) in zip(folders, composed, strict=True):
-        launch(config, folder)
+        launch(config, folder, began)
+        began = time.time()
 
 
 def _not_begun(number: int, _: object) -> None:
@@ -151,8 +153,8 @@ def _fail(code: int, message: str) -> None:
     sys.exit(code)
 
 
-def launch(config: Config, run_dir: Path) -> None:
-    """Run one configuration to its end, on this machine or on those of the job."""
+def launch(config: Config, run_dir: Path, began: float) -> None:
+    """Run one configuration to its end, on this machine or on those of the job; `began`: the moment of the command."""
     from asyncrl.models import catalog
 
     job = Job.found(config.cluster) if config.cluster.launcher == "slurm" else None
@@ -160,20 +162,19 @@ def launch(config: Config, run_dir: Path) -> None:
         job = job.probed(config)
     else:
         check_devices(config, count_gpus(config.cluster.gpus))
+    key = run_key(config)
     if config.cluster.preflight:
         require(config, run_dir, job)
     else:
         check_files(config)
         check_recording(config)
+        check_attached(config, key)
     model = catalog.resolve(config.model.path)
     check_model(config, json.loads((model / "config.json").read_text()))
     teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
     if teacher:
         check_teacher(config, model, teacher)
     judge = catalog.resolve(config.judge.model, "judge.model") if config.judge.model else None
-    key = run_key(config)
-    if config.mode != "replay":
-        check_attached(config, key)
     origin = resume.choose(config, run_dir)
     goes_on = config.resume == "auto" and (run_dir / "config.json").is_file()
     if not goes_on:
@@ -199,7 +200,7 @@ def launch(config: Config, run_dir: Path) -> None:
         api_key=key,
         model=model,
         gpus=max(len(node.gpus) for node in nodes),
-        started_at=STARTED_AT,
+        started_at=began,
         teacher=teacher,
         judge=judge,
         resume=origin.folder if origin else None,

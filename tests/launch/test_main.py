@@ -54,6 +54,14 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, capture_output=True, text=True, cwd=cwd, check=False)
 
 
+def test_sweep_leaves_nothing_outside_of_its_own_folder(tmp_path: Path) -> None:
+    slurm = ("cluster=slurm", "cluster.gpus=0", "cluster.submit=false")
+    done = command("--multirun", "experiment=tiny", *slurm, "run.dir=sweep", "run.seed=1,2,3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "2", "multirun.yaml"}
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

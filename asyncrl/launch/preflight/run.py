@@ -75,8 +75,7 @@ def require(config: Config, run_dir: Path, job: Job | None = None) -> None:
 def _all(config: Config, run_dir: Path, job: Job | None) -> Iterator[Finding]:
     yield from refused(partial(check_files, config), "task")
     yield from refused(partial(check_recording, config), "replay.from")
-    if config.mode != "replay":
-        yield from refused(partial(check_attached, config, run_key(config)), "engine.urls")
+    yield from refused(partial(check_attached, config, run_key(config)), "engine.urls")
     seen = Seen()
     problems = refused(partial(_look, config, job, seen), "cluster")
     yield from problems
