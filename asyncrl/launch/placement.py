@@ -54,7 +54,7 @@ class Placement:
     router: Seat
     rollout: Seat
     trainers: list[Seat]  # by rank; `gpus` are those of all ranks on the node
-    engines: list[list[Seat]]  # of each the machines that it spans: the first has its HTTP server
+    engines: list[list[Seat]]  # of each the machines that it spans: the first's server is the engine's
     teachers: list[Seat] = field(default_factory=list)
     judges: list[Seat] = field(default_factory=list)
 
@@ -173,7 +173,7 @@ def _on_gpus(name: str, section: Engine | Frozen, rooms: list[_Room], each: int)
     whole = [room for room in rooms if len(room.free) == each]
     if name == "engine" and ranks > each and ranks % each == 0 and len(whole) >= ranks // each:
         first, *more = whole[: ranks // each]
-        return [first.seat(gpus=each, ports=2), *(room.seat(gpus=each) for room in more)]
+        return [first.seat(gpus=each, ports=2), *(room.seat(gpus=each, ports=1) for room in more)]
     free = sum(len(room.free) for room in rooms)
     raise ConfigError(
         f"{name}.count × {name}.tensor_parallel",

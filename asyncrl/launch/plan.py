@@ -117,11 +117,13 @@ def engines(
     specs = []
     by_ipc = config.weights.transport == "tensor"  # a handle opens only where the trainer's GPU is seen
     for number, seats in enumerate(seats_of):
-        for place, seat in enumerate(seats):  # several: it spans as many machines, and the first has its HTTP server
+        for place, seat in enumerate(
+            seats
+        ):  # several: it spans as many machines; the others' servers only say that they live
             argv = server_argv(
                 config.engine,
                 addresses.model,
-                seats[0].url,
+                seat.url,
                 gpu=gpu,
                 seed=config.run.seed + seed + number,
                 custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,

@@ -21,7 +21,7 @@ from asyncrl.config import Config, load
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.launch.machine import this_node
 from asyncrl.launch.main import CONF
-from asyncrl.launch.placement import place, ports_wanted
+from asyncrl.launch.placement import Seat, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.models import catalog
 
@@ -71,13 +71,23 @@ class Engines:
         return (self.folder / f"{name}.log").read_text()
 
 
+def over_two_machines(seat: Seat) -> list[Seat]:
+    """An engine of two ranks on as many machines: 127.0.0.2 is this one, too."""
+    second = this_node("127.0.0.2", None, 0, 1)
+    return [seat, Seat(second, port=second.ports[0])]
+
+
 @contextmanager
-def engines(folder: Path, *overrides: str, experiment: str = "tiny", gpus: int = 0) -> Iterator[Engines]:
+def engines(
+    folder: Path, *overrides: str, experiment: str = "tiny", gpus: int = 0, last_spans: bool = False
+) -> Iterator[Engines]:
     """The engines and the router of an experiment with these overrides, ready."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", [f"experiment={experiment}", *overrides]), resolve=True)
     config = load(raw)
     placement = place(config, [this_node(config.cluster.host, None, gpus, ports_wanted(config))])
+    if last_spans:
+        placement.engines[-1] = over_two_machines(placement.engines[-1][0])
     addresses = Addresses(
         "fleet-test",
         "the-run's-key",

@@ -38,9 +38,10 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """An engine of one rank and one of two behind the router."""
+    """Two engines of two ranks behind the router, one of them over two machines."""
     folder = tmp_path_factory.mktemp("weights")
-    with engines(folder, "engine.tensor_parallel=2", "engine.count=2", "weights.transport=delta") as started:
+    shape = ("engine.tensor_parallel=2", "engine.count=2", "weights.transport=delta")
+    with engines(folder, *shape, last_spans=True) as started:
         yield started
 
 

@@ -53,7 +53,8 @@ def test_an_engine_that_does_not_fit_takes_whole_nodes() -> None:
     found = placed(4, 4, **{"trainer.data_parallel": 4, "engine.tensor_parallel": 8, "cluster.cpu_nodes": 1})
     ((head, second),) = found.engines
     assert where([head, second]) == [("node2", (0, 1, 2, 3)), ("node3", (0, 1, 2, 3))]
-    assert (head.port > 0, second.port) == (True, 0)
+    assert head.port > 0
+    assert second.port > 0
     assert found.router.node.name == "node0"  # without GPUs
     assert found.trainers[0].node.name == "node1"
 
