@@ -67,8 +67,10 @@ class _Seen:
 class Leases:
     """Those of a folder, for one reader that looks again and again."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock = folder, clock
+    def __init__(
+        self, folder: Path, clock: Callable[[], float] = time.monotonic, seconds: float = LEASE_SECONDS
+    ) -> None:
+        self._folder, self._clock, self._seconds = folder, clock, seconds
         self._seen: dict[str, _Seen] = {}
         self._looked_at = clock()
 
@@ -85,7 +87,7 @@ class Leases:
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         for name in names:
             self._read(name, passed)
-        held = {name: seen for name, seen in self._seen.items() if seen.unchanged < LEASE_SECONDS}
+        held = {name: seen for name, seen in self._seen.items() if seen.unchanged < self._seconds}
         return {name.removesuffix(SUFFIX): seen.told for name, seen in sorted(held.items())}
 
     def _read(self, name: str, passed: float) -> None:
@@ -97,3 +99,22 @@ class Leases:
             self._seen[name].unchanged += passed
         else:
             self._seen[name] = _Seen(told)
+
+
+class Watched:
+    """One lease, that of whoever must outlive the reader."""
+
+    def __init__(self, path: Path, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`seconds`: it may be held up for so long."""
+        self._name, self._clock = path.name.removesuffix(SUFFIX), clock
+        self._leases = Leases(path.parent, clock, seconds)
+        self._seen, self._looked_at = False, -RENEW_SECONDS
+
+    def ended(self) -> bool:
+        """Whether it was there, and is no more. To be asked again and again; it looks when it is time."""
+        if self._clock() - self._looked_at < RENEW_SECONDS:
+            return False
+        self._looked_at = self._clock()
+        held = self._name in self._leases.look()
+        self._seen = self._seen or held
+        return self._seen and not held

@@ -164,6 +164,9 @@ class Cluster(Section):
     """GPUs to use of each machine; unset: those that it has. A job that is submitted must be told."""
     start_timeout: Positive
     """Seconds that the machines of a job may take to answer at first."""
+    lost_timeout: Positive
+    """Seconds without a sign of life of the launcher, whose machine may have failed, after which a job's processes end
+    and the job is queued again, or cancelled where `requeues` are used up."""
     preflight: bool
     """Look at versions, model files, memory, folders and network before anything is started, and start nothing where
     the run would fail (docs/slurm.md). --check does it alone, wherever it is given."""

@@ -39,11 +39,20 @@ class Registry:
 
     def lease_of_run(self, **facts: Any) -> Lease:
         """The launcher's own."""
-        return Lease(self._folder / f"{RUN}{SUFFIX}", facts)
+        return Lease(self.file_of_run, facts)
+
+    @property
+    def file_of_run(self) -> Path:
+        """Where it is."""
+        return self._folder / f"{RUN}{SUFFIX}"
 
     def lease_of(self, url: str, **facts: Any) -> Lease:
         """Of an engine."""
-        return Lease(self._folder / f"{_name(url)}{SUFFIX}", {"url": url, **facts})
+        return Lease(self.file_of(url), {"url": url, **facts})
+
+    def file_of(self, url: str) -> Path:
+        """Where it is."""
+        return self._folder / f"{_name(url)}{SUFFIX}"
 
     def run(self) -> dict[str, Any] | None:
         """What the launcher tells of the run; None when it has ended."""

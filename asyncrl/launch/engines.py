@@ -86,7 +86,7 @@ class _Run:
         lease = self.lease()
         if lease is None:
             raise ConfigError("RUN", str(folder), "No run is under way there: start it first.")
-        self.launcher = str(lease["host"])
+        self.launcher, self.job = str(lease["host"]), str(lease["job"])
         if self.config.mode != "train":
             remedy = "Only a run that trains gives weights to engines that come."
             raise ConfigError("mode", self.config.mode, remedy)
@@ -117,7 +117,9 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
     specs = engines(config, mine, seats, label=f"{word}-", seed=int(word, 16))
     keeper = Keeper(run, {one[0].url: one[0].node.name or socket.gethostname() for one in seats})
     if job:
-        specs = job.steps(specs, run.folder, mine.run_id, [run.folder, mine.model])
+        ours = [] if job.id == run.job else job.cancelled()  # it may be the run's own
+        lease = run.registry.file_of(keeper.urls[0])
+        specs = job.steps(specs, run.folder, mine.run_id, [run.folder, mine.model], lease, ours)
     workers = Workers(mine.router, mine.api_key, FORGET_SECONDS)
     watches = {spec.name: Watch(spec.watch, mine.api_key, spec.patience) for spec in specs if spec.watch}
     policy = RestartPolicy(run.folder, workers.remove, watches, job.has if job else None, f"{word}-")

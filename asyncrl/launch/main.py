@@ -212,7 +212,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     specs = plan(config, addresses, placement, run_dir)
     if job:
         mounts = [folder for folder in (run_dir, model, teacher, judge) if folder]
-        specs = job.steps(specs, run_dir, addresses.run_id, mounts)
+        specs = job.steps(specs, run_dir, addresses.run_id, mounts, Registry(run_dir).file_of_run, job.requeued())
     console = Console(config, run_dir)
     console.opening([*differences(config), *resume.changes(config, origin)], str(origin.folder) if origin else None)
     try:
@@ -237,7 +237,9 @@ def supervise(
     policy = RestartPolicy(run_dir, workers.remove, watches, job.has if job else None)
     registry = Registry(run_dir)
     registry.clear()
-    lease = registry.lease_of_run(run_id=addresses.run_id, host=socket.gethostname())
+    facts = {"run_id": addresses.run_id, "host": socket.gethostname(), "job": job.id if job else ""}
+    lease = registry.lease_of_run(**facts)
+    lease.renew()  # before anything is started that would miss it
 
     def each_poll() -> None:
         lease.renew()

@@ -117,9 +117,7 @@ def engines(
     specs = []
     by_ipc = config.weights.transport == "tensor"  # a handle opens only where the trainer's GPU is seen
     for number, seats in enumerate(seats_of):
-        for place, seat in enumerate(
-            seats
-        ):  # several: it spans as many machines; the others' servers only say that they live
+        for place, seat in enumerate(seats):  # several: it spans as many machines, of which the first answers
             argv = server_argv(
                 config.engine,
                 addresses.model,

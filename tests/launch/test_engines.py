@@ -26,7 +26,7 @@ def under_way(folder: Path, *, host: str = HERE, here: dict[str, Any] | None = N
     (folder / "config.json").write_text(tiny_config(**changes).model_dump_json())
     replace(addresses(trainers=("127.0.0.1",)), **(here or {})).write(folder)
     Registry(folder).clear()
-    Registry(folder).lease_of_run(run_id="run0", host=host).renew()
+    Registry(folder).lease_of_run(run_id="run0", host=host, job="").renew()
     return folder
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -188,9 +189,12 @@ class Lab:
                     victims += [stepd, *stepd.children(recursive=True)]
         daemon.kill()
         daemon.wait(DEADLINE)
-        for victim in victims:
-            with suppress(psutil.Error):
-                victim.kill()
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # nobody hears of another's death, and says goodbye
+            for victim in victims:
+                with suppress(psutil.Error):
+                    victim.send_signal(number)
+        for script in (self.folder / f"spool-{name}").glob("job*"):  # else the job cannot come back to this node
+            shutil.rmtree(script, ignore_errors=True)
 
     def wait_for(self, happened: object, what: str, timeout: float = DEADLINE) -> None:
         """Look again and again."""

@@ -40,7 +40,12 @@ def made(
 
 def steps(tmp_path: Path, *arguments: Any, **changes: Any) -> dict[str, ProcessSpec]:
     job, specs = made(*arguments, **changes)
-    return {spec.name: spec for spec in job.steps(specs, tmp_path, "0123456789", [Path("/models/m")])}
+    return {
+        spec.name: spec
+        for spec in job.steps(
+            specs, tmp_path, "0123456789", [Path("/models/m")], tmp_path / "a.lease", ["scancel", "17"]
+        )
+    }
 
 
 def options(spec: ProcessSpec) -> dict[str, str]:
@@ -156,3 +161,19 @@ def test_containers_have_their_own_python_and_the_folders_of_the_run(tmp_path: P
 def test_further_options_of_srun_are_passed_on(tmp_path: Path) -> None:
     found = steps(tmp_path, 1, **{"cluster.srun": ["--mpi=none"]})
     assert all("--mpi=none" in spec.argv for spec in found.values())
+
+
+def test_tasks_watch_the_launcher_and_know_what_to_do_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps(tmp_path, 2)
+    tasks = [Task.read(file) for file in (tmp_path / "slurm" / "steps").iterdir()]
+    assert len(tasks) >= 3
+    for task in tasks:
+        assert (task.lease, task.lost_timeout) == (str(tmp_path / "a.lease"), 180.0)
+        assert task.orphaned == ["scancel", "17"]
+    job, _ = made(1, **{"cluster.requeues": 2, "checkpoint.every": 5})
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert job.requeued() == ["scontrol", "requeue", "17"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert job.requeued() == ["scancel", "17"]

@@ -16,6 +16,7 @@ import pytest
 
 from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.slurm.task import MARK, Task, begin_file, end_file
+from asyncrl.leases import Lease
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = "import time; print('up', flush=True); time.sleep(60)"
@@ -103,3 +104,27 @@ def test_task_that_is_killed_takes_its_process_along(tmp_path: Path) -> None:
     run.kill()
     run.wait(30)
     until(lambda: carrying(f"{MARK}={identity}/it".encode()) == [])
+
+
+def test_tasks_whose_launcher_is_dead_end_and_one_of_them_speaks_for_the_job(tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    lease, said = Lease(tmp_path / "run.lease", {}), tmp_path / "said"
+    lease.renew()
+    orphaned = [sys.executable, "-c", f"open({str(said)!r}, 'a').write('once')"]
+    runs = []
+    for _ in range(2):
+        watch = {"lease": str(tmp_path / "run.lease"), "lost_timeout": 4.0, "orphaned": orphaned}
+        runs.append(begun(folder, WAIT, run_id="orphans", **watch))
+        until(lambda: begin_file(folder, "it").exists())
+        begin_file(folder, "it").unlink()
+    for run in runs:
+        assert run.wait(30) == 128 + signal.SIGKILL
+    assert said.read_text() == "once"
+    assert carrying(f"{MARK}=orphans/it".encode()) == []
+
+
+def test_launcher_that_was_never_seen_is_waited_for(tmp_path: Path) -> None:
+    """A file system may show the lease late."""
+    run = begun(tmp_path, "import time; time.sleep(7)", lease=str(tmp_path / "none.lease"), lost_timeout=0.1)
+    assert run.wait(30) == 0

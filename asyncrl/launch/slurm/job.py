@@ -103,17 +103,34 @@ class Job:
         return [_finished(one, seconds) for one in asked]
 
     def steps(
-        self, specs: Sequence[ProcessSpec], run_dir: Path, run_id: str, mounts: Sequence[Path]
+        self,
+        specs: Sequence[ProcessSpec],
+        run_dir: Path,
+        run_id: str,
+        mounts: Sequence[Path],
+        lease: Path,
+        orphaned: Sequence[str],
     ) -> list[ProcessSpec]:
-        """The processes as steps: each is an srun that ends as its process does. All trainer ranks are one step."""
+        """The processes as steps: each is an srun that ends as its process does. All trainer ranks are one step. Their
+        tasks watch the launcher's `lease`; when it has ended one of them runs `orphaned`."""
         folder = run_dir / "slurm" / "steps"
         folder.mkdir(parents=True, exist_ok=True)
         for spec in specs:  # of an earlier life; beside them others may be at work
             for note in (begin_file, end_file):
                 note(folder, spec.name).unlink(missing_ok=True)
         trainers = [spec for spec in specs if spec.name.startswith("trainer-")]
-        others = [self._step(spec, folder, run_id, mounts) for spec in specs if spec not in trainers]
-        return [*others, *([self._ranks(trainers, folder, run_id, mounts)] if trainers else [])]
+        watch = {"lease": str(lease), "lost_timeout": self.settings.lost_timeout, "orphaned": list(orphaned)}
+        others = [self._step(spec, folder, run_id, mounts, watch) for spec in specs if spec not in trainers]
+        return [*others, *([self._ranks(trainers, folder, run_id, mounts, watch)] if trainers else [])]
+
+    def requeued(self) -> list[str]:
+        """The command that has the job begin anew, or, when it has often enough, end."""
+        again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) < self.settings.requeues
+        return ["scontrol", "requeue", self.id] if again else self.cancelled()
+
+    def cancelled(self) -> list[str]:
+        """That which ends it."""
+        return ["scancel", self.id]
 
     def has(self, node: str) -> bool:
         """Whether a machine is still the job's: Slurm takes those that failed out of it. True where it does not
@@ -133,17 +150,23 @@ class Job:
                 if name.strip() == _step_name(run_id):
                     _output("scancel", "--signal=KILL", number)
 
-    def _step(self, spec: ProcessSpec, folder: Path, run_id: str, mounts: Sequence[Path]) -> ProcessSpec:
-        task = Task(spec.name, run_id, self._argv(spec), spec.env, spec.stop_signal, self.settings.stop_grace)
+    def _step(
+        self, spec: ProcessSpec, folder: Path, run_id: str, mounts: Sequence[Path], watch: dict[str, Any]
+    ) -> ProcessSpec:
+        grace = self.settings.stop_grace
+        task = Task(spec.name, run_id, self._argv(spec), spec.env, spec.stop_signal, grace, **watch)
         task.write(folder / spec.name)
         argv = [*self._srun(self._group_of(spec.node), run_id), "--nodes=1", "--ntasks=1", f"--nodelist={spec.node}"]
         return _as_step(spec, [*argv, *self._contained(_program(folder / spec.name), mounts)])
 
-    def _ranks(self, specs: list[ProcessSpec], folder: Path, run_id: str, mounts: Sequence[Path]) -> ProcessSpec:
+    def _ranks(
+        self, specs: list[ProcessSpec], folder: Path, run_id: str, mounts: Sequence[Path], watch: dict[str, Any]
+    ) -> ProcessSpec:
         first = specs[0]
         shared = {key: value for key, value in first.env.items() if all(s.env.get(key) == value for s in specs)}
         own = [{key: value for key, value in spec.env.items() if key not in shared} for spec in specs]
-        task = Task("trainer", run_id, self._argv(first), shared, first.stop_signal, self.settings.stop_grace, own)
+        grace = self.settings.stop_grace
+        task = Task("trainer", run_id, self._argv(first), shared, first.stop_signal, grace, own, **watch)
         task.write(folder / "trainer")
         nodes = list(dict.fromkeys(spec.node for spec in specs))
         log = folder.parent.parent / "logs" / "trainer-%t.log"

@@ -3,9 +3,11 @@
 FILE says what to start; the launcher wrote it on the shared file system. srun passes SIGUSR1 on, which asks the process
 to stop; SIGTERM to srun makes Slurm kill the step at once. Whatever the process leaves behind on this machine is ended.
 
-waits for     FILE, on a slow file system; then the process
-deadline      FILE_SECONDS; after SIGUSR1, the launcher's grace
-on death      notes it beside FILE, with the machine's name, and ends with its exit code (128 + n for signal n)
+waits for     FILE, on a slow file system; then the process; and for a sign of life of the launcher (leases.py), whose
+              machine may have failed: Slurm would keep the others, and what runs there, until the job's limit
+deadline      FILE_SECONDS; after SIGUSR1, the launcher's grace; cluster.lost_timeout
+on death      of the launcher: ends, and has the job queued again, or cancelled. Of the process: notes it beside FILE,
+              with the machine's name, and ends with its exit code (128 + n for signal n)
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from typing import Any
 
 from asyncrl.launch.leftovers import die_with_parent, shared_files, sweep
 from asyncrl.launch.numa import near
+from asyncrl.leases import Watched
 
 FILE_SECONDS = 120.0
+COMMAND_SECONDS = 60.0
 MARK = "ASYNCRL_TASK"
 
 
@@ -41,6 +45,12 @@ class Task:
     """Seconds from the stop signal to SIGKILL."""
     ranks: list[dict[str, str]] = field(default_factory=list)
     """Where it is started several times: what each has in its environment beside that, by SLURM_PROCID."""
+    lease: str = ""
+    """The file that the launcher renews."""
+    lost_timeout: float = 0.0
+    """Seconds for which it may not."""
+    orphaned: list[str] = field(default_factory=list)
+    """What one of the tasks does then: a command of Slurm's."""
 
     def write(self, path: Path) -> None:
         """For its owner alone: the environment holds the run's key."""
@@ -88,8 +98,12 @@ def main(path: Path) -> int:
         preexec_fn=lambda: _prepare(mine.get("CUDA_VISIBLE_DEVICES", "")),
     )
     _note(begin_file(path.parent, name), {"node": node(), "pid": child.pid})
-    asked = False
+    launcher = Watched(Path(task.lease), task.lost_timeout) if task.lease else None
+    asked = orphaned = False
     while child.poll() is None:
+        if launcher and not orphaned and launcher.ended():
+            orphaned = True
+            _signal(child.pid, signal.SIGKILL)
         if stopping and not asked:
             _signal(child.pid, task.stop_signal)
             asked = True
@@ -100,9 +114,24 @@ def main(path: Path) -> int:
     _signal(child.pid, signal.SIGKILL)  # what is left of its group
     sweep(mark, files, variable=MARK)
     code = child.returncode
+    if orphaned:
+        _orphaned(task, path.parent)
     if code and not stopping:
         _note(end_file(path.parent, name), {"name": name, "node": node(), "code": code, "at": time.time()})
     return code if code >= 0 else 128 - code
+
+
+def _orphaned(task: Task, folder: Path) -> None:
+    """One of the job's tasks speaks for all, once in each life of the job."""
+    life = f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    print(f"asyncrl: nobody has renewed {task.lease} for {task.lost_timeout:.0f} s", file=sys.stderr, flush=True)
+    try:
+        os.close(os.open(folder / f"orphaned-{life}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return
+    if task.orphaned:
+        print(f"asyncrl: {' '.join(task.orphaned)}", file=sys.stderr, flush=True)
+        subprocess.run(task.orphaned, timeout=COMMAND_SECONDS, check=False)
 
 
 def _prepare(visible: str) -> None:
