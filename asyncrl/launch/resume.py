@@ -7,17 +7,19 @@ import json
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.addresses import LOST, READY
+from asyncrl.addresses import FILE, LOST, READY
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.shelf import FOLDER, Shelf
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.jsonl import Tail
+from asyncrl.launch.leftovers import sweep
 from asyncrl.launch.replay import differing
 
 ROLLED_BACK, LOCK = "rolled_back", "lock"
@@ -118,7 +120,8 @@ def changes(config: Config, resume: Resume | None) -> list[str]:
 
 def roll_back(run_dir: Path, resume: Resume | None) -> None:
     """Make the run folder what it was at the checkpoint; what came after it is kept aside. A run that goes on in a
-    folder of its own gets the lines before the checkpoint."""
+    folder of its own gets the lines before the checkpoint. The folder is locked: whoever worked in it is dead."""
+    _end_leftovers(run_dir)
     version = resume.version if resume else -1
     source = resume.run_dir if resume else run_dir
     aside = run_dir / ROLLED_BACK / f"{len(list((run_dir / ROLLED_BACK).glob('*'))):04d}"
@@ -141,6 +144,12 @@ def roll_back(run_dir: Path, resume: Resume | None) -> None:
             path.rename(aside / f"checkpoint-{path.name}")  # damaged: it was refused
         elif int(path.name) > version:
             Shelf(run_dir).remove(path)  # cut short
+
+
+def _end_leftovers(run_dir: Path) -> None:
+    """Programs that environments and agents had started: a launcher that was killed could not end those."""
+    with suppress(OSError, ValueError, KeyError):  # there is none, or it was cut short
+        sweep(json.loads((run_dir / FILE).read_text())["run_id"], ())
 
 
 def lock(run_dir: Path) -> int:

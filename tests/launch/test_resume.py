@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl.addresses import READY
+from asyncrl.addresses import FILE, READY
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.shelf import Shelf
@@ -187,6 +188,24 @@ def test_run_in_a_folder_of_its_own_has_the_steps_before(tmp_path: Path) -> None
     assert numbers(tmp_path / "b/metrics.jsonl") == [1, 2, 3, 4]
     assert numbers(tmp_path / "a/metrics.jsonl") == [1, 2, 3, 4, 5]
     assert Shelf(tmp_path / "a").versions() == [4]
+
+
+def test_programs_that_outlived_the_launcher_are_ended(tmp_path: Path) -> None:
+    """Environments had started them: the kernel ends only who asked for it."""
+    environments = [{**os.environ, "ASYNCRL_RUN_ID": name} for name in ("of-the-life-before", "of-another-run")]
+    mine, other = programs = [subprocess.Popen(["sleep", "60"], env=env) for env in environments]
+    try:
+        (tmp_path / FILE).write_text('{"run_id": "of-the-life-')  # the launcher was killed while it wrote
+        roll_back(tmp_path, None)
+        assert (mine.poll(), other.poll()) == (None, None)
+        (tmp_path / FILE).write_text('{"run_id": "of-the-life-before"}')
+        roll_back(tmp_path, None)
+        assert mine.wait(5) != 0
+        assert other.poll() is None
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 def test_two_launchers_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Runs that are killed while environments live in processes: the same command goes on with new ones, and leaves none
+of the old."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.checkpoints.manifest import ROLLOUT
+from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.records.events import Committed, unpacked
+from asyncrl.records.reading import Recording
+from asyncrl.rollout import snapshot
+from tests.integration.noted_envs import TURNS
+from tests.integration.running import lines, pids_carrying, run, start, wait_for_step
+from tests.integration.test_replay import trained, weights
+from tests.integration.test_resume import DETERMINISTIC, GROUP, RUN, STEPS, Blow, check_books, go_on_to_the_end
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where environments note the episodes that they begin, in a file of each process."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    return folder
+
+
+def game(notes: Path, seconds: float) -> list[str]:
+    """Of several turns, in processes, some of which are made ahead."""
+    return [
+        *("task=own", "task.kind=tests.integration.noted_envs:Noted", "task.name=noted", "rollout.max_new_tokens=8"),
+        *(f"+task.params.folder={notes}", f"+task.params.seconds={seconds}"),
+        *("task.environments.hosted=true", "task.environments.warm=4"),
+    ]
+
+
+def episodes(files: Iterable[Path]) -> Counter[int]:
+    """That were begun, by question."""
+    return Counter(int(line) for file in files for line in file.read_text().splitlines())
+
+
+def test_groups_under_way_are_played_anew_in_new_environments_and_lose_nothing(tmp_path: Path, notes: Path) -> None:
+    """The environment repeats itself, so every answer of the first life has its place in the second."""
+    run_dir, settings = tmp_path / "run", game(notes, 0.02)
+    Blow("rollout", 5, 0.15).strike(run_dir, *settings)
+    first = set(notes.iterdir())
+    checkpoint = Shelf(run_dir).path(max(Shelf(run_dir).versions()))
+    groups = snapshot.decode((checkpoint / ROLLOUT).read_bytes()).service.outstanding
+    said = sum(len(one.said) for group in groups for one in group.siblings)
+    assert said, "the checkpoint holds no group that is being played"
+    go_on_to_the_end(run_dir, *settings)
+    check_books(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text())["ledger"]["tokens"]["discarded"] == 0
+    before, after = episodes(first), episodes(set(notes.iterdir()) - first)
+    for group in groups:
+        index = group.prompt.index
+        assert after[index] == GROUP
+        assert before[index] == GROUP or not any(one.said for one in group.siblings)
+    committed = [unpacked(event.group) for event in Recording(run_dir).events() if isinstance(event, Committed)]
+    assert {len(one.turns) for group in committed for one in group.trajectories} == set(range(1, TURNS + 1))
+
+
+def test_run_whose_launcher_was_killed_is_the_run_that_was_not(tmp_path: Path, notes: Path) -> None:
+    """To the last bit. The kernel ends the environments' processes, and the next life what these had started."""
+    whole, killed, settings = tmp_path / "whole", tmp_path / "killed", [*DETERMINISTIC, *game(notes, 0.0)]
+    expected = run(whole, *RUN, *settings)
+    earlier = set(notes.iterdir())
+    with start(killed, *RUN, *settings) as launcher:
+        wait_for_step(launcher, killed, 3)
+        launcher.kill()
+    assert len(lines(killed / "metrics.jsonl")) < STEPS
+    hosts = {int(file.name) for file in set(notes.iterdir()) - earlier}
+    first = json.loads((killed / "addresses.json").read_text())["run_id"]
+    deadline = time.monotonic() + 10
+    while left := hosts.intersection(pids_carrying(first)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    assert pids_carrying(first), "its environments had no programs"
+    go_on_to_the_end(killed, *settings)
+    assert pids_carrying(first) == []
+    check_books(killed)
+    assert trained(lines(killed / "metrics.jsonl")) == trained(expected)
+    assert weights(killed) == weights(whole)
+    assert len({step["reward/mean"] for step in expected}) > 3  # its answers are no constant
