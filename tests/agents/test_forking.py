@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,8 @@ from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.types import Group, Prompt
-from tests.agents.talking import written
+from asyncrl.types import Completion, Group, Prompt
+from tests.agents.talking import Talking, written
 from tests.agents.worlds import PROMPT, Sums, play
 
 # trunk 2 5 4 (11); from before 5: 7 (9), and 6 1 (9)
@@ -48,8 +50,9 @@ def test_ways_from_the_first_turn_and_from_several() -> None:
 
 
 def test_turns_that_an_episode_does_not_get_to_are_no_forks() -> None:
-    found, _ = play(partial(Forking, fork_at=[3, 7]), TRUNK)
-    assert found == play(MultiTurn, TRUNK)[0]
+    for fork_at in ([3, 7], []):
+        found, _ = play(partial(Forking, fork_at=fork_at), TRUNK)
+        assert found == play(MultiTurn, TRUNK)[0]
 
 
 def test_episodes_do_not_hold_up_each_other_where_environments_are_few() -> None:
@@ -84,6 +87,21 @@ def test_environment_that_does_not_do_the_same_again_costs_the_episode(world: di
     with pytest.raises(EpisodeFailed, match=told) as failed:
         play(partial(Forking, fork_at=[1], branches=2), [*TRUNK, *[written(7, 10)] * 2], **world)
     assert (failed.value.reason, failed.value.retry) == ("environment_replay", False)
+
+
+class Silent(Talking):
+    """It never answers what goes beyond."""
+
+    async def __call__(self, token_ids: list[int], **asked: Any) -> Completion:
+        if len(self.asked) == len(TRUNK):
+            await asyncio.Event().wait()
+        return await super().__call__(token_ids, **asked)
+
+
+def test_way_that_fails_ends_the_others_whatever_they_wait_for() -> None:
+    """The one from before 2 waits for an engine, the one from before 5 finds another world."""
+    with pytest.raises(EpisodeFailed, match="environment_replay"):
+        play(partial(Forking, fork_at=[0, 1]), Silent(TRUNK), moody="text")
 
 
 def test_turn_to_fork_at_is_drawn_for_the_prompt_and_not_for_the_episode() -> None:

@@ -72,6 +72,12 @@ def test_attempt_that_did_not_fail_is_the_last_and_so_is_the_one_that_no_guide_k
     assert [turn.role for turn in attempts(9, 16, 9, threshold=2.0, tries=5)[0].turns] == ["", "guided"]
 
 
+def test_attempt_is_worth_all_of_its_turns() -> None:
+    make = partial(Guided, guide=f"{__name__}:hint", threshold=2.5)
+    found, _ = play(make, [written(4, 10), written(5, 10)], template=Spoken(), each=1.0)
+    assert [turn.reward for turn in found.turns] == [1.0, 1.0 + 9 / 8]  # the last one alone would be too little
+
+
 def test_each_attempt_is_a_role_of_its_own() -> None:
     found, _ = attempts(9, 9, 9, 9, threshold=2.0, tries=2)
     assert [turn.role for turn in found.turns] == ["", "guided", "guided2"]

@@ -37,6 +37,18 @@ def test_two_answers_to_the_same_context_are_two_samples() -> None:
     assert turns == [Turn([], a), Turn(P, b, begins=True)]
 
 
+def test_context_goes_on_from_the_longest_of_its_beginnings() -> None:
+    a, b, c = written(4), written(4, 10), written(6, 10)
+    turns = link(P, [Asked(P, a), Asked(P, b), Asked([*P, 4, 10, 7], c)])
+    assert turns == [Turn([], a), Turn(P, b, begins=True), Turn([7], c)]
+
+
+def test_the_same_tokens_in_another_order_are_another_context() -> None:
+    a, b = written(4, 10), written(5, 10)
+    assert link(P, [Asked([1, 12, 11], a)]) == [Turn([1, 12, 11], a, begins=True)]
+    assert link(P, [Asked(P, a), Asked([*P, 10, 4, 7], b)])[1].begins
+
+
 def test_reset_context_begins_a_sample_and_goes_on_in_it() -> None:
     a, b, c = written(4, 10), written(5, 10), written(6, 10)
     turns = link(P, [Asked(P, a), Asked([12, 3, 11], b), Asked([12, 3, 11, 5, 10, 2], c)])
@@ -105,6 +117,19 @@ def test_turn_that_was_made_up_or_told_twice_is_refused() -> None:
     again = Turn(P, turns[0].completion, begins=True)
     with pytest.raises(ValueError, match="turn 2 holds tokens that no engine wrote for it, or that another turn holds"):
         check(Trajectory([*turns, again]), P, asked)
+
+
+def test_trajectory_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="without a turn"):
+        check(Trajectory([]), P, two_turns()[1])
+
+
+def test_answers_may_be_copied_and_told_in_another_order() -> None:
+    """Of two that are equal, each stands behind what it was asked with."""
+    first, second = written(4, 10), written(4, 10)
+    asked = [Asked(P, first), Asked([9], second)]
+    check(Trajectory([Turn([9], second, begins=True), Turn(P, first, begins=True)]), P, asked)
+    check(Trajectory([Turn([], written(4, 10))]), P, asked)  # as what went over a wire is
 
 
 def test_answers_may_be_left_out() -> None:

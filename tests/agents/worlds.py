@@ -23,13 +23,20 @@ class Sums:
     most: ClassVar[int] = 0
 
     def __init__(
-        self, *, end: int = 9, hello: str = "", moody: str = "", late: bool = False, scored: int | None = None
+        self,
+        *,
+        end: int = 9,
+        hello: str = "",
+        moody: str = "",
+        late: bool = False,
+        scored: int | None = None,
+        each: float = 0.0,
     ) -> None:
-        """`moody`: in its second life it tells another text, state or end; `late`: greets otherwise; `scored`: from
+        """`each` turn is worth so much beside; `moody`: in its second life it tells another text, state or end; `late`: greets otherwise; `scored`: from
         this sum on the task scores it, in the place of rewards, and an eighth is due where it was not done."""
         Sums.made += 1
         self._end, self._hello, self._sum = end, hello, 0
-        self._scored = scored
+        self._scored, self._each = scored, each
         self._moody, self._late = moody if Sums.made > 1 else "", late and Sums.made > 1
 
     async def reset(self, question: dict[str, Any]) -> list[dict[str, Any]]:
@@ -45,7 +52,7 @@ class Sums:
         score = self._scored is not None and self._sum >= self._scored
         reward = self._sum / 8 if done and not score else 0.0
         text = str(self._sum + (self._moody == "text"))
-        return Step(text, reward, done, score, state=f"{self._moody == 'state' or 's'}{self._sum}")
+        return Step(text, reward + self._each, done, score, state=f"{self._moody == 'state' or 's'}{self._sum}")
 
     async def finish(self) -> float:
         return 0.125 * (self._scored is not None)

@@ -55,6 +55,7 @@ def test_an_engine_that_does_not_fit_takes_whole_nodes() -> None:
     assert where([head, second]) == [("node2", (0, 1, 2, 3)), ("node3", (0, 1, 2, 3))]
     assert head.port > 0
     assert second.port > 0
+    assert head.meeting > 0  # where its ranks find each other
     assert found.router.node.name == "node0"  # without GPUs
     assert found.trainers[0].node.name == "node1"
 
@@ -72,6 +73,8 @@ def test_modes_without_trainers_or_engines_leave_their_places_out() -> None:
     assert (generating.trainers, len(generating.engines)) == ([], 2)
     replayed = placed(1, 2, **{"mode": "replay", "replay.from": "x", "trainer.data_parallel": 2})
     assert (len(replayed.trainers), replayed.engines) == (2, [])
+    without_gpus = placed(2, 0, **{"mode": "replay", "replay.from": "x", "trainer.data_parallel": 2})
+    assert [seat.node.name for seat in without_gpus.trainers] == ["node0", "node1"]  # no half is kept for engines
 
 
 @pytest.mark.parametrize(
@@ -79,8 +82,10 @@ def test_modes_without_trainers_or_engines_leave_their_places_out() -> None:
     [
         ({"trainer.data_parallel": 9}, "cluster.nodes"),
         ({"trainer.data_parallel": 3, "cluster.trainer_nodes": 2}, "cluster.trainer_nodes"),
+        ({"trainer.data_parallel": 8, "cluster.trainer_nodes": 1}, "cluster.trainer_nodes"),
         ({"engine.count": 8}, "engine.count × engine.tensor_parallel"),
         ({"engine.tensor_parallel": 6}, "engine.count × engine.tensor_parallel"),
+        ({"teacher.model": "/t", "teacher.tensor_parallel": 8}, "teacher.count × teacher.tensor_parallel"),
         ({"cluster.cpu_nodes": 2}, "cluster.nodes"),
         ({"engine.device": "cuda", "trainer.device": "cpu", "gpus": 0}, "engine.device"),
         ({"trainer.device": "cuda", "gpus": 0}, "trainer.device"),
@@ -90,6 +95,14 @@ def test_what_does_not_fit_is_refused_by_its_field(changes: dict[str, Any], fiel
     with pytest.raises(ConfigError) as caught:
         placed(2, **{"gpus": 4, **changes})
     assert caught.value.field == field
+
+
+def test_ports_of_a_machine_are_enough_for_everything_on_it() -> None:
+    fleets = {"engine.count": 2, "teacher.model": "/t", "teacher.count": 2, "judge.model": "/j", "judge.count": 3}
+    found = placed(1, 0, **fleets)
+    seats = [found.router, found.rollout, *all_seats(found)]
+    ports = [port for seat in seats for port in (seat.port, seat.meeting) if port]
+    assert len(ports) == len(set(ports)) == 2 * 7 + 4
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from asyncrl.engine.registry import Registry
 from asyncrl.errors import EngineError
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
-from asyncrl.launch.slurm.task import begin_file
+from asyncrl.launch.slurm.task import begin_file, end_file
 
 ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")
 ROUTER = ProcessSpec("router", [], {}, restarts=2)
@@ -75,6 +76,8 @@ def test_an_engine_starts_only_once_the_router_has_forgotten_it(
     assert router.forgotten == ["http://e0"]
     assert policy.count("engine-0") == 1
     assert capsys.readouterr().err.count("engine-0 died (killed by SIGKILL)") == 1  # told once
+    assert policy.may_start_now(ENGINE, "killed by SIGSEGV")
+    assert "engine-0 died (killed by SIGSEGV)" in capsys.readouterr().err  # and so is the next death
 
 
 def test_an_engine_that_the_trainer_gave_up_is_killed_once_and_only_in_that_incarnation(run_dir: Path) -> None:
@@ -94,6 +97,38 @@ def test_an_engine_that_the_trainer_gave_up_is_killed_once_and_only_in_that_inca
     assert policy.given_up([ENGINE]) == ["engine-0"]
 
 
+def test_an_engine_whose_death_would_end_the_run_is_not_killed_for_being_given_up(run_dir: Path) -> None:
+    policy = RestartPolicy(run_dir)
+    note(run_dir, "http://e0", "")
+    assert policy.given_up([replace(ENGINE, restarts=0)]) == []
+
+
+class Silent:
+    """A process that does not answer, until it is started anew."""
+
+    def __init__(self) -> None:
+        self.silent = True
+
+    def hangs(self) -> bool:
+        return self.silent
+
+    def forget(self) -> None:
+        self.silent = False
+
+
+def test_who_does_not_answer_is_named_once_and_not_before_the_run_is_under_way(tmp_path: Path) -> None:
+    watches: Any = {"engine-0": Silent(), "router": Silent()}
+    watches["router"].silent = False
+    policy = RestartPolicy(tmp_path, watches=watches)
+    assert policy.hanging() == []  # while a run starts, they may take their time
+    (tmp_path / READY).touch()
+    assert policy.hanging() == ["engine-0"]
+    assert policy.hanging() == []
+    watches["engine-0"].silent = True
+    assert policy.may_start_now(ENGINE, "killed by SIGSEGV")  # by itself
+    assert policy.hanging() == []  # the new one is given its own time
+
+
 STEP = ProcessSpec("engine-1", [], {}, restarts=2, url="http://e1", node="node2", step=True)
 
 
@@ -106,8 +141,11 @@ def test_machine_that_does_not_answer_costs_no_restart_and_is_asked_again_in_a_w
     begun = begin_file(run_dir / "slurm" / "steps", STEP.name)
     begun.parent.mkdir(parents=True)
     begun.touch()
+    ended = end_file(begun.parent, STEP.name)
+    ended.touch()
     assert not policy.lost(STEP)  # it had begun: it died by itself, and Slurm is not asked
     assert policy.may_start_now(STEP, "exit code 1")
+    assert not ended.exists()  # it tells of an end that is over
     assert (policy.count(STEP.name), asked) == (1, [])
     for _ in range(5):  # srun ends at once, and nothing has begun
         assert not policy.lost(STEP)

@@ -104,14 +104,25 @@ def test_experts_are_shared_by_their_own_ranks_and_routers_by_none() -> None:
     assert mine.routed == 4 * 8 * 128 // 4
     assert mine.dense == 2 * 5 * 8 + 5 * 8 + 4 * (32 + 8 * 8)
     assert (layout.replicas, layout.expert_replicas) == (4, 2)
+    split = replace(layout, expert=2, expert_tensor=2)  # as many ranks, each with half of twice as many
+    assert held(model(experts=8), SHAPE, split, 0) == mine
 
 
 def test_replicas_share_masters_and_moments_and_nothing_else() -> None:
     alone, four = (trainer_rank(model(), SHAPE, Layout(data=degree), TRAINING) for degree in (1, 4))
+    context = trainer_rank(model(), SHAPE, Layout(context=4), TRAINING)  # its ranks are replicas, too
     for name in ("masters", "moments"):
-        assert four[name] == alone[name] // 4
+        assert four[name] == context[name] == alone[name] // 4
     for name in ("weights", "gradients", "activations", "logits", "publish buckets"):
         assert four[name] == alone[name]
+
+
+def test_masters_of_experts_are_shared_by_the_replicas_of_experts() -> None:
+    """Half as many, where expert parallelism takes ranks that are replicas of all else, and tensor parallelism gives
+    its own."""
+    layout, weights = Layout(tensor=2, data=4, expert=4), model(experts=8)
+    mine = held(weights, SHAPE, layout, 0)
+    assert trainer_rank(weights, SHAPE, layout, TRAINING)["masters"] == 4 * (mine.dense // 4 + mine.routed // 2)
 
 
 def test_a_critic_doubles_what_lasts_and_frozen_weights_come_once_each() -> None:
@@ -145,6 +156,9 @@ def test_activations_of_a_plain_layer_are_those_of_the_paper_without_dropout_and
     assert layer_bytes(plain, Layout(), fused, routed=False) == (2 + 6 + 2 + 4 + 2 + 4) * h + 2 * 3 * f
     apart = layer_bytes(plain, Layout(), TRAINING, routed=False)
     assert apart == layer_bytes(plain, Layout(), fused, routed=False) + 2 * (8 - 2) * h
+    normed = replace(plain, normed=True)  # of queries and keys: fused ones keep their input, which is counted
+    assert layer_bytes(normed, Layout(), fused, routed=False) == layer_bytes(plain, Layout(), fused, routed=False)
+    assert layer_bytes(normed, Layout(), TRAINING, routed=False) == apart + 8 * (h + h)
 
 
 def test_activations_shrink_by_what_the_layout_divides() -> None:
@@ -163,23 +177,37 @@ def test_a_routed_token_pays_for_each_of_its_experts() -> None:
     sparse = replace(SHAPE, sparse=4, chosen=2, expert_inner=4, shared_inner=3)
     dense = layer_bytes(SHAPE, Layout(), TRAINING, routed=False) - 2 * 3 * SHAPE.inner
     assert layer_bytes(sparse, Layout(), TRAINING, routed=True) == dense + 2 * (2 * (2 * 8 + 3 * 4) + 3 * 3)
+    # two ranks that share each expert read all tokens of both, and each writes half of what is inside
+    layout = Layout(tensor=2, expert_tensor=2, sequence=True)
+    more = layer_bytes(sparse, layout, TRAINING, routed=True) - layer_bytes(
+        replace(SHAPE, inner=0), layout, TRAINING, routed=False
+    )
+    assert more == 2 * (2 * (2 * 8 + 3 * 4 / 2) + 3 * 3 / 2)
 
 
 def test_the_stage_with_most_is_told() -> None:
     big = [*model(), Weight("model.layers.3.mlp.down_proj.weight", (1000, 1000))]
-    assert trainer_rank(big, SHAPE, Layout(pipeline=2), TRAINING)["weights"] > 2_000_000
+    last = trainer_rank(big, SHAPE, Layout(pipeline=2), TRAINING)
+    assert last["weights"] > 2_000_000
+    assert last["logits"] > 0
+    big = [*model(), Weight("model.layers.0.mlp.down_proj.weight", (1000, 1000))]
+    assert trainer_rank(big, SHAPE, Layout(pipeline=2), TRAINING)["logits"] == 0  # the last stage alone has them
 
 
 def test_logits_are_a_chunk_of_rows_over_a_ranks_part_of_the_vocabulary() -> None:
     one, two = (trainer_rank(model(), SHAPE, Layout(tensor=degree), TRAINING)["logits"] for degree in (1, 2))
     assert one == 10 * 10 * 12 + 10 * 8 * 2
     assert two == one // 2
+    few = replace(TRAINING, tokens=16)  # on four ranks of a context fewer rows than a chunk has
+    assert trainer_rank(model(), SHAPE, Layout(context=4), few)["logits"] == 4 * 10 * 12 + 10 * 8 * 2
 
 
 def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() -> None:
     parts = engine_rank(model(), SHAPE, tensor=2, dtype="bfloat16", tokens=1000)
     assert parts["weights"] == 2 * held(model(), SHAPE, Layout(tensor=2), 0).all
     assert parts["KV cache"] == 1000 * 4 * 8 * 2 // 2
+    sparse = engine_rank(model(experts=8), SHAPE, tensor=2, dtype="bfloat16", tokens=1)
+    assert sparse["weights"] == 2 * held(model(experts=8), SHAPE, Layout(tensor=2, expert_tensor=2), 0).all
     latent = replace(SHAPE, cache_heads=1)
     assert engine_rank(model(), latent, tensor=2, dtype="bfloat16", tokens=1000)["KV cache"] == 1000 * 4 * 8 * 2
     assert engine_rank(model(), SHAPE, tensor=1, dtype="bfloat16", tokens=1, cache_dtype="fp8_e4m3")["KV cache"] == 32

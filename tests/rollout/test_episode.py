@@ -273,8 +273,17 @@ def test_flood_of_one_fault_is_told_in_part_and_counted_and_another_is_still_tol
     now = 61.0
     faults.tell("judge", "g100", EpisodeFailed("judge", "is down"))
     assert told[-1][0] == "g100 failed: judge: is down (7 more of these were left out)"
-    faults.tell("judge", "g101", EpisodeFailed("judge", "is down"))
-    assert told[-1][0] == "g101 failed: judge: is down"
+    for number in range(PER_MINUTE + 1):  # the new minute has as many, and no more
+        faults.tell("judge", f"g{101 + number}", EpisodeFailed("judge", "is down"))
+    assert told[-1][0] == f"g{100 + PER_MINUTE - 1} failed: judge: is down"
+    now = 122.0
+    faults.tell("judge", "g200", EpisodeFailed("judge", "is down"))
+    assert told[-1][0] == "g200 failed: judge: is down (2 more of these were left out)"
+    for number in range(PER_MINUTE - 1):
+        faults.tell("judge", f"g{201 + number}", EpisodeFailed("judge", "is down"))
+    now = 183.0
+    faults.tell("judge", "g300", EpisodeFailed("judge", "is down"))
+    assert told[-1][0] == "g300 failed: judge: is down"  # none was left out
 
 
 def test_default_agent_is_an_agent_for_an_episode() -> None:
