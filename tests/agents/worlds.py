@@ -32,8 +32,9 @@ class Sums:
         scored: int | None = None,
         each: float = 0.0,
     ) -> None:
-        """`each` turn is worth so much beside; `moody`: in its second life it tells another text, state or end; `late`: greets otherwise; `scored`: from
-        this sum on the task scores it, in the place of rewards, and an eighth is due where it was not done."""
+        """`each` turn is worth so much beside; `moody`: in its second life it tells another text, state or end; `late`:
+        greets otherwise; `scored`: from this sum on the task scores it, in the place of rewards, and an eighth is due
+        where it was not done."""
         Sums.made += 1
         self._end, self._hello, self._sum = end, hello, 0
         self._scored, self._each = scored, each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,16 +12,18 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError, LaunchError
-from asyncrl.launch.placement import imagined, place
+from asyncrl.launch.placement import imagined, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.preflight.facts import this_machine
 from asyncrl.launch.slurm import job as module
+from asyncrl.launch.slurm import probe
 from asyncrl.launch.slurm.job import Job
 from asyncrl.launch.slurm.probe import MARK, heard
-from asyncrl.launch.slurm.task import Task
+from asyncrl.launch.slurm.task import Task, begin_file, end_file
 from tests.fakes import addresses, tiny_config
 
 SLURM = {"cluster.launcher": "slurm"}
+output_of = module._output  # the real one
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +82,131 @@ def test_what_machines_tell_is_heard_between_other_lines() -> None:
     assert problems == ["b: no ib0"]
 
 
+def test_machine_tells_its_own_name_address_and_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it is asked for them: `-` is for it to find."""
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+
+    def told(*words: str) -> tuple[int, str]:
+        return probe.main(*words), capsys.readouterr().out  # type: ignore[call-arg]
+
+    code, output = told("127.0.0.1", "-", "-", "2")
+    ((node, machine),), problems = heard(output)
+    assert (code, problems, node.name, machine.name) == (0, [], "node7", "node7")
+    assert (node.address, node.gpus, len(node.ports)) == ("127.0.0.1", ("3", "5"), 2)
+    ((node, _),), _ = heard(told("-", "lo", "1", "1")[1])
+    assert (node.address, node.interface, node.gpus) == ("127.0.0.1", "lo", ("3",))
+    code, output = told("-", "nosuch0", "0", "1")
+    nodes, (problem,) = heard(output)
+    assert (code, nodes, problem.startswith("node7: cluster.interface")) == (1, [], True)
+
+
+def test_a_machine_that_cannot_take_part_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_started", lambda argv: argv)
+    monkeypatch.setattr(module, "_finished", lambda argv, seconds: f'{MARK}{{"problem": "node2: no ib0"}}')
+    with pytest.raises(LaunchError, match=r"^node2: no ib0$"):
+        Job("3", [["node1", "node2"]], tiny_config(**SLURM).cluster).probed(tiny_config(**SLURM))
+
+
 def test_machines_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_started", lambda argv: argv)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: "srun: error: node2: launch failed")
     job = Job("3", [["node1", "node2"]], tiny_config(**SLURM).cluster)
     with pytest.raises(LaunchError, match=r"no answer from \['node1', 'node2'\](.|\n)*launch failed"):
         job.probed(tiny_config(**SLURM))
+
+
+def answered(*names: str) -> str:
+    """What machines with these names print."""
+    nodes = [{"name": name, "address": name, "gpus": [], "ports": [1], "interface": ""} for name in names]
+    told = [{"node": node, "machine": this_machine(str(node["name"]), {}).told()} for node in nodes]
+    return "".join(f"{MARK}{json.dumps(one)}\n" for one in told)
+
+
+def test_machines_stand_in_the_order_of_the_job_whoever_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(module, "_started", asked.append)
+    monkeypatch.setattr(module, "_finished", lambda argv, seconds: answered("a", "c", "b"))
+    config = tiny_config(**SLURM)
+    job = Job("3", [["b", "c", "a"]], config.cluster).probed(config)
+    assert [node.name for node in job.nodes] == [machine.name for machine in job.machines] == ["b", "c", "a"]
+    assert int(asked[0][-1]) == ports_wanted(config) + 2  # the preflight's are beside those of the run
+
+
+def test_a_program_is_run_once_on_each_machine_or_on_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_started", lambda argv: argv)
+    monkeypatch.setattr(module, "_finished", lambda argv, seconds: argv)
+    job = Job("3", [["c"], ["a", "b"]], tiny_config(**SLURM).cluster)
+
+    def sruns(**chosen: Any) -> list[dict[str, str]]:
+        argvs: list[Any] = job.everywhere(["program"], 1.0, **chosen)
+        found = [{name: value for name, _, value in (w[2:].partition("=") for w in argv)} for argv in argvs]
+        return [{name: one.get(name, "") for name in ("het-group", "nodes", "ntasks", "nodelist")} for one in found]
+
+    assert sruns() == [
+        {"het-group": "0", "nodes": "1", "ntasks": "1", "nodelist": ""},
+        {"het-group": "1", "nodes": "2", "ntasks": "2", "nodelist": ""},
+    ]
+    assert sruns(nodes=["b"]) == [{"het-group": "1", "nodes": "1", "ntasks": "1", "nodelist": "b"}]
+
+
+def test_srun_has_the_jobs_environment_and_ends_when_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what Slurm tells the batch step alone."""
+    waits = "trap 'echo ended; exit' TERM\nwhile :; do sleep 0.02; done"
+    (tmp_path / "srun").write_text(f"#!/bin/bash\nenv\n[ $SLURM_JOB_ID = 4 ] || exit 0\n{waits}\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    job = Job("3", [["a"]], tiny_config(**SLURM).cluster)
+    (output,) = job.everywhere(["program"], 30.0)
+    assert "SLURM_JOB_ID=3" in output
+    assert "SLURM_NTASKS" not in output
+    monkeypatch.setenv("SLURM_JOB_ID", "4")
+    (output,) = job.everywhere(["program"], 1.0)
+    assert output.endswith("ended\n")
+
+
+def test_a_command_of_slurm_that_fails_is_told_as_it_was_given() -> None:
+    with pytest.raises(LaunchError, match="ls /nowhere: exit code 2: ls: cannot access"):
+        output_of("ls", "/nowhere")
+    with pytest.raises(LaunchError, match="nosuchprogram: "):
+        output_of("nosuchprogram")
+
+
+def test_machine_is_the_jobs_until_slurm_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, answers = Job("3", [["a", "b"]], tiny_config(**SLURM).cluster), {"squeue": "a\n", "scontrol": "a\n"}
+    monkeypatch.setattr(module, "_output", lambda *argv: answers[argv[0]])
+    assert (job.has("a"), job.has("b")) == (True, False)
+    answers["squeue"] = "\n"  # it says nothing of the job
+    assert job.has("b")
+
+    def fails(*argv: str) -> str:
+        raise LaunchError("squeue: timed out")
+
+    monkeypatch.setattr(module, "_output", fails)
+    assert job.has("b")
+
+
+def test_steps_that_a_launcher_left_are_ended_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, ended = "3.0 asyncrl-01234567\n 3.1 asyncrl-89abcdef\n3.batch batch\n", list[tuple[str, ...]]()
+    monkeypatch.setattr(module, "_output", lambda *argv: listed if argv[0] == "squeue" else ended.append(argv) or "")
+    Job("3", [["a"]], tiny_config(**SLURM).cluster).end_steps("0123456789")
+    assert ended == [("scancel", "--signal=KILL", "3.0")]
+
+
+def test_what_a_former_launcher_noted_of_its_steps_is_forgotten(tmp_path: Path) -> None:
+    folder = tmp_path / "slurm" / "steps"
+    folder.mkdir(parents=True)
+    for note in (begin_file(folder, "engine-0"), end_file(folder, "trainer-0")):
+        note.touch()
+    steps(tmp_path, 2)
+    assert not begin_file(folder, "engine-0").exists()
+    assert not end_file(folder, "trainer-0").exists()
 
 
 def test_every_process_is_a_step_on_its_machine_and_all_trainers_are_one(tmp_path: Path) -> None:
@@ -100,6 +222,8 @@ def test_every_process_is_a_step_on_its_machine_and_all_trainers_are_one(tmp_pat
     assert (trainer["nodelist"], trainer["nodes"], trainer["ntasks"], trainer["ntasks-per-node"]) == (
         *("node0,node1", "2", "4", "2"),
     )
+    assert trainer["distribution"] == "block"  # so ranks stand where placement has them
+    assert all({"overlap", "overcommit", "kill-on-bad-exit"} <= options(spec).keys() for spec in found.values())
     assert trainer["output"] == f"{tmp_path}/logs/trainer-%t.log"
     assert found["trainer"].ends_the_run
     assert (found["engine-0"].stop_signal, found["rollout"].stop_signal) == (signal.SIGTERM, signal.SIGUSR1)

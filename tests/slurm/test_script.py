@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch.slurm.script import Script
 from asyncrl.launch.slurm.submit import script, submit
 from scripts.render_slurm import FOLDER, rendered
@@ -51,8 +52,17 @@ def test_options_of_the_users_are_kept_and_those_of_the_run_are_its_own() -> Non
     found = options(made(**{"cluster.sbatch": {"partition": "gpu", "exclusive": False, "mem_per_cpu": "4G"}}).text())
     assert {"--partition=gpu", "--mem-per-cpu=4G"} <= set(found)
     assert not any("exclusive" in option for option in found)
-    with pytest.raises(ConfigError, match=r"cluster.sbatch.nodes"):
-        made(**{"cluster.sbatch": {"nodes": 3}}).text()
+    for option in ("nodes", "ntasks_per_node"):
+        with pytest.raises(ConfigError, match=rf"cluster.sbatch.{option}"):
+            made(**{"cluster.sbatch": {option: 3}}).text()
+
+
+def test_two_runs_are_an_array_with_a_case_and_an_output_for_each(tmp_path: Path) -> None:
+    runs = [(tmp_path / str(number), [f"run.seed={number}"]) for number in range(2)]
+    text = script(tiny_config(**SLURM), runs, tmp_path / "a folder").text()
+    assert {"--array=0-1", f"--output={tmp_path}/0/slurm/%A_%a.out", "--open-mode=append"} <= set(options(text))
+    assert [f"  {number}) run=(" in text for number in range(3)] == [True, True, False]
+    assert f"cd '{tmp_path}/a folder'\n" in text
 
 
 def test_machines_without_gpus_ask_for_none() -> None:
@@ -80,10 +90,10 @@ def test_a_job_that_could_not_run_is_not_written(changes: dict[str, Any], field:
 
 
 RUN = """import os, signal, sys, time
-def on(number, act):
+def on(number, act, seconds=30):
     signal.signal(number, lambda *_: act())
     os.kill(os.getppid(), number)
-    time.sleep(2)
+    time.sleep(seconds)
 """
 
 
@@ -96,7 +106,7 @@ def on(number, act):
         ("sys.exit(75)", 2, 75, ""),  # often enough
         ("on(signal.SIGUSR1, lambda: sys.exit(75))", 0, 75, "requeue 17\n"),
         ("on(signal.SIGTERM, lambda: sys.exit(5))", 0, 5, ""),
-        ("on(signal.SIGUSR1, lambda: None)", 0, 0, ""),  # it was asked, and came to its end
+        ("on(signal.SIGUSR1, lambda: None, 2)", 0, 0, ""),  # it was asked, and came to its end
     ],
 )
 def test_script_passes_signals_on_and_asks_for_the_queue_where_it_was_paused(
@@ -126,3 +136,32 @@ def test_script_is_written_and_nothing_is_submitted(tmp_path: Path, monkeypatch:
     assert "experiment=tiny" in path.read_text()
     with pytest.raises(ConfigError, match="no sbatch here"):
         submit(tiny_config(**SLURM), [(tmp_path / "run", [])])
+    unreadable = tiny_config(**SLURM, **{"cluster.submit": False, "model.chat_template": "/nowhere"})
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):  # before anything waits in a queue
+        submit(unreadable, [(tmp_path / "other", [])])
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "told"),
+    [
+        ("echo '17;cluster'", "submitted job 17; its output: "),
+        ("echo 'Invalid account' >&2; exit 1", "sbatch refuses .*job.sbatch: Invalid account"),
+        ("exec sleep 60", "sbatch did not answer within 1 s; the script is .*job.sbatch"),
+    ],
+)
+def test_what_slurm_says_of_a_job_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, told: str
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/bash\ncp $2 {tmp_path}/submitted\n{sbatch}\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("asyncrl.launch.slurm.submit.SBATCH_SECONDS", 1.0)
+    runs = [(tmp_path / "sweep" / str(number), ["x=1"]) for number in range(2)]
+    try:
+        answer = submit(tiny_config(**SLURM), runs)
+    except LaunchError as error:
+        answer = str(error)
+    assert re.match(told, answer)
+    assert (tmp_path / "submitted").read_text() == (runs[0][0] / "slurm" / "job.sbatch").read_text()
+    assert all((folder / "slurm").is_dir() for folder, _ in runs)  # where sbatch writes their outputs

@@ -102,7 +102,8 @@ trap 'kill -USR1 "$launcher" 2>/dev/null' USR1
 trap 'kill -TERM "$launcher" 2>/dev/null' TERM INT
 "${{run[@]}}" &
 launcher=$!
-while wait "$launcher"; code=$?; kill -0 "$launcher" 2>/dev/null; do :; done  # a signal ends wait
+while wait "$launcher"; kill -0 "$launcher" 2>/dev/null; do :; done  # a signal ends wait
+wait "$launcher"; code=$?  # its own: that of a wait which a signal ended is the signal's
 if [ "$code" -eq {paused} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
