@@ -30,6 +30,12 @@ def weights(groups: list[Group], aggregation: str, chosen: list[Sample] | None =
     return shares(build_table(groups, 0), samples, aggregation, LONGEST)
 
 
+@pytest.mark.parametrize(("mask", "inputs"), [("11001", 6), ("1100", 3), ("1", 2), ("000", 0), ("", 0)])
+def test_tokens_are_read_up_to_the_one_before_the_last_that_is_trained(mask: str, inputs: int) -> None:
+    """Of a prompt of two."""
+    assert Sample([12, 11], [5] * len(mask), [one == "1" for one in mask], 0, 0).num_inputs == inputs
+
+
 def test_denominators_by_hand() -> None:
     groups = [group(0, [1, 3]), group(1, [2, 4])]  # 10 tokens, 4 sequences
     assert weights(groups, "token").tolist() == [1 / 10] * 10

@@ -101,3 +101,37 @@ class NeverMade:
         raise OSError("no display")
 
     def step(self, action: str) -> Step: ...
+
+
+class Telling:
+    """Tells of its process what the action asks for."""
+
+    def reset(self, question: dict[str, Any]) -> None:
+        """Nothing to tell."""
+
+    def step(self, action: str) -> Step:
+        found = {"pid": str(os.getpid()), "gpus": repr(os.environ.get("CUDA_VISIBLE_DEVICES"))}
+        if action == "long":
+            print("x" * (1 << 20) + "the end of the line", flush=True)
+            os._exit(3)
+        if action == "unended":
+            print("no end of the line", end="", flush=True)
+            os._exit(0)
+        return Step(found.get(action, action), rewards={"white": 0.5, "black": float(action == "nan" and "nan")})
+
+
+class Due(Telling):
+    """There is more to get at the end."""
+
+    def __init__(self, *, due: float | None) -> None:
+        self._due = due
+
+    def finish(self) -> float | None:
+        return self._due
+
+
+class Lingering(Telling):
+    """It never ends."""
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()

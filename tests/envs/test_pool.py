@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,157 @@ def test_breaker_that_stays_open_ends_the_run_and_names_the_environment() -> Non
         assert "task.environments.patience" in str(caught.value)
 
     run(script, max_failures=1, patience=0.5, hosted=False)
+
+
+# -- where they live, and how many in one process ------------------------------------------------------------------
+
+
+async def told(env: Any, action: str) -> str:
+    return str((await env.step(action)).messages)
+
+
+@pytest.mark.parametrize(("kind", "own"), [("Telling", {}), ("AsyncFaulty", {"hosted": True})])
+def test_what_would_stop_the_event_loop_and_what_shall_lives_in_a_process(kind: str, own: dict[str, bool]) -> None:
+    async def script(environments: Environments) -> None:
+        async with environments() as env:
+            await env.reset({})  # type: ignore[misc]
+            assert len(carrying(MARK.encode())) == 1
+
+    run(script, kind=kind, **own)
+
+
+def test_it_lives_here_where_it_shall() -> None:
+    async def script(environments: Environments) -> None:
+        async with environments() as env:
+            assert await env.reset({}) == []  # type: ignore[misc]
+            assert await told(env, "pid") == str(os.getpid())
+
+    run(script, kind="Telling", hosted=False)
+
+
+def test_processes_hold_as_many_as_they_shall_and_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes at once, and whoever has gone before."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    both = asyncio.Barrier(5)
+
+    async def script(environments: Environments) -> None:
+        async def one() -> str:
+            async with environments() as env:
+                assert await told(env, "gpus") == "''"
+                await both.wait()
+                return await told(env, "pid")
+
+        for _ in range(2):
+            pids = await asyncio.gather(*(one() for _ in range(5)))
+            assert sorted(pids.count(pid) for pid in set(pids)) == [1, 2, 2]
+
+    run(script, kind="Telling", per_process=2)
+
+
+def test_warm_one_whose_process_has_died_is_given_to_nobody() -> None:
+    async def script(environments: Environments) -> None:
+        await until(lambda: len(environments._ready) == 2, 10**6)
+        for pid in carrying(MARK.encode()):
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: not environments._hosts[0].alive, 10**6)
+        assert len(await play(environments)) == 3
+        await until(lambda: len(environments._ready) == 2, 10**6)  # and as many are warm again
+        assert len(await play(environments)) == 3
+
+    run(script, warm=2)
+
+
+def test_as_many_are_made_ahead_as_shall_be_warm_also_while_they_are_being_made(tmp_path: Path) -> None:
+    async def script(environments: Environments) -> None:
+        for _ in range(2):
+            await until(lambda: len(environments._ready) == 3, 10**6)
+            await play(environments)
+        await until(lambda: len(environments._ready) == 3, 10**6)
+
+    run(script, warm=3, params={"marks": str(tmp_path)})
+    assert len(list(tmp_path.glob("made-*"))) == 3 + 2
+
+
+def test_environment_that_cannot_be_made_ahead_is_told() -> None:
+    said: list[str] = []
+
+    async def script(environments: Environments) -> None:
+        await until(lambda: said)
+
+    run(script, kind="NeverMade", warm=1, hosted=False, tell=said.append)
+    assert said[0].startswith("environment faulty could not be made ahead: environment_error: OSError: no display")
+
+
+# -- what they give, and how they end ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosted_", [False, True])
+def test_rewards_of_all_roles_and_what_is_due_at_the_end_are_numbers(hosted_: bool) -> None:
+    async def due(reward: float | None) -> float:
+        environments = pool("Due", hosted=hosted_, params={"due": reward})
+        try:
+            async with environments() as env:
+                found: float = await env.finish()  # type: ignore[attr-defined]
+                return found
+        finally:
+            await environments.close()
+
+    async def script(environments: Environments) -> None:
+        async with environments() as env:
+            assert await env.finish() == 0.0  # type: ignore[attr-defined] # nothing is due
+            with pytest.raises(EpisodeFailed, match="step gave a reward of nan"):
+                await env.step("nan")  # type: ignore[misc]
+        assert await due(0.25) == 0.25
+        with pytest.raises(EpisodeFailed, match="finish gave a reward of nan"):
+            await due(float("nan"))
+
+    run(script, kind="Telling", hosted=hosted_)
+
+
+def test_environment_that_never_ends_in_the_event_loop_is_told_and_holds_nobody() -> None:
+    said: list[str] = []
+
+    async def script(environments: Environments) -> None:
+        async with environments() as env:
+            await env.reset({})  # type: ignore[misc]
+        assert said == []
+
+    run(script, kind="Lingering", hosted=False, tell=said.append, reset_timeout=0.2)
+    assert "environment faulty did not end: " in said[0]
+
+
+def test_failures_that_are_not_the_environments_do_not_open_its_breaker() -> None:
+    said: list[str] = []
+
+    async def script(environments: Environments) -> None:
+        for _ in range(3):
+            with pytest.raises(EpisodeFailed, match="agent_error"):
+                async with environments():
+                    raise EpisodeFailed("agent_error", "a bug")
+        assert len(await play(environments)) == 3
+
+    run(script, hosted=False, max_failures=2, patience=0.0, tell=said.append)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("action", "how"),
+    [
+        ("long", r"exit code 3; it printed last:\n(x+the end of the line|x+)$"),
+        ("unended", r"exit code 0; it printed last:\nno end of the line$"),
+    ],
+)
+def test_last_words_are_kept_within_bounds(action: str, how: str) -> None:
+    async def script(environments: Environments) -> None:
+        with pytest.raises(EpisodeFailed) as caught:
+            async with environments() as env:
+                await env.step(action)  # type: ignore[misc]
+        assert re.search(how, caught.value.detail), caught.value.detail[-100:]
+        assert len(caught.value.detail) < 3000
+        with pytest.raises(EpisodeFailed, match="exit code"):  # who asks later is told the same
+            await env.step("pid")  # type: ignore[misc]
+
+    run(script, kind="Telling")
 
 
 def test_answers_up_to_the_limit_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+
+import pytest
 
 from asyncrl.launch.preflight import facts
 from asyncrl.launch.preflight.facts import Gpu, Machine, parse_gpus, this_machine
@@ -25,7 +28,12 @@ def test_lines_of_nvidia_smi_are_index_name_mebibytes_and_uuid() -> None:
 def test_what_is_no_device_is_left_out() -> None:
     said = "No devices were found\n\nUnable to determine the device handle for GPU 0000:3B:00.0: GPU is lost.\n"
     assert parse_gpus(said) == []
-    assert parse_gpus("0, NVIDIA GH200 480GB, [N/A], GPU-1\n" + TWO) == parse_gpus(TWO)
+    for line in (
+        "0, NVIDIA GH200 480GB, [N/A], GPU-1",
+        "[N/A], NVIDIA H100, 81559, GPU-1",
+        "0, it, 81559, GPU-1, more",
+    ):
+        assert parse_gpus(f"{line}\n{TWO}") == parse_gpus(TWO)
 
 
 def test_gpus_are_named_by_index_or_by_uuid() -> None:
@@ -36,11 +44,33 @@ def test_gpus_are_named_by_index_or_by_uuid() -> None:
 
 
 def test_the_lowest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    (tmp_path / "memory.max").write_text("1")  # of something else
     for folder, limit in ((".", "max"), ("slurm", "9000"), ("slurm/job", "4000"), ("slurm/job/step", "max")):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "memory.max").write_text(limit + "\n")
-    assert min(facts._limits(tmp_path, "/slurm/job/step")) == 4000
-    assert facts._limits(tmp_path, "/other") == []
+        (root / folder).mkdir(exist_ok=True)
+        (root / folder / "memory.max").write_text(limit + "\n")
+    assert min(facts._limits(root, "/slurm/job/step")) == 4000
+    assert facts._limits(root, "/other") == []
+    assert facts._limits(root, "/slurm/job/without") == [4000, 9000]  # one that tells none of its own
+
+
+def test_memory_is_what_processes_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = this_machine("node3", {}).memory
+    monkeypatch.setattr(facts, "_limits", lambda root, group: [4000, 9000])
+    assert this_machine("node3", {}).memory == 4000
+    monkeypatch.setattr(facts, "_limits", lambda root, group: [1 << 60])
+    assert this_machine("node3", {}).memory >= whole
+
+
+@pytest.mark.parametrize(("end", "count"), [("exit 0", 2), ("exit 9", 0), ("exec sleep 60", 0)])
+def test_a_driver_that_fails_or_hangs_shows_no_gpu(
+    end: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\ncat <<END\n{TWO}END\n{end}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(facts, "SMI_SECONDS", 1.0)
+    assert len(this_machine("node3", {}).gpus) == count
 
 
 def test_a_machine_tells_the_launcher_what_it_knows_of_itself(capsys: object) -> None:

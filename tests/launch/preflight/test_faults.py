@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.placement import place
 from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.devices import check_gpus
-from asyncrl.launch.preflight.findings import Finding, failed, refused, rendered
+from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.folders import Folder, check_folders, look_at, room_of
 from asyncrl.launch.preflight.memory import Need, check_memory
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
@@ -38,6 +39,20 @@ def files(folder: Path, break_it: Callable[[Path], None] = lambda folder: None, 
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def no_index(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text('{"weights": []}')
+
+
+def header_of(path: Path, header: object) -> None:
+    """In the place of its own."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
 
 
 def other_index(model: Path) -> None:
@@ -117,6 +132,36 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     "a shard that was cut short": (
         lambda tmp: files(tmp, lambda model: cut(model / "model-1-of-2.safetensors")),
         *(MODEL, "its header says", "anew"),
+    ),
+    "a shard that is longer than it says": (
+        lambda tmp: files(tmp, lambda model: grow(model / "model-1-of-2.safetensors")),
+        *(MODEL, "bytes, its header says", "anew"),
+    ),
+    "a shard whose header is of another kind": (
+        lambda tmp: files(tmp, lambda model: header_of(model / "model.safetensors", {"a": {"shape": 3}}), 1),
+        *(MODEL, "model.safetensors has no header", "anew"),
+    ),
+    "a shard whose tensors have no place": (
+        lambda tmp: files(
+            tmp, lambda m: header_of(m / "model.safetensors", {"a": {"shape": [], "data_offsets": []}}), 1
+        ),
+        *(MODEL, "/model.safetensors has no header", "anew"),
+    ),
+    "an index that is none": (
+        lambda tmp: files(tmp, no_index),
+        *(MODEL, "cannot be read as an index", "anew"),
+    ),
+    "a config that is a list": (
+        lambda tmp: files(tmp, lambda model: (model / "config.json").write_text("[1]")),
+        *(MODEL, "/config.json is missing or no JSON", "anew"),
+    ),
+    "half a tokenizer": (
+        lambda tmp: files(tmp, lambda model: (model / "tokenizer.json").rename(model / "vocab.json")),
+        *(MODEL, "has no tokenizer (tokenizer.json", "anew"),
+    ),
+    "a package that one machine alone has": (
+        lambda _: check_versions([machine(), machine("node7", flashinfer="0.2")], pinned()),
+        *("versions", "flashinfer missing and 0.2", "the same environment"),
     ),
     "a shard that is none": (
         lambda tmp: files(tmp, lambda model: (model / "model-1-of-2.safetensors").write_text("<html>")),
@@ -215,6 +260,18 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
         lambda _: check_shared(job(), {"node1": ["/models/it"]}, "/tmp", {"/models/it": "model.path"}),
         *("model.path", "node1 does not see /models/it", "all machines"),
     ),
+    "a run folder that is not shared beside weights that are": (
+        lambda _: check_shared(job(**{"weights.transport": "disk"}), {"node1": ["/runs"]}, "/scratch", {}),
+        *("run.dir", "node1 does not see /runs", "all machines"),
+    ),
+    "a first machine that could not listen": (
+        lambda _: reached(node0="Address already in use"),
+        *("cluster.interface", "node0 (10.0.0.0:20000): Address already in use", "cluster.interface"),
+    ),
+    "a first machine that does not answer": (
+        lambda _: reached(node0=None),
+        *("cluster.interface", "node0 (10.0.0.0:20000): no answer", "cluster.interface"),
+    ),
     "a run folder that is not shared": (
         lambda _: check_shared(job(), {"node1": ["/tmp"]}, "/tmp", {}),
         *("run.dir", "node1 does not see /tmp", "all machines"),
@@ -251,6 +308,9 @@ WELL: dict[str, Callable[[Path], list[Finding]]] = {
     "memory of a machine": lambda _: memory("engine", 60, gpu=False),
     "GPUs": lambda _: gpus(shown=2),
     "no GPUs": lambda _: gpus(shown=0, used=0),
+    "a machine without GPUs beside one with": lambda _: check_gpus(
+        [*nodes(job(), 1, 0), *nodes(job(), 1, 2)], [machine(), machine(gpus=2)]
+    ),
     "a disk": lambda _: folder(41),
     "ports": lambda _: check_ports(nodes(job(), 2, 0), 6),
     "reach": lambda _: reached(),
@@ -271,6 +331,10 @@ WARNED: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
     "memory with nothing to spare": (lambda _: memory("trainer", 75), "trainer.tensor_parallel"),
     "activations that may not fit": (lambda _: memory("trainer", 100, part="activations"), "trainer.tensor_parallel"),
     "no nvidia-smi": (lambda _: gpus(shown=0), "cluster.gpus"),
+    "GPUs of two sizes": (
+        lambda _: check_gpus(nodes(job(), 2, 2), [machine(gpus=2), machine("node1", gpus=2, gb=40)]),
+        "cluster.gpus",
+    ),
     "recordings that may fill the disk": (
         lambda _: folder(41, record=True, **{"run.max_steps": 10**6, "rollout.max_new_tokens": 60}),
         "run.dir",
@@ -286,3 +350,53 @@ def test_what_may_go_wrong_is_a_warning_with_a_remedy(case: str, tmp_path: Path)
     assert not failed(findings)
     (found,) = [one for one in findings if one.level == "warning"]
     assert (found.field, bool(found.remedy)) == (field, True)
+
+
+def test_a_fault_of_one_machine_is_told_once() -> None:
+    """Where others cannot reach the first, what the first says of it is no second fault."""
+    assert len(reached(node0="nothing came from ['node2']", node2="timed out")) == 1
+
+
+def test_what_is_used_of_the_gpus_is_told() -> None:
+    assert [one.value for one in gpus(shown=0, used=0)] == ["none is used"]
+    assert [one.value for one in gpus(shown=4, used=0)] == ["none is used; 4 that are there are left alone"]
+    (two,) = check_gpus([*nodes(job(), 1, 0), *nodes(job(), 2, 2)], [machine(), *[machine(gpus=2)] * 2])
+    assert two.value == "2 on each of 2 machine(s): NVIDIA H100 80GB HBM3"
+
+
+def test_slowest_machine_of_a_sum_is_told_and_addresses_of_ports_are_bounded() -> None:
+    told = {name: {"node": name, "problem": "", "seconds": seconds} for name, seconds in (("node0", 1), ("node1", 2))}
+    assert "in 2000.0 ms" in check_allreduce(SUM, told)[0].value
+    (four,), (five,) = (check_ports(nodes(job(), count, 0), 6) for count in (4, 5))
+    assert four.value.endswith("10.0.0.2, 10.0.0.3")
+    assert five.value.endswith("10.0.0.2, 10.0.0.3, ...")
+
+
+def test_findings_are_counted_and_paths_stay_whole() -> None:
+    path = "/very-long-name" * 12
+    findings = [ok("one", "well"), warning("two", f"look at {path}", "do"), error("three", "wrong", f"see {path}")]
+    text = rendered([*findings, ok("four", "well")])
+    assert text.endswith("preflight: 1 error(s), 1 warning(s), 2 ok")
+    assert text.count(path) == 2
+    assert "\n" + " " * 36 + "-> do\n" in text
+    assert not failed(findings[:2])
+
+
+def test_checks_that_raise_are_findings_by_their_field_or_that_of_the_check() -> None:
+    def wrong() -> None:
+        raise ConfigError("run.dir", 3, "Name one.")
+
+    def fails() -> None:
+        raise AsyncRLError("no answer")
+
+    assert refused(wrong, "cluster") == [error("run.dir", "3", "Name one.")]
+    assert refused(fails, "cluster") == [error("cluster", "no answer", "See the message.")]
+    assert refused(lambda: None, "cluster") == []
+
+
+def test_trainers_on_several_machines_send_weights_over_the_network() -> None:
+    """Also where one of them is an engine's."""
+    shape = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
+    assert sync("auto", 2, **shape)[0].value.startswith("distributed")
+    assert sync("auto", 1)[0].value.startswith("tensor")
+    assert sync("auto", 1, mode="replay", **{"replay.from": "x"}) == []

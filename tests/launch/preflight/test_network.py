@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.errors import LaunchError
+from asyncrl.launch.placement import place
 from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.network import check_allreduce, check_reach, unseen
+from asyncrl.launch.preflight.network import ask_allreduce, ask_reach, check_allreduce, check_reach, unseen
 from asyncrl.launch.preflight.reach import Reach
 from asyncrl.launch.preflight.telling import MARK, heard
 from asyncrl.ports import free_port
+from tests.launch.preflight.worlds import job, nodes
 
 HERE = "127.0.0.1"
 NOT_OURS = "192.0.2.1"  # of documentation (RFC 5737): no machine's
@@ -53,11 +61,100 @@ def test_machines_that_reach_the_first_say_so(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_another_one_there_is_told(tmp_path: Path) -> None:
     (tmp_path / "mark").write_text("of another file system")
-    (tmp_path / "config.json").write_text("{}")
-    models = {str(tmp_path): 2, "/models": 2}
+    for model in ("same", "other"):
+        (tmp_path / model).mkdir()
+        (tmp_path / model / "config.json").write_text("{}")
+    models = {str(tmp_path / "same"): 2, str(tmp_path / "other"): 3, "/models": 2}
     folders = {"/shared": str(tmp_path / "mark"), "/gone": "/gone/mark"}
     found = answers(reach(folders=folders, models=models), "a", "b")
-    assert unseen(found) == {name: ["/shared", "/gone", "/models"] for name in "ab"}
+    assert unseen(found) == {name: ["/shared", "/gone", str(tmp_path / "other"), "/models"] for name in "ab"}
+
+
+def test_strangers_at_the_port_are_no_machines() -> None:
+    """One that goes at once, one that says nothing of use: the machine that comes after them is heard."""
+    told = reach(seconds=20.0)
+    with ThreadPoolExecutor() as pool:
+        listening = pool.submit(answers, told, "a")
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"c\n"):
+            connected(told.port, words)
+        assert answers(told, "b")["b"]["problem"] == ""
+        assert listening.result()["a"]["problem"] == ""
+
+
+def connected(port: int, words: bytes) -> None:
+    """Once somebody listens there: say this, and break the connection."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            with socket.create_connection((HERE, port), timeout=1.0) as end:
+                end.sendall(words)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_another_server_at_the_port_is_told() -> None:
+    with ThreadPoolExecutor() as pool, socket.create_server((HERE, 0)) as server:
+
+        def answer() -> None:
+            with suppress(OSError):  # it is closed
+                while True:
+                    end, _ = server.accept()
+                    with end:
+                        end.recv(100)
+                        end.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+        pool.submit(answer)
+        found = answers(reach(port=server.getsockname()[1], seconds=1.0), "b")
+        server.shutdown(socket.SHUT_RDWR)
+    assert found["b"]["problem"].endswith("another server answers there")
+
+
+class Alone:
+    """A job of two machines, of which none runs anything."""
+
+    def __init__(self, answer: str = "") -> None:
+        self.config = job(**{"trainer.data_parallel": 2, "cluster.trainer_nodes": 2})
+        self.nodes, self.settings, self._answer = nodes(self.config, 2, 0), self.config.cluster, answer
+        self.asked: list[dict[str, Any]] = []
+
+    def everywhere(self, program: list[str], seconds: float, **how: Any) -> list[str]:
+        self.asked.append({"told": json.loads(program[-1]), "seconds": seconds, **how})
+        marks = [Path(file) for file in self.asked[-1]["told"].get("folders", {}).values()]
+        assert all(mark.read_text() == mark.name for mark in marks)
+        if self._answer == "fails":
+            raise LaunchError("cannot run srun")
+        return []
+
+
+@pytest.mark.parametrize("answer", ["", "fails"])
+def test_folders_are_marked_while_the_machines_look_and_left_as_they_were(tmp_path: Path, answer: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    alone: Any = Alone(answer)
+    folders = [tmp_path, Path("/proc/self")]  # where nobody writes
+    try:
+        told, found = ask_reach(alone, folders, [tmp_path], "0123")
+        assert found == {name: {"node": name, "problem": "no answer"} for name in ("node0", "node1")}
+        assert told.port == alone.nodes[0].ports[-1]
+    except LaunchError:
+        assert answer == "fails"
+    (asked,) = alone.asked
+    assert list(asked["told"]["folders"]) == [str(tmp_path)]
+    assert asked["told"]["models"] == {str(tmp_path): 2}
+    assert set(asked["mounts"]) == {tmp_path}
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(("gpu", "backend"), [(False, "gloo"), (True, "nccl")])
+def test_the_trainers_machines_sum_by_what_their_ranks_will_use(gpu: bool, backend: str) -> None:
+    alone: Any = Alone()
+    told, found = ask_allreduce(alone, place(alone.config, alone.nodes), gpu=gpu)
+    assert (told.backend, told.names, told.address) == (backend, ["node0", "node1"], "10.0.0.0")
+    assert told.port not in (alone.nodes[0].ports[-1], alone.nodes[0].ports[0])  # the other check's, and the router's
+    assert alone.asked[0]["nodes"] == ["node0", "node1"]
+    assert {one["problem"] for one in found.values()} == {"no answer"}
 
 
 def test_a_port_that_nobody_listens_on_is_told_within_the_deadline() -> None:

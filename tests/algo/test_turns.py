@@ -1,0 +1,32 @@
+"""Ways through the turns of an episode: what is at an end, and what follows what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncrl.algo.table import build_table
+from asyncrl.algo.turns import accumulated, chain, turn_rewards, turns_of
+from asyncrl.types import Group, Trajectory, Turn
+from tests.fakes import completion
+
+
+@pytest.mark.parametrize("ways", [1, 3, 7, 10, 49])
+def test_reward_of_an_episode_comes_at_the_end_of_its_ways_and_nowhere_before(ways: int) -> None:
+    """To the last bit, however the shares of so many add up."""
+    trunk = [Turn([], completion()), Turn([5], completion())]
+    branches = [Turn([7], completion(), begins=True, fork=0) for _ in range(ways - 1)]
+    table = build_table([Group("g", 0, [12, 11], [Trajectory([*trunk, *branches], 3.0)], "t")], 0)
+    turns = turns_of(table)
+    assert turns.parent.tolist() == [-1, *[0] * ways]
+    assert turn_rewards(table, turns).tolist() == [0.0, *[3.0] * ways]
+    assert turns.to_go(turn_rewards(table, turns), 1.0).tolist() == pytest.approx([3.0] * (1 + ways), rel=1e-12)
+
+
+def test_chain_links_what_has_one_owner() -> None:
+    before = chain(torch.tensor([0, 0, 0, 2, 2, 5]))
+    assert before.tolist() == [-1, 0, 1, -1, 3, -1]
+    assert accumulated(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]), before, 0.5).tolist() == [
+        *(3.0, 4.0, 4.0),
+        *(16.0, 16.0, 32.0),
+    ]

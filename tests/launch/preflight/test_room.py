@@ -1,0 +1,161 @@
+"""What ranks and files take, against what there is of it: every byte counts once, and where it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.launch.preflight.facts import Gpu, Machine
+from asyncrl.launch.preflight.findings import Finding
+from asyncrl.launch.preflight.folders import Folder, Room, check_folders, room_of
+from asyncrl.launch.preflight.memory import Need, check_memory
+from tests.launch.preflight.worlds import GB, job, machine, placed
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {one.field: one.level for one in findings}
+
+
+def on_one(needs: dict[str, Need], here: Machine, gpus: int = 2, **changes: Any) -> dict[str, str]:
+    return levels(check_memory(placed(job(**changes), 1, gpus), needs, {"node0": here}))
+
+
+def gb(size: float, *, gpu: bool = True, host: float = 0, part: str = "weights") -> Need:
+    return Need({part: int(size * GB)}, gpu, int(host * GB))
+
+
+def test_what_lies_on_a_gpu_takes_no_memory_of_the_machine() -> None:
+    assert on_one({"trainer": gb(60), "engine": gb(60)}, machine(gpus=2, ram=4))["memory"] == "ok"
+    assert on_one({"trainer": gb(60, gpu=False)}, machine(gpus=2, ram=4))["memory"] == "error"
+
+
+def test_what_a_checkpoint_stages_is_the_machines_for_every_rank() -> None:
+    needs, shape = {"trainer": gb(10, host=10)}, {"trainer.data_parallel": 2, "engine.device": "cpu"}
+    assert on_one(needs, machine(gpus=2, ram=30), **shape)["memory"] == "ok"
+    assert on_one(needs, machine(gpus=2, ram=20), **shape)["memory"] == "error"  # 2 x 10, and the processes
+
+
+def test_processes_of_all_ranks_of_an_engine_count() -> None:
+    """Four of 0.83 GB, and 0.30 of a trainer."""
+    needs, shape = {"trainer": gb(1), "engine": gb(1)}, {"engine.tensor_parallel": 4}
+    assert on_one(needs, machine(gpus=5, ram=4.5), 5, **shape)["memory"] == "ok"
+    assert on_one(needs, machine(gpus=5, ram=3.0), 5, **shape)["memory"] == "error"
+
+
+def test_processes_of_an_engine_on_several_machines_are_on_each_of_them() -> None:
+    config = job(**{"engine.tensor_parallel": 8, "cluster.trainer_nodes": 1, "trainer.data_parallel": 4})
+    machines = {f"node{number}": machine(f"node{number}", gpus=4, ram=500) for number in range(3)}
+    machines["node2"] = machine("node2", gpus=4, ram=2)
+    found = check_memory(placed(config, 3, 4), {"trainer": gb(1), "engine": gb(1)}, machines)
+    (wrong,) = [one for one in found if one.level != "ok"]
+    assert wrong.value.startswith("processes of node2: ")
+
+
+def test_a_rank_is_held_to_the_gpu_that_it_stands_on_and_the_smallest_of_its_kind() -> None:
+    cards = tuple(Gpu(number, "it", int(size * GB), f"GPU-{number}") for number, size in enumerate((80, 80, 40)))
+    here = replace(machine(), gpus=cards)
+    needs = {"trainer": gb(60), "engine": gb(60)}
+    assert on_one(needs, here) == {"trainer.tensor_parallel": "ok", "engine.tensor_parallel": "ok", "memory": "ok"}
+    assert on_one(needs, here, 3, **{"engine.count": 2})["engine.tensor_parallel"] == "error"
+
+
+def test_what_is_not_known_is_not_compared() -> None:
+    assert on_one({"engine": gb(60)}, Machine("node0")) == {"engine": "ok"}
+    assert on_one({"engine": gb(60)}, replace(machine(), gpus=())) == {"engine": "ok", "memory": "ok"}
+
+
+def test_who_is_not_started_needs_nothing() -> None:
+    assert on_one({"judge": gb(600), "trainer": gb(1)}, machine(gpus=2)) == {
+        "trainer.tensor_parallel": "ok",
+        "memory": "ok",
+    }
+
+
+def test_machines_with_room_are_one_line_and_those_without_a_line_each() -> None:
+    config = job(**{"trainer.data_parallel": 2, "cluster.trainer_nodes": 2, "engine.device": "cpu"})
+
+    def lines(*ram: float) -> list[str]:
+        machines = {f"node{number}": machine(f"node{number}", gpus=1, ram=size) for number, size in enumerate(ram)}
+        found = check_memory(placed(config, 2, 1), {"trainer": gb(1, host=10)}, machines)
+        return [one.level for one in found if one.field == "memory"]
+
+    assert lines(100, 100) == ["ok"]
+    assert lines(5, 5) == ["error", "error"]
+    assert lines(100, 5) == ["error"]
+    assert lines(11, 100) == ["warning"]
+
+
+def test_half_of_the_activations_and_all_else_are_certain() -> None:
+    parts = {"weights": 50 * GB, "activations": 50 * GB}
+    assert (Need(parts, True).total, Need(parts, True).certain) == (100 * GB, 75 * GB)
+    assert Need({"weights": GB, "logits": 0}, True).certain == GB
+    found = check_memory(placed(job(), 1, 2), {"trainer": Need({**parts, "logits": 0}, True)}, {})
+    assert found[0].value.endswith("(weights 50, activations 50)")
+
+
+# -- disks -----------------------------------------------------------------------------------------------------------
+
+ONE = 12 * GB
+"""A checkpoint of a thousand million parameters."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"checkpoint": ONE, "checkpoints": 0, "weights": 4 * GB, "published": 0, "recorded": 0}),
+        ({"trainer.dtype": "bfloat16"}, {"checkpoint": ONE, "weights": 2 * GB}),
+        ({"algo.advantage": "gae"}, {"checkpoint": 2 * ONE}),
+        ({"checkpoint.every": 5, "checkpoint.keep_last": 2}, {"checkpoints": 3 * ONE}),
+        # 0, 10 and 20 of those that there are stay for good
+        ({"checkpoint.every": 5, "checkpoint.keep_every": 10, "run.max_steps": 20}, {"checkpoints": (3 + 3) * ONE}),
+        ({"trainer.save_hf_every": 5, "run.max_steps": 20}, {"weights": 5 * 4 * GB}),
+        ({"weights.transport": "disk"}, {"published": 3 * 4 * GB}),
+        ({"weights.transport": "delta"}, {"published": 3 * 4 * GB}),
+        ({"mode": "rollout_only", "record": True}, {"checkpoint": 0, "weights": 0}),
+        ({"record": True, "run.max_steps": 10}, {"recorded": 10 * 16 * 16 * 3 * 6}),
+    ],
+)
+def test_bytes_that_a_run_writes_follow_from_its_settings(changes: dict[str, Any], expected: dict[str, int]) -> None:
+    room = room_of(job(**changes), GB)
+    assert {name: getattr(room, name) for name in expected} == expected
+
+
+def test_recordings_are_no_larger_than_those_of_the_task_with_the_largest_groups() -> None:
+    config = job(record=True, **{"run.max_steps": 1})
+    task = config.mixture[next(iter(config.mixture))]
+    both = {"small": task.model_copy(update={"group_size": 2}), "large": task.model_copy(update={"group_size": 40})}
+    assert room_of(config.model_copy(update={"tasks": both}), GB).recorded == 16 * 40 * 3 * 6
+
+
+ROOM = Room(checkpoint=ONE, checkpoints=3 * ONE, weights=4 * GB, published=6 * GB, recorded=20 * GB)
+
+
+def disk(free: float, *, held: float = 0, speed: float = 1e9, shared: float | None = None, **changes: Any) -> Any:
+    run = Folder(Path("/runs/it"), "", int(free * GB), speed, int(held * GB))
+    other = None if shared is None else Folder(Path("/shared"), "", int(shared * GB), speed)
+    return levels(check_folders(job(**{"checkpoint.every": 5, **changes}), ROOM, run, other))
+
+
+def test_what_is_there_already_is_written_over() -> None:
+    assert disk(46.04)["run.dir"] == "error"  # 36 + 4 + 6, and what is spared
+    assert disk(46.07)["run.dir"] == "warning"  # recordings may fill it
+    assert disk(66.07)["run.dir"] == "ok"
+    assert disk(46.07, held=20)["run.dir"] == "ok"
+    assert disk(10.07, held=99)["run.dir"] == "warning"
+
+
+def test_weights_on_their_way_lie_in_the_folder_that_is_named_for_them() -> None:
+    assert disk(60.07, shared=6.07) == {"run.dir": "ok", "weights.folder": "ok", "checkpoint.every": "ok"}
+    assert disk(60.07, shared=6.05)["weights.folder"] == "error"
+
+
+def test_a_checkpoint_is_written_by_all_ranks() -> None:
+    """A tenth of a GB in a second for each of them."""
+    assert "checkpoint.timeout" in disk(99, speed=1e8, **{"checkpoint.timeout": 100.0})
+    shape = {"checkpoint.timeout": 100.0, "trainer.data_parallel": 2}
+    assert "checkpoint.every" in disk(99, speed=1e8, **shape)
