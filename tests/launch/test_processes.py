@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -351,6 +352,72 @@ def test_steps_are_stopped_through_srun_each_in_its_way(run_id: str, tmp_path: P
         supervise(run_id, tmp_path, *steps, poll=then)
     assert (tmp_path / "logs" / "rollout.log").read_text() == "up\nasked\n"
     assert (tmp_path / "logs" / "engine-0.log").read_text() == "up\nkilled\n"
+
+
+def test_killed_launcher_has_each_srun_end_its_step(run_id: str, tmp_path: Path) -> None:
+    """One that were killed with it could not."""
+    (tmp_path / "logs").mkdir()
+    launcher = f"""
+    import sys
+    from pathlib import Path
+    from asyncrl.launch.plan import ProcessSpec
+    from asyncrl.launch.processes import Supervisor
+    argv = [sys.executable, "-S", "-c", {SRUN!r}]
+    spec = ProcessSpec("trainer", argv, {{"ASYNCRL_RUN_ID": {run_id!r}}}, True, step=True)
+    Supervisor([spec], Path({str(tmp_path)!r}), {run_id!r}, 1.0).run(lambda: None)
+    """
+    log = tmp_path / "logs" / "trainer.log"
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(launcher)]) as process:
+        wait_for(lambda: log.exists() and "up" in log.read_text(), 20)
+        process.kill()
+    wait_for(lambda: not alive(run_id), 5)
+    assert log.read_text() == "up\nkilled\n"
+
+
+class Silent:
+    """A watch of a process that does not answer, once."""
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+
+    def hangs(self) -> bool:
+        return not self.forgotten
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+def test_process_that_lives_and_does_not_answer_is_killed_and_started_again(run_id: str, tmp_path: Path) -> None:
+    (tmp_path / READY).touch()
+    (tmp_path / "logs").mkdir()
+    says = "import os, time; print('life', os.environ['ASYNCRL_RESTARTS'], flush=True); time.sleep(60)"
+    router = dataclasses.replace(spec(run_id, "router", says), restarts=1)
+    waits = f"""
+    import pathlib, time
+    while "life 1" not in pathlib.Path({str(tmp_path / "logs" / "router.log")!r}).read_text(): time.sleep(0.01)
+    """
+    watches: Any = {"router": Silent()}
+    policy = RestartPolicy(tmp_path, watches=watches)
+    Supervisor([router, spec(run_id, "trainer-0", waits, ends=True)], tmp_path, run_id, 1.0, policy).run(lambda: None)
+    assert policy.count("router") == 1
+
+
+def test_router_that_is_lost_with_its_machine_ends_the_run_and_so_does_the_last_engine_that_lives(
+    run_id: str, tmp_path: Path
+) -> None:
+    """No other can take their place."""
+    (tmp_path / READY).touch()
+    (tmp_path / "logs").mkdir()
+    gone = "import time; time.sleep(0.2); raise SystemExit(1)"
+    trainer = spec(run_id, "trainer-0", FOREVER, ends=True)
+    engines = [step(run_id, f"engine-{n}", url=f"http://e{n}", node=f"node{n}", restarts=1) for n in range(2)]
+    router = step(run_id, "router", gone, node="node1", restarts=1)
+    policy = RestartPolicy(tmp_path, has_machine=lambda node: False)
+    with pytest.raises(ProcessDied, match="router on node1 died"):
+        Supervisor([*engines, router, trainer], tmp_path, run_id, 1.0, policy).run(lambda: None)
+    dying = [dataclasses.replace(one, argv=[*one.argv[:-1], gone]) for one in engines]
+    with pytest.raises(ProcessDied, match=r"engine-\d on node\d died"):
+        Supervisor([*dying, trainer], tmp_path, run_id, 1.0, policy).run(lambda: None)
 
 
 def test_death_in_a_step_is_told_with_rank_machine_and_log(run_id: str, tmp_path: Path) -> None:

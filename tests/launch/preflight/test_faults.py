@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from asyncrl.launch.preflight.network import check_allreduce, check_ports, check
 from asyncrl.launch.preflight.reach import Reach
 from asyncrl.launch.preflight.versions import check_versions, pinned
 from asyncrl.launch.preflight.weights import check_shared, check_sync
+from asyncrl.planner.memory import Weight
 from tests.launch.preflight.worlds import GB, job, machine, nodes, placed, weights, write_model
 
 MODEL = "model.path"
@@ -208,6 +210,10 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     "fewer GPUs than are to be used": (
         lambda _: gpus(shown=1),
         *("cluster.gpus", "shows 1 of the 2 GPUs 0,1", "Lower cluster.gpus"),
+    ),
+    "GPUs by names that the machine does not know": (
+        lambda _: check_gpus([replace(nodes(job(), 1, 2)[0], gpus=("6", "7"))], [machine(gpus=2)]),
+        *("cluster.gpus", "shows 0 of the 2 GPUs 6,7", "Lower cluster.gpus"),
     ),
     "more ranks than GPUs": (
         lambda _: too_many_ranks(),
@@ -400,3 +406,8 @@ def test_trainers_on_several_machines_send_weights_over_the_network() -> None:
     assert sync("auto", 2, **shape)[0].value.startswith("distributed")
     assert sync("auto", 1)[0].value.startswith("tensor")
     assert sync("auto", 1, mode="replay", **{"replay.from": "x"}) == []
+
+
+def test_buckets_of_a_publish_are_told() -> None:
+    config, megabytes = job(**{"weights.bucket_mb": 2}), [Weight(f"layer{number}", (1 << 18,)) for number in range(5)]
+    assert check_sync(config, placed(config, 1, 0), megabytes, 0)[0].value.endswith("in about 3 bucket(s)")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +16,20 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.errors import LaunchError
+from asyncrl.launch.placement import Placement
+from asyncrl.launch.preflight import network, versions
+from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.findings import Finding, failed
 from asyncrl.launch.preflight.folders import look_at
 from asyncrl.launch.preflight.model_files import INDEX, read_model
+from asyncrl.launch.preflight.reach import Reach
 from asyncrl.launch.preflight.run import preflight, require
+from asyncrl.launch.slurm.job import Job
 from asyncrl.models import catalog
 from asyncrl.planner.memory import buckets
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import compose_values, tiny_config
-from tests.launch.preflight.worlds import job, write_model
+from tests.launch.preflight.worlds import job, machine, nodes, write_model
 
 
 def found(config: Config, tmp_path: Path) -> dict[str, Finding]:
@@ -69,6 +76,7 @@ def test_jobs_look_by_themselves_and_runs_on_this_machine_only_when_asked() -> N
         ({"cluster.interface": "nosuch0", "cluster.host": None}, "cluster.interface", "name one"),
         ({"model.chat_template": "/nowhere"}, "model.chat_template", "name a jinja file"),
         ({"engine.max_total_tokens": 10**12}, "memory", "engine.max_total_tokens"),
+        ({"mode": "replay", "replay.from": "/nowhere"}, "replay.from", "record=true"),
     ],
 )
 def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
@@ -98,6 +106,101 @@ def test_without_trainers_nothing_is_said_of_them(tmp_path: Path) -> None:
     assert not {"trainer", "weights.transport", "checkpoint.every"} & findings.keys()
 
 
+def test_models_of_others_engines_are_not_looked_at_and_those_of_other_families_by_their_files(tmp_path: Path) -> None:
+    elsewhere = {"teacher.model": "/nowhere", "teacher.urls": ["http://10.0.0.9:1"]}
+    assert "teacher.model" not in found(tiny_config(**elsewhere), tmp_path)
+    model = write_model(tmp_path / "judge")
+    (model / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
+    findings = found(tiny_config(**{"judge.model": str(model)}), tmp_path)
+    assert findings["judge.model"].level == "ok"
+    assert "judge" not in findings  # its memory is not known
+    (model / "model.safetensors").unlink()
+    assert found(tiny_config(**{"judge.model": str(model)}), tmp_path)["judge.model"].level == "error"
+
+
+# -- the network of a job: the questions are asked of nobody here ------------------------------------------------------
+
+
+class Answers:
+    """What the machines of a job would say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, problem: str = "", unseen: Sequence[str] = ()) -> None:
+        self.problem, self.unseen = problem, list(unseen)
+        self.folders: set[Path] = set()
+        self.summed = False
+        monkeypatch.setattr(network, "ask_reach", self.reach)
+        monkeypatch.setattr(network, "ask_allreduce", self.allreduce)
+
+    def reach(self, job: Job, folders: Iterable[Path], models: Iterable[Path], run_id: str) -> Any:
+        if self.problem == "fails":
+            raise LaunchError("cannot run srun")
+        self.folders, names = set(folders), [node.name for node in job.nodes]
+        told = Reach(names[0], "10.0.0.0", 1, names[1:], 1.0, {}, {})
+        return told, {name: {"problem": self.problem, "unseen": self.unseen} for name in names}
+
+    def allreduce(self, job: Job, placement: Placement, *, gpu: bool) -> Any:
+        self.summed = True
+        names = [node.name for node in job.nodes]
+        told = AllReduce("nccl" if gpu else "gloo", names, "10.0.0.0", 1, {}, 1.0)
+        return told, {name: {"problem": "", "seconds": 0.1} for name in names}
+
+
+def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
+    config = job(**changes)
+    machines = [machine(f"node{number}") for number in range(count)]
+    group = [one.name for one in machines]
+    allocation = Job("3", [group], config.cluster, nodes(config, count, 0), machines)
+    return {one.field: one for one in preflight(config, tmp_path / "run", allocation)}
+
+
+BOTH = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
+
+
+def test_machines_of_a_job_are_asked_whether_they_reach_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers(monkeypatch)
+    findings = of_job(tmp_path, 2, **BOTH)
+    assert {findings[field].level for field in ("network", "all-reduce", "ports", "cluster.gpus")} == {"ok"}
+    assert answers.folders == {tmp_path}  # the nearest that there is
+    assert "network" not in of_job(tmp_path, 1)
+
+
+def test_trainers_on_one_machine_have_no_sum_to_make_over_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers(monkeypatch)
+    assert of_job(tmp_path, 2)["network"].level == "ok"
+    assert not answers.summed
+
+
+def test_a_sum_is_not_waited_for_where_machines_do_not_reach_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers(monkeypatch, "timed out")
+    assert of_job(tmp_path, 2, **BOTH)["cluster.interface"].level == "error"
+    assert not answers.summed
+
+
+def test_a_folder_that_some_machine_does_not_see_is_told_by_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    answers = Answers(monkeypatch, unseen=[str(shared)])
+    findings = of_job(tmp_path, 2, **{"weights.transport": "disk", "weights.folder": str(shared / "weights")})
+    assert "node0 does not see" in findings["weights.folder"].value or "node1" in findings["weights.folder"].value
+    assert answers.folders == {tmp_path, shared}
+    model = catalog.resolve("builtin:tiny")
+    Answers(monkeypatch, unseen=[str(model)])
+    assert of_job(tmp_path, 2)["model.path"].level == "error"
+
+
+def test_an_srun_that_cannot_be_run_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Answers(monkeypatch, "fails")
+    assert of_job(tmp_path, 2)["cluster"].value == "cannot run srun"
+
+
 def test_looking_at_a_folder_measures_and_leaves_it_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "one").write_bytes(bytes(1000))
@@ -116,6 +219,12 @@ def test_an_index_picks_its_files_among_others(tmp_path: Path) -> None:
     assert read_model(model, "model.path") == whole
     (model / INDEX).unlink()
     assert read_model(model, "model.path").problems
+
+
+def test_packages_that_are_missing_are_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "MUST_MATCH", ("torch", "no-such-package"))
+    assert "torch" in versions.installed()
+    assert "no-such-package" not in versions.installed()
 
 
 def test_the_built_in_model_is_whole() -> None:
