@@ -22,7 +22,7 @@ from asyncrl.launch.placement import place
 from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.network import ask_allreduce, ask_reach, check_allreduce, check_reach, unseen
 from asyncrl.launch.preflight.reach import Reach
-from asyncrl.launch.preflight.telling import MARK, heard
+from asyncrl.launch.preflight.telling import MARK, end_after, heard
 from asyncrl.ports import free_port
 from tests.launch.preflight.worlds import job, nodes
 
@@ -223,3 +223,14 @@ def test_a_machine_without_an_answer_gets_the_last_words_that_were_heard() -> No
     assert "No module named 'asyncrl'" in found["a"]["problem"]
     assert found["b"]["problem"].startswith("no answer; ")
     assert heard([], ["a"]) == {"a": {"node": "a", "problem": "no answer"}}
+    long = heard(["first words " + "x " * 300 + "last words"], ["a"])["a"]["problem"]
+    assert long.endswith("last words")
+    assert "first words" not in long
+
+
+def test_a_program_that_waits_for_ever_answers_and_ends_in_its_time() -> None:
+    code = f"import time; from {end_after.__module__} import end_after; end_after(0.2, {{'node': 'a'}}); time.sleep(60)"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert time.monotonic() - began < 30
+    assert heard([done.stdout]) == {"a": {"node": "a"}}

@@ -29,7 +29,7 @@ from asyncrl.models import catalog
 from asyncrl.planner.memory import buckets
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import compose_values, tiny_config
-from tests.launch.preflight.worlds import job, machine, nodes, write_model
+from tests.launch.preflight.worlds import TENSORS, job, machine, nodes, write_model, write_shard
 
 
 def found(config: Config, tmp_path: Path) -> dict[str, Finding]:
@@ -215,10 +215,18 @@ def test_looking_at_a_folder_measures_and_leaves_it_as_it_was(tmp_path: Path) ->
 def test_an_index_picks_its_files_among_others(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", shards=2)
     whole = read_model(model, "model.path")
+    assert (sorted(one.name for one in whole.weights), whole.nbytes) == (sorted(TENSORS), 4 * (64 + 4 + 64))
     (model / "consolidated.safetensors").write_bytes(b"of another form")
     assert read_model(model, "model.path") == whole
     (model / INDEX).unlink()
     assert read_model(model, "model.path").problems
+
+
+def test_a_file_without_tensors_is_whole(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    whole = read_model(model, "model.path")
+    write_shard(model / "empty.safetensors", {})
+    assert read_model(model, "model.path") == whole
 
 
 def test_packages_that_are_missing_are_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
