@@ -354,6 +354,15 @@ def test_steps_are_stopped_through_srun_each_in_its_way(run_id: str, tmp_path: P
     assert (tmp_path / "logs" / "engine-0.log").read_text() == "up\nkilled\n"
 
 
+def test_step_that_does_not_stop_within_the_grace_is_ended_by_its_srun(run_id: str, tmp_path: Path) -> None:
+    """SIGKILL would end the srun alone."""
+    stubborn = SRUN.replace('print("asked", flush=True), sys.exit(0)', 'print("asked", flush=True)')
+    then = when_up(tmp_path, "trainer", then=send(signal.SIGTERM))
+    with pytest.raises(Stopped):
+        supervise(run_id, tmp_path, step(run_id, "trainer", stubborn, ends_the_run=True), poll=then, grace=0.3)
+    assert (tmp_path / "logs" / "trainer.log").read_text() == "up\nasked\nkilled\n"
+
+
 def test_killed_launcher_has_each_srun_end_its_step(run_id: str, tmp_path: Path) -> None:
     """One that were killed with it could not."""
     (tmp_path / "logs").mkdir()
