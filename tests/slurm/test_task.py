@@ -72,6 +72,17 @@ def test_process_is_asked_to_stop_and_then_killed(tmp_path: Path, code: str, num
     assert not end_file(tmp_path, "it").exists()  # it was asked to
 
 
+def test_asking_again_does_not_put_the_end_off(tmp_path: Path) -> None:
+    run = begun(tmp_path, STUBBORN)
+    until(lambda: "up" in (tmp_path / "out").read_text())
+    deadline = time.monotonic() + 20
+    while run.poll() is None:
+        assert time.monotonic() < deadline
+        run.send_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+    assert run.returncode == 128 + signal.SIGKILL
+
+
 def test_signal_to_all_of_a_step_reaches_the_task_alone(tmp_path: Path) -> None:
     """Slurm signals every process of a step: SIGUSR1 would kill one that does not expect it."""
     code = "import signal; print('up', signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, flush=True);" + WAIT
