@@ -51,7 +51,7 @@ def test_ways_from_the_first_turn_and_from_several() -> None:
 
 def test_turns_that_an_episode_does_not_get_to_are_no_forks() -> None:
     for fork_at in ([3, 7], []):
-        found, _ = play(partial(Forking, fork_at=fork_at), TRUNK)
+        found, _ = play(partial(Forking, fork_at=fork_at, within=1), TRUNK)
         assert found == play(MultiTurn, TRUNK)[0]
 
 

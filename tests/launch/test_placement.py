@@ -60,6 +60,12 @@ def test_an_engine_that_does_not_fit_takes_whole_nodes() -> None:
     assert found.trainers[0].node.name == "node1"
 
 
+def test_engines_of_a_teacher_stand_on_one_machine() -> None:
+    with pytest.raises(ConfigError, match=r"teacher.count × teacher.tensor_parallel.*No machine is left with 8 GPUs"):
+        placed(4, 4, **{"teacher.model": "/t", "teacher.tensor_parallel": 8})
+    assert len(placed(2, 8, **{"teacher.model": "/t", "teacher.tensor_parallel": 8}).teachers[0].gpus) == 8
+
+
 def test_without_gpus_trainers_get_the_first_half_and_engines_take_turns() -> None:
     found = placed(4, 0, **{"trainer.data_parallel": 4, "engine.count": 3})
     assert [seat.node.name for seat in found.trainers] == ["node0", "node0", "node1", "node1"]
@@ -85,7 +91,6 @@ def test_modes_without_trainers_or_engines_leave_their_places_out() -> None:
         ({"trainer.data_parallel": 8, "cluster.trainer_nodes": 1}, "cluster.trainer_nodes"),
         ({"engine.count": 8}, "engine.count × engine.tensor_parallel"),
         ({"engine.tensor_parallel": 6}, "engine.count × engine.tensor_parallel"),
-        ({"teacher.model": "/t", "teacher.tensor_parallel": 8}, "teacher.count × teacher.tensor_parallel"),
         ({"cluster.cpu_nodes": 2}, "cluster.nodes"),
         ({"engine.device": "cuda", "trainer.device": "cpu", "gpus": 0}, "engine.device"),
         ({"trainer.device": "cuda", "gpus": 0}, "trainer.device"),
