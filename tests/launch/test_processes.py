@@ -399,11 +399,11 @@ class Silent:
 def test_process_that_lives_and_does_not_answer_is_killed_and_started_again(run_id: str, tmp_path: Path) -> None:
     (tmp_path / READY).touch()
     (tmp_path / "logs").mkdir()
-    says = "import os, time; print('life', os.environ['ASYNCRL_RESTARTS'], flush=True); time.sleep(60)"
+    says = "import os, time; print('life', os.environ['ASYNCRL_INCARNATION'], flush=True); time.sleep(60)"
     router = dataclasses.replace(spec(run_id, "router", says), restarts=1)
     waits = f"""
     import pathlib, time
-    while "life 1" not in pathlib.Path({str(tmp_path / "logs" / "router.log")!r}).read_text(): time.sleep(0.01)
+    while "life restart-1" not in pathlib.Path({str(tmp_path / "logs" / "router.log")!r}).read_text(): time.sleep(0.01)
     """
     watches: Any = {"router": Silent()}
     policy = RestartPolicy(tmp_path, watches=watches)

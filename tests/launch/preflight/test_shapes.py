@@ -31,6 +31,7 @@ def test_groups_of_queries_share_keys_and_values_and_a_head_may_be_wider_than_it
         sparse=3,
         chosen=8,
         expert_inner=768,
+        cache_heads=4,
         cached=2 * 4 * 128,
     )
 
@@ -47,7 +48,7 @@ def test_latent_attention_caches_one_vector_on_every_rank() -> None:
     """DeepSeek-V3: 512 numbers and the 64 that are rotated."""
     found = shape_of({**DEEPSEEK_V3, **SIZES, "num_attention_heads": 128})
     assert (found.queries, found.keys, found.values) == (128 * 192, 128 * 192, 128 * 128)
-    assert (found.cached, found.cache_is_shared, found.rotated) == (512 + 64, False, 64)
+    assert (found.cached, found.cache_heads, found.rotated) == (512 + 64, 1, 64)
     assert (found.sparse, found.chosen, found.expert_inner, found.shared_inner) == (58, 8, 2048, 2048)
 
 
