@@ -180,6 +180,17 @@ def test_two_jobs_share_their_nodes_and_one_is_cancelled(lab: Lab, tmp_path: Pat
     nothing_is_left(other.run_dir)
 
 
+@pytest.mark.campaign
+def test_heterogeneous_job_has_its_rollouts_on_a_machine_of_their_own(lab: Lab, tmp_path: Path) -> None:
+    shape = ("cluster.nodes=3", "cluster.cpu_nodes=1", *SMALL)
+    job = Submitted(lab, tmp_path / "run", *shape, "run.max_steps=30")
+    job.wait_for_step(2)
+    assert job.nodes() == {"rollout": "node1", "trainer-0": "node2", "engine-0": "node3"}
+    assert "HetJobOffset=1" in lab.run("scontrol", "show", "job", job.id)
+    job.finishes()
+    nothing_is_left(job.run_dir)
+
+
 def test_run_goes_on_without_an_engine_whose_node_has_failed(lab: Lab, tmp_path: Path) -> None:
     shape = ("cluster.nodes=3", "cluster.trainer_nodes=1", "engine.count=2", *SMALL)
     job = Submitted(lab, tmp_path / "run", *shape, "run.max_steps=1000")
