@@ -153,7 +153,7 @@ def rises(steps: list[dict[str, Any]]) -> bool:
 
 def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) -> None:
     """The real signal of a real limit, and the real requeue."""
-    steps = 250
+    steps = 600  # more than a quiet machine does before the signal comes
     limits = ("trainer.data_parallel=2", "cluster.time=2", "cluster.signal_seconds=60", f"run.max_steps={steps}")
     job = Submitted(lab, tmp_path / "run", "cluster.nodes=2", *GOES_ON, *limits)
     job.is_queued_again(1)

@@ -70,6 +70,15 @@ def test_a_folder_that_is_another_one_there_is_told(tmp_path: Path) -> None:
     assert unseen(found) == {name: ["/shared", "/gone", str(tmp_path / "other"), "/models"] for name in "ab"}
 
 
+def test_a_machine_that_is_early_tries_again_until_the_first_listens() -> None:
+    told = reach(seconds=30.0)
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(answers, told, "b")
+        time.sleep(1.0)
+        assert answers(told, "a")["a"]["problem"] == ""
+        assert early.result()["b"]["problem"] == ""
+
+
 def test_strangers_at_the_port_are_no_machines() -> None:
     """One that goes at once, one that says nothing of use: the machine that comes after them is heard."""
     told = reach(seconds=20.0)
