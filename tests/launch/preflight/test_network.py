@@ -42,7 +42,9 @@ def answers(told: Reach | AllReduce, *names: str) -> dict[str, dict[str, Any]]:
         )
         for name in names
     ]
-    return heard([one.communicate(timeout=60)[0] for one in started])
+    outputs = [one.communicate(timeout=60)[0] for one in started]
+    assert {one.returncode for one in started} == {0}  # else srun would kill those that have not told yet
+    return heard(outputs)
 
 
 def reach(**changes: Any) -> Reach:
