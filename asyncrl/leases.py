@@ -24,6 +24,8 @@ LEASE_SECONDS = 60.0
 """After which one that was not renewed has ended."""
 COUNTED_SECONDS = 2 * RENEW_SECONDS
 """A reader that looks again later than this may have been held up, and the writer with it: no more of it counts."""
+MISSED = 3
+"""Looks in a row that must miss a lease before anything is ended for it: a file may be between two names."""
 SUFFIX = ".lease"
 
 
@@ -79,7 +81,7 @@ class Leases:
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, COUNTED_SECONDS), now
         try:
-            names = {name for name in os.listdir(self._folder) if name.endswith(SUFFIX)}
+            names = self._names()
         except FileNotFoundError:
             names = set()
         except OSError:
@@ -89,6 +91,9 @@ class Leases:
             self._read(name, passed)
         held = {name: seen for name, seen in self._seen.items() if seen.unchanged < self._seconds}
         return {name.removesuffix(SUFFIX): seen.told for name, seen in sorted(held.items())}
+
+    def _names(self) -> set[str]:
+        return {name for name in os.listdir(self._folder) if name.endswith(SUFFIX)}
 
     def _read(self, name: str, passed: float) -> None:
         try:
@@ -101,20 +106,30 @@ class Leases:
             self._seen[name] = _Seen(told)
 
 
-class Watched:
-    """One lease, that of whoever must outlive the reader."""
+class Watched(Leases):
+    """One lease, that of whoever must outlive the reader. It reads this file alone: thousands may watch it."""
 
-    def __init__(self, path: Path, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`seconds`: it may be held up for so long."""
-        self._name, self._clock = path.name.removesuffix(SUFFIX), clock
-        self._leases = Leases(path.parent, clock, seconds)
-        self._seen, self._looked_at = False, -RENEW_SECONDS
+    def __init__(
+        self,
+        path: Path,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        every: float = COUNTED_SECONDS,
+    ) -> None:
+        """`seconds`: it may be held up for so long. Looked at `every` so many."""
+        super().__init__(path.parent, clock, seconds)
+        self._every = every
+        self._name, self._missed, self._was_there = path.name, 0, False
+
+    def _names(self) -> set[str]:
+        return {self._name} if (self._folder / self._name).exists() else set()
 
     def ended(self) -> bool:
         """Whether it was there, and is no more. To be asked again and again; it looks when it is time."""
-        if self._clock() - self._looked_at < RENEW_SECONDS:
+        if self._clock() - self._looked_at < self._every:
             return False
-        self._looked_at = self._clock()
-        held = self._name in self._leases.look()
-        self._seen = self._seen or held
-        return self._seen and not held
+        if self.look():
+            self._was_there, self._missed = True, 0
+        else:
+            self._missed += 1
+        return self._was_there and self._missed >= MISSED

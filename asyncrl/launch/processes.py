@@ -5,8 +5,8 @@ on death      once the run is under way an engine or the router is started again
               that ends otherwise than a finished trainer ends the run: who, where, how, its last lines
 on SIGUSR1    the run is asked to end with a checkpoint (the file STOP, which the trainer looks for)
 always        every process is stopped, in reverse order of need, and what outlives its parent is swept up by the
-              run's id in its environment; nothing is left behind, not even after SIGKILL of the launcher (each child
-              asks the kernel to be killed when its parent dies)
+              run's id in its environment; nothing is left behind. After SIGKILL of the launcher each child is killed by
+              the kernel, which it has asked for; what children had started is ended when the run goes on
 """
 
 from __future__ import annotations

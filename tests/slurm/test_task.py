@@ -125,8 +125,8 @@ def test_tasks_whose_launcher_is_dead_end_and_one_of_them_speaks_for_the_job(tmp
     orphaned = [sys.executable, "-c", f"open({str(said)!r}, 'a').write('once')"]
     runs = []
     for _ in range(2):
-        watch = {"lease": str(tmp_path / "run.lease"), "lost_timeout": 4.0, "orphaned": orphaned}
-        runs.append(begun(folder, WAIT, run_id="orphans", **watch))
+        watch = {"lease": str(tmp_path / "run.lease"), "lost_timeout": 1.0, "look_seconds": 0.3}
+        runs.append(begun(folder, WAIT, run_id="orphans", orphaned=orphaned, **watch))
         until(lambda: begin_file(folder, "it").exists())
         begin_file(folder, "it").unlink()
     for run in runs:
@@ -137,5 +137,5 @@ def test_tasks_whose_launcher_is_dead_end_and_one_of_them_speaks_for_the_job(tmp
 
 def test_launcher_that_was_never_seen_is_waited_for(tmp_path: Path) -> None:
     """A file system may show the lease late."""
-    run = begun(tmp_path, "import time; time.sleep(7)", lease=str(tmp_path / "none.lease"), lost_timeout=0.1)
-    assert run.wait(30) == 0
+    watch = {"lease": str(tmp_path / "none.lease"), "lost_timeout": 0.1, "look_seconds": 0.1}
+    assert begun(tmp_path, "import time; time.sleep(2)", **watch).wait(30) == 0

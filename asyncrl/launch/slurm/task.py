@@ -25,7 +25,7 @@ from typing import Any
 
 from asyncrl.launch.leftovers import die_with_parent, shared_files, sweep
 from asyncrl.launch.numa import near
-from asyncrl.leases import Watched
+from asyncrl.leases import COUNTED_SECONDS, Watched
 
 FILE_SECONDS = 120.0
 COMMAND_SECONDS = 60.0
@@ -49,6 +49,8 @@ class Task:
     """The file that the launcher renews."""
     lost_timeout: float = 0.0
     """Seconds for which it may not."""
+    look_seconds: float = COUNTED_SECONDS
+    """Between two looks at it."""
     orphaned: list[str] = field(default_factory=list)
     """What one of the tasks does then: a command of Slurm's."""
 
@@ -98,7 +100,7 @@ def main(path: Path) -> int:
         preexec_fn=lambda: _prepare(mine.get("CUDA_VISIBLE_DEVICES", "")),
     )
     _note(begin_file(path.parent, name), {"node": node(), "pid": child.pid})
-    launcher = Watched(Path(task.lease), task.lost_timeout) if task.lease else None
+    launcher = Watched(Path(task.lease), task.lost_timeout, every=task.look_seconds) if task.lease else None
     asked = orphaned = False
     while child.poll() is None:
         if launcher and not orphaned and launcher.ended():
@@ -114,6 +116,7 @@ def main(path: Path) -> int:
     _signal(child.pid, signal.SIGKILL)  # what is left of its group
     sweep(mark, files, variable=MARK)
     code = child.returncode
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python takes handlers away before it ends
     if orphaned:
         _orphaned(task, path.parent)
     if code and not stopping:
