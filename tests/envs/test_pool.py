@@ -292,9 +292,12 @@ def test_processes_hold_as_many_as_they_shall_and_see_no_gpu(monkeypatch: pytest
                 await both.wait()
                 return await told(env, "pid")
 
+        seen = set[str]()
         for _ in range(2):
             pids = await asyncio.gather(*(one() for _ in range(5)))
             assert sorted(pids.count(pid) for pid in set(pids)) == [1, 2, 2]
+            seen |= set(pids)
+        assert len(seen) == 3  # who has gone has left room
 
     run(script, kind="Telling", per_process=2)
 
