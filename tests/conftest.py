@@ -13,7 +13,7 @@ settings.load_profile("asyncrl")
 
 SANDBOXES = ("tests/envs/", "tests/rewards/", "tests/integration/test_agents.py")
 """Their tests look for what sandboxes have left anywhere on the machine: one of them at a time."""
-LONGEST = ("slurm", "resume", "resume_environments", "survival", "ends", "teacher")
+LONGEST = ("slurm", "elastic", "resume", "resume_environments", "survival", "ends", "teacher")
 LONG = tuple(f"tests/integration/test_{name}.py" for name in LONGEST)
 """Files of minutes: begun first, or one process would end on them while the other has nothing left."""
 

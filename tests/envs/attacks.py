@@ -191,7 +191,9 @@ NAMESPACES = probe(
 )
 
 FORK_BOMB = attack(
-    "fork bomb", "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", ["timeout", "cpu", "processes"]
+    "fork bomb",
+    "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+    ["timeout", "cpu", "processes", "memory"],  # whichever limit it reaches first
 )
 MANY_PROCESSES = attack(
     "many processes",

@@ -25,7 +25,6 @@ from tests.integration.running import alive, finish, lines, nothing_is_left, pro
 from tests.integration.test_agents import books_balance
 from tests.integration.test_survival import serving, wait_until
 
-pytestmark = pytest.mark.integration
 HOST, KEY = "127.0.0.1", "key-of-engines-elsewhere"
 LONG = ("run.max_steps=100000", "eval.questions=0", "rollout.batch_groups=4", "rollout.group_size=8")
 
@@ -55,6 +54,7 @@ def asked(command: str, run_dir: Path, *urls: str) -> str:
     return done.stdout
 
 
+@pytest.mark.integration
 def test_engines_come_and_leave_and_die_while_the_run_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
@@ -72,21 +72,17 @@ def test_engines_come_and_leave_and_die_while_the_run_goes_on(tmp_path: Path) ->
             assert "engine-0" not in processes_of(process, run_dir)
             goes_on()  # with guests alone
             assert serving(run_dir) == 2
+            os.kill(keeper.pid, signal.SIGKILL)  # its engines die with it
+            keeper.wait(60)
+            wait_until(lambda: not alive(guests), process, run_dir, "the guests are dead")
+        with adding(run_dir) as keeper:  # nobody serves, until it does
+            goes_on()
+            guests = psutil.Process(keeper.pid).children(recursive=True)
             keeper.terminate()
             assert keeper.wait(120) == 0, said(run_dir)
             assert not alive(guests)
-        waiting = len(lines(run_dir / "metrics.jsonl"))
-        with adding(run_dir) as keeper:  # nobody serves, until it does
-            goes_on()
-            assert len(lines(run_dir / "metrics.jsonl")) > waiting
-            os.kill(keeper.pid, signal.SIGKILL)  # its engine dies with it
-            keeper.wait(60)
-        with adding(run_dir) as keeper:
-            goes_on()
-            process.send_signal(signal.SIGINT)
-            code, text = finish(process, run_dir)
-            assert keeper.wait(60) == 0, said(run_dir)
-            assert "the run has ended" in said(run_dir)
+        process.send_signal(signal.SIGINT)
+        code, text = finish(process, run_dir)
     assert code == 128 + signal.SIGINT, text
     assert "engine-0 has left" in text
     books_balance(run_dir)
@@ -137,6 +133,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Elsewhere]:
         engine.kill()
 
 
+@pytest.mark.integration
 def test_run_takes_engines_that_run_already_and_gives_them_its_weights_whenever_they_have_lost_them(
     elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +161,7 @@ def test_run_takes_engines_that_run_already_and_gives_them_its_weights_whenever_
     assert max(gaps) < 0.5, "tokens of weights that are not the run's were trained"
 
 
+@pytest.mark.campaign  # each of both is in a test of its own
 def test_engines_of_the_run_and_others_serve_side_by_side(
     elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

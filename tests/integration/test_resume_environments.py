@@ -22,8 +22,6 @@ from tests.integration.running import lines, pids_carrying, run, start, wait_for
 from tests.integration.test_replay import trained, weights
 from tests.integration.test_resume import DETERMINISTIC, GROUP, RUN, STEPS, Blow, check_books, go_on_to_the_end
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -48,6 +46,7 @@ def episodes(files: Iterable[Path]) -> Counter[int]:
     return Counter(int(line) for file in files for line in file.read_text().splitlines())
 
 
+@pytest.mark.campaign  # the next test kills more
 def test_groups_under_way_are_played_anew_in_new_environments_and_lose_nothing(tmp_path: Path, notes: Path) -> None:
     """The environment repeats itself, so every answer of the first life has its place in the second."""
     run_dir, settings = tmp_path / "run", game(notes, 0.02)
@@ -69,6 +68,7 @@ def test_groups_under_way_are_played_anew_in_new_environments_and_lose_nothing(t
     assert {len(one.turns) for group in committed for one in group.trajectories} == set(range(1, TURNS + 1))
 
 
+@pytest.mark.integration
 def test_run_whose_launcher_was_killed_is_the_run_that_was_not(tmp_path: Path, notes: Path) -> None:
     """To the last bit. The kernel ends the environments' processes, and the next life what these had started."""
     whole, killed, settings = tmp_path / "whole", tmp_path / "killed", [*DETERMINISTIC, *game(notes, 0.0)]
