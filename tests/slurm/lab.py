@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -228,7 +229,12 @@ class Lab:
         assert path
         with (self.folder / f"{name}.out.log").open("ab") as out:
             self._daemons[name] = subprocess.Popen(
-                self.on(node, path, *words[1:]), env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                self.on(node, path, *words[1:]),
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),  # slurmstepd may dump one here
             )
 
 
