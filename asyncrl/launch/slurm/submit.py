@@ -58,4 +58,5 @@ def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:
     if done.returncode:
         raise LaunchError(f"sbatch refuses {path}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
-    return f"submitted job {number}; its output: {path.parent}/{number}.out, its script: {path}"
+    output = f"{number}_*.out" if len(runs) > 1 else f"{number}.out"  # of an array one each
+    return f"submitted job {number}; its output: {path.parent}/{output}, its script: {path}"
