@@ -31,21 +31,18 @@ import httpx
 from asyncrl.addresses import FILE, Addresses
 from asyncrl.config import on_gpu, read
 from asyncrl.engine.registry import Registry
-from asyncrl.engine.router import Workers
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines
 from asyncrl.launch.processes import Stopped, Supervisor
-from asyncrl.launch.restarts import LEAVE_SECONDS, RestartPolicy
+from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
 from asyncrl.launch.slurm.job import Job
-from asyncrl.launch.watch import Watch
 from asyncrl.leases import RENEW_SECONDS
 from asyncrl.weights.choice import LOOPBACK, choose
 
-FORGET_SECONDS = 5.0
 PORTS = 32
-"""Of a machine: an engine takes two."""
+"""Of a machine, unless more engines are asked for: each takes two."""
 TOLD_SECONDS = 5.0
 
 
@@ -54,7 +51,7 @@ class RunEnded(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns 0, 1 when something failed, 2 for wrong arguments, 128 + n after a second signal n."""
+    """The command. Returns 0, 1 when something failed, 2 for wrong arguments, 128 + n when signal n stopped it."""
     asked = _parser().parse_args(argv)
     try:
         run = _Run(asked.run)
@@ -70,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(1, error)
     except Stopped as stopped:
         return _told(128 + stopped.number, f"stopped by {stopped} before the run had let its engines go")
+    except KeyboardInterrupt:  # while nothing of ours runs
+        return _told(128 + signal.SIGINT, "stopped by SIGINT")
     return 0
 
 
@@ -102,27 +101,27 @@ class _Run:
 
 def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> None:
     """Start engines, and keep them until the run ends or they have left."""
-    word = secrets.token_hex(4)
+    if count is not None and count < 1:
+        raise ConfigError("--count", count, "Must be 1 or more; unset, as many as the GPUs hold.")
+    word, ports = secrets.token_hex(4), max(PORTS, 2 * (count or 0))
     settings = {"nodes": None, "gpus": gpus, "host": host or run.config.cluster.host}
     config = run.config.model_copy(update={"cluster": run.config.cluster.model_copy(update=settings)})
     cluster = config.cluster
     job = Job.found(cluster)
     if job:
-        job = job.probed(config, PORTS)
-    nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, count_gpus(gpus), PORTS)]
+        job = job.probed(config, ports)
+    nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, count_gpus(gpus), ports)]
     for node in nodes:
         check_reach(run, node)
     seats = place_engines(config, nodes, count)
     mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # so that no sweep takes the run's for ours
-    specs = engines(config, mine, seats, label=f"{word}-", seed=int(word, 16))
+    specs = engines(config, mine, seats, label=f"{word}-", seed=int(word[:6], 16))
     keeper = Keeper(run, {one[0].url: one[0].node.name or socket.gethostname() for one in seats})
     if job:
         ours = [] if job.id == run.job else job.cancelled()  # it may be the run's own
         lease = run.registry.file_of(keeper.urls[0])
         specs = job.steps(specs, run.folder, mine.run_id, [run.folder, mine.model], lease, ours)
-    workers = Workers(mine.router, mine.api_key, FORGET_SECONDS)
-    watches = {spec.name: Watch(spec.watch, mine.api_key, spec.patience) for spec in specs if spec.watch}
-    policy = RestartPolicy(run.folder, workers.remove, watches, job.has if job else None, f"{word}-")
+    policy = restart_policy(run.folder, mine, specs, job.has if job else None, f"{word}-")
     _say(f"{len(seats)} engine(s) for {run.folder}: {', '.join(keeper.urls)}; logs/engine-{word}-*.log there")
     supervisor = Supervisor(specs, run.folder, mine.run_id, cluster.stop_grace, policy, keeper.asked_to_stop)
     try:

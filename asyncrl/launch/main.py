@@ -26,7 +26,6 @@ from asyncrl import config as configuration
 from asyncrl.addresses import PAUSED, STOP, STOPPED, Addresses
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
-from asyncrl.engine.router import Workers
 from asyncrl.errors import AsyncRLError, ConfigError, ProcessDied
 from asyncrl.launch import reference, resume
 from asyncrl.launch.attached import check_attached, run_key
@@ -38,15 +37,13 @@ from asyncrl.launch.preflight.findings import failed, rendered
 from asyncrl.launch.preflight.run import preflight, require
 from asyncrl.launch.processes import Paused, Stopped, Supervisor
 from asyncrl.launch.replay import check_recording, differences
-from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.slurm.job import Job
 from asyncrl.launch.slurm.submit import submit
 from asyncrl.launch.teacher import check_teacher
-from asyncrl.launch.watch import Watch
 from asyncrl.metrics.console import Console
 
 STARTED_AT = time.time()
-FORGET_SECONDS = 5.0  # the router's answer about an engine that died
 CHECK = "--check"
 AT_ONCE = {"logs", "slurm", resume.LOCK}
 """What a launcher makes first: one that was killed at once leaves these alone."""
@@ -232,9 +229,7 @@ def supervise(
     config: Config, run_dir: Path, addresses: Addresses, specs: list[ProcessSpec], job: Job | None, console: Console
 ) -> None:
     """From the first process to the last. Raises as Supervisor.run does."""
-    workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
-    watches = {spec.name: Watch(spec.watch, addresses.api_key, spec.patience) for spec in specs if spec.watch}
-    policy = RestartPolicy(run_dir, workers.remove, watches, job.has if job else None)
+    policy = restart_policy(run_dir, addresses, specs, job.has if job else None)
     registry = Registry(run_dir)
     registry.clear()
     facts = {"run_id": addresses.run_id, "host": socket.gethostname(), "job": job.id if job else ""}

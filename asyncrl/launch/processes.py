@@ -127,7 +127,7 @@ class Supervisor:
         if final:
             raise ProcessDied(self._diagnosis(final))
         if ends <= dead.keys() and (ends or self._gone >= self._specs.keys()):
-            if (self._run_dir / STOPPED).exists():
+            if ends and (self._run_dir / STOPPED).exists():
                 raise Paused("ended as it was asked to")
             return True
         for name, code in wrong.items():

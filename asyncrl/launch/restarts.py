@@ -21,14 +21,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from asyncrl.addresses import LOST, READY, RESTARTED
+from asyncrl.addresses import LOST, READY, RESTARTED, Addresses
 from asyncrl.engine.registry import Registry
+from asyncrl.engine.router import Workers
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.launch.watch import Watch
 
+FORGET_SECONDS = 5.0
+"""For the router's answer about an engine that died."""
 RETRY_SECONDS = 10.0
 """Between two tries to start a process on a machine that does not answer."""
 LOOK_SECONDS = 1.0
@@ -153,3 +156,16 @@ class RestartPolicy:
     def stopped(self, spec: ProcessSpec) -> None:
         """It has left."""
         self._registry.stopped(spec.url)
+
+
+def restart_policy(
+    run_dir: Path,
+    addresses: Addresses,
+    specs: Iterable[ProcessSpec],
+    has_machine: Callable[[str], bool] | None = None,
+    newcomers: str = "",
+) -> RestartPolicy:
+    """That of these processes, with the router and watches of a run that is about to be under way."""
+    workers = Workers(addresses.router, addresses.api_key, FORGET_SECONDS)
+    watches = {spec.name: Watch(spec.watch, addresses.api_key, spec.patience) for spec in specs if spec.watch}
+    return RestartPolicy(run_dir, workers.remove, watches, has_machine, newcomers)

@@ -124,3 +124,8 @@ def test_keeper_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     now[0] += 2 * RENEW_SECONDS
     with pytest.raises(RunEnded):
         keeper.each_poll()
+
+
+def test_numbers_of_engines_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["add", str(under_way(tmp_path / "run")), "--count", "0"]) == 2
+    assert "--count: got 0" in capsys.readouterr().err
