@@ -1,16 +1,25 @@
-"""Attention of many short requests over a paged key-value cache, as one padded call. Pure torch.
+"""Attention of many short requests over a paged key-value cache, as a few padded products. Pure torch.
 
-Every request with one new token (decoding, and siblings behind a shared prompt) is a row of the call; query heads that
-share a key-value head stand as its queries, so nothing is repeated. Longer prefills go one by one.
+A request with one new token (decoding, or a sibling behind a cached prompt) is a row of these products. Neighbouring
+requests that begin with the same cache entries, as the siblings of a group do, read those entries once (cascade
+attention: Ye et al., FlashInfer, arXiv 2501.01005, section 3.1.2). Query heads that share a key-value head are rows of
+one product, so no key is repeated. Prefills of several tokens run one by one.
+
+On a CPU this is bound by memory: at 64 requests of 200 tokens in groups of 8 it reads a seventh of what attending
+request by request would.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+ALIKE = 0.75
+"""Neighbours form a run when they share at least this part of their entries."""
 
 
 @dataclass
@@ -18,13 +27,16 @@ class Plan:
     """How the requests of one forward pass attend; made once, used by every layer. C is the KV cache's size."""
 
     rows: Tensor  # [S] query rows of the requests with one new token
-    slots: Tensor  # [S, L] their tokens' places in the cache, padded with 0
-    seen: Tensor  # [S, 1, 1, L] bool
-    longer: list[tuple[int, int, Tensor, Tensor]]  # (first row, end, places [K], seen [new, K]) of the others
+    members: Tensor  # [R, M] requests of each run of neighbours, padded with its first one
+    place: Tensor  # [S] where each request stands in `members`, flattened
+    shared: Tensor  # [R, P] cache slots that a run shares, padded with 0
+    own: Tensor  # [S, O] the other slots of each request, padded with 0
+    hidden: Tensor  # [S, 1, 1, P + O] bool: padding
+    longer: list[tuple[int, int, Tensor, Tensor]]  # (first row, end, slots [K], visible [new, K]) of the others
 
 
-def make_plan(places: Tensor, lengths: list[int], new: list[int]) -> Plan:
-    """places [requests, longest]: where each request's tokens lie in the cache; `new` of its `lengths` are queries."""
+def make_plan(slots: Tensor, lengths: list[int], new: list[int]) -> Plan:
+    """slots [requests, longest]: where each request's tokens lie in the cache; `new` of its `lengths` are queries."""
     single: list[int] = []
     rows: list[int] = []
     longer = []
@@ -34,15 +46,51 @@ def make_plan(places: Tensor, lengths: list[int], new: list[int]) -> Plan:
             single.append(request)
             rows.append(row)
         else:
-            seen = torch.ones(count, length, dtype=torch.bool).tril(length - count)
-            longer.append((row, row + count, places[request, :length].long(), seen))
+            visible = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+            longer.append((row, row + count, slots[request, :length].long(), visible))
         row += count
-    chosen = torch.tensor(single, dtype=torch.int64)
-    lengths_of = torch.tensor([lengths[request] for request in single], dtype=torch.int64)
-    longest = int(lengths_of.max()) if single else 0
-    seen = torch.arange(longest) < lengths_of[:, None]
-    slots = places[chosen, :longest].long() * seen  # place 0 is the cache's padding: finite, and not seen
-    return Plan(torch.tensor(rows, dtype=torch.int64), slots, seen[:, None, None], longer)
+    return Plan(torch.tensor(rows, dtype=torch.int64), *_plan_runs(slots, lengths, single), longer)
+
+
+def _plan_runs(slots: Tensor, lengths: list[int], single: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """members, place, shared, own and hidden of a Plan."""
+    length_of = torch.tensor([lengths[request] for request in single], dtype=torch.int64)
+    longest = int(length_of.max()) if single else 0
+    slots = slots[torch.tensor(single, dtype=torch.int64), :longest].long()
+    runs, common = _runs(slots, length_of)
+
+    members = torch.tensor([run + run[:1] * (max(map(len, runs)) - len(run)) for run in runs], dtype=torch.int64)
+    place, shared_of = torch.empty(len(single), dtype=torch.int64), torch.empty(len(single), dtype=torch.int64)
+    for number, run in enumerate(runs):
+        place[run] = torch.arange(len(run)) + number * members.shape[1]
+        shared_of[run] = common[number]
+    most = max(common, default=0)
+    column, first = torch.arange(most), members[:, 0] if runs else members
+    shared = slots[first, :most] * (column < torch.tensor(common)[:, None]) if runs else slots
+    rest = length_of - shared_of
+    at = torch.arange(int(rest.max()) if single else 0)
+    own = slots.gather(1, (shared_of[:, None] + at).clamp(max=max(0, longest - 1))) * (at < rest[:, None])
+    hidden = torch.cat([column >= shared_of[:, None], at >= rest[:, None]], 1)[:, None, None]
+    return members, place, shared, own, hidden
+
+
+def _runs(slots: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
+    """Neighbours that begin alike, and how many slots each run shares; a request that stands alone shares none."""
+    both = torch.minimum(lengths[1:], lengths[:-1])
+    equal = (slots[1:] == slots[:-1]) & (torch.arange(slots.shape[1]) < both[:, None])
+    agreeing = equal.long().cumprod(1).sum(1)
+    joined = (agreeing >= ALIKE * torch.maximum(lengths[1:], lengths[:-1])).tolist()
+    runs: list[list[int]] = []
+    common: list[int] = []
+    for request in range(len(lengths)):
+        if request and joined[request - 1]:
+            agree = int(agreeing[request - 1])
+            common[-1] = min(common[-1], agree) if len(runs[-1]) > 1 else agree
+            runs[-1].append(request)
+        else:
+            runs.append([request])
+            common.append(0)
+    return runs, common
 
 
 def attend(plan: Plan, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
@@ -50,13 +98,33 @@ def attend(plan: Plan, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: 
     kv_heads = k_cache.shape[1]
     if len(plan.rows):
         q = query[plan.rows].unflatten(1, (kv_heads, -1))  # [S, kv, heads per kv, d]
-        k, v = (cache[plan.slots].transpose(1, 2).to(q.dtype) for cache in (k_cache, v_cache))  # [S, kv, L, d]
-        output[plan.rows] = F.scaled_dot_product_attention(q, k, v, attn_mask=plan.seen, scale=scale).flatten(1, 2)
-    for first, end, places, seen in plan.longer:
+        output[plan.rows] = _attend_runs(plan, q * scale, k_cache, v_cache).flatten(1, 2).to(output.dtype)
+    for first, end, slots, visible in plan.longer:
         q = query[first:end].unflatten(1, (kv_heads, -1))  # [new, kv, heads per kv, d]
-        count, shared = q.shape[0], q.shape[2]
+        count, per_kv = q.shape[0], q.shape[2]
         q = q.permute(1, 2, 0, 3).flatten(1, 2)[None]  # [1, kv, heads per kv * new, d]
-        k, v = (cache[places].transpose(0, 1)[None].to(q.dtype) for cache in (k_cache, v_cache))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.repeat(shared, 1), scale=scale)[0]
-        output[first:end] = out.unflatten(1, (shared, count)).permute(2, 0, 1, 3).flatten(1, 2)
+        k, v = (cache[slots].transpose(0, 1)[None].to(q.dtype) for cache in (k_cache, v_cache))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible.repeat(per_kv, 1), scale=scale)[0]
+        output[first:end] = out.unflatten(1, (per_kv, count)).permute(2, 0, 1, 3).flatten(1, 2)
     return output
+
+
+def _attend_runs(plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    """Scaled queries [S, kv, h, d] -> [S, kv, h, d]: keys of the run and keys of its own under one softmax."""
+    shared_k, shared_v, own_k, own_v = (
+        cache[slots].transpose(1, 2).to(q.dtype) for slots in (plan.shared, plan.own) for cache in (k_cache, v_cache)
+    )  # [R, kv, P, d] twice, [S, kv, O, d] twice
+    scores = torch.cat([_by_request(plan, _by_run(plan, q) @ shared_k.mT, q), q @ own_k.mT], -1)
+    weights = scores.masked_fill_(plan.hidden, -math.inf).softmax(-1)
+    of_shared, of_own = weights.split([shared_k.shape[2], own_k.shape[2]], -1)
+    return _by_request(plan, _by_run(plan, of_shared) @ shared_v, q) + of_own @ own_v
+
+
+def _by_run(plan: Plan, values: Tensor) -> Tensor:
+    """[S, kv, h, n] -> [R, kv, M * h, n]."""
+    return values[plan.members].transpose(1, 2).flatten(2, 3)
+
+
+def _by_request(plan: Plan, values: Tensor, q: Tensor) -> Tensor:
+    """[R, kv, M * h, n] -> [S, kv, h, n]; `q` [S, kv, h, d] tells h."""
+    return values.unflatten(2, (-1, q.shape[2])).transpose(1, 2).flatten(0, 1)[plan.place]

@@ -41,6 +41,7 @@ def install() -> None:
     sys.meta_path.insert(0, _AfterImport("sglang.srt.arg_groups.choices", _allow_deterministic))
     sys.meta_path.insert(0, _AfterImport("sglang.srt.batch_invariant_ops", _without_invariant_kernels))
     sys.meta_path.insert(0, _AfterImport("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch))
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.layers.sampler", _sample_by_inversion))
 
 
 def _stub_triton(torch: Any) -> None:
@@ -182,6 +183,18 @@ def _hash_in_torch(module: Any) -> None:
     from asyncrl.engine.cpu_sampling import murmur_hash32
 
     module.murmur_hash32 = murmur_hash32
+
+
+def _sample_by_inversion(module: Any) -> None:
+    """SGLang's own draws as many random numbers as the vocabulary has entries. Requests with a seed keep its way."""
+    from asyncrl.engine.cpu_sampling import sample
+
+    by_sglang = module.sampling_from_probs_torch
+
+    def sampling_from_probs(probs: Any, sampling_seed: Any = None, positions: Any = None) -> Any:
+        return sample(probs) if sampling_seed is None else by_sglang(probs, sampling_seed, positions)
+
+    module.sampling_from_probs_torch = sampling_from_probs
 
 
 def _keep_mappings() -> None:

@@ -1,4 +1,4 @@
-"""The hash behind seeds is MurmurHash3, and what is drawn by it follows the distribution."""
+"""Sampling follows the distribution, and the hash behind seeds is MurmurHash3."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from asyncrl.engine.cpu_sampling import murmur_hash32
+from asyncrl.engine.cpu_sampling import murmur_hash32, sample
 
 
 def rotated(word: int, bits: int) -> int:
@@ -48,3 +48,28 @@ def test_largest_of_gumbels_made_of_it_is_drawn_with_its_probability() -> None:
     gumbels = -torch.log(-torch.log(uniform.clamp(1e-12, 1 - 1e-12)))
     drawn = (probabilities.log() + gumbels).argmax(1).bincount(minlength=4) / 20_000
     torch.testing.assert_close(drawn.double(), probabilities, rtol=0, atol=0.01)
+
+
+def test_sampling_by_inversion_follows_the_distribution() -> None:
+    torch.manual_seed(3)
+    p = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25, 0.0])
+    drawn = sample(p.expand(40_000, -1))
+    assert drawn.dtype == torch.int32
+    shares = torch.bincount(drawn, minlength=6) / 40_000
+    torch.testing.assert_close(shares, p, atol=0.01, rtol=0)
+    assert shares[1] == shares[5] == 0  # what has no probability is never drawn
+
+
+def test_sampling_reaches_the_rare_tokens_of_a_large_vocabulary() -> None:
+    """In float32 the cumulative sum stops growing, and the tail would never be drawn."""
+    torch.manual_seed(3)
+    p = torch.full((1, 1 << 17), 2.0**-26)
+    p[0, 0] = 1 - 2.0**-9  # the others together: 2^-9
+    drawn = torch.cat([sample(p.expand(100, -1)) for _ in range(200)])
+    assert 10 <= int((drawn > 0).sum()) <= 80  # 39 expected
+
+
+def test_rows_are_drawn_independently() -> None:
+    torch.manual_seed(3)
+    drawn = sample(torch.eye(5)[[4, 0, 2]])
+    assert drawn.tolist() == [4, 0, 2]
