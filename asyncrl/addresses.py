@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE = "addresses.json"
+MACHINE = "machine.json"
+"""There the launcher notes which dtype it chose for each part and why, and how long it expects the run to take."""
 PATHS = ("model", "teacher", "judge", "resume")
 TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
 READY = "ready"

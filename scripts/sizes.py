@@ -26,6 +26,7 @@ from asyncrl.config import Config
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
+from asyncrl.launch.precision import assumed
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
 from asyncrl.models.tensors import tensors
 from asyncrl.planner import memory, sizing
@@ -146,7 +147,7 @@ def load(*overrides: str) -> Config:
     words = ["cluster=slurm", f"cluster.gpus={HARDWARE.per_machine}", "model.path=MODEL", *overrides]
     with initialize_config_dir(str(CONF), version_base=None):
         values: Any = OmegaConf.to_container(compose("train", words), resolve=True)
-    return configuration.load(values)
+    return assumed(configuration.load(values), HARDWARE.per_machine)
 
 
 def size(config: Config, hf: dict[str, Any]) -> Sized:

@@ -31,10 +31,11 @@ ALLOWED = {
     "addresses": set(),
     "install": set(),
     "metrics": {"config"},
+    "probe": {"models"},
     "models": set(),
     "launch": {
         *("config", "addresses", "engine", "models", "tasks", "records", "checkpoints"),
-        *("install", "planner", "weights"),  # what the preflight compares with, and its arithmetic
+        *("install", "planner", "weights", "probe"),  # what the preflight compares with, and its arithmetic
     },
     "engine": {"config", "addresses"},
     "agents": {"envs"},
@@ -57,8 +58,9 @@ ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.shelf"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
-    ("launch", "planner"): {"planner.memory"},
+    ("launch", "planner"): {"planner.memory", "planner.estimate"},
     ("launch", "weights"): {"weights.choice"},
+    ("probe", "models"): {"models.catalog"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
     ("rollout", "engine"): {"engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"},
     ("weights", "engine"): {"engine.control", "engine.update", "engine.server"},

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from asyncrl.config.section import Count, Name, Natural, Positive, Section
+from asyncrl.config.section import Count, Dtype, Name, Natural, Positive, Section
 from asyncrl.errors import ConfigError
 
 
@@ -22,8 +22,8 @@ class Engine(Section):
     """GPUs (or CPU processes) of one engine."""
     device: Literal["auto", "cpu", "cuda"]
     """Where the engines run; auto takes CUDA when the machine has it."""
-    dtype: Literal["bfloat16", "float32"]
-    """Precision of the weights in the engine."""
+    dtype: Dtype
+    """Precision of the weights in the engines. auto: bfloat16 on GPUs, on CPUs what they multiply faster."""
     max_total_tokens: Count
     """Tokens of the KV cache of one engine."""
     max_running_requests: Count
@@ -69,8 +69,8 @@ class Frozen(Section):
     """GPUs (or CPU processes) of one of them."""
     device: Literal["auto", "cpu", "cuda"]
     """Where they run; auto takes CUDA when the machine has it."""
-    dtype: Literal["bfloat16", "float32"]
-    """Precision of its weights."""
+    dtype: Dtype
+    """Precision of its weights. auto: bfloat16 on GPUs, on CPUs what they multiply faster."""
     max_total_tokens: Count
     """Tokens of the KV cache of one engine."""
     max_running: Count

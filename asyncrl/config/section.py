@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Bounds = Annotated[tuple[NonNegative, Positive], Field(strict=False)]  # YAML and JSON know lists alone
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
 """Stands in the names of fields and figures."""
+Dtype = Literal["auto", "bfloat16", "float32"]
+"""Number format of weights and activations; the launcher resolves auto (launch/precision.py)."""
 
 
 class Section(BaseModel):

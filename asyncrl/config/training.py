@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from asyncrl.config.section import AboveOne, Bounds, Count, Natural, NonNegative, Positive, Section, Share
+from asyncrl.config.section import AboveOne, Bounds, Count, Dtype, Natural, NonNegative, Positive, Section, Share
 from asyncrl.errors import ConfigError
 
 
@@ -65,8 +65,9 @@ class Trainer(Section):
     """Ranks that share each matrix of a routed expert; unset: tensor_parallel."""
     sequence_parallel: bool
     """Split activations along the sequence between the tensor-parallel ranks."""
-    dtype: Literal["bfloat16", "float32"]
-    """Precision of the weights in forward and backward; the master weights are always float32."""
+    dtype: Dtype
+    """Precision of the weights in forward and backward; the master weights are always float32. auto: bfloat16 on GPUs,
+    on CPUs what they multiply faster."""
     micro_batch_tokens: Count
     """Upper limit of packed tokens in one forward pass. A larger group runs alone."""
     logit_rows: Count

@@ -70,6 +70,7 @@ def judge_argv(judge: Judge, model: Path, url: str, *, gpu: bool, **more: Any) -
 
 def _argv(section: Engine | Frozen, model: Path, url: str, *, gpu: bool, **own: Any) -> list[str]:
     address = urlsplit(url)
+    assert section.dtype != "auto", "the launcher resolves it (launch/precision.py); SGLang's auto means something else"
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "host": address.hostname,

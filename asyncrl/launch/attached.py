@@ -38,6 +38,21 @@ def check_attached(config: Config, key: str) -> None:
             raise ConfigError(FIELD, url, remedy)
 
 
+def attached_dtype(config: Config, key: str) -> str | None:
+    """Precision that the engines of engine.urls were started with; None where there are none, or they do not tell.
+    Raises ConfigError when they differ from each other or from an explicit engine.dtype."""
+    found: str | None = None if config.engine.dtype == "auto" else config.engine.dtype
+    for url in config.engine.urls if config.mode != "replay" else ():
+        dtype = _ask(url, "/server_info", key).get("dtype")
+        if dtype in (None, "auto"):
+            continue
+        if found not in (None, dtype):
+            remedy = f"Its dtype is {dtype}, and engine.dtype or another engine says {found}: start it with that."
+            raise ConfigError(FIELD, url, remedy)
+        found = str(dtype)
+    return found if config.engine.urls else None
+
+
 def wanted_of(config: Config) -> dict[str, Any]:
     """Fields of /server_info that must be so, whoever started it."""
     engine = config.engine

@@ -27,8 +27,8 @@ from asyncrl.addresses import PAUSED, STOP, STOPPED, Addresses
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, ConfigError, ProcessDied
-from asyncrl.launch import reference, resume
-from asyncrl.launch.attached import check_attached, run_key
+from asyncrl.launch import forecast, precision, reference, resume
+from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place, ports_wanted
@@ -167,12 +167,21 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
         check_recording(config)
         check_attached(config, key)
     model = catalog.resolve(config.model.path)
-    check_model(config, json.loads((model / "config.json").read_text()))
+    check_model(config, _model_config(model))
     teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
     if teacher:
         check_teacher(config, model, teacher)
     judge = catalog.resolve(config.judge.model, "judge.model") if config.judge.model else None
     origin = resume.choose(config, run_dir)
+    nodes = job.nodes if job else [_this_node(config)]
+    placement = place(config, nodes)
+    gpus = max(len(node.gpus) for node in nodes)
+    configs = {part: _model_config(path) for part, path in _models(model, teacher, judge)}
+    before = origin.manifest.config if origin else precision.recorded(config, run_dir)
+    attached = attached_dtype(config, key)
+    chosen = precision.resolve(config, configs, placement, gpus, job=job, before=before, attached=attached)
+    config = chosen.config
+    expected = forecast.forecast(config, model, configs["trainer"], chosen)
     goes_on = config.resume == "auto" and (run_dir / "config.json").is_file()
     if not goes_on:
         resume.check_apart(run_dir, origin)
@@ -188,15 +197,13 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     for mark in (STOP, STOPPED):
         (run_dir / mark).unlink(missing_ok=True)
     (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-
-    nodes = job.nodes if job else [_this_node(config)]
-    placement = place(config, nodes)
+    forecast.write(run_dir, chosen, expected)
     urls = placement.urls()
     addresses = Addresses(
         run_id=secrets.token_hex(8),
         api_key=key,
         model=model,
-        gpus=max(len(node.gpus) for node in nodes),
+        gpus=gpus,
         started_at=began,
         teacher=teacher,
         judge=judge,
@@ -211,7 +218,11 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
         mounts = [folder for folder in (run_dir, model, teacher, judge) if folder]
         specs = job.steps(specs, run_dir, addresses.run_id, mounts, Registry(run_dir).file_of_run, job.requeued())
     console = Console(config, run_dir)
-    console.opening([*differences(config), *resume.changes(config, origin)], str(origin.folder) if origin else None)
+    console.opening(
+        [*differences(config), *resume.changes(config, origin)],
+        str(origin.folder) if origin else None,
+        notes=forecast.lines(chosen, expected),
+    )
     try:
         supervise(config, run_dir, addresses, specs, job, console)
     except ProcessDied as error:
@@ -223,6 +234,17 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
             job.end_steps(addresses.run_id)
         os.close(held)
     console.closing()
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return values
+
+
+def _models(model: Path, teacher: Path | None, judge: Path | None) -> list[tuple[str, Path]]:
+    """Which part of the run computes with which model folder."""
+    parts = [("trainer", model), ("engine", model), ("teacher", teacher), ("judge", judge)]
+    return [(part, folder) for part, folder in parts if folder]
 
 
 def supervise(

@@ -100,6 +100,7 @@ def _annotated(section: ast.ClassDef) -> list[ast.AnnAssign]:
 
 
 KINDS = {
+    "Dtype": "auto, bfloat16, float32",
     "Count": "integer ≥ 1",
     "Natural": "integer ≥ 0",
     "Positive": "number > 0",

@@ -27,9 +27,9 @@ class Console:
         self._first: tuple[int, float] | None = None  # step and time that the pace is measured from
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
 
-    def opening(self, differences: Sequence[str] = (), resumed: str | None = None) -> None:
+    def opening(self, differences: Sequence[str] = (), resumed: str | None = None, notes: Sequence[str] = ()) -> None:
         """What is about to start, and where it writes; of a replay or a run that goes on, from where, and in which
-        settings it is another."""
+        settings it is another. `notes` are further lines."""
         c, t = self._config, self._config.trainer
         layout = (
             f"trainer TP {t.tensor_parallel} × PP {t.pipeline_parallel} × CP {t.context_parallel} "
@@ -51,6 +51,8 @@ class Console:
             self._print(f"not as before  {escape(line)}")
         if resumed:
             self._print(f"goes on from {escape(resumed)}")
+        for line in notes:
+            self._print(escape(line))
         self._print(f"run folder {escape(str(self._run_dir))}")
 
     def follow(self) -> None:

@@ -190,6 +190,14 @@ SUMMARY = {
     "ledger": "where every prompt, group, trajectory and token is at the end, as in ledger.json",
 }
 
+# The same file; <part> is trainer, engine, teacher or judge
+SUMMARY_MACHINE = {
+    "dtype/<part>": "number format that the part computed in, and why",
+    "estimate/step": "seconds of a step as estimated before the run from the measured speed of the CPU",
+    "estimate/run": "the same of the whole run",
+    "estimate/error": "estimate/run over time/total, minus 1",
+}
+
 # The same file, with checkpoint.every
 SUMMARY_CHECKPOINT = {
     "checkpoint/last": "version of the last that is whole",

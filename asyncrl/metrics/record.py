@@ -152,6 +152,17 @@ def accuracies(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
     return figures
 
 
+def machine_figures(machine: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+    """For the summary, from machine.json: what each part computed in and why, and how good the estimate was."""
+    figures: dict[str, Any] = {}
+    for part, choice in machine["dtype"].items():
+        figures[f"dtype/{part}"] = f"{choice['dtype']} ({choice['why']})"
+    if estimate := machine["estimate"]:
+        figures["estimate/step"], figures["estimate/run"] = estimate["step"], estimate["run"]
+        figures["estimate/error"] = estimate["run"] / summary["time/total"] - 1
+    return figures
+
+
 def _mean(name: str, steps: Sequence[Step]) -> dict[str, float]:
     """Where nothing is trained there is none."""
     found = [step[name] for step in steps if name in step]

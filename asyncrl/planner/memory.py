@@ -286,3 +286,12 @@ def parameters(weights: Iterable[Weight]) -> Held:
     found = list(weights)
     routed = sum(one.elements for one in found if one.routed)
     return Held(sum(one.elements for one in found) - routed, routed)
+
+
+def active(weights: Sequence[Weight], shape: Shape) -> float:
+    """Parameters that multiply each token: without the embedding, and of routed experts those that it chooses."""
+    held = parameters(weights)
+    if not shape.tied:
+        held = held._replace(dense=held.dense - shape.vocab * shape.hidden)
+    experts = held.routed / (3 * shape.hidden * shape.expert_inner * shape.sparse) if held.routed else 1
+    return held.dense + held.routed * shape.chosen / experts

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.laws import engines_law, trainer_law
-from asyncrl.planner.memory import BYTES, Layout, Shape, Weight, packed, parameters, stages_of
+from asyncrl.planner.memory import BYTES, Layout, Shape, Weight, active, packed, parameters, stages_of
 
 
 @dataclass(frozen=True)
@@ -125,15 +125,6 @@ def _in_turn(gathers: Sequence[float], sends: Sequence[float]) -> float:
 
 
 # -- balance -----------------------------------------------------------------------------------------------
-
-
-def active(weights: Sequence[Weight], shape: Shape) -> float:
-    """Parameters that multiply each token: without the embedding, and of routed experts those that it chooses."""
-    held = parameters(weights)
-    if not shape.tied:
-        held = held._replace(dense=held.dense - shape.vocab * shape.hidden)
-    experts = held.routed / (3 * shape.hidden * shape.expert_inner * shape.sparse) if held.routed else 1
-    return held.dense + held.routed * shape.chosen / experts
 
 
 def train_rate(weights: Sequence[Weight], shape: Shape, hardware: Hardware) -> float:

@@ -22,7 +22,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from asyncrl import jsonl  # noqa: E402
-from asyncrl.addresses import READY, STOP, STOPPED, Addresses  # noqa: E402
+from asyncrl.addresses import MACHINE, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
@@ -30,7 +30,7 @@ from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.fleet import build_fleet  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
-from asyncrl.metrics.record import StepLog, accuracies  # noqa: E402
+from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
 from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
@@ -221,7 +221,9 @@ def _summarize(config: Config, run_dir: Path, door: Door, log: StepLog, facts: d
         after = door.evaluate(timeout=config.rollout.batch_timeout)
         lines = (run_dir / "eval.jsonl").read_text().splitlines()
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
-    summary = {**facts, **log.summary(config.run.reward_window), **accuracy, "ledger": door.status()["ledger"]}
+    figures = log.summary(config.run.reward_window)
+    machine = json.loads((run_dir / MACHINE).read_text())
+    summary = {**facts, **figures, **accuracy, **machine_figures(machine, figures), "ledger": door.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
 
 

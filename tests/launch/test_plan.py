@@ -216,7 +216,9 @@ def test_cpu_processes_keep_the_memory_that_they_free() -> None:
 
 
 def taught(gpus: int = 0, teachers: int = 2, **changes: object) -> dict[str, ProcessSpec]:
-    config = tiny_config(**{"teacher.model": "/teacher", "teacher.count": teachers, **changes})
+    config = tiny_config(
+        **{"teacher.model": "/teacher", "teacher.count": teachers, "teacher.dtype": "bfloat16", **changes}
+    )
     placement = place(config, [Node("", "127.0.0.1", tuple(map(str, range(gpus))), PORTS)])
     ours = replace(addresses(config.engine.count, gpus, teacher=Path("/teacher")), **placement.urls())
     return {spec.name: spec for spec in plan(config, ours, placement, RUN_DIR)}
@@ -228,7 +230,7 @@ def test_teachers_are_engines_of_their_own_that_no_one_publishes_to() -> None:
     found = flags(specs["teacher-1"])
     assert (found["model-path"], found["port"], found["nccl-port"]) == ("/teacher", "20008", "20009")
     assert (found["max-running-requests"], found["context-length"]) == ("9", "64")
-    assert found["dtype"] == "bfloat16"  # the policy's engines have one of their own
+    assert found["dtype"] == "bfloat16"  # its own, not the policy engines'
     assert not {"weight-version", "custom-weight-loader", "stream-interval"} & found.keys()
     assert flags(specs["engine-0"])["model-path"] == "/model"
     assert specs["teacher-0"].url == ""  # the router need not forget it, nor the trainer find it

@@ -12,17 +12,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
-from asyncrl.launch.attached import check_attached, run_key
+from asyncrl.launch import forecast, precision
+from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
 from asyncrl.launch.preflight import folders, network
 from asyncrl.launch.preflight.devices import check_gpus
 from asyncrl.launch.preflight.facts import Machine, this_machine
-from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered
+from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.memory import Need, check_memory
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
@@ -39,6 +41,8 @@ from asyncrl.planner.memory import Shape, Weight
 class Model:
     """One that is whole."""
 
+    hf: dict[str, Any]
+    """config.json."""
     weights: list[Weight]
     shape: Shape
 
@@ -82,9 +86,16 @@ def _all(config: Config, run_dir: Path, job: Job | None) -> Iterator[Finding]:
     yield from check_versions(seen.machines or [this_machine("", installed())], pinned())
     models: dict[str, Model] = {}
     there: dict[str, Path] = {}
+    choices: list[precision.Precision] = []
     for name, role in (("model.path", "model"), ("teacher.model", "teacher"), ("judge.model", "judge")):
         yield from _model(config, name, role, models, there)
     if not problems:
+        chosen = precision.Precision(precision.assumed(config, seen.gpus))
+        if not seen.imagined:
+            yield from refused(lambda: choices.append(_precision(config, run_dir, job, seen, models)), "trainer.dtype")
+            chosen = choices[0] if choices else chosen
+        yield from _told(config, chosen, models, there, imagined=seen.imagined)
+        config = chosen.config
         yield from _on_machines(config, seen, models)
     policy = models.get("model")
     yield from _folders(config, run_dir, policy)
@@ -126,6 +137,33 @@ def _on_machines(config: Config, seen: Seen, models: dict[str, Model]) -> Iterat
     yield from check_memory(placement, needs, machines)
     if policy := models.get("model"):
         yield from check_sync(config, placement, policy.weights, seen.gpus)
+
+
+def _precision(
+    config: Config, run_dir: Path, job: Job | None, seen: Seen, models: dict[str, Model]
+) -> precision.Precision:
+    """Every dtype resolved on the machines that will run its part."""
+    assert seen.placement
+    roles = {"trainer": "model", "engine": "model", "teacher": "teacher", "judge": "judge"}
+    configs = {part: models[role].hf for part, role in roles.items() if role in models}
+    before = precision.recorded(config, run_dir)
+    attached = attached_dtype(config, run_key(config))
+    return precision.resolve(config, configs, seen.placement, seen.gpus, job=job, before=before, attached=attached)
+
+
+def _told(
+    config: Config, chosen: precision.Precision, models: dict[str, Model], there: dict[str, Path], *, imagined: bool
+) -> Iterator[Finding]:
+    """What each part computes in, and how long the run will take."""
+    if imagined and precision.AUTO in (config.trainer.dtype, config.engine.dtype):
+        yield ok("trainer.dtype", "auto is decided on the machines of the job, when it begins")
+    for choice in chosen.choices:
+        text = f"{choice.dtype}, {choice.why}"
+        yield warning(choice.field, text, choice.remedy) if choice.remedy else ok(choice.field, text)
+    if "model" in models and (
+        expected := forecast.forecast(chosen.config, there["model.path"], models["model"].hf, chosen)
+    ):
+        yield ok("run.max_steps", f"{config.run.max_steps} steps; estimate: {forecast.summary_of(expected)}")
 
 
 def _needs(config: Config, seen: Seen, models: dict[str, Model]) -> dict[str, Need]:
@@ -184,7 +222,7 @@ def _model(config: Config, name: str, role: str, models: dict[str, Model], there
         shape = shape_of(hf)
     except (ConfigError, KeyError):
         return
-    models[role] = Model(planner.counted(files.weights, shape), shape)
+    models[role] = Model(hf, planner.counted(files.weights, shape), shape)
 
 
 def _folders(config: Config, run_dir: Path, policy: Model | None) -> Iterator[Finding]:

@@ -1,0 +1,122 @@
+"""What the launcher tells before a run begins: how long a step and the run will take on these CPUs.
+
+machine.json in the run folder keeps the choices of dtype and the estimate; the summary compares it with the truth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from asyncrl import tasks
+from asyncrl.addresses import MACHINE
+from asyncrl.config import Config
+from asyncrl.launch.precision import Precision
+from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.preflight.shapes import shape_of
+from asyncrl.planner.estimate import ANSWER, Estimate, Machine, Model, Workload, estimate
+from asyncrl.planner.memory import counted
+from asyncrl.tasks import Task
+
+SAMPLED = 4
+"""Questions of each task whose length is measured."""
+PER_MESSAGE = 5
+"""Tokens that a chat template puts around a message."""
+PER_TOKEN = 4
+"""Characters of a token, where there is no tokenizer.json."""
+
+
+def forecast(config: Config, folder: Path, hf: dict[str, Any], precision: Precision) -> Estimate | None:
+    """Estimate for one training run; None where a side runs on GPUs, or does not run at all. `folder` is the model's,
+    `hf` its config.json."""
+    rates = {choice.part: choice.rates for choice in precision.choices}
+    trainer, engine = rates.get("trainer"), rates.get("engine")
+    if config.mode != "train" or trainer is None or engine is None:
+        return None
+    shape = shape_of(hf)
+    model = Model.of(counted(read_model(folder, "model.path").weights, shape), shape)
+    machine = Machine(
+        train=trainer.train[config.trainer.dtype],
+        generate=engine.generate[config.engine.dtype],
+        trainers=config.trainer.world_size,
+        engines=max(1, config.engine.count) * config.engine.tensor_parallel,
+        cores=trainer.cores if trainer.host == engine.host else trainer.cores + engine.cores,
+        two=min(trainer.two, engine.two),
+    )
+    return estimate(model, _workload(config, folder), machine)
+
+
+def lines(precision: Precision, expected: Estimate | None) -> list[str]:
+    """For the console."""
+    told = [choice.line() for choice in precision.choices]
+    return told + ([f"estimate: {summary_of(expected)}"] if expected else [])
+
+
+def summary_of(expected: Estimate) -> str:
+    """The estimate in words."""
+    return (
+        f"{duration(expected.run)} for the run, {duration(expected.step)} a step (trainer "
+        f"{duration(expected.trainer)}, engines {duration(expected.engines)}), from the measured speed of this CPU"
+    )
+
+
+def write(run_dir: Path, precision: Precision, expected: Estimate | None) -> None:
+    """machine.json: the choices with their reasons, and the estimate."""
+    choices = {choice.part: {"dtype": choice.dtype, "why": choice.why} for choice in precision.choices}
+    content = {"dtype": choices, "estimate": asdict(expected) if expected else None}
+    partial = run_dir / f"{MACHINE}.{os.getpid()}"
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.rename(run_dir / MACHINE)
+
+
+def duration(seconds: float) -> str:
+    """As people say it."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _workload(config: Config, folder: Path) -> Workload:
+    rollout = config.rollout
+    beginning, question = _prompt_tokens(folder, tasks.build_all(config))
+    return Workload(
+        groups=rollout.batch_groups,
+        group_size=rollout.group_size,
+        beginning=beginning,
+        question=question,
+        answer=max(1.0, ANSWER * rollout.max_new_tokens),
+        steps=config.run.max_steps,
+        share_prompts=config.trainer.share_prompts,
+        synchronous=rollout.max_staleness == 0,
+        questions=config.eval.questions * len(config.eval_sets),
+    )
+
+
+def _prompt_tokens(folder: Path, built: Mapping[str, Task]) -> tuple[float, float]:
+    """Tokens that the prompts of a task begin with in common, and the further ones of each: means over the tasks."""
+    count = _counter(folder)
+    common, further = [], []
+    for task in built.values():
+        prompts = [task.question(index)["messages"] for index in range(min(SAMPLED, task.size or SAMPLED))]
+        texts = [[str(message["content"]) for message in messages] for messages in prompts]
+        same = 0
+        while same < min(map(len, texts)) - 1 and len({text[same] for text in texts}) == 1:
+            same += 1
+        common.append(sum(count(part) + PER_MESSAGE for part in texts[0][:same]))
+        rest = [sum(count(part) + PER_MESSAGE for part in text[same:]) for text in texts]
+        further.append(sum(rest) / len(rest))
+    return sum(common) / len(common), sum(further) / len(further)
+
+
+def _counter(folder: Path) -> Any:
+    """A function from text to its number of tokens."""
+    if not (folder / "tokenizer.json").is_file():
+        return lambda text: len(text) / PER_TOKEN
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)

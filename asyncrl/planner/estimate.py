@@ -1,0 +1,111 @@
+"""How long a step and a run will take on CPUs, from measured rates and the operations of a step. Pure.
+
+    forward      2 operations for each parameter and token; with both gradients 6 (arXiv 2001.08361, section 2.1)
+    trainer      6 body packed + 6 head written             packed: common beginnings once (algo/pack.py)
+    engines      2 body (read + written) + 2 head written    read: each new version prefills its prompts anew
+    step         max(trainer, engines, what both need over what the cores give); one after the other at bound 0
+
+Neither side can know before the run how long answers get and which groups carry a signal: ANSWER and SIGNAL are
+assumptions. TRAINER and ENGINE are what each side takes beside its matrix products, measured on 2 cores of an AMD EPYC
+(Zen 3, AVX2) with the default run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.planner.memory import Shape, Weight, active
+
+ANSWER = 0.5
+"""Length of an answer, as a share of rollout.max_new_tokens."""
+SIGNAL = 0.6
+"""Share of groups that carry a signal; the others are not trained."""
+TRAINER, ENGINE = 1.2, 1.8
+"""Time over that of the matrix products at the measured rates."""
+START_UP = 60.0
+"""Seconds from the command to the first batch, beside the first evaluation."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters that multiply each token."""
+
+    body: float
+    head: float
+    """Of the output layer, which multiplies only tokens that are predicted."""
+
+    @classmethod
+    def of(cls, weights: Sequence[Weight], shape: Shape) -> Model:
+        """`weights` as memory.counted gives them."""
+        head = shape.vocab * shape.hidden
+        return cls(active(weights, shape) - head, head)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens of a step and of an evaluation."""
+
+    groups: int
+    group_size: int
+    beginning: float
+    """Tokens that all prompts begin with."""
+    question: float
+    """Further tokens of a prompt."""
+    answer: float
+    """Tokens of an answer."""
+    steps: int
+    share_prompts: bool
+    synchronous: bool
+    questions: int
+    """Of an evaluation; there are two: before and after."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the processes get: operations per second of one of them, and how many run at full speed at once."""
+
+    train: float
+    generate: float
+    trainers: int
+    engines: int
+    cores: int
+    two: float
+    """Rate of two processes over one."""
+
+    def speedup(self, processes: int) -> float:
+        """Rate of so many processes at once, over that of one."""
+        return 1 + (min(processes, self.cores) - 1) * (self.two - 1)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds."""
+
+    trainer: float
+    engines: float
+    step: float
+    run: float
+
+
+def estimate(model: Model, work: Workload, machine: Machine) -> Estimate:
+    """Time of a step and of the run."""
+    samples = work.groups * work.group_size
+    written = samples * work.answer
+    read = work.beginning + work.groups * work.question + samples  # a sibling's last prompt token is computed anew
+    apart = samples * (work.beginning + work.question + work.answer)
+    together = work.beginning + work.groups * (work.question + work.group_size * work.answer)
+    packed = SIGNAL * apart if not work.share_prompts else work.beginning + SIGNAL * (together - work.beginning)
+    training = TRAINER * 6 * (model.body * packed + model.head * SIGNAL * written) / machine.train
+    generating = ENGINE * 2 * (model.body * (read + written) + model.head * (written + samples)) / machine.generate
+    evaluating = work.questions * (work.question + work.answer) + work.beginning
+    evaluation = ENGINE * 2 * (model.body + model.head) * evaluating / machine.generate / _of(machine, machine.engines)
+
+    trainer, engines = training / _of(machine, machine.trainers), generating / _of(machine, machine.engines)
+    both = (training + generating) / machine.speedup(machine.trainers + machine.engines)
+    step = trainer + engines if work.synchronous else max(trainer, engines, both)
+    return Estimate(trainer, engines, step, START_UP + 2 * evaluation + work.steps * step)
+
+
+def _of(machine: Machine, processes: int) -> float:
+    return machine.speedup(max(1, processes))

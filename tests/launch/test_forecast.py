@@ -1,0 +1,75 @@
+"""The launcher tells before a run how long it will take, from lengths of real prompts, and keeps it for the summary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch import forecast
+from asyncrl.launch.precision import Choice, Precision
+from asyncrl.metrics.fields import SUMMARY_MACHINE
+from asyncrl.metrics.record import machine_figures
+from asyncrl.models import catalog
+from asyncrl.planner.estimate import Estimate
+from asyncrl.probe import Rates
+from tests.fakes import tiny_config
+
+RATES = Rates("host", "cpu", {"bfloat16": 1e9, "float32": 1e10}, {"bfloat16": 1e9, "float32": 1e10}, 2, 2.0)
+CHOICES = [Choice(part, "float32", "auto: faster", RATES) for part in ("trainer", "engine")]
+
+
+def test_tiny_run_is_estimated_from_its_model_and_task() -> None:
+    folder = catalog.resolve("builtin:tiny")
+    hf = json.loads((folder / "config.json").read_text())
+    config = tiny_config()
+    slow, fast = tiny_config(**{"trainer.dtype": "bfloat16"}), config
+    found = [forecast.forecast(one, folder, hf, Precision(one, CHOICES)) for one in (slow, fast)]
+    assert found[0]
+    assert found[1]
+    assert found[0].trainer == pytest.approx(10 * found[1].trainer)
+    assert found[0].engines == found[1].engines
+
+
+def test_sides_that_do_not_run_on_a_measured_cpu_are_not_estimated() -> None:
+    folder = catalog.resolve("builtin:tiny")
+    hf = json.loads((folder / "config.json").read_text())
+    config = tiny_config()
+    on_gpus = [Choice("trainer", "bfloat16", "auto: it runs on GPUs"), CHOICES[1]]
+    assert forecast.forecast(config, folder, hf, Precision(config, on_gpus)) is None
+    replay = tiny_config(mode="replay", **{"replay.from": "x"})
+    assert forecast.forecast(replay, folder, hf, Precision(replay, CHOICES[:1])) is None
+
+
+def test_summary_tells_the_choices_and_compares_the_estimate_with_the_truth(tmp_path: Path) -> None:
+    config = tiny_config()
+    forecast.write(tmp_path, Precision(config, CHOICES), Estimate(1.0, 2.0, 2.0, 300.0))
+    machine = json.loads((tmp_path / "machine.json").read_text())
+    figures = machine_figures(machine, {"time/total": 400.0})
+    assert figures == {
+        "dtype/trainer": "float32 (auto: faster)",
+        "dtype/engine": "float32 (auto: faster)",
+        "estimate/step": 2.0,
+        "estimate/run": 300.0,
+        "estimate/error": -0.25,
+    }
+    documented = {name.replace("<part>", part) for name in SUMMARY_MACHINE for part in ("trainer", "engine")}
+    assert figures.keys() <= documented
+    forecast.write(tmp_path, Precision(config, CHOICES), None)
+    machine = json.loads((tmp_path / "machine.json").read_text())
+    assert machine_figures(machine, {"time/total": 400.0}).keys() == {"dtype/trainer", "dtype/engine"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.62, "0.6 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59, "59 s"), (90, "2 min"), (5399, "90 min"), (7200, "2.0 h")],
+)
+def test_durations_as_people_say_them(seconds: float, text: str) -> None:
+    assert forecast.duration(seconds) == text
+
+
+def test_lines_for_the_console() -> None:
+    told = forecast.lines(Precision(tiny_config(), CHOICES), Estimate(3.0, 4.0, 4.0, 240.0))
+    assert told[0] == "trainer.dtype float32: auto: faster"
+    assert told[-1].startswith("estimate: 4 min for the run, 4.0 s a step")
