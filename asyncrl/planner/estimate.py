@@ -3,11 +3,13 @@
     forward      2 operations for each parameter and token; with both gradients 6 (arXiv 2001.08361, section 2.1)
     trainer      6 body packed + 6 head written             packed: common beginnings once (algo/pack.py)
     engines      2 body (read + written) + 2 head written    read: each new version prefills its prompts anew
-    step         max(trainer, engines, what both need over what the cores give); one after the other at bound 0
+                 and PASS for each layer of each pass    passes: one for each token of an answer, two for each prompt
+    step         max(trainer, engines, what both need over what the cores give); one after the other at bound 0;
+                 and PUBLISH
 
-Neither side can know before the run how long answers get and which groups carry a signal: ANSWER and SIGNAL are
-assumptions. TRAINER and ENGINE are what each side takes beside its matrix products, measured on 2 cores of an AMD EPYC
-(Zen 3, AVX2) with the default run.
+Nobody can know before the run how long answers get and which groups carry a signal: ANSWER and SIGNAL are assumptions.
+TRAINER, ENGINE, PASS, PUBLISH and START_UP are what a run takes beside its matrix products, measured on 2 cores of an
+AMD EPYC (Zen 3, AVX2) with the default run.
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ ANSWER = 0.5
 """Length of an answer, as a share of rollout.max_new_tokens."""
 SIGNAL = 0.6
 """Share of groups that carry a signal; the others are not trained."""
-TRAINER, ENGINE = 1.2, 1.8
+TRAINER, ENGINE = 1.2, 1.4
 """Time over that of the matrix products at the measured rates."""
-START_UP = 60.0
+PASS = 1.0e-3
+"""Seconds of Python for each layer of a pass of an engine."""
+PUBLISH = 0.3
+"""Seconds of a step for the batch on its way and the weights."""
+START_UP = 30.0
 """Seconds from the command to the first batch, beside the first evaluation."""
 
 
@@ -34,12 +40,13 @@ class Model:
     body: float
     head: float
     """Of the output layer, which multiplies only tokens that are predicted."""
+    layers: int
 
     @classmethod
     def of(cls, weights: Sequence[Weight], shape: Shape) -> Model:
         """`weights` as memory.counted gives them."""
         head = shape.vocab * shape.hidden
-        return cls(active(weights, shape) - head, head)
+        return cls(active(weights, shape) - head, head, shape.layers)
 
 
 @dataclass(frozen=True)
@@ -97,14 +104,20 @@ def estimate(model: Model, work: Workload, machine: Machine) -> Estimate:
     together = work.beginning + work.groups * (work.question + work.group_size * work.answer)
     packed = SIGNAL * apart if not work.share_prompts else work.beginning + SIGNAL * (together - work.beginning)
     training = TRAINER * 6 * (model.body * packed + model.head * SIGNAL * written) / machine.train
-    generating = ENGINE * 2 * (model.body * (read + written) + model.head * (written + samples)) / machine.generate
-    evaluating = work.questions * (work.question + work.answer) + work.beginning
-    evaluation = ENGINE * 2 * (model.body + model.head) * evaluating / machine.generate / _of(machine, machine.engines)
+    passes = PASS * model.layers * (work.answer + 2 * work.groups)
+    generating = _forward(model, read + written, written + samples, machine) + passes
+    asked = work.questions * (work.question + work.answer) + work.beginning
+    evaluation = _forward(model, asked, work.questions * work.answer, machine) / _of(machine, machine.engines)
 
     trainer, engines = training / _of(machine, machine.trainers), generating / _of(machine, machine.engines)
     both = (training + generating) / machine.speedup(machine.trainers + machine.engines)
-    step = trainer + engines if work.synchronous else max(trainer, engines, both)
+    step = PUBLISH + (trainer + engines if work.synchronous else max(trainer, engines, both))
     return Estimate(trainer, engines, step, START_UP + 2 * evaluation + work.steps * step)
+
+
+def _forward(model: Model, tokens: float, predicted: float, machine: Machine) -> float:
+    """Seconds of one process."""
+    return ENGINE * 2 * (model.body * tokens + model.head * predicted) / machine.generate
 
 
 def _of(machine: Machine, processes: int) -> float:
