@@ -2,6 +2,7 @@
 
 AsyncRLError
 |-- ConfigError        a setting is wrong: names the field, the value received and the remedy
+|-- CompositionError   Hydra cannot compose the settings: names the nearest field
 |-- DeadlineExceeded   a wait ended without its event: names what was waited for and who should have done it
 |-- ProcessDied        a process of the run ended: names it, its exit and its last lines
 |-- LaunchError        the machines of a job, or Slurm, do not do what they must
@@ -12,11 +13,14 @@ AsyncRLError
 |-- RecordError        a recording or a checkpoint that is damaged, or lacks what was asked for
 `-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
 
+Stopped and Paused end a run as well, and are no errors: a signal reached the launcher, or the run is to go on later.
+
 Anything else that escapes is a bug and ends the run with its traceback.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,6 +35,10 @@ class ConfigError(AsyncRLError, ValueError):
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
         super().__init__(f"{field}: got {value!r}. {remedy}")
+
+
+class CompositionError(AsyncRLError):
+    """Hydra refuses the command line or a file of conf/."""
 
 
 class DeadlineExceeded(AsyncRLError):
@@ -75,6 +83,18 @@ class BadStep(AsyncRLError):
 
 class RecordError(AsyncRLError):
     """A recording or a checkpoint that is damaged, of another format, or lacks what was asked for."""
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM reached the launcher."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+class Paused(Exception):
+    """The run is to go on by resume=auto: it ended as it was asked to, or something outside of it failed."""
 
 
 @contextmanager

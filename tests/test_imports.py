@@ -154,11 +154,51 @@ def test_light_packages_import_nothing_heavy(package: str) -> None:
         assert not {name.split(".")[0] for name in imported(parsed(file))} & HEAVY[package], file
 
 
-@pytest.mark.parametrize("module", ["asyncrl.launch.main", "asyncrl.config", "asyncrl.metrics.console"])
+@pytest.mark.parametrize(
+    "module", ["asyncrl.launch.run", "asyncrl.launch.compose", "asyncrl.config", "asyncrl.metrics.console"]
+)
 def test_launcher_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'transformers', 'megatron', 'sglang'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+# Third-party packages that cost 20 ms to seconds each to import.
+SLOW = {
+    *("httpx", "hydra", "megatron", "msgspec", "numpy", "omegaconf", "psutil", "pyarrow", "pydantic", "rich", "sglang"),
+    *("torch", "transformers", "yaml"),
+}
+
+
+def modules_after(tmp_path: Path, module: str, *arguments: str) -> set[str]:
+    """Top-level modules that a command has imported by the time it ends."""
+    found = tmp_path / "modules"
+    code = (
+        "import atexit, pathlib, runpy, sys; "
+        f"atexit.register(lambda: pathlib.Path({str(found)!r}).write_text(' '.join(sys.modules))); "
+        f"sys.argv = ['command', *{list(arguments)!r}]; runpy.run_module({module!r}, run_name='__main__')"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, cwd=tmp_path)
+    return {name.split(".")[0] for name in found.read_text().split()}
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "expected"),
+    [
+        ("asyncrl.launch.main", ["--help"], set()),
+        ("asyncrl.launch.main", ["experiment=tiny", "-h"], set()),
+        ("asyncrl.convert.cli", ["--help"], set()),
+        ("asyncrl.install", ["--help"], set()),
+        ("asyncrl.launch.main", ["-sc", "install=bash"], {"hydra", "omegaconf", "yaml"}),
+        ("asyncrl.launch.main", ["--cfg", "job"], {"hydra", "omegaconf", "yaml"}),
+        ("asyncrl.launch.main", ["rollout.max_stalenes=1"], {"hydra", "omegaconf", "yaml"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_command_imports_nothing_slow_before_it_needs_it(
+    module: str, arguments: list[str], expected: set[str], tmp_path: Path
+) -> None:
+    assert modules_after(tmp_path, module, *arguments) & SLOW == expected
 
 
 # --- sizes --------------------------------------------------------------------------------------------------
@@ -223,4 +263,4 @@ def test_composition_stays_in_the_launcher() -> None:
         for file in FILES
         if {name.split(".")[0] for name in imported(parsed(file), runtime_only=False)} & {"hydra", "omegaconf"}
     }
-    assert users == {"launch/main.py"}
+    assert users == {"launch/compose.py"}

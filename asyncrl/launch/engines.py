@@ -31,11 +31,11 @@ import httpx
 from asyncrl.addresses import FILE, Addresses
 from asyncrl.config import on_gpu, read
 from asyncrl.engine.registry import Registry
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines
-from asyncrl.launch.processes import Stopped, Supervisor
+from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
 from asyncrl.launch.slurm.job import Job
 from asyncrl.leases import RENEW_SECONDS

@@ -16,14 +16,16 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl import probe
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch.placement import Placement, Seat
-from asyncrl.launch.slurm.job import Job
 from asyncrl.probe import Rates
+
+if TYPE_CHECKING:
+    from asyncrl.launch.slurm.job import Job
 
 AUTO = "auto"
 PARTS = {"trainer": "train", "engine": "generate", "teacher": "generate", "judge": "generate"}

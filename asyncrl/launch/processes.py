@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.addresses import STOP, STOPPED
-from asyncrl.errors import ProcessDied
+from asyncrl.errors import Paused, ProcessDied, Stopped
 from asyncrl.launch.leftovers import die_with_parent, shared_files, sweep
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
@@ -34,18 +34,6 @@ LAST_LINES = 20
 COMPANION_SECONDS = 1.0  # a death drags others along: wait this long to tell the first from the rest
 STEP_SECONDS = 15.0
 """In which Slurm kills a step, after its own patience (KillWait)."""
-
-
-class Stopped(Exception):
-    """SIGINT or SIGTERM reached the launcher."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(signal.Signals(number).name)
-
-
-class Paused(Exception):
-    """The run is to go on by resume=auto: it ended as it was asked to, or something outside of it failed."""
 
 
 class Supervisor:

@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl import config
+CONFIG = Path(__file__).parents[1] / "config"
+"""Parsed and not imported, so that --help answers without pydantic."""
 
 USAGE = """\
 asyncrl-train [field=value | group=option] ...
@@ -46,7 +47,7 @@ def field_names() -> list[str]:
 def _fields() -> Iterator[str]:
     classes = {
         node.name: node
-        for file in Path(config.__file__).parent.glob("*.py")
+        for file in CONFIG.glob("*.py")
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.ClassDef)
     }

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.launch import main as launcher
+from asyncrl.launch import run
 from asyncrl.launch.plan import ProcessSpec, plan
 from tests.integration.workload import Workload
 
@@ -45,5 +46,5 @@ def _stubbed(spec: ProcessSpec, workload: Workload) -> ProcessSpec:
 
 
 if __name__ == "__main__":
-    launcher.plan = stubbed
+    run.plan = stubbed
     launcher.main()

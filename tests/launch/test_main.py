@@ -16,8 +16,10 @@ from asyncrl.config import Section
 from asyncrl.errors import ConfigError
 from asyncrl.launch import main as module
 from asyncrl.launch import reference
-from asyncrl.launch.main import CONF, check_resume, prepare_run_dir
+from asyncrl.launch.compose import check_resume
+from asyncrl.launch.main import CONF
 from asyncrl.launch.resume import lock
+from asyncrl.launch.run import prepare_run_dir
 from tests.fakes import tiny_config
 
 

@@ -1,0 +1,245 @@
+"""What `asyncrl-train` does with composed settings: validates them, and checks, submits or supervises the runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl import config as configuration
+from asyncrl.addresses import STOP, STOPPED, Addresses
+from asyncrl.config import Config
+from asyncrl.engine.registry import Registry
+from asyncrl.errors import ConfigError, Paused, ProcessDied
+from asyncrl.launch import forecast, precision, resume
+from asyncrl.launch.attached import attached_dtype, check_attached, run_key
+from asyncrl.launch.checks import check_devices, check_files, check_model
+from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.launch.placement import Node, place, ports_wanted
+from asyncrl.launch.plan import ProcessSpec, plan
+from asyncrl.launch.processes import Supervisor
+from asyncrl.launch.replay import check_recording, differences
+from asyncrl.launch.restarts import restart_policy
+from asyncrl.launch.teacher import check_teacher
+from asyncrl.metrics.console import Console
+
+if TYPE_CHECKING:
+    from asyncrl.launch.compose import Composed
+    from asyncrl.launch.slurm.job import Job
+
+AT_ONCE = {"logs", "slurm", resume.LOCK}
+"""What a launcher makes first: one that was killed at once leaves these alone."""
+
+
+def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
+    """Validate the settings of each run; with its arguments. Raises ConfigError."""
+    return [(configuration.load(one.values), one.overrides) for one in composed]
+
+
+def check(composed: list[tuple[Config, list[str]]]) -> int:
+    """--check: print what would be wrong with these runs, and start nothing. Returns 1 if one would fail, else 0."""
+    from asyncrl.launch.preflight.findings import failed, rendered
+    from asyncrl.launch.preflight.run import preflight
+
+    wrong = 0
+    for folder, (config, _) in zip(_folders(composed), composed, strict=True):
+        job = _job(config)
+        findings = preflight(config, folder, job.probed(config) if job else None)
+        print(rendered(findings), flush=True)
+        wrong |= failed(findings)
+    return int(wrong)
+
+
+def _folders(composed: list[tuple[Config, list[str]]]) -> list[Path]:
+    """Of the runs; several have a number each."""
+    folders = [Path(config.run.dir).expanduser().absolute() for config, _ in composed]
+    return [folder / str(number) for number, folder in enumerate(folders)] if len(folders) > 1 else folders
+
+
+def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
+    """Run one configuration, or several one after the other (--multirun), or submit them as a job. `began` is the
+    moment of the command."""
+    signal.signal(signal.SIGUSR1, _not_begun)  # until the supervisor's handlers stand
+    first, folders = composed[0][0], _folders(composed)
+    if first.cluster.launcher == "slurm":
+        from asyncrl.launch.slurm.job import Job
+        from asyncrl.launch.slurm.submit import submit
+
+        if not Job.here():
+            runs = [(folder, arguments) for folder, (_, arguments) in zip(folders, composed, strict=True)]
+            print(f"asyncrl: {submit(first, runs)}")
+            return
+    for folder, (config, _) in zip(folders, composed, strict=True):
+        launch(config, folder, began)
+        began = time.time()
+
+
+def _not_begun(number: int, _: object) -> None:
+    raise Paused("was asked to stop before it had begun")
+
+
+def launch(config: Config, run_dir: Path, began: float) -> None:
+    """Run one configuration to its end, on this machine or on those of the job; `began`: the moment of the command."""
+    from asyncrl.models import catalog
+
+    job = _job(config)
+    if job:
+        job = job.probed(config)
+    else:
+        check_devices(config, count_gpus(config.cluster.gpus))
+    key = run_key(config)
+    if config.cluster.preflight:
+        from asyncrl.launch.preflight.run import require
+
+        require(config, run_dir, job)
+    else:
+        check_files(config)
+        check_recording(config)
+        check_attached(config, key)
+    model = catalog.resolve(config.model.path)
+    check_model(config, _model_config(model))
+    teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
+    if teacher:
+        check_teacher(config, model, teacher)
+    judge = catalog.resolve(config.judge.model, "judge.model") if config.judge.model else None
+    origin = resume.choose(config, run_dir)
+    nodes = job.nodes if job else [_this_node(config)]
+    placement = place(config, nodes)
+    gpus = max(len(node.gpus) for node in nodes)
+    before = origin.manifest.config if origin else precision.recorded(config, run_dir)
+    chosen = precision.resolve(
+        config,
+        _model_configs(model, teacher, judge),
+        placement,
+        gpus,
+        job=job,
+        before=before,
+        attached=attached_dtype(config, key),
+    )
+    config = chosen.config
+    expected = forecast.forecast(config, model, _model_config(model), chosen)
+    goes_on = config.resume == "auto" and (run_dir / "config.json").is_file()
+    if not goes_on:
+        resume.check_apart(run_dir, origin)
+        prepare_run_dir(run_dir, overwrite=config.run.overwrite)  # last: a refused run must not empty a folder
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    held = resume.lock(run_dir)
+    if goes_on and (reason := resume.finished(config, run_dir, origin)):
+        print(f"asyncrl: {run_dir} is done: {reason}")
+        os.close(held)
+        return
+    if goes_on or origin:
+        resume.roll_back(run_dir, origin)
+    for mark in (STOP, STOPPED):
+        (run_dir / mark).unlink(missing_ok=True)
+    (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+    forecast.write(run_dir, chosen, expected)
+    urls = placement.urls()
+    addresses = Addresses(
+        run_id=secrets.token_hex(8),
+        api_key=key,
+        model=model,
+        gpus=gpus,
+        started_at=began,
+        teacher=teacher,
+        judge=judge,
+        resume=origin.folder if origin else None,
+        attached=tuple(config.engine.urls) if config.mode != "replay" else (),
+        trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
+        **{**urls, "teachers": tuple(config.teacher.urls) or urls["teachers"]},
+    )
+    addresses.write(run_dir)
+    specs = plan(config, addresses, placement, run_dir)
+    if job:
+        mounts = [folder for folder in (run_dir, model, teacher, judge) if folder]
+        specs = job.steps(specs, run_dir, addresses.run_id, mounts, Registry(run_dir).file_of_run, job.requeued())
+    console = Console(config, run_dir)
+    console.opening(
+        [*differences(config), *resume.changes(config, origin)],
+        str(origin.folder) if origin else None,
+        notes=forecast.lines(chosen, expected),
+    )
+    try:
+        supervise(config, run_dir, addresses, specs, job, console)
+    except ProcessDied as error:
+        if not (config.cluster.requeues and resume.made_progress(run_dir, origin)):
+            raise
+        raise Paused(str(error)) from None  # a fault that comes again at once is no machine's
+    finally:
+        if job:
+            job.end_steps(addresses.run_id)
+        os.close(held)
+    console.closing()
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return values
+
+
+def _model_configs(model: Path, teacher: Path | None, judge: Path | None) -> dict[str, dict[str, Any]]:
+    """config.json of the model that each part of the run computes with."""
+    folders = {"trainer": model, "engine": model, "teacher": teacher, "judge": judge}
+    return {part: _model_config(folder) for part, folder in folders.items() if folder}
+
+
+def supervise(
+    config: Config, run_dir: Path, addresses: Addresses, specs: list[ProcessSpec], job: Job | None, console: Console
+) -> None:
+    """From the first process to the last. Raises as Supervisor.run does."""
+    policy = restart_policy(run_dir, addresses, specs, job.has if job else None)
+    registry = Registry(run_dir)
+    registry.clear()
+    facts = {"run_id": addresses.run_id, "host": socket.gethostname(), "job": job.id if job else ""}
+    lease = registry.lease_of_run(**facts)
+    lease.renew()  # before anything is started that would miss it
+
+    def each_poll() -> None:
+        lease.renew()
+        console.follow()
+
+    try:
+        Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy).run(each_poll)
+    finally:
+        lease.end()
+
+
+def _job(config: Config) -> Job | None:
+    """The Slurm job of a run; None when it is on this machine alone, or the job has yet to be submitted."""
+    if config.cluster.launcher != "slurm":
+        return None
+    from asyncrl.launch.slurm.job import Job
+
+    return Job.found(config.cluster)
+
+
+def _this_node(config: Config) -> Node:
+    cluster = config.cluster
+    return this_node(cluster.host, cluster.interface, count_gpus(cluster.gpus), ports_wanted(config))
+
+
+def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
+    """A run never writes into another's folder, and never empties one that is not a run's."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError("run.dir", str(run_dir), "This is a file: name a folder.")
+    if not run_dir.exists() or {path.name for path in run_dir.iterdir()} <= AT_ONCE:
+        return
+    if not overwrite:
+        raise ConfigError(
+            "run.dir", str(run_dir), "The folder is not empty: choose another, or set run.overwrite=true."
+        )
+    if not (run_dir / "config.json").is_file():
+        raise ConfigError(
+            "run.overwrite",
+            True,
+            f"{run_dir} holds no config.json of a run: empty it yourself if that is meant.",
+        )
+    os.close(resume.lock(run_dir))  # a run may be at work in it
+    shutil.rmtree(run_dir)
