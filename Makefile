@@ -33,13 +33,8 @@ test: unit integration  ## everything that needs no GPU
 unit: setup  ## the tests that start nothing
 	$(BIN)/pytest -q -n 2 tests -m "not integration and not campaign and not gpu and not multi_gpu"
 
-SLURM := .venv/slurm
-DEBS := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libmunge2
-
 slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's packages can be had
-	command -v slurmctld >/dev/null || test -d $(SLURM) || { mkdir -p $(SLURM).partial && cd $(SLURM).partial && \
-	apt-get download -qq $(DEBS) && for deb in *.deb; do dpkg -x $$deb . && rm $$deb; done && cd - >/dev/null && \
-	mv $(SLURM).partial $(SLURM); } || { rm -rf $(SLURM).partial; echo "no Slurm here: its tests are skipped"; }
+	$(BIN)/python scripts/slurm_tools.py .venv/slurm
 
 integration: setup slurm  ## the tests on the real engine, router and Megatron
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests -m "integration and not campaign and not gpu and not multi_gpu"
