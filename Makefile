@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test unit slurm integration campaign peers container check bench clean
+.PHONY: help setup run test unit slurm integration campaign peers container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,9 @@ peers: $(PEERS)  ## the algorithms against verl's and TRL's own functions
 
 container:  ## the image for CPUs: the Dockerfile's steps in a clean root (as root; ARGS="--bind FILE ...")
 	$(PYTHON) scripts/container_check.py $(ARGS)
+
+fresh:  ## `make run` and `make test` on a clean Debian, as root and as another user (as root; ARGS="--bind FOLDER ...")
+	$(PYTHON) scripts/fresh.py $(ARGS)
 
 check: setup  ## format, lint, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
