@@ -5,8 +5,8 @@
 No container engine and no image registry: the stages, variables, COPYs and RUNs are taken out of the Dockerfile itself.
 The base is Debian of the release that CPU_BASE names, made by debootstrap, with Debian's Python in place of the
 official image's (docs/container.md tells what else differs). Each RUN has namespaces of its own (clean_root.py):
-nothing stays mounted, nothing stays running. PIP_* and *_proxy of the environment reach the RUNs, and so do with
---bind the files that pip is configured with here; the runs at the end have neither them nor a network.
+nothing stays mounted, nothing stays running. PIP_* and *_proxy of the environment reach the RUNs, and so
+do, with --bind, the files that pip is configured with here; the runs at the end have neither them nor a network.
 
 Needs root, debootstrap, iproute2 and 6 GB where temporary files go. Only the standard library is imported.
 """

@@ -106,8 +106,8 @@ def _output(command: Sequence[str], meaning: str, directory: Path | None = None)
 
 
 def _magic(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4)
+    with path.open("rb") as program:
+        return program.read(4)
 
 
 def main(arguments: Sequence[str]) -> None:
