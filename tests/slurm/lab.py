@@ -1,9 +1,9 @@
 """A Slurm of our own on this machine: the real controller, and a daemon for each of its virtual nodes.
 
 Debian's packages, which `make slurm` unpacks into .venv/slurm where they are not installed (scripts/slurm_tools.py).
-Needs root: Slurm's daemons start the tasks of others. The nodes share the machine's loopback, or, `apart`, each has a
-network of its own (a namespace, at a bridge in the first one): then nothing of one node can be reached from another by
-127.0.0.1.
+Every user can have one: its daemons start that user's tasks. The nodes share the machine's loopback, or, `apart`, each
+has a network of its own (a namespace, at a bridge in the first one, which only root can make): then nothing of one node
+can be reached from another by 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CryptoType=crypto/munge
-PluginDir={plugins}
+PluginDir={folder}/plugins
 SlurmctldPort={controller}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
@@ -66,11 +66,16 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=
 
 def missing() -> str:
     """Why there can be no lab here; empty: there can."""
-    if os.geteuid():
-        return "Slurm's daemons need root"
     if slurm_tools.installed() or slurm_tools.complete(UNPACKED):
         return ""
     return "Slurm is not installed: `make slurm` unpacks it, or says why it cannot"
+
+
+def missing_networks() -> str:
+    """Why the nodes cannot be `apart` here; empty: they can."""
+    if os.geteuid():
+        return "only root can give nodes networks of their own"
+    return "" if shutil.which("ip") else "nodes get networks of their own by `ip`: install iproute2"
 
 
 class Lab:
@@ -117,7 +122,8 @@ class Lab:
             (self.folder / name).mkdir(parents=True)
         address = self.hosts[self.nodes[0]]
         facts = {"host": socket.gethostname().split(".")[0], "address": address, "user": getpass.getuser()}
-        facts |= {"folder": self.folder, "controller": controller, "plugins": _plugins()}
+        facts |= {"folder": self.folder, "controller": controller}
+        (self.folder / "plugins").symlink_to(_plugins())  # slurm.conf cannot name a path with a space
         text = CONF.format(**facts)
         for node, port in zip(self.nodes, ports, strict=True):
             text += NODE.format(

@@ -90,7 +90,6 @@ def test_failure_leaves_neither_a_folder_nor_a_slurm_for_the_tests(
     assert "Run `apt-get update` as root.\n    E: Unable to locate package slurmctld" in capsys.readouterr().out
 
     monkeypatch.setattr(lab, "UNPACKED", folder)
-    monkeypatch.setattr(lab.os, "geteuid", lambda: 0)
     (folder / "usr/sbin").mkdir(parents=True)  # as an interrupted `make slurm` of old left it
     program(folder / "usr/sbin/slurmctld", "")
     assert "`make slurm` unpacks it" in lab.missing()
