@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test unit slurm integration campaign peers container check bench clean
+.PHONY: help setup run test unit slurm integration campaign peers container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,13 +33,8 @@ test: unit integration  ## everything that needs no GPU
 unit: setup  ## the tests that start nothing
 	$(BIN)/pytest -q -n 2 tests -m "not integration and not campaign and not gpu and not multi_gpu"
 
-SLURM := .venv/slurm
-DEBS := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libmunge2
-
 slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's packages can be had
-	command -v slurmctld >/dev/null || test -d $(SLURM) || { mkdir -p $(SLURM).partial && cd $(SLURM).partial && \
-	apt-get download -qq $(DEBS) && for deb in *.deb; do dpkg -x $$deb . && rm $$deb; done && cd - >/dev/null && \
-	mv $(SLURM).partial $(SLURM); } || { rm -rf $(SLURM).partial; echo "no Slurm here: its tests are skipped"; }
+	$(BIN)/python scripts/slurm_tools.py .venv/slurm
 
 integration: setup slurm  ## the tests on the real engine, router and Megatron
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests -m "integration and not campaign and not gpu and not multi_gpu"
@@ -58,6 +53,9 @@ peers: $(PEERS)  ## the algorithms against verl's and TRL's own functions
 
 container:  ## the image for CPUs: the Dockerfile's steps in a clean root (as root; ARGS="--bind FILE ...")
 	$(PYTHON) scripts/container_check.py $(ARGS)
+
+fresh:  ## `make run` and `make test` on a clean Debian, as root and as another user (as root; ARGS="--bind FOLDER ...")
+	$(PYTHON) scripts/fresh.py $(ARGS)
 
 check: setup  ## format, lint, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

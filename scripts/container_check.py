@@ -4,9 +4,9 @@
 
 No container engine and no image registry: the stages, variables, COPYs and RUNs are taken out of the Dockerfile itself.
 The base is Debian of the release that CPU_BASE names, made by debootstrap, with Debian's Python in place of the
-official image's (docs/container.md tells what else differs). Each RUN is a chroot in mount and process namespaces of
-its own: nothing stays mounted, nothing stays running. PIP_* and *_proxy of the environment reach the RUNs, and so do
-with --bind the files that pip is configured with here; the runs at the end have neither them nor a network.
+official image's (docs/container.md tells what else differs). Each RUN has namespaces of its own (clean_root.py):
+nothing stays mounted, nothing stays running. PIP_* and *_proxy of the environment reach the RUNs, and so
+do, with --bind, the files that pip is configured with here; the runs at the end have neither them nor a network.
 
 Needs root, debootstrap, iproute2 and 6 GB where temporary files go. Only the standard library is imported.
 """
@@ -20,7 +20,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,28 +27,14 @@ from pathlib import Path
 from string import Template
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts import clean_root  # noqa: E402
+
 LAST = "image"
 BASE_PACKAGES = "python3,python3-venv,python3-dev,ca-certificates"
 """What python:…-slim brings; its Python has pip, venv and headers."""
 TRAIN = (["--check", "experiment=tiny"], ["experiment=tiny", "run.max_steps=2"])
-OUTER_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-ENTER = """
-set -e
-root=$1 network=$2 directory=$3 user=$4; shift 4
-mount -t proc proc "$root/proc"
-mount -t sysfs -o ro sysfs "$root/sys"
-mount --rbind /dev "$root/dev"
-mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
-if [ "$network" = none ]; then ip link set lo up; fi
-while [ "$1" != -- ]; do
-    inside=$root$1
-    if [ -d "$1" ]; then mkdir -p "$inside"; else mkdir -p "${inside%/*}"; touch "$inside"; fi
-    mount --bind -o ro "$1" "$inside"
-    shift
-done
-shift
-exec chroot --userspec="$user" --groups= "$root" sh -c 'cd "$0" && exec "$@"' "$directory" "$@"
-"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,7 @@ class Image:
     """What a stage has come to: its files, and the state that later instructions and `docker run` start from."""
 
     root: Path
-    env: Mapping[str, str] = field(default_factory=lambda: {"PATH": OUTER_PATH})
+    env: Mapping[str, str] = field(default_factory=lambda: {"PATH": clean_root.PATH})
     args: Mapping[str, str] = field(default_factory=dict)  # of this stage alone
     user: str = "0:0"
     directory: str = "/"
@@ -128,12 +113,9 @@ def context(destination: Path) -> None:
 
 
 def enter(image: Image, command: Sequence[str], binds: Sequence[str] = (), network: str = "host") -> None:
-    """Runs it in the image's root; raises CalledProcessError if it fails."""
-    spaces = ["--mount", "--pid", "--fork", "--kill-child"] + (["--net"] if network == "none" else [])
-    environment = [f"{name}={value}" for name, value in image.env.items()]
-    where = [str(image.root), network, image.directory, image.user]
-    argv = ["unshare", *spaces, "sh", "-c", ENTER, "enter", *where, *binds, "--", "env", "-i", *environment, *command]
-    subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
+    """Run a command in the image's root; raise CalledProcessError if it fails."""
+    where = {"user": image.user, "directory": image.directory, "binds": binds, "network": network}
+    clean_root.enter(image.root, command, environment=image.env, **where)
 
 
 class Build:
@@ -143,7 +125,7 @@ class Build:
         self.stages, self.values = stages((ROOT / "Dockerfile").read_text(), build_args)
         self.work, self.base, self.build_args = work, base, build_args
         self.binds = ["/etc/resolv.conf", *binds]
-        self.passed = {name: value for name, value in os.environ.items() if re.match(r"PIP_|(?i:\w+_proxy$)", name)}
+        self.passed = clean_root.index_variables(os.environ)
         self.built: dict[str, Image] = {}
         (work / "context").mkdir()
         context(work / "context")
@@ -156,7 +138,7 @@ class Build:
             stage = self.stages[name]
             parent = self.stage(stage.base)
             root = self.work / name
-            subprocess.run(["cp", "-a", "--reflink=auto", str(parent.root), str(root)], check=True)
+            clean_root.copy_root(parent.root, root)
             image = replace(parent, root=root, args={})
             for step in stage.steps:
                 print(f"[{name}] {step.word} {step.text}", flush=True)
@@ -205,16 +187,6 @@ class Build:
             subprocess.run(command, check=True)
 
 
-def debootstrap(suite: str, folder: Path) -> None:
-    """A minimal Debian, as clean of apt's files as an official image."""
-    command = ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", suite, str(folder)]
-    with open(folder.with_suffix(".log"), "w") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
-    for path in (folder / "var/cache/apt/archives", folder / "var/lib/apt/lists"):
-        shutil.rmtree(path)
-        path.mkdir()
-
-
 def leftovers(root: Path) -> list[str]:
     """Caches, package lists and temporary files that an image must not carry."""
     patterns = ("root/.cache/*", "home/*/.cache/*", "var/lib/apt/lists/*", "var/cache/apt/archives/*.deb", "tmp/*")
@@ -251,27 +223,17 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="a clean root, instead of debootstrap's; it is copied, not changed")
     parser.add_argument("--keep", action="store_true", help="keep the roots")
     options = parser.parse_args()
-    if os.geteuid() or missing():
-        sys.exit(f"container_check: run it as root, with these programs: {' '.join(missing()) or 'all are there'}")
+    clean_root.require_root("container_check")
 
     started = time.monotonic()
-    work = Path(tempfile.mkdtemp(prefix="asyncrl-container-"))
-    try:
+    with clean_root.workspace("asyncrl-container-", keep=options.keep) as work:
         build = Build(work, options.base or work / "base", options.bind, {"VARIANT": "cpu", **indexes()})
         if options.base is None:
             suite = build.values["CPU_BASE"].rpartition("-")[2]
             print(f"debootstrap {suite}, for {build.values['CPU_BASE']}", flush=True)
-            debootstrap(suite, build.base)
+            clean_root.debootstrap(suite, build.base, BASE_PACKAGES)
         check(build.stage(LAST))
         print(f"container_check: all is well, {time.monotonic() - started:.0f} s")
-    finally:
-        if not options.keep:
-            shutil.rmtree(work)
-
-
-def missing() -> list[str]:
-    """Programs that are needed and not there; debootstrap also with --base, for a shorter message."""
-    return [name for name in ("debootstrap", "unshare", "chroot", "ip") if shutil.which(name) is None]
 
 
 def indexes() -> dict[str, str]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -167,10 +171,64 @@ def test_sandbox_is_clean_and_its_own(kind: Kind) -> None:
             await one.close()
             for sandbox in (other, await opened.open()):
                 assert (await sandbox.run(["ls", "-A", ".", "/tmp/", "/dev/shm/"])).text.split() == [
-                    *(".:", "/dev/shm/:", "/tmp/:")
+                    *(".:", "/dev/shm/:", *names_of_python_in("/dev/shm"), "/tmp/:", *names_of_python_in("/tmp"))
                 ]
 
     asyncio.run(main())
+
+
+def names_of_python_in(folder: str) -> list[str]:
+    """Return what a sandbox shows in /tmp or /dev/shm because the Python of the tests is below it."""
+    prefixes = {Path(os.path.realpath(prefix)) for prefix in (sys.prefix, sys.base_prefix)}
+    return sorted({path.relative_to(folder).parts[0] for path in prefixes if path.is_relative_to(folder)})
+
+
+REPLACES_ITS_PYTHON = """
+import os, shutil, sys
+def refused(act, *arguments):
+    try: act(*arguments)
+    except OSError: return True
+    return False
+venv, top = sys.prefix, os.path.dirname(sys.prefix)
+print(venv, *os.listdir("/tmp"), *os.listdir(top))
+print(refused(os.rename, top, top + "-away"), refused(os.mkdir, top + "/other"), refused(os.mkdir, venv + "/other"))
+print(refused(shutil.rmtree, top), os.path.exists(venv + "/bin/python3"))
+"""
+
+
+@kinds
+@pytest.mark.parametrize("where", ["/tmp", "/dev/shm"])
+def test_python_below_tmp_runs_and_tmp_is_still_writable(
+    kind: Kind, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = Path(tempfile.mkdtemp(dir=where, prefix="checkout "))
+    venv = checkout / ".venv"
+    venv.joinpath("bin").mkdir(parents=True)
+    venv.joinpath("pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\n")
+    venv.joinpath("bin", "python3").symlink_to(os.path.realpath(sys.executable))
+    venv.joinpath("content").write_bytes(b"x" * (2 << 20))  # more than the sandbox may write
+    checkout.joinpath("secret").write_text("not for guests")
+    checkout.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(venv))
+
+    async def test(sandbox: LocalSandbox) -> None:
+        assert (await sandbox.run(["sh", "-c", f"echo x > {where}/mine && cat {where}/mine"])).text == "x\n"
+        outcome = await run_python(sandbox, REPLACES_ITS_PYTHON.replace("/tmp", where))
+        first, *others = outcome.text.splitlines()
+        assert first.startswith(f"{venv} "), outcome
+        names = first.removeprefix(f"{venv} ")
+        assert names in (
+            f"mine {checkout.name} .venv",
+            f"{checkout.name} mine .venv",
+        )  # and nothing else of the checkout
+        assert others == ["True True True", "True True"], outcome
+        outcome = await run_python(sandbox, "import time; time.sleep(0.2)")  # long enough for a look at the disk
+        assert outcome.ok, outcome
+
+    try:
+        with_a_sandbox(kind, test, Limits(disk_mb=1))
+    finally:
+        shutil.rmtree(checkout)
 
 
 @kinds

@@ -334,9 +334,13 @@ def test_guests_see_the_python_that_runs_us_and_nothing_of_our_environment(monke
     assert not any(view.paths_above(path) & set(shown) for path in shown)
 
 
-def test_python_in_tmp_takes_the_place_of_the_link_to_tmp() -> None:
-    assert "/tmp" in view.links(["/usr"])
-    assert "/tmp" not in view.links(["/usr", "/tmp/venv"])
+def test_python_below_tmp_is_shown_inside_the_writable_folder_and_tmp_stays_a_link() -> None:
+    assert view.links()["/tmp"] == "/sandbox/tmp"
+    assert view.nested(["/usr", "/opt/tmp"]) == []
+    deep, direct, shared = view.nested(["/usr", "/tmp/checkout/.venv", "/tmp/venv", "/dev/shm/a/b"])
+    assert (deep.target, deep.top) == ("/sandbox/tmp/checkout/.venv", "/sandbox/tmp/checkout")
+    assert (direct.target, direct.top) == ("/sandbox/tmp/venv", "/sandbox/tmp/venv")
+    assert (shared.source, shared.top) == ("/dev/shm/a/b", "/sandbox/shm/a")
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "namespaces", "processes"])

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.lab import Lab, missing
+from tests.slurm.lab import Lab, missing, missing_networks
 
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(missing()), reason=missing())]
+REASON = missing() or missing_networks()
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(REASON), reason=REASON)]
 RUN = ("experiment=tiny", "cluster=slurm", "cluster.gpus=0", "trainer.data_parallel=2", "cluster.trainer_nodes=2")
 TIMEOUT = 240.0
 

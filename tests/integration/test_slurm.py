@@ -19,7 +19,7 @@ from asyncrl.checkpoints.shelf import Shelf
 from tests.integration.running import lines, nothing_is_left, pids_carrying, run
 from tests.integration.test_agents import books_balance
 from tests.integration.test_replay import trained, weights
-from tests.slurm.lab import HOST, Lab, missing
+from tests.slurm.lab import HOST, Lab, missing, missing_networks
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(missing()), reason=missing())]
 JOB = ("experiment=tiny", "cluster=slurm", "cluster.gpus=0", f"cluster.host={HOST}", "weights.transport=distributed")
@@ -127,7 +127,7 @@ def test_trainers_on_one_node_and_engines_on_the_other_learn(lab: Lab, tmp_path:
     nothing_is_left(job.run_dir)
 
 
-@pytest.mark.skipif(not shutil.which("ip"), reason="no iproute2 here")
+@pytest.mark.skipif(bool(missing_networks()), reason=missing_networks())
 def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_path: Path) -> None:
     """The nodes are in network namespaces: 127.0.0.1 is another place on each. Addresses are found, none is given."""
     folder = Path(tempfile.mkdtemp(prefix="lab-"))

@@ -15,9 +15,10 @@ from asyncrl.config import read
 from scripts.render_slurm import FOLDER
 from tests.integration.running import nothing_is_left
 from tests.integration.test_slurm import SMALL, TIMEOUT, Submitted
-from tests.slurm.lab import Lab, missing
+from tests.slurm.lab import Lab, missing, missing_networks
 
-pytestmark = [pytest.mark.campaign, pytest.mark.skipif(bool(missing()), reason=missing())]
+REASON = missing() or missing_networks()
+pytestmark = [pytest.mark.campaign, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
 """A Slurm of our own on this machine: the real controller, and a daemon for each of its virtual nodes.
 
-Debian's packages, as `make slurm` unpacks them into .venv/slurm where they are not installed. Needs root: Slurm's
-daemons start the tasks of others. The nodes share the machine's loopback, or, `apart`, each has a network of its own
-(a namespace, at a bridge in the first one): then nothing of one node can be reached from another by 127.0.0.1.
+Debian's packages, which `make slurm` unpacks into .venv/slurm where they are not installed (scripts/slurm_tools.py).
+Every user can have one: its daemons start that user's tasks. The nodes share the machine's loopback, or, `apart`, each
+has a network of its own (a namespace, at a bridge in the first one, which only root can make): then nothing of one node
+can be reached from another by 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.ports import free_ports
+from scripts import slurm_tools
 
 ROOT = Path(__file__).resolve().parents[2]
 UNPACKED = ROOT / ".venv" / "slurm"
@@ -34,7 +36,7 @@ SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CryptoType=crypto/munge
-PluginDir={plugins}
+PluginDir={folder}/plugins
 SlurmctldPort={controller}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
@@ -64,9 +66,16 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=
 
 def missing() -> str:
     """Why there can be no lab here; empty: there can."""
+    if slurm_tools.installed() or slurm_tools.complete(UNPACKED):
+        return ""
+    return "Slurm is not installed: `make slurm` unpacks it, or says why it cannot"
+
+
+def missing_networks() -> str:
+    """Why the nodes cannot be `apart` here; empty: they can."""
     if os.geteuid():
-        return "Slurm's daemons need root"
-    return "" if _tool("slurmctld") and _tool("munged") else "no Slurm here: make slurm"
+        return "only root can give nodes networks of their own"
+    return "" if shutil.which("ip") else "nodes get networks of their own by `ip`: install iproute2"
 
 
 class Lab:
@@ -85,10 +94,10 @@ class Lab:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "SRUN"))}
         tools = f"{UNPACKED}/usr/bin:{UNPACKED}/usr/sbin:{plain['PATH']}:/usr/sbin"
-        libraries = f"{UNPACKED}/usr/lib/x86_64-linux-gnu"
         self.env = {**plain, "PATH": tools, "SLURM_CONF": str(folder / "slurm.conf")}
-        if UNPACKED.exists():
-            self.env["LD_LIBRARY_PATH"] = f"{libraries}:{libraries}/slurm-wlm:{plain.get('LD_LIBRARY_PATH', '')}"
+        if slurm_tools.complete(UNPACKED):
+            folders = [*map(str, slurm_tools.library_folders(UNPACKED)), plain.get("LD_LIBRARY_PATH", "")]
+            self.env["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
 
     def on(self, node: str, *command: str) -> list[str]:
         """A command for this node's network. (`ip netns exec` would hide /sys/fs/cgroup.)"""
@@ -113,7 +122,8 @@ class Lab:
             (self.folder / name).mkdir(parents=True)
         address = self.hosts[self.nodes[0]]
         facts = {"host": socket.gethostname().split(".")[0], "address": address, "user": getpass.getuser()}
-        facts |= {"folder": self.folder, "controller": controller, "plugins": _plugins()}
+        facts |= {"folder": self.folder, "controller": controller}
+        (self.folder / "plugins").symlink_to(_plugins())  # slurm.conf cannot name a path with a space
         text = CONF.format(**facts)
         for node, port in zip(self.nodes, ports, strict=True):
             text += NODE.format(
@@ -174,7 +184,7 @@ class Lab:
         """Its daemon."""
         words = ("slurmd", "-D", "-N", name)
         stepd = _tool("slurmstepd")
-        self._start(name, name, *words, *(("-d", stepd) if UNPACKED.exists() and stepd else ()))
+        self._start(name, name, *words, *(("-d", stepd) if slurm_tools.complete(UNPACKED) and stepd else ()))
 
     def kill_node(self, name: str) -> None:
         """As a machine that loses its power: its daemon, those of its steps, and what they started, by SIGKILL."""
@@ -254,7 +264,7 @@ def _of_node(stepd: object, name: str) -> bool:
 
 
 def _tool(name: str) -> str | None:
-    for folder in (f"{UNPACKED}/usr/sbin", f"{UNPACKED}/usr/bin"):
+    for folder in (f"{UNPACKED}/usr/sbin", f"{UNPACKED}/usr/bin") if slurm_tools.complete(UNPACKED) else ():
         for known in (name, f"{name}-wlm"):
             if (path := Path(folder, known)).exists():
                 return str(path)
@@ -262,5 +272,6 @@ def _tool(name: str) -> str | None:
 
 
 def _plugins() -> str:
-    below = "usr/lib/x86_64-linux-gnu/slurm-wlm"
-    return str(UNPACKED / below) if UNPACKED.exists() else f"/{below}"
+    root = UNPACKED if slurm_tools.complete(UNPACKED) else Path("/")
+    (folder,) = root.glob("usr/lib/*-linux-*/slurm-wlm")
+    return str(folder)

@@ -33,10 +33,12 @@ def command(
         words += ["--unshare-user", "--uid", str(view.UID), "--gid", str(view.UID)]
     else:
         words += [word for name in CAPABILITIES for word in ("--cap-add", name)]
-    folders = set().union(*map(view.paths_above, [*shown, *files, *view.LINKS]))
+    nested = view.nested(shown)
+    outer = [path for path in shown if path not in {item.source for item in nested}]
+    folders = set().union(*map(view.paths_above, [*outer, *files, *view.LINKS]))
     for folder in sorted(folders):  # those that it makes unasked are for root alone
         words += ["--dir", folder]
-    for path in shown:
+    for path in outer:
         words += ["--ro-bind", path, path]
     for name in view.DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
@@ -44,9 +46,23 @@ def command(
     words += ["--size", str(disk), "--tmpfs", view.WRITABLE]
     for name in view.WRITABLE_FOLDERS:
         words += ["--dir", f"{view.WRITABLE}/{name}"]
+    words += _nested(nested)
     for path, descriptor in files.items():
         words += ["--ro-bind-data", str(descriptor), path]
-    for path, target in view.links(shown).items():
+    for path, target in view.links().items():
         words += ["--symlink", target, path]
     words += ["--remount-ro", "/", "--clearenv", "--", python, "-I", "-S", "-c", START, place]
     return words
+
+
+def _nested(nested: Sequence[view.Nested]) -> list[str]:
+    """Mount what is shown inside the writable folders, each below a read-only folder of its own."""
+    words: list[str] = []
+    tops = sorted({item.top for item in nested if item.top != item.target})
+    for top in tops:
+        words += ["--size", str(1 << 20), "--tmpfs", top]
+    for item in nested:
+        for folder in sorted(path for path in view.paths_above(item.target) if item.top in view.paths_above(path)):
+            words += ["--dir", folder]
+        words += ["--ro-bind", item.source, item.target]
+    return words + [word for top in tops for word in ("--remount-ro", top)]

@@ -6,6 +6,7 @@ With a control group the kernel counts, and kills for memory itself; without one
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -106,15 +107,25 @@ def _read(pid: int, file: str, absent: str) -> str:
 
 
 def _disk(folder: str, most: int) -> int:
-    """Bytes below a folder, or enough of them to be too many."""
-    total, left = 0, [folder]
+    """Bytes below a folder, or enough of them to be too many. Mounts inside it are not counted: Python may be one."""
+    total, left, device = 0, [folder], _device(folder)
     while left and total <= most:
         try:
             with os.scandir(left.pop()) as entries:
                 for entry in entries:
-                    total += BYTES_PER_FILE + entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode) and status.st_dev != device:
+                        continue
+                    total += BYTES_PER_FILE + status.st_blocks * 512
+                    if stat.S_ISDIR(status.st_mode):
                         left.append(entry.path)
         except OSError:  # removed meanwhile
             continue
     return total
+
+
+def _device(folder: str) -> int:
+    try:
+        return os.stat(folder).st_dev
+    except OSError:  # removed
+        return 0

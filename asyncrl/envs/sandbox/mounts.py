@@ -28,7 +28,8 @@ def enter(shown: list[str], disk: int, uid: int | None) -> None:
     folders = {path for path in shown if os.path.isdir(path)}
     trees = {path: linux.copy_mount(path, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV) for path in shown}
     trees |= {f"/dev/{name}": linux.copy_mount(f"/dev/{name}", MOUNT_ATTR_RDONLY) for name in view.DEVICES}
-    links = view.links(shown)
+    nested = view.nested(shown)
+    inner = {item.source: trees.pop(item.source) for item in nested}
     if uid is not None:
         os.setgroups([])
         os.setresgid(0, 0, 0)
@@ -37,7 +38,7 @@ def enter(shown: list[str], disk: int, uid: int | None) -> None:
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = "/tmp"  # covered from here on, for this process alone
     linux.mount("tmpfs", root, "tmpfs", _NO_PROGRAMS, _SKELETON)
-    _build(root, trees, folders, links)
+    _build(root, trees, folders, view.links())
     linux.mount("proc", f"{root}/proc", "proc", _NO_PROGRAMS | linux.MS_NOEXEC)
     options = f"size={disk},nr_inodes={disk // BYTES_PER_FILE + 16},mode=755"
     linux.mount("tmpfs", root + view.WRITABLE, "tmpfs", _NO_PROGRAMS, options)
@@ -46,11 +47,12 @@ def enter(shown: list[str], disk: int, uid: int | None) -> None:
         os.mkdir(folder, 0o755)
         if uid is not None:
             os.chown(folder, uid, uid)
+    _mount_nested(root, nested, inner)
     os.chdir(root)
     linux.pivot_root(".", ".")
     linux.unmount(".")
     os.chdir("/")
-    linux.mount("", "/", flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | _NO_PROGRAMS)
+    _make_read_only("/")
     socket.sethostname("sandbox")
     with suppress(FileNotFoundError):  # the filter forbids them too
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
@@ -69,6 +71,23 @@ def _build(root: str, trees: dict[str, int], folders: set[str], links: dict[str,
     for path, target in links.items():
         Path(root + path).parent.mkdir(parents=True, exist_ok=True)
         os.symlink(target, root + path)
+
+
+def _mount_nested(root: str, nested: list[view.Nested], trees: dict[str, int]) -> None:
+    """Mount what is shown inside the writable folders, each below a read-only folder of its own."""
+    tops = {root + item.top for item in nested if item.top != item.target}
+    for top in tops:
+        os.mkdir(top, 0o755)
+        linux.mount("tmpfs", top, "tmpfs", _NO_PROGRAMS, _SKELETON)
+    for item in nested:
+        _place(root + item.target, folder=True)
+        linux.attach_mount(trees[item.source], root + item.target)
+    for top in tops:
+        _make_read_only(top)
+
+
+def _make_read_only(mount: str) -> None:
+    linux.mount("", mount, flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | _NO_PROGRAMS)
 
 
 def _place(path: str, *, folder: bool) -> None:

@@ -1,7 +1,8 @@
 """What a guest sees of the machine, the same in both backends with namespaces.
 
 /usr, /bin, /lib*, /sbin          read-only, the host's
-the Python that runs us           read-only, where the host has it: its base and its virtual environment
+the Python that runs us           read-only, where the host has it: its base and its virtual environment. Below /tmp or
+                                  /dev/shm, the folder there that leads to it is read-only too
 /etc                              a few files of the dynamic linker, and accounts that are made up
 /dev                              null, zero, full, random, urandom
 /proc                             its own
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 WRITABLE = "/sandbox"
@@ -46,11 +48,34 @@ def shown() -> list[str]:
     return _outermost([*wanted, *sorted(python)])
 
 
-def links(shown: Sequence[str]) -> dict[str, str]:
+def links() -> dict[str, str]:
     """Symbolic links, by place: those of the root's own that are links on the host (/bin to usr/bin), and LINKS."""
-    own = {path: os.readlink(path) for path in SYSTEM if Path(path).is_symlink()}
-    taken = set().union(*map(paths_above, shown))  # a Python that lies in /tmp
-    return own | {path: target for path, target in LINKS.items() if path not in taken}
+    return {path: os.readlink(path) for path in SYSTEM if Path(path).is_symlink()} | LINKS
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A path of the host that is shown inside a writable folder, because the host has it below /tmp or /dev/shm.
+
+    The first folder on the way to `target` is a mount of its own, and read-only. Otherwise the guest, who owns the
+    writable folder, could rename it and put another Python in its place. (A guest with its supervisor's uid can still
+    rename the writable folder itself, and so change what later calls of its own sandbox run.)
+    """
+
+    source: str
+    target: str  # below /sandbox
+    top: str  # the folder of the writable folder that holds it; `target` itself, if nothing is in between
+
+
+def nested(shown: Sequence[str]) -> list[Nested]:
+    """Return what has to be mounted after the writable folders, and not at its own place."""
+    found = []
+    for path in shown:
+        for link, folder in LINKS.items():
+            if link in paths_above(path):
+                inside = Path(path).relative_to(link)
+                found.append(Nested(path, f"{folder}/{inside}", f"{folder}/{inside.parts[0]}"))
+    return found
 
 
 def environment(home: str = HOME, temporary: str = f"{WRITABLE}/tmp") -> dict[str, str]:
