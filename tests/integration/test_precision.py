@@ -1,0 +1,74 @@
+"""Real runs whose two sides compute in different formats: what crosses is exact, and what was chosen is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import probe
+from asyncrl.probe import MARK, Rates
+from tests.integration.running import output, run
+
+pytestmark = pytest.mark.integration
+
+SMALL = ["run.max_steps=2", "eval.questions=4", "rollout.batch_groups=4", "rollout.group_size=4"]
+HIDDEN = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""A CPU with AVX2 alone, as far as torch and oneDNN can see."""
+
+
+def dtypes(folder: Path) -> tuple[str, str]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config["trainer"]["dtype"], config["engine"]["dtype"]
+
+
+@pytest.mark.parametrize(("trainer", "engine"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_sides_may_differ_and_engines_hold_the_trainers_weights(trainer: str, engine: str, tmp_path: Path) -> None:
+    """Every publish is verified by the engines' checksums (weights.verify_every). A replay takes the recorded formats
+    although its own settings say auto."""
+    live = tmp_path / "live"
+    formats = [f"trainer.dtype={trainer}", f"engine.dtype={engine}"]
+    run(live, *SMALL, *formats, "weights.verify_every=1", "record=true")
+    assert dtypes(live) == (trainer, engine)
+    if trainer == "bfloat16":
+        again = tmp_path / "again"
+        run(again, *SMALL, "mode=replay", f"replay.from={live}", "trainer.dtype=auto", "engine.dtype=auto")
+        assert dtypes(again) == (trainer, engine)
+        assert "auto: as in the run that it goes on from or replays" in output(again)
+
+
+def test_auto_is_resolved_told_estimated_and_kept_by_a_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    auto = ["trainer.dtype=auto", "engine.dtype=auto", "checkpoint.every=1"]
+    run(folder, *SMALL, *auto, "resume=auto")
+    first = dtypes(folder)
+    assert "auto" not in first
+    summary = json.loads((folder / "summary.json").read_text())
+    text = output(folder)
+    for part, dtype in zip(("trainer", "engine"), first, strict=True):
+        assert summary[f"dtype/{part}"].startswith(f"{dtype} (auto: ")
+        assert f"{part}.dtype {dtype}: auto: " in text
+    assert "estimate: " in text
+    assert summary["estimate/run"] > 0
+    assert summary["estimate/error"] == pytest.approx(summary["estimate/run"] / summary["time/total"] - 1)
+    (other,) = set(probe.DTYPES) - {first[0]}
+    run(folder, *SMALL, *auto, "resume=auto", "run.max_steps=3")  # the machine may be another one now
+    assert dtypes(folder) == first
+    assert "as in the run that it goes on from" in output(folder)
+    assert other not in summary["dtype/trainer"].split()[0]
+
+
+def test_cpu_without_bfloat16_arithmetic_takes_float32_for_both_sides(tmp_path: Path) -> None:
+    """On a newer CPU its instructions are hidden from torch and oneDNN."""
+    env = {**os.environ, **HIDDEN, "ASYNCRL_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "asyncrl.probe", "576x1536"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    rates = Rates.parse(line.split(" ", 3)[-1])
+    assert rates.faster("train") == rates.faster("generate") == "float32"
+    assert rates.slowdown("train", "bfloat16") > 2
