@@ -21,7 +21,7 @@ from asyncrl.planner.memory import Shape, Weight, active
 
 ANSWER = 0.5
 """Length of an answer, as a share of rollout.max_new_tokens."""
-SIGNAL = 0.6
+SIGNAL = 0.4
 """Share of groups that carry a signal; the others are not trained."""
 TRAINER, ENGINE = 1.2, 1.4
 """Time over that of the matrix products at the measured rates."""
