@@ -101,8 +101,9 @@ def estimate(model: Model, work: Workload, machine: Machine) -> Estimate:
     written = samples * work.answer
     read = work.beginning + work.groups * work.question + samples  # a sibling's last prompt token is computed anew
     apart = samples * (work.beginning + work.question + work.answer)
-    together = work.beginning + work.groups * (work.question + work.group_size * work.answer)
-    packed = SIGNAL * apart if not work.share_prompts else work.beginning + SIGNAL * (together - work.beginning)
+    shared = SIGNAL * work.groups * (work.question + work.group_size * work.answer)
+    shared += min(1.0, SIGNAL * work.groups) * work.beginning
+    packed = shared if work.share_prompts else SIGNAL * apart
     training = TRAINER * 6 * (model.body * packed + model.head * SIGNAL * written) / machine.train
     passes = PASS * model.layers * (work.answer + 2 * work.groups)
     generating = _forward(model, read + written, written + samples, machine) + passes

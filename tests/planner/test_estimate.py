@@ -53,7 +53,7 @@ def test_ranks_beyond_the_cores_gain_nothing() -> None:
 
 
 @given(
-    st.integers(2, 64),
+    st.integers(1, 64),
     st.integers(1, 16),
     st.floats(0, 1000),
     st.floats(1, 1000),
