@@ -66,6 +66,8 @@ def router_argv(engine: Engine, url: str, metrics_port: int) -> list[str]:
         "--disable-load-monitoring",
         "--sse-keepalive-secs",
         "0",  # its comments are no events of /generate
+        "--header-read-timeout-secs",
+        "0",  # a busy client that opens 10,000 connections may take longer than its 30 s to send the first request
         "--disable-tokenizer-autoload",  # token ids in, token ids out
         "--history-backend",
         "none",
