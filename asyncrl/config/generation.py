@@ -33,8 +33,7 @@ class Engine(Section):
     server_args: dict[str, Any]
     """Further SGLang arguments, as name: value (true for a bare flag)."""
     request_fields: dict[str, Any]
-    """Further fields of every request to /generate. One that the router would drop (return_routed_experts, say) sends
-    requests past it, to engines that the client picks among the router's."""
+    """Additional fields of every request to /generate. The router forwards them unchanged."""
     router_policy: Literal["manual", "random", "round_robin", "cache_aware", "power_of_two"]
     """How the router picks an engine. manual: a new group goes to the engine with the fewest requests, and all of its
     requests and turns stay there, with the cache of what they share."""

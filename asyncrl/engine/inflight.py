@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import httpx
 
-from asyncrl.engine.answer import Answer, Exchange, Piece
-from asyncrl.engine.choice import FORWARDED, Engines
+from asyncrl.engine.answer import Answer, Exchange
 from asyncrl.engine.stream import Broken, pieces
 from asyncrl.errors import EngineError
 
@@ -103,7 +102,7 @@ class InFlight:
     ) -> None:
         """`routing`: ask for the experts of every token that is read for training."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
-        self._past_router, self._routing = Engines(http), routing
+        self._routing = routing
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
         self._requests: dict[_Request, None] = {}  # in the order of their sending
@@ -197,7 +196,7 @@ class InFlight:
             asker.exchange.live = answer
         why = "the stream ended before its last piece"
         try:
-            async for piece in self._pieces(request, askers[0].session.group or request["rid"]):
+            async for piece in pieces(self._http, request, askers[0].session.group or request["rid"]):
                 if not 0 <= piece.index < len(answers):
                     raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
                 asker, answer = askers[piece.index], answers[piece.index]
@@ -225,16 +224,6 @@ class InFlight:
         asker.exchange.live = None
         asker.exchange.parts.append(answer)
         asker.hand_over()
-
-    async def _pieces(self, request: dict[str, Any], key: str) -> AsyncIterator[Piece]:
-        if request.keys() <= FORWARDED:
-            async for piece in pieces(self._http, request, key):
-                yield piece
-            return
-        url = await self._past_router.pick(key)
-        with self._past_router.request_to(url):
-            async for piece in pieces(self._http, request, key, engine=url):
-                yield piece
 
     def _count(self, session: Listener, tokens: int) -> None:
         self.tokens[session.purpose] += tokens

@@ -1,4 +1,4 @@
-"""The real sglang-router: its command line, and its workers registered through its API.
+"""Command line of the router (the package `smg`), and the registration of its workers through its API.
 
 `python -m asyncrl.engine.router ARGUMENTS` starts it with the run's API key from the environment.
 """
@@ -23,6 +23,8 @@ from asyncrl.errors import DeadlineExceeded, EngineError
 POLL_SECONDS = 0.2
 KEY_SECONDS = 3600
 """How long the router remembers where an idle group belongs."""
+ACCEPTED = (200, 201, 202, 409)
+"""Status codes of success. 409: the router is adding this engine already."""
 
 
 def router_argv(engine: Engine, url: str, metrics_port: int) -> list[str]:
@@ -56,15 +58,34 @@ def router_argv(engine: Engine, url: str, metrics_port: int) -> list[str]:
         str(int(engine.request_timeout)),
         "--disable-retries",
         "--disable-circuit-breaker",
+        "--max-concurrent-requests",
+        "0",  # no limit: it would answer 429 from 4,096 requests in flight on
+        "--disable-worker-overload-protection",  # a long queue is normal here; leaving its engine would lose the cache
+        "--worker-wedge-secs",
+        str(KEY_SECONDS),  # an engine that is paused for an update writes nothing
+        "--disable-load-monitoring",
+        "--sse-keepalive-secs",
+        "0",  # its comments are no events of /generate
+        "--header-read-timeout-secs",
+        "0",  # a busy client that opens 10,000 connections may take longer than its 30 s to send the first request
+        "--disable-tokenizer-autoload",  # token ids in, token ids out
+        "--history-backend",
+        "none",
         "--log-level",
         "warn",
     ]
 
 
+def _worker(url: str, api_key: str) -> dict[str, Any]:
+    """Return the body of POST /workers. Without `drain_settle_secs` a deleted worker stays in the list for 5 s, and one
+    that is added again in that time is deleted all the same. Its open requests finish either way."""
+    return {"url": url, "api_key": api_key, "health": {"drain_settle_secs": 0}}
+
+
 async def register(http: httpx.AsyncClient, engine_url: str, api_key: str) -> None:
     """Add one engine to the router's workers (the router accepts at once and checks its health itself)."""
-    response = await http.post("/workers", json={"url": engine_url, "api_key": api_key})
-    if response.status_code not in (200, 201, 202):
+    response = await http.post("/workers", json=_worker(engine_url, api_key))
+    if response.status_code not in ACCEPTED:
         raise EngineError(f"the router refused the engine {engine_url}: {response.status_code} {response.text[:300]}")
 
 
@@ -83,7 +104,7 @@ class Workers:
 
     def add(self, url: str) -> None:
         """Route to this engine, once the router finds it healthy."""
-        self._request("POST", "/workers", json={"url": url, "api_key": self._api_key})
+        self._request("POST", "/workers", json=_worker(url, self._api_key))
 
     def remove(self, url: str) -> None:
         """Route no more requests to this engine; an engine that the router does not know is fine."""
@@ -104,7 +125,7 @@ class Workers:
             response = self._http.request(method, path, **content)
         except httpx.HTTPError as error:
             raise EngineError(f"the router does not answer {path}: {type(error).__name__} {error}") from None
-        if response.status_code not in (200, 201, 202):
+        if response.status_code not in ACCEPTED:
             raise EngineError(f"the router refused {method} {path}: {response.status_code} {response.text[:300]}")
         return response
 
@@ -158,15 +179,15 @@ async def _healthy_workers(router: httpx.AsyncClient) -> int:
 
 
 if __name__ == "__main__":
-    # as sglang_router.launch_router does, which imports torch and half of SGLang for a balancer that nobody asked for
+    # The same as smg.launch_router, without its banner in the log.
     import setproctitle
-    from sglang_router.router import Router
-    from sglang_router.router_args import RouterArgs
+    from smg.router import Router
+    from smg.router_args import RouterArgs
 
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     if key := os.environ.get("ASYNCRL_API_KEY"):
         sys.argv += ["--api-key", key]
     arguments = RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)
-    setproctitle.setproctitle("sglang::router")
+    setproctitle.setproctitle("smg::router")
     Router.from_args(arguments).start()

@@ -15,23 +15,25 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 """Requests with the same key go to the same engine, under the router's policy `manual`."""
 
 
+NO_WORKER, STREAM_ERROR = "model_not_found", "stream_error"
+"""What the router calls its own errors: it has no healthy engine (smg 1.13 answers 404), or the engine broke the answer
+(smg then ends the stream with an event in place of the rest)."""
+
+
 class Broken(Exception):
     """The answer ended before its time, for a reason that is not the request's: it may be continued elsewhere."""
 
 
-async def pieces(
-    http: httpx.AsyncClient, request: dict[str, Any], routing_key: str, *, engine: str = ""
-) -> AsyncIterator[Piece]:
-    """The events of one request as they come, from the router or from an engine's URL. Raises Broken, or EngineError
-    when the request is refused."""
-    url, asked = f"{engine}/generate", engine or "the router"
+async def pieces(http: httpx.AsyncClient, request: dict[str, Any], routing_key: str) -> AsyncIterator[Piece]:
+    """Yield the events of one request as they arrive. Raises Broken, or EngineError when the request is refused."""
     headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
     try:
-        async with http.stream("POST", url, content=msgspec.json.encode(request), headers=headers) as response:
+        async with http.stream("POST", "/generate", content=msgspec.json.encode(request), headers=headers) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")[:500]
-                problem = f"{asked} answered {response.status_code}: {text}"
-                raise Broken(problem) if response.status_code in PASSING else EngineError(problem)
+                problem = f"the router answered {response.status_code}: {text}"
+                passing = response.status_code in PASSING or NO_WORKER in text
+                raise Broken(problem) if passing else EngineError(problem)
             waiting = bytearray()
             async for chunk in response.aiter_raw():
                 for event in _events(waiting, chunk):
@@ -41,7 +43,8 @@ async def pieces(
                     piece = decode_piece(data)
                     if piece.error is not None:
                         problem = f"the engine failed a request: {piece.error}"
-                        raise Broken(problem) if piece.error.get("code") in PASSING else EngineError(problem)
+                        passing = piece.error.get("code") in PASSING or piece.error.get("type") == STREAM_ERROR
+                        raise Broken(problem) if passing else EngineError(problem)
                     yield piece
     except httpx.HTTPError as error:
         raise Broken(f"{type(error).__name__} {error}".strip()) from None

@@ -24,7 +24,18 @@ from tests.fakes import FakeEngine, Reply, completion, echo, pieces, stream, unt
 # --- answers that are cut short ------------------------------------------------------------------------------
 
 ALPHABET = list(range(100, 108))  # what the policy writes: the token follows from the place
-CUTS = ("abort", "end", "half an event", "reset", "refused connection", "503", "overloaded", "stream error")
+CUTS = (
+    "abort",
+    "end",
+    "half an event",
+    "reset",
+    "refused connection",
+    "503",
+    "no engine",
+    "overloaded",
+    "stream error",
+    "router's stream error",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +69,7 @@ def cut_at(
             return stream(events)
         last, code = events[-1]["meta_info"], {"type": "abort", "message": "queue is full", "status_code": 503}
         error = {"error": {"message": "gone", "code": 503}}
+        routers = {"error": {"message": "Stream error: unexpected EOF", "type": "stream_error"}}
         told: dict[str, Callable[[], Reply]] = {
             "abort": lambda: stream(events),
             "end": lambda: stream(silenced(events)).removesuffix(b"data: [DONE]\n\n"),
@@ -65,8 +77,10 @@ def cut_at(
             "reset": lambda: [stream(silenced(events))[:-14], httpx.ReadError("reset by peer")],
             "refused connection": lambda: httpx.ConnectError("refused"),
             "503": lambda: httpx.Response(503, text="no available workers"),
+            "no engine": lambda: httpx.Response(404, json={"error": {"code": "model_not_found"}}),
             "overloaded": lambda: last.update(finish_reason=code) or stream(events),
             "stream error": lambda: stream([*silenced(events), error]),
+            "router's stream error": lambda: stream([*silenced(events), routers]),
         }
         return told[way]()
 
@@ -208,7 +222,8 @@ def test_attempts_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refused_request_is_not_asked_again() -> None:
-    for reply in (httpx.Response(400, text="bad"), httpx.Response(401), stream([{"error": {"message": "bad"}}])):
+    refused = [httpx.Response(400, text="bad"), httpx.Response(401), httpx.Response(404, text="no such route")]
+    for reply in (*refused, stream([{"error": {"message": "bad"}}])):
         engine = FakeEngine(lambda _, reply=reply: reply)
         with pytest.raises(EngineError):
             asked(engine, siblings, retry_timeout=5.0)

@@ -11,7 +11,7 @@ from asyncrl.install import lock_file
 from asyncrl.launch.preflight.facts import Machine
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
-MUST_MATCH = ("sglang", "sglang-router", "megatron-core")
+MUST_MATCH = ("sglang", "smg", "megatron-core")
 """We use what is inside of them: another version breaks in ways that no test has seen."""
 SHOULD_MATCH = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 INSTALL = "Install the pinned versions: asyncrl-install, or on a machine with GPUs pip install 'asyncrl[gpu]'."

@@ -1,0 +1,196 @@
+"""The real router in front of a recording worker: what it forwards, and how it reports failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from aiohttp import web
+
+from asyncrl.engine.client import Client
+from asyncrl.engine.router import Workers, register, router_argv
+from asyncrl.engine.stream import NO_WORKER, ROUTING_KEY, STREAM_ERROR
+from asyncrl.ports import free_ports
+from asyncrl.types import Completion
+from tests.fakes import completion, pieces, stream, tiny_config
+
+KEY = "the-run's-key"
+FIELDS: dict[str, Any] = {
+    "priority": 3,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 2,
+    "custom_labels": {"a": "b"},
+    "return_routed_experts": True,
+    "return_prompt_token_ids": True,
+    "null": None,
+    "nested": {"of a later": ["version", 1.0, 1e-7]},
+}
+
+
+class Recorder:
+    """A worker that keeps the requests it gets, and breaks the next `breaks` answers."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.breaks = 0
+        self.answer = stream(pieces(completion()))
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path != "/generate":
+            return web.json_response({})
+        self.bodies.append(await request.read())
+        self.headers.append(dict(request.headers))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if self.breaks:
+            self.breaks -= 1
+            await response.write(b'data: {"output_ids": [], "meta_info": {"id": "0"}}\n\n')
+            await asyncio.sleep(0.2)  # the router has the event
+            assert request.transport
+            request.transport.abort()
+        else:
+            await response.write(self.answer)
+        return response
+
+
+@asynccontextmanager
+async def router_and_worker(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, str, Recorder]]:
+    """A client of the router, the worker's URL, and the worker, which is registered."""
+    worker_port, router_port, metrics_port = free_ports("127.0.0.1", 3)
+    recorder, app = Recorder(), web.Application()
+    app.router.add_route("*", "/{path:.*}", recorder.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", worker_port).start()
+    url, worker = f"http://127.0.0.1:{router_port}", f"http://127.0.0.1:{worker_port}"
+    with (folder / "router.log").open("w") as log:
+        router = await asyncio.create_subprocess_exec(
+            *router_argv(tiny_config().engine, url, metrics_port),
+            env={**os.environ, "ASYNCRL_API_KEY": KEY},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30.0) as http:
+            await until_status(http, "/health", 200)
+            assert (await http.get("/readiness")).status_code == 503  # there is no worker yet
+            await register(http, worker, KEY)
+            await until_status(http, "/readiness", 200)
+            yield http, worker, recorder
+    finally:
+        router.kill()
+        await router.wait()
+        await runner.cleanup()
+
+
+async def until_status(http: httpx.AsyncClient, path: str, status: int) -> None:
+    deadline = time.monotonic() + 60.0
+    while True:
+        try:
+            if (await http.get(path)).status_code == status:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        assert time.monotonic() < deadline, f"{path} never answered {status}"
+        await asyncio.sleep(0.1)
+
+
+async def ask(http: httpx.AsyncClient, retry_timeout: float = 0.0, **fields: Any) -> Completion:
+    client = Client(
+        str(http.base_url),
+        run="router",
+        api_key=KEY,
+        max_new_tokens=8,
+        temperature=1.0,
+        stop_token_ids=[],
+        timeout=30.0,
+        retry_timeout=retry_timeout,
+        coalesce=True,
+        fields=fields,
+    )
+    try:
+        return await client.generate(group="g0")([1, 2])
+    finally:
+        await client.close()
+
+
+@pytest.mark.integration
+def test_requests_and_answers_pass_through_byte_for_byte(tmp_path: Path) -> None:
+    request = msgspec.json.encode({"input_ids": [1], "sampling_params": {"n": 1, "unknown": 1.50}, **FIELDS})
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = {"Content-Type": "application/json", ROUTING_KEY: "g1", "traceparent": trace}
+
+    async def both() -> None:
+        async with router_and_worker(tmp_path) as (http, worker, recorder):
+            assert (await ask(http, **FIELDS)).token_ids
+            sent = msgspec.json.decode(recorder.bodies[0])
+            assert {name: sent[name] for name in FIELDS} == FIELDS
+            recorder.answer = b'data: {"unknown": {"b": 1.50}, "meta_info": {"routed_experts": "%s"}}\n\n' % (
+                b"A" * 10_000_000
+            )
+            answer = await http.post("/generate", content=request, headers=headers)
+            assert recorder.bodies[1] == request
+            assert {name.lower(): value for name, value in recorder.headers[1].items()}["traceparent"] == trace
+            assert answer.content == recorder.answer
+            assert answer.headers["x-smg-routed-worker-id"] == worker
+
+    asyncio.run(both())
+
+
+@pytest.mark.integration
+def test_an_answer_that_the_engine_breaks_is_reported_and_retried(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with router_and_worker(tmp_path) as (http, _, recorder):
+            recorder.breaks = 1
+            told = await http.post("/generate", json={"input_ids": [1], "stream": True})
+            assert told.status_code == 200
+            assert f'"type":"{STREAM_ERROR}"' in told.text
+            recorder.breaks = 2
+            assert (await ask(http, retry_timeout=30.0)).token_ids
+            assert len(recorder.bodies) == 1 + 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.integration
+def test_requests_wait_while_no_engine_is_registered(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with router_and_worker(tmp_path) as (http, worker, _):
+            workers = Workers(str(http.base_url), KEY, 30.0)
+            await asyncio.to_thread(workers.remove, worker)
+            await until_status(http, "/readiness", 503)
+            refused = await http.post("/generate", json={"input_ids": [1]})
+            assert refused.status_code == 404
+            assert NO_WORKER in refused.text
+            asking = asyncio.create_task(ask(http, retry_timeout=30.0))
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(workers.keep, [worker])
+            await asyncio.to_thread(workers.add, worker)  # registering it twice is no error
+            assert (await asking).token_ids
+
+    asyncio.run(main())
+
+
+@pytest.mark.integration
+def test_the_key_protects_requests_and_workers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with router_and_worker(tmp_path) as (http, worker, recorder):
+            for method, path in (("POST", "/generate"), ("GET", "/workers"), ("POST", "/workers")):
+                for key in ("none", f"{KEY}s"):
+                    answer = await http.request(
+                        method, path, json={"url": worker}, headers={"Authorization": f"Bearer {key}"}
+                    )
+                    assert answer.status_code == 401
+            assert not recorder.bodies
+
+    asyncio.run(main())
