@@ -45,7 +45,7 @@ from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine  # noqa: E4
 from asyncrl.rollout.episode import Episode, Limits  # noqa: E402
 from asyncrl.rollout.prompts import load_tokenizer  # noqa: E402
 from asyncrl.types import Prompt, Trajectory  # noqa: E402
-from scripts import bench_proxy, bench_rollout  # noqa: E402
+from scripts import bench_proxy, bench_rollout, machine  # noqa: E402
 
 PACE = 0.03  # seconds of a decode step
 TOKENS, TURNS = 16, 4
@@ -198,6 +198,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer of everything")
     quick = parser.parse_args().quick
+    this = machine.report()
     count, in_play = (400, 200) if quick else (3000, 1000)
     with tempfile.TemporaryDirectory() as folder:
         tiny.write(Path(folder) / "tiny")
@@ -214,7 +215,7 @@ async def main() -> None:
         }
     for name, value in figures.items():
         print(f"{name:24} {value:10.2f}")
-    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+    print(json.dumps({**{name: round(value, 3) for name, value in figures.items()}, "machine": this}))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ all on the same groups. Time is scaled down by --scale, 80: what a request costs
 then.
 
 --real runs `experiment=count_bits` (8 prompts x 8 samples of at most 6 tokens) on the real engine and trainer instead,
-with rollout.max_staleness=0 and then with the configured bound, three times in turn. --quick: fewer steps, one
-workload, the tiny model. The last line is JSON.
+with rollout.max_staleness=0 and then with the configured bound, three times in turn. Beside the ratio stands the
+largest that this machine allows, from the synchronous runs' own seconds and from what two processes do over one
+(scripts/machine.py, overlap_bound). --quick: fewer steps, one workload, the tiny model. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,20 +27,34 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from asyncrl.config import Config, read
+from asyncrl.launch.machine import count_gpus
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.laws import bottleneck_bound
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Outcome, Setting, Workload, simulate
+from scripts import machine
 from scripts.dilated_run import DilatedRun, Measured
 
 COLUMNS = ("", "engines", "tokens/s", "x colocated", "simulated", "of the bound", "staleness")
-FIGURES = ("samples_per_s", "step_s", "trainer_idle", "engine_busy", "publish_share", "pause_s")
+FIGURES = (
+    "samples_per_s",
+    "step_s",
+    "generate_s",
+    "train_s",
+    "trainer_idle",
+    "engine_busy",
+    "publish_share",
+    "pause_s",
+    "processes",
+)
 
 # The calibration: 32 devices of 12 ms + 0.12 ms a request and 256 requests, 10,000 tokens/s each in training, 6 s a
 # step, 3 s a publish, 15 s from generating to training and back; 128 groups of 16 answers of 8,000 tokens. Here a
@@ -149,7 +164,7 @@ def best_split(mode: Mode, workload: Workload, steps: int, warm: int, scale: flo
     return settings[best], outcomes[best]
 
 
-def real(options: argparse.Namespace, console: Console) -> dict[str, float]:
+def real(options: argparse.Namespace, two_over_one: float, console: Console) -> dict[str, Any]:
     """The real engine and trainer."""
     experiment, runs, steps = ("tiny", 1, 60) if options.quick else ("count_bits", options.runs, options.steps or 40)
     settings = [f"experiment={experiment}", f"run.max_steps={steps}", "eval.questions=0", *options.overrides]
@@ -166,7 +181,33 @@ def real(options: argparse.Namespace, console: Console) -> dict[str, float]:
         table.add_row(name, *(f"{figures[name]:.3f}" for figures in medians.values()))
     console.print(table)
     ratio = medians["async"]["samples_per_s"] / medians["lead 0"]["samples_per_s"]
-    return {"async_over_lead0": ratio, **medians["async"]}
+    bound = machine_bound(medians["lead 0"], two_over_one)
+    print(bound_line(ratio, bound, medians["lead 0"], two_over_one))
+    return {
+        "async_over_lead0": ratio,
+        "machine_bound": bound,
+        "of_machine_bound": ratio / bound if bound else None,
+        **medians["async"],
+        "lead0": medians["lead 0"],
+    }
+
+
+def machine_bound(synchronous: dict[str, float], two_over_one: float) -> float | None:
+    """The largest ratio that the machine allows; None where overlap_bound does not hold."""
+    if synchronous["processes"] != 2:
+        return None
+    return machine.overlap_bound(synchronous["generate_s"], synchronous["train_s"], two_over_one)
+
+
+def bound_line(ratio: float, bound: float | None, synchronous: dict[str, float], two_over_one: float) -> str:
+    """For reading."""
+    if bound is None:
+        return f"asynchronous over synchronous {ratio:.2f}; no bound: it is for one engine and one trainer on CPUs"
+    return (
+        f"asynchronous over synchronous {ratio:.2f}; this machine allows {bound:.2f} (generating "
+        f"{synchronous['generate_s']:.2f} s, training and publishing {synchronous['train_s']:.2f} s, two processes do "
+        f"{two_over_one:.2f} x what one does): {ratio / bound:.0%} of that"
+    )
 
 
 def measure(settings: list[str]) -> dict[str, float]:
@@ -186,19 +227,32 @@ def measure(settings: list[str]) -> dict[str, float]:
         if done.returncode != 0:
             sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        processes = busy_processes(read(run_dir))
     steady = steps[len(steps) // 4 :]
     seconds = sum(step["time/step"] for step in steady)
+    waiting = sum(step["time/wait_batch"] for step in steady)
     return {
         "samples_per_s": sum(step["samples/generated"] for step in steady) / seconds,
         "step_s": seconds / len(steady),
-        "trainer_idle": sum(step["time/wait_batch"] for step in steady) / seconds,
+        "generate_s": waiting / len(steady),  # of a synchronous run: the trainer waits for the whole batch
+        "train_s": (seconds - waiting) / len(steady),  # publishing too: it is the trainer's, and engines pause
+        "trainer_idle": waiting / seconds,
+        "processes": float(processes),
         "engine_busy": sum(step["time/engine_busy"] for step in steady) / seconds,
         "publish_share": sum(step["time/publish"] for step in steady) / seconds,
         "pause_s": statistics.fmean(step["time/pause"] for step in steady),
     }
 
 
-def rounded(value: object) -> object:
+def busy_processes(config: Config) -> int:
+    """Processes of engines and trainers; 0 where they are not all on this machine's CPU."""
+    engine, trainer = config.engine, config.trainer
+    if config.engine.urls or config.cluster.launcher != "local" or count_gpus(config.cluster.gpus):
+        return 0
+    return engine.count * engine.tensor_parallel + trainer.world_size
+
+
+def rounded(value: Any) -> Any:
     """For reading."""
     if isinstance(value, dict):
         return {name: rounded(one) for name, one in value.items()}
@@ -217,15 +271,16 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=80.0, help="of time; runs take as much longer when it is less")
     parser.add_argument("overrides", nargs="*", help="--real: further settings of asyncrl-train, for both modes")
     options = parser.parse_args()
-    console = Console(width=110)
+    console, this = Console(width=110), machine.report()
     if options.real:
-        print(json.dumps(rounded(real(options, console))))
+        print(json.dumps({**rounded(real(options, this["two_over_one"], console)), "machine": this}))
         return
     wanted = options.modes or (["bound 4"] if options.quick else [mode.name for mode in MODES])
     modes = [mode for mode in MODES if mode.colocated or mode.name in wanted]
     workloads = options.workloads[:1] if options.quick else options.workloads
     steps = options.steps or (4 if options.quick else 24)
-    print(json.dumps(rounded({name: dilated(name, modes, steps, options.scale, console) for name in workloads})))
+    found = {name: dilated(name, modes, steps, options.scale, console) for name in workloads}
+    print(json.dumps({**rounded(found), "machine": this}))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Episode, Outcome, Setting, Workload, simulate
+from scripts import machine
 
 BATCH, WARM = 32, 6
 FIXED = (64, 128, 256, 512, 1024)
@@ -81,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps = 6 if parser.parse_args().quick else 20
+    this = machine.report()
     names = ["auto", "all", *map(str, FIXED)]
     table = Table("tokens/s (in play; prefilled per token trained; staleness)", *names)
     figures = {}
@@ -101,7 +103,7 @@ def main() -> None:
             "staleness_over_all": round(auto.staleness_mean / everything.staleness_mean, 3),
         }
     Console(width=200).print(table)
-    print(json.dumps(figures))
+    print(json.dumps({**figures, "machine": this}))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams  # noqa: E402
 from asyncrl.algo.table import build_table  # noqa: E402
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
+from scripts import machine  # noqa: E402
 
 RIGHT, WRONG, WORDS = 1, 2, 5000
 P_RIGHT, P_LOST, LUCK = 0.8, 0.4, 1.0
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    this = machine.report()
     half = options.turns // 2
     cases = [Case(8, {}), Case(4, {half: 2}), Case(4, {half // 2: 1, half + half // 2: 1}), Case(2, {half: 6})]
     console, result = Console(width=140), {}
@@ -155,7 +157,7 @@ def main() -> None:
             )
             result[f"{rewards}: {case}"] = {name: round(a, 3) for name, (a, _) in found.items()}
         console.print(shown)
-    print(json.dumps(result))
+    print(json.dumps({**result, "machine": this}))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from rich.table import Table  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from asyncrl.trainer.head import Head  # noqa: E402
+from scripts import machine  # noqa: E402
 
 VOCAB, WIDTH = 49152, 576
 TEMPERATURE = 0.9
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--chunk-rows", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each way (default 5)")
     settings = parser.parse_args()
+    this = machine.report()
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MiB)  # glibc: what is freed leaves the process, so that peaks show
     if settings.quick:
         settings.chunk_rows //= 8
@@ -145,6 +147,7 @@ def main() -> None:
         "peak_growth": round(chunked[sizes[-1]] / chunked[one], 4),
         "one_chunk_over_all_rows": round(times[one][0] / times[one][1], 4),
         "many_chunks_over_all_rows": round(times[4 * one][0] / times[4 * one][1], 4),
+        "machine": this,
     }
     print(json.dumps(figures))
 

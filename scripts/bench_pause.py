@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from asyncrl.engine.client import Client  # noqa: E402
 from asyncrl.types import Completion  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
+from scripts import machine  # noqa: E402
 from tests.integration.fleet import Engines, engines  # noqa: E402
 from tests.integration.publisher import SeededWeights, make, publish  # noqa: E402
 
@@ -148,7 +149,7 @@ def gap(
     fleet: Engines, weights: SeededWeights, turns: list[tuple[list[int], Completion]], count: int
 ) -> dict[str, float]:
     """Mean absolute difference of log-probabilities: of turns that one version wrote, and of those that several did."""
-    model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=getattr(torch, fleet.config.engine.dtype))
     chosen = {
         "gap_one": [turn for turn in turns if len(turn[1].versions) == 1],
         "gap_several": [turn for turn in turns if len(turn[1].versions) > 1],
@@ -178,11 +179,13 @@ def main() -> None:
     parser.add_argument("--publishes", type=int, default=8, help="versions published")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between them")
     parser.add_argument("--checked", type=int, default=24, help="turns of each kind that are compared")
+    parser.add_argument("overrides", nargs="*", help="further settings, such as engine.dtype=float32")
     options = parser.parse_args()
+    this = machine.report()
     results: dict[str, dict[str, float | None]] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        engines(Path(folder), "engine.max_total_tokens=32768", experiment="count_bits") as fleet,
+        engines(Path(folder), "engine.max_total_tokens=32768", *options.overrides, experiment="count_bits") as fleet,
     ):
         weights = SeededWeights(fleet.addresses.model, share=CHANGED)
         for number, (mode, key) in enumerate(WAYS):
@@ -193,9 +196,8 @@ def main() -> None:
     for name, figures in results.items():
         table.add_row(name, *("-" if figures[column] is None else f"{figures[column]:.3g}" for column in columns))
     Console(width=160).print(table)
-    print(
-        json.dumps({name: {key: v and round(v, 4) for key, v in figures.items()} for name, figures in results.items()})
-    )
+    short = {name: {key: v and round(v, 4) for key, v in figures.items()} for name, figures in results.items()}
+    print(json.dumps({**short, "machine": this}))
 
 
 if __name__ == "__main__":

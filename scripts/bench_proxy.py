@@ -30,6 +30,7 @@ from asyncrl.agents.template import ChatTemplate
 from asyncrl.models import tiny
 from asyncrl.rollout.prompts import load_tokenizer
 from asyncrl.types import Completion, Template, VersionSpan
+from scripts import machine
 
 CONCURRENT = 32
 CLIENT = """
@@ -117,6 +118,7 @@ async def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--episodes", type=int, default=96)
     options = parser.parse_args()
+    figures: dict[str, Any] = {"machine": machine.report()}
     folder = Path(tempfile.mkdtemp()) / "tiny"
     tiny.write(folder)
     template, proxy = ChatTemplate(load_tokenizer(folder, None)), Proxy()
@@ -129,8 +131,11 @@ async def main() -> None:
             chat, proxied, openai = [
                 await bench.measure(play, options.episodes) for play in (bench.chat, bench.proxied, bench.with_openai)
             ]
+            found = {"chat": chat, "proxy": proxied - chat, "openai": openai - chat}
+            figures[str(tokens)] = {name: round(value, 1) for name, value in found.items()}
             print(f"{tokens:19d} {chat:8.0f} {proxied - chat:22.0f} {openai - chat:40.0f}")
     await proxy.close()
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What a recording and a checkpoint cost, and how fast a recording is replayed: scripts/bench_replay.py [--quick]
+"""What a recording and a checkpoint cost, and how fast a recording is replayed.
+
+    python scripts/bench_replay.py [--quick] [OVERRIDE ...]
 
 A real run (experiment=count_bits; --quick: tiny) that is recorded, and its replay; then long answers of made-up tokens,
 written and read in one process. The last line is JSON:
@@ -36,6 +38,7 @@ from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from scripts import machine
 
 GROUPS, SAMPLES, TOKENS = 8, 16, 4096
 
@@ -54,9 +57,9 @@ def total(steps: list[dict[str, Any]], name: str) -> float:
     return float(sum(step[name] for step in steps))
 
 
-def recorded(folder: Path, experiment: str) -> dict[str, float]:
+def recorded(folder: Path, *overrides: str) -> dict[str, float]:
     """A run and its replay."""
-    settings = [f"experiment={experiment}", "run.max_steps=14"]
+    settings = [*overrides, "run.max_steps=14"]
     live = run(folder / "live", *settings, "record=true")
     again = run(folder / "again", *settings, "mode=replay", f"replay.from={folder / 'live'}")
     return {
@@ -66,11 +69,11 @@ def recorded(folder: Path, experiment: str) -> dict[str, float]:
     }
 
 
-def saved(folder: Path, experiment: str) -> dict[str, float]:
+def saved(folder: Path, *overrides: str) -> dict[str, float]:
     """A run with checkpoints."""
     every = 4
-    overrides = [f"experiment={experiment}", "run.max_steps=17", f"checkpoint.every={every}", "checkpoint.keep_last=1"]
-    steps = run(folder, *overrides, "rollout.max_staleness=0")  # engines idle while it trains, with or without writing
+    settings = [*overrides, "run.max_steps=17", f"checkpoint.every={every}", "checkpoint.keep_last=1"]
+    steps = run(folder, *settings, "rollout.max_staleness=0")  # engines idle while it trains, with or without writing
     stalls = [step["time/save"] for step in steps if "time/save" in step]
     behind = [step["time/train"] for step in steps if "time/save" in step]
     others = [step["time/train"] for step in steps if (step["step"] - 1) % every > 1]
@@ -133,12 +136,14 @@ def main() -> None:
     """Measure, then one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the tiny model")
+    parser.add_argument("overrides", nargs="*", help="further settings of the runs, such as trainer.dtype=float32")
     options = parser.parse_args()
+    this = machine.report()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        experiment = "tiny" if options.quick else "count_bits"
-        found = {**recorded(folder, experiment), **long_answers(folder / "long"), **saved(folder / "saved", experiment)}
-    print(json.dumps({name: round(value, 4) for name, value in found.items()}))
+        settings = [f"experiment={'tiny' if options.quick else 'count_bits'}", *options.overrides]
+        found = {**recorded(folder, *settings), **long_answers(folder / "long"), **saved(folder / "saved", *settings)}
+    print(json.dumps({**{name: round(value, 4) for name, value in found.items()}, "machine": this}))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from asyncrl.ports import free_port  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
 from asyncrl.rollout.ledger import Source  # noqa: E402
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
+from scripts import machine  # noqa: E402
 
 OWN_CORE, STUB_CORE = 0, 1
 PROMPT = [1, 2, 3, 4]
@@ -193,6 +194,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer trajectories")
     parser.add_argument("--in-flight", type=int, default=10_000, help="trajectories at once (default 10,000)")
     options = parser.parse_args()
+    this = machine.report()  # before this process keeps to one core
     count = 500 if options.quick else options.in_flight
     tokens, interval = 64, 8
     pieces = tokens // interval
@@ -232,7 +234,7 @@ def main() -> None:
         "long_over_short": long / short,
         "buffer_growth": costs[sizes[-1]] / costs[sizes[0]],
     }
-    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+    print(json.dumps({**{name: round(value, 3) for name, value in figures.items()}, "machine": this}))
 
 
 if __name__ == "__main__":

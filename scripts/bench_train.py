@@ -1,6 +1,6 @@
 """How fast the trainer's step is: padding, packing, shared beginnings, and plain transformers with padding.
 
-    python scripts/bench_train.py [--quick] [--dtype float32|bfloat16]
+    python scripts/bench_train.py [--quick] [--dtype float32|bfloat16] [--large-dtype float32|bfloat16]
 
 One random Llama (SmolLM2's proportions, smaller), one thread. Every step is whole: forward, backward, gradient norm,
 clipping, AdamW. Each case runs in a process of its own, which also tells its peak memory; rates are per CPU-second, of
@@ -49,6 +49,7 @@ from rich.table import Table  # noqa: E402
 from asyncrl.algo.balance import Costs, measure, partition  # noqa: E402
 from asyncrl.algo.samples import Sample  # noqa: E402
 from asyncrl.launch.plan import KEEP_MEMORY  # noqa: E402
+from scripts import machine  # noqa: E402
 
 BUDGET = 8192
 """Tokens of a micro-batch, padding counted."""
@@ -257,10 +258,10 @@ def transformers_step(folder: Path, groups: list[list[Sample]], _: str) -> tuple
 
 
 def per_parameter(folder: Path) -> dict[str, float]:
-    """A step of one token in bfloat16 with float32 masters, but forward and backward of the layers; one AdamW pass."""
+    """A step of one token with float32 masters, but forward and backward of the layers; one AdamW pass."""
     import torch
 
-    model = Model(folder, "bfloat16")
+    model = Model(folder, json.loads((folder / "config.json").read_text())["dtype"])
     from asyncrl.algo.pack import pack
     from asyncrl.trainer import model as megatron
 
@@ -270,7 +271,7 @@ def per_parameter(folder: Path) -> dict[str, float]:
 
     def plain() -> None:
         """Forward and backward alone: gradients appear and are dropped."""
-        chunk = wrapped.module.module
+        chunk = getattr(wrapped.module, "module", wrapped.module)  # in bfloat16 Megatron wraps it once more
         hidden = megatron.forward(wrapped.module, chunk, packs[0])[0]
         torch.autograd.grad((hidden @ megatron.head_weight(chunk).t()).float().logsumexp(-1).sum(), inner)
 
@@ -387,6 +388,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model, groups of 8 only")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    large = "of the larger model, whose work per parameter is measured (default bfloat16)"
+    parser.add_argument("--large-dtype", choices=("float32", "bfloat16"), default="bfloat16", help=large)
     parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)  # one case, in a process of its own
     arguments = parser.parse_args()
     if arguments.case:
@@ -397,10 +400,11 @@ def main() -> None:
             shape, siblings, seconds = rest
             print(json.dumps(case(Path(folder), way, SHAPES[shape], int(siblings), float(seconds))))
         return
+    this = machine.report()
     with tempfile.TemporaryDirectory() as folder:
         width = 192 if arguments.quick else 384
         write_model(Path(folder) / "model", width=width, layers=4, vocab=1024, dtype=arguments.dtype)
-        write_model(Path(folder) / "large", width=576, layers=3 * width // 96, vocab=16384, dtype="bfloat16")
+        write_model(Path(folder) / "large", width=576, layers=3 * width // 96, vocab=16384, dtype=arguments.large_dtype)
         bench = Bench(Path(folder), 0.5 if arguments.quick else 3.0)
         ways = WAYS if arguments.dtype == "float32" else WAYS[1:]  # plain transformers has no float32 masters
         for shape in SHAPES:
@@ -425,7 +429,7 @@ def main() -> None:
     if arguments.dtype == "float32":
         ratios = [bench.faster(*one, "padded", "transformers") for one in cases]
         figures["ours_over_hf"] = statistics.geometric_mean(ratios)
-    print(json.dumps({name: round(value, 7) for name, value in figures.items()}))
+    print(json.dumps({**{name: round(value, 7) for name, value in figures.items()}, "machine": this}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast weights reach an engine, by transport, staging and bucket size, against memcpy and a raw broadcast.
 
-    python scripts/bench_weights.py [--quick] [--repeats N]
+    python scripts/bench_weights.py [--quick] [--repeats N] [OVERRIDE ...]
 
 One real SGLang engine serves SmolLM2-135M (--quick: the tiny model). The weights come from Megatron at TP=1 through
 the resharder; every transport then publishes them. Ratios are taken within this run: memcpy copies the same bytes
@@ -56,6 +56,7 @@ from asyncrl.weights.distributed import group_beside_the_default  # noqa: E402
 from asyncrl.weights.layouts import dims_of  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
 from asyncrl.weights.reshard import Resharder  # noqa: E402
+from scripts import machine  # noqa: E402
 from tests.integration.fleet import Engines, engines  # noqa: E402
 from tests.integration.publisher import make  # noqa: E402
 
@@ -81,22 +82,24 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny model, two repeats")
     parser.add_argument("--repeats", type=int, default=5, help="publishes of each kind (default 5)")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)  # one rank of a layout, under torchrun
+    parser.add_argument("overrides", nargs="*", help="further settings, such as trainer.dtype=float32")
     arguments = parser.parse_args()
     if arguments.rank:
         export_on_this_rank(*arguments.rank)
         return
+    this = machine.report()
     experiment, repeats = ("tiny", 2) if arguments.quick else ("count_bits", arguments.repeats)
     figures: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        engines(Path(folder), "weights.transport=delta", experiment=experiment) as fleet,
+        engines(Path(folder), "weights.transport=delta", *arguments.overrides, experiment=experiment) as fleet,
     ):
         bench = Bench(fleet, Path(folder), repeats)
         figures |= bench.export()
         bench.layouts()
         figures |= bench.transports()
         figures |= bench.sweep()
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+    print(json.dumps({**{name: round(value, 4) for name, value in figures.items()}, "machine": this}))
 
 
 class Bench:
