@@ -182,7 +182,7 @@ def real(options: argparse.Namespace, two_over_one: float, console: Console) -> 
     console.print(table)
     ratio = medians["async"]["samples_per_s"] / medians["lead 0"]["samples_per_s"]
     bound = machine_bound(medians["lead 0"], two_over_one)
-    console.print(bound_line(ratio, bound, medians["lead 0"], two_over_one))
+    print(bound_line(ratio, bound, medians["lead 0"], two_over_one))
     return {
         "async_over_lead0": ratio,
         "machine_bound": bound,

@@ -131,7 +131,8 @@ async def main() -> None:
             chat, proxied, openai = [
                 await bench.measure(play, options.episodes) for play in (bench.chat, bench.proxied, bench.with_openai)
             ]
-            figures[str(tokens)] = {"chat": chat, "proxy": proxied - chat, "openai": openai - chat}
+            found = {"chat": chat, "proxy": proxied - chat, "openai": openai - chat}
+            figures[str(tokens)] = {name: round(value, 1) for name, value in found.items()}
             print(f"{tokens:19d} {chat:8.0f} {proxied - chat:22.0f} {openai - chat:40.0f}")
     await proxy.close()
     print(json.dumps(figures))

@@ -271,7 +271,7 @@ def per_parameter(folder: Path) -> dict[str, float]:
 
     def plain() -> None:
         """Forward and backward alone: gradients appear and are dropped."""
-        chunk = wrapped.module.module
+        chunk = getattr(wrapped.module, "module", wrapped.module)  # in bfloat16 Megatron wraps it once more
         hidden = megatron.forward(wrapped.module, chunk, packs[0])[0]
         torch.autograd.grad((hidden @ megatron.head_weight(chunk).t()).float().logsumexp(-1).sum(), inner)
 
