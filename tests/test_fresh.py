@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -77,22 +76,22 @@ def test_bundle_is_the_commit_and_not_the_working_tree(tmp_path: Path, monkeypat
     assert (clone / "kept").read_text() == "committed"
 
 
-def test_folder_that_is_still_written_to_is_removed(tmp_path: Path) -> None:
+def test_folder_that_is_still_written_to_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "roots"
-    (folder / "deep").mkdir(parents=True)
-    ends = time.monotonic() + 0.3
+    folder.mkdir()
+    errors, rmtree = [OSError(errno.ENOTEMPTY, "a process wrote to it")] * 2, shutil.rmtree
 
-    def write() -> None:
-        while time.monotonic() < ends:
-            (folder / "deep").mkdir(parents=True, exist_ok=True)
-            (folder / "deep" / str(time.monotonic_ns())).touch()
+    def remove(path: Path) -> None:
+        if errors:
+            raise errors.pop()
+        rmtree(path)
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    writer.join(0.1)
+    monkeypatch.setattr(shutil, "rmtree", remove)
     clean_root.remove(folder)
-    writer.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    assert not folder.exists()
+    errors.append(OSError(errno.ENOTEMPTY, "a process wrote to it"))
+    with pytest.raises(OSError, match="wrote to it"):
+        clean_root.remove(folder, seconds=-1)
 
 
 def test_folder_with_a_mount_in_it_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

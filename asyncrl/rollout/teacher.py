@@ -48,7 +48,10 @@ class Teacher:
         try:
             async with asyncio.TaskGroup() as asking:
                 tasks = [asking.create_task(self._sample(prompt_ids, [t for _, t in one], group)) for one in samples]
-        except* EpisodeFailed as failed:
+        except BaseExceptionGroup as raised:  # not except*, which wraps what is raised inside it before Python 3.11.4
+            failed, others = raised.split(EpisodeFailed)
+            if failed is None or others is not None:
+                raise
             raise failed.exceptions[0] from None
         turns = list(trajectory.turns)
         for sample, task in zip(samples, tasks, strict=True):

@@ -119,8 +119,12 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as siblings:  # one lost sibling cancels the rest: no orphan requests
                 tasks = [siblings.create_task(self.episode(prompt, session)) for session in sessions]
-        except* (EpisodeFailed, EngineError) as failed:
-            await self._fail(ticket, failed)
+        except BaseExceptionGroup as raised:  # not except*, which wraps what is raised inside it before Python 3.11.4
+            failed, others = raised.split((EpisodeFailed, EngineError))
+            if failed is not None:
+                await self._fail(ticket, failed)
+            if others is not None:
+                raise others from None
         else:
             self._failures_in_a_row = 0
             played = [task.result() for task in tasks]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 
 from asyncrl.checkpoints import manifest, torch_dist
@@ -160,6 +161,26 @@ def test_pickle_that_names_anything_else_is_refused_and_runs_nothing(tmp_path: P
     (tmp_path / ".metadata").write_bytes(pickle.dumps([1, 2]))
     with pytest.raises(RecordError, match="it holds a list"):
         torch_dist.read_metadata(tmp_path)
+
+
+class Attribute:
+    """Pickled as `getattr(of, name)`, which is what Python 3.11.0 to 3.11.3 makes of an enumeration's members."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (self.of, self.name)
+
+
+def test_memory_format_is_read_as_every_python_writes_it_and_no_other_attribute() -> None:
+    formats = metadata._MEM_FORMAT_ENCODING
+    for written in (formats.TORCH_CHANNELS_LAST, Attribute(formats, "TORCH_CHANNELS_LAST")):
+        found = torch_dist.parse(pickle.dumps(metadata.Metadata({}, planner_data=written)))
+        assert found.planner_data is formats.TORCH_CHANNELS_LAST
+    for refused in (Attribute(formats, "__class__"), Attribute(torch.Size, "__init__")):
+        with pytest.raises(RecordError, match=r"KeyError|getattr for something other than a memory format"):
+            torch_dist.parse(pickle.dumps(metadata.Metadata({}, planner_data=refused)))
 
 
 @settings(deadline=None, max_examples=MUTATIONS)

@@ -114,7 +114,8 @@ def test_script_passes_signals_on_and_asks_for_the_queue_where_it_was_paused(
 ) -> None:
     """Run as Slurm runs it, with a launcher and an scontrol of our own."""
     for name, text in (
-        ("launcher", f"#!{sys.executable}\n{RUN}{program}\n"),
+        ("launcher", f"#!/bin/sh\nexec '{sys.executable}' {tmp_path}/program\n"),  # its path may have a space
+        ("program", f"{RUN}{program}\n"),
         ("scontrol", f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n'),
     ):
         (tmp_path / name).write_text(text)
