@@ -21,6 +21,8 @@ from asyncrl.engine.server import (
 )
 from asyncrl.launch.placement import Placement, Seat
 
+NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
+"""The router's HTTP client would take a proxy of the environment for requests to engines, with the run's API key."""
 ROUTER_PATIENCE = 30.0
 """Seconds: it computes nothing, but a machine may be busy."""
 
@@ -56,7 +58,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
         ProcessSpec(
             "router",
             router_argv(config.engine, addresses.router, placement.router.meeting),
-            _shared_env(addresses, placement.router),
+            {**_shared_env(addresses, placement.router), **NO_PROXY},
             node=placement.router.node.name,
             restarts=_restarts(config),
             watch=f"{addresses.router}/health",

@@ -212,6 +212,10 @@ def test_cpu_processes_keep_the_memory_that_they_free() -> None:
     assert not any("MALLOC_MMAP_MAX_" in spec.env for spec in made(gpus=4).values())
 
 
+def test_router_sends_no_request_of_the_run_to_a_proxy() -> None:
+    assert made()["router"].env["no_proxy"] == "*"
+
+
 # --- a teacher ----------------------------------------------------------------------------------------------
 
 
