@@ -1,5 +1,5 @@
-"""One hypothesis profile for all: the same examples on every machine, and no deadlines on shared cores; and which tests
-may run at the same time."""
+"""One hypothesis profile for all tests: the same examples on every machine, and no deadlines on shared cores. And the
+schedule of the integration tests: which of them run in one process, and which start first."""
 
 from typing import Any
 
@@ -12,29 +12,71 @@ settings.register_profile(
 settings.load_profile("asyncrl")
 
 SANDBOXES = ("tests/envs/", "tests/rewards/", "tests/integration/test_agents.py")
-"""Their tests look for what sandboxes have left anywhere on the machine: one of them at a time."""
-LONGEST = ("slurm", "elastic", "resume", "resume_environments", "survival", "ends", "teacher")
-LONG = tuple(f"tests/integration/test_{name}.py" for name in LONGEST)
-"""Files of minutes: begun first, or one process would end on them while the other has nothing left."""
+"""These tests look for what sandboxes have left anywhere on the machine, so they run one at a time."""
+FOLDERS = ("tests/integration/", "tests/envs/", "tests/rewards/")
+"""Where `make integration` collects; `make unit` collects everything but the first. (Collecting takes seconds.)"""
+STARTING = {"integration", "campaign", "gpu", "multi_gpu"}
+
+
+def _files(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/integration/test_{name}.py" for name in names)
+
+
+ONE_FLEET = _files("proxy", "fleet", "continuation", "weight_faults")
+"""Files that share the engines of tests/integration/conftest.py. The order matters: the last ones kill engines."""
+LONGEST = _files(
+    "slurm", "resume", "resume_environments", "elastic", "ends", "weights", "proxy", "fleet", "continuation",
+    "weight_faults", "survival", "layouts", "hangs", "teacher", "replay", "agents", "rollout_faults", "mixture",
+    "deaths", "preflight", "checksum",
+)  # fmt: skip
+"""Files that start whole runs or engines, the longest first: a long file that starts last leaves the other processes
+without work."""
+SEPARATE = _files(
+    "resume", "elastic", "ends", "survival", "layouts", "hangs", "teacher", "rollout_faults", "deaths"
+)  # fmt: skip
+"""Files whose tests share nothing, so that each test can run in any process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, all else as it stands."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    """Sort the longest files first and keep the order of all others."""
+    place = {file: number for number, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(_file(item.nodeid), len(place)))
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "integration" in marks and not item.nodeid.startswith(FOLDERS):
+            raise pytest.UsageError(f"{item.nodeid}: move it to one of {', '.join(FOLDERS)}, or make would not find it")
+        if item.nodeid.startswith(FOLDERS[0]) and not marks & STARTING:
+            raise pytest.UsageError(
+                f"{item.nodeid}: mark it integration or campaign, or move it: make would not find it"
+            )
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadfile: a file's tests share a process, and so its engines. (xdist_group does nothing under
-    pytest 9: xdist 3.8 renames tests, which pytest no longer heeds.)"""
+    """Schedule by file (--dist loadfile), so that the tests of a file share its engines. (xdist_group has no effect
+    under pytest 9, which ignores the names that xdist 3.8 gives to tests.)"""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
+            file = _file(nodeid)
+            if file in SEPARATE:
+                return nodeid
+            if file in ONE_FLEET:
+                return "one fleet"
             return "sandboxes" if file.startswith(SANDBOXES) else file
+
+        def _reschedule(self, node: Any) -> None:
+            """Give a process its next file when its last test begins. xdist would do so at the last test but one, and
+            a test of minutes would keep files waiting that another process has time for."""
+            if not self.workqueue or self._pending_of(self.assigned_work[node]) <= 1:
+                super()._reschedule(node)
 
     return ByFile(config, log)
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config, load
-from asyncrl.engine.router import wait_until_ready
+from asyncrl.engine.router import Workers, wait_until_ready
 from asyncrl.launch.machine import this_node
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import Seat, place, ports_wanted
@@ -54,6 +54,26 @@ class Engines:
     def close(self) -> None:
         for name in list(self._running):
             self.kill(name)
+
+    def revive(self) -> None:
+        """Start what a test has killed, and wait until the router routes to every engine."""
+        killed = [name for name in self._specs if name not in self._running]
+        for name in killed:
+            self.start(name)
+        if not killed:
+            return
+        for url in (self.addresses.router, *self.addresses.engines):
+            self.wait_for(url)
+        workers = Workers(self.addresses.router, self.addresses.api_key, START)
+        workers.keep(self.addresses.engines)
+        deadline = time.monotonic() + START
+        while self._routed() != set(self.addresses.engines):
+            assert time.monotonic() < deadline, f"the router routes to {self._routed()} alone; see {self.folder}"
+            time.sleep(0.2)
+
+    def _routed(self) -> set[str]:
+        answer = httpx.get(f"{self.addresses.router}/workers", headers=self.addresses.headers, trust_env=False)
+        return {worker["url"] for worker in answer.json()["workers"] if worker["is_healthy"]}
 
     def wait_for(self, url: str, timeout: float = START) -> None:
         """Until an engine that was started again answers."""

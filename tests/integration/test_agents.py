@@ -75,7 +75,7 @@ def test_twenty_lines_in_a_folder_outside_of_the_package_train_by_import_path(tm
         run_dir,
         *("task=own", "task.kind=games:Nearer", "task.name=nearer", "+task.agent_params.max_turns=4", "record=true"),
         *("rollout.max_new_tokens=3", "algo.advantage=grpo_turn", "run.max_steps=8", "eval.questions=10"),
-        *("task.environments.warm=4", "trainer.data_parallel=2"),
+        "task.environments.warm=4",
     )
     assert len(steps) == 8
     ledger = books_balance(run_dir)

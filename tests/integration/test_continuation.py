@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
 import pytest
@@ -12,16 +12,15 @@ import pytest
 from asyncrl.engine.client import Client
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.types import Completion
-from tests.integration.fleet import START, Engines, engines
+from tests.integration.fleet import START, Engines
 
 LENGTH = 48  # with what came of it a prompt must stay below the 58 tokens that SGLang takes of the tiny model's 64
 PROMPTS = [[12, i % 10, (3 * i) % 10, (7 * i) % 10, 11] for i in range(16)]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    with engines(tmp_path_factory.mktemp("fleet"), "engine.count=2") as started:
-        yield started
+@pytest.fixture
+def fleet(two_engines: Engines) -> Engines:
+    return two_engines
 
 
 def client_of(fleet: Engines, stop_token_ids: list[int]) -> Client:
@@ -96,8 +95,6 @@ def test_router_is_killed_and_started_again(fleet: Engines) -> None:
 
 @pytest.mark.integration
 def test_engine_is_stopped_then_killed_and_the_other_goes_on_from_what_was_streamed(fleet: Engines) -> None:
-    """Ends the module: the fleet is left with one engine."""
-
     async def hang() -> None:
         fleet.signal("engine-0", signal.SIGSTOP)
         await asyncio.sleep(0.5)  # the other goes on meanwhile

@@ -38,19 +38,6 @@ def test_a_death_ends_the_run_with_a_diagnosis(victim: str, tmp_path: Path) -> N
     _kill_and_check(tmp_path, victim, step=2, delay=0.0)
 
 
-@pytest.mark.integration
-def test_sigterm_stops_everything(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with start(run_dir, "run.max_steps=100000", "eval.questions=0") as process:
-        wait_for_step(process, run_dir, 2)
-        started = descendants(process)
-        process.send_signal(signal.SIGTERM)
-        code, text = finish(process, run_dir, DEADLINE)
-    assert code == 128 + signal.SIGTERM, text
-    assert "stopped by SIGTERM" in text
-    nothing_is_left(run_dir, started)
-
-
 @pytest.mark.campaign
 @pytest.mark.integration
 def test_the_launchers_own_death_leaves_nothing(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""One real engine behind the real router, for the contract that the rest of the system stands on."""
+"""Real engines behind the real router, for the contract that the rest of the system stands on."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -14,16 +13,15 @@ from asyncrl.engine.control import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
 from asyncrl.types import Completion
-from tests.integration.fleet import engines
+from tests.integration.fleet import Engines
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
-    """The launcher's own engine and router, without the rest of a run."""
-    with engines(tmp_path_factory.mktemp("fleet")) as started:
-        yield started.addresses
+@pytest.fixture
+def addresses(two_engines: Engines) -> Addresses:
+    """The launcher's own engines and router, without the rest of a run."""
+    return two_engines.addresses
 
 
 def _client(addresses: Addresses, key: str | None = None, run: str = "t") -> Client:
@@ -78,28 +76,28 @@ def test_the_runs_key_guards_router_engine_and_control(addresses: Addresses) -> 
 
 
 def test_engine_that_refuses_is_lost_with_its_own_words(addresses: Addresses) -> None:
-    fleet = Fleet(addresses.engines, addresses.api_key, 30.0)
+    fleet = Fleet(addresses.engines[:1], addresses.api_key, 30.0)
     with pytest.raises(EngineError, match=f"{addresses.engines[0]}/update_weights_from_tensor answered"):
         fleet.call("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"], "flush_cache": False})
     fleet.close()
 
 
 def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(addresses: Addresses) -> None:
-    """Ends the module: the engine serves another version afterwards."""
+    """Versions without weights: the engines keep those of version 0, and say so again in the end."""
     fleet = Fleet(addresses.engines, addresses.api_key, 30.0)
     protocol = Update(fleet, mode="in_place")
+
+    def publish(version: int) -> None:
+        with protocol.paused():
+            with protocol.session():
+                pass
+            protocol.label(version)
 
     async def publish_during(client: Client, version: int) -> list[Completion]:
         running = asyncio.gather(*[client.generate()([12, 1, 2, 3, 11]) for _ in range(64)])
         await asyncio.sleep(0.05)
 
-        def publish() -> None:
-            with protocol.paused():
-                with protocol.session():
-                    pass
-                protocol.label(version)
-
-        await asyncio.to_thread(publish)
+        await asyncio.to_thread(publish, version)
         return await running
 
     async def attempts() -> list[Completion]:
@@ -114,8 +112,11 @@ def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(ad
         await client.close()
         return mixed
 
-    mixed = asyncio.run(attempts())
-    fleet.close()
+    try:
+        mixed = asyncio.run(attempts())
+    finally:
+        publish(0)
+        fleet.close()
     assert mixed, "no answer was written by two versions"
     for completion in mixed:
         assert [span.version for span in completion.versions] == sorted(span.version for span in completion.versions)

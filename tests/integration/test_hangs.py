@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.integration.running import (
+    descendants,
     finish,
     lines,
     nothing_is_left,
@@ -21,6 +22,7 @@ from tests.integration.running import (
     start,
     wait_for_step,
 )
+from tests.integration.test_survival import serving, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -90,7 +92,7 @@ def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alon
 
 
 def test_router_and_engine_that_are_stopped_while_the_trainer_waits_are_replaced(tmp_path: Path) -> None:
-    """Synchronous: no publish will come that would find the engine."""
+    """Synchronous: no publish will come that would find the engine. In the end SIGTERM stops everything."""
     run_dir = tmp_path / "run"
     overrides = ["run.max_steps=100000", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
     with start(run_dir, *overrides, "rollout.max_staleness=0") as process:
@@ -105,7 +107,11 @@ def test_router_and_engine_that_are_stopped_while_the_trainer_waits_are_replaced
         text = output(run_dir)
         assert "router lives and does not answer: it is killed" in text
         assert "router died (killed by SIGKILL" in text
-        process.send_signal(signal.SIGINT)
+        wait_until(lambda: serving(run_dir) == 2, process, run_dir, "engine-1 came back")
+        started = descendants(process)
+        process.send_signal(signal.SIGTERM)
         code, text = finish(process, run_dir)
-    assert code == 128 + signal.SIGINT, text
-    nothing_is_left(run_dir)
+    assert code == 128 + signal.SIGTERM, text
+    assert "stopped by SIGTERM" in text
+    assert "engine-1 died (killed by SIGKILL" in text
+    nothing_is_left(run_dir, started)

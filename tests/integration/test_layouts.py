@@ -17,21 +17,20 @@ from tests.integration.running import nothing_is_left, run
 pytestmark = pytest.mark.integration
 
 LAYOUTS = {
-    "tp2-two-engines": ["trainer.tensor_parallel=2", "engine.count=2"],
+    "tp2-sp-two-engines": ["trainer.tensor_parallel=2", "trainer.sequence_parallel=true", "engine.count=2"],
     "dp2-over-disk": ["trainer.data_parallel=2", "weights.transport=disk"],
-    "tp2-sp-over-broadcast": [
-        "trainer.tensor_parallel=2",
-        "trainer.sequence_parallel=true",
-        "weights.transport=distributed",
-    ],
-    "pp2-over-broadcast": [
-        "trainer.pipeline_parallel=2",
-        "weights.transport=distributed",
-        "weights.staging=stream",
-        "engine.count=2",
-    ],
+    "pp2-over-broadcast": ["trainer.pipeline_parallel=2", "weights.transport=distributed", "weights.staging=stream"],
     "pp2-over-delta": ["trainer.pipeline_parallel=2", "weights.transport=delta", "weights.verify_every=1"],
 }
+FURTHER = {  # each setting is also in a layout above
+    "tp2-two-engines": ["trainer.tensor_parallel=2", "engine.count=2"],
+    "tp2-sp-over-broadcast": [*LAYOUTS["tp2-sp-two-engines"][:2], "weights.transport=distributed"],
+    "pp2-over-broadcast-two-engines": [*LAYOUTS["pp2-over-broadcast"], "engine.count=2"],
+}
+CASES = [
+    *(pytest.param(layout, id=name) for name, layout in LAYOUTS.items()),
+    *(pytest.param(layout, id=name, marks=pytest.mark.campaign) for name, layout in FURTHER.items()),
+]
 SYNCHRONOUS = [
     "rollout.max_staleness=0",
     "run.max_steps=5",
@@ -41,7 +40,7 @@ SYNCHRONOUS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("layout", CASES)
 def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layout: list[str], tmp_path: Path) -> None:
     steps = run(tmp_path / "run", *SYNCHRONOUS, *layout)
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5]

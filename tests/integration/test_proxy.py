@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.episode import Episode, Limits
 from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
 from asyncrl.types import Generate, Prompt, Trajectory
-from tests.integration.fleet import START, Engines, engines
+from tests.integration.fleet import START, Engines
 
 SAYS = ("5", "71", "203")
 LIMIT = 6  # tokens of an answer; three turns stay within the tiny model's 64
@@ -68,12 +67,6 @@ async def solve(question: dict[str, Any], base_url: str, api_key: str) -> float:
     return 0.5
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    with engines(tmp_path_factory.mktemp("fleet")) as started:
-        yield started
-
-
 async def greedy(fleet: Engines, agent: Agent, episodes: int) -> list[Trajectory]:
     """Trajectories of questions 0, 1, ..., all played at once."""
     tokenizer = load_tokenizer(fleet.addresses.model, None)
@@ -116,18 +109,18 @@ def same(found: Trajectory, direct: Trajectory) -> None:
 
 
 @pytest.mark.integration
-def test_proxied_agents_have_the_trajectories_of_direct_ones(fleet: Engines, tmp_path: Path) -> None:
+def test_proxied_agents_have_the_trajectories_of_direct_ones(two_engines: Engines, tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(PROGRAM)
 
     async def main() -> None:
-        direct = await greedy(fleet, Direct(), EPISODES)
+        direct = await greedy(two_engines, Direct(), EPISODES)
         assert len({tuple(one.turns[-1].completion.token_ids) for one in direct}) > 1
         for agent, episodes in (
             (Proxied("tests.integration.test_proxy:solve"), EPISODES),
             (Command([sys.executable, str(script)], reads_reward=True), 3),
         ):
-            found = await greedy(fleet, agent, episodes)
+            found = await greedy(two_engines, agent, episodes)
             for one, other in zip(found, direct[:episodes], strict=True):
                 same(one, other)
             assert (agent.figures.contexts_begun, agent.figures.turns) == (episodes, 4 * episodes)

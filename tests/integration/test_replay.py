@@ -79,6 +79,17 @@ def test_another_loss_some_batches_and_one_again_and_again_are_trained(live: Pat
     assert looped[2]["loss"] != looped[0]["loss"]
 
 
+def test_too_many_bad_steps_end_the_run_and_say_so(live: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    bad = ("trainer.bad_grad_norm=1e-9", "trainer.max_bad_steps=3")
+    with start(run_dir, *SMALL, *SLACK, *bad, "mode=replay", f"replay.from={live}") as process:
+        code, text = finish(process, run_dir)
+    assert code == 1, text
+    assert "bad step 3 in a row (trainer.bad_grad_norm=1e-09, trainer.on_bad_step=skip" in text
+    assert [step["step/bad"] for step in lines(run_dir / "metrics.jsonl")] == [1.0, 1.0]
+    nothing_is_left(run_dir)
+
+
 def same_schedule(live: Path, again: Path, *settings: str) -> None:
     """Batches, books and weights are those of the recorded run."""
     replayed = replay(again, live, "replay.schedule=true", *settings)

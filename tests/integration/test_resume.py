@@ -138,6 +138,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 DETERMINISTIC = ["deterministic=true", "rollout.max_staleness=0", "rollout.lead=null"]
 
 
+@pytest.mark.campaign  # test_resume_environments.py makes the same comparison for a game
 def test_deterministic_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path) -> None:
     """Engines write the same tokens again, from seeds of their own: steps and weights to the last bit."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -149,28 +150,32 @@ def test_deterministic_run_that_was_killed_is_the_run_that_was_not(tmp_path: Pat
     assert trained(lines(killed / "metrics.jsonl")) == trained(expected)
     assert weights(killed) == weights(whole)
     assert len({step["reward/mean"] for step in expected}) > 3  # its answers are no constant
-    # its last checkpoint holds the weights that it exported
-    model = json.loads((whole / "addresses.json").read_text())["model"]
-    policy = Shelf(killed).path(STEPS) / "policy"
+
+
+def check_conversion(run_dir: Path, tmp_path: Path) -> None:
+    """Check that the last checkpoint holds the weights that the run exported."""
+    model = json.loads((run_dir / "addresses.json").read_text())["model"]
+    policy = Shelf(run_dir).path(STEPS) / "policy"
     assert convert(["to-hf", str(policy), str(tmp_path / "converted"), "--model", model]) == 0
-    held, exported = tensors(tmp_path / "converted"), tensors(whole / "hf")
+    held, exported = tensors(tmp_path / "converted"), tensors(run_dir / "hf")
     assert held.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in held.items())
 
 
-@pytest.mark.parametrize("victim", ["trainer", "rollout"])
-def test_run_goes_on_as_if_nothing_had_happened(victim: str, tmp_path: Path) -> None:
-    """Each victim in another layout, killed beyond a checkpoint."""
-    layout = {"trainer": ["trainer.data_parallel=2"], "rollout": []}[victim]
-    run_dir = tmp_path / "run"
-    Blow(victim, 5, 0.15).strike(run_dir, *layout)
-    before = max(Shelf(run_dir).versions(), default=0)
+def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """A trainer rank is killed beyond a checkpoint, then, in the run that went on, the rollout process."""
+    layout, run_dir = ["trainer.data_parallel=2"], tmp_path / "run"
+    Blow("trainer", 5, 0.15).strike(run_dir, *layout)
+    first = max(Shelf(run_dir).versions(), default=0)
+    text = Blow("rollout", max(first, 6) + 2, 0.0).strike(run_dir, *layout)
+    assert f"goes on from {Shelf(run_dir).path(first)}" in text
+    assert len(lines(run_dir / "metrics.jsonl")) < STEPS
+    second = max(Shelf(run_dir).versions())
     text = go_on_to_the_end(run_dir, *layout)
-    assert f"goes on from {Shelf(run_dir).path(before)}" in text
+    assert f"goes on from {Shelf(run_dir).path(second)}" in text
     check_books(run_dir)
-    if victim == "rollout":  # replays of the others are campaigns
-        return
     check_replay(run_dir, tmp_path, *layout)
+    check_conversion(run_dir, tmp_path)
     # a run of its own, from its last checkpoint but one, in another layout and with other engines
     fork = [one for one in RUN if not one.startswith("resume")]
     fork += [f"resume={Shelf(run_dir).path(STEPS - 2)}", "trainer.tensor_parallel=2", "engine.count=2"]

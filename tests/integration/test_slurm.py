@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from asyncrl.checkpoints.shelf import Shelf
 from tests.integration.running import lines, nothing_is_left, pids_carrying, run
 from tests.integration.test_agents import books_balance
 from tests.integration.test_replay import trained, weights
-from tests.slurm.lab import HOST, Lab, missing, missing_networks
+from tests.slurm.lab import HOST, ROOT, Lab, missing, missing_networks
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(missing()), reason=missing())]
 JOB = ("experiment=tiny", "cluster=slurm", "cluster.gpus=0", f"cluster.host={HOST}", "weights.transport=distributed")
@@ -35,6 +36,7 @@ def lab() -> Iterator[Lab]:
     folder = Path(tempfile.mkdtemp(prefix="lab-"))  # short: sockets lie in it
     try:
         with Lab(folder, ["node1", "node2", "node3"]) as opened:
+            opened.env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for patient.py
             yield opened
     finally:
         shutil.rmtree(folder)
@@ -60,6 +62,11 @@ class Submitted:
         words = self.lab.run("scontrol", "show", "job", self.id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def minutes(self) -> int:
+        """Whole minutes for which it has run."""
+        hours, minutes, _ = self.show()["RunTime"].split(":")
+        return 60 * int(hours) + int(minutes)
+
     def steps(self) -> list[dict[str, Any]]:
         return lines(self.run_dir / "metrics.jsonl")
 
@@ -79,13 +86,14 @@ class Submitted:
         shown = self.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), self.output
 
-    def is_queued_again(self, times: int) -> None:
-        """And may start at once: Slurm would have it wait for two minutes."""
+    def is_queued_again(self, times: int, **changes: int) -> None:
+        """Wait for the requeue, and start the job at once, with these changes: Slurm would wait for two minutes."""
         self.lab.wait_for(lambda: int(self.show()["Restarts"]) >= times, "requeue", TIMEOUT)
         time.sleep(3)  # the credential of the start before is revoked, by its second
 
         def started() -> bool:
-            self.lab.run("scontrol", "update", f"jobid={self.id}", "starttime=now", check=False)
+            changed = [f"{name}={value}" for name, value in changes.items()]
+            self.lab.run("scontrol", "update", f"jobid={self.id}", "starttime=now", *changed, check=False)
             return self.show()["JobState"] == "RUNNING"
 
         self.lab.wait_for(started, f"start of {self.show()}", TIMEOUT)
@@ -113,7 +121,7 @@ def goes_on_exactly(job: Submitted, steps: int, tmp_path: Path) -> None:
     nothing_is_left(job.run_dir)
 
 
-@pytest.mark.campaign  # the next test is the same, and more
+@pytest.mark.campaign  # the next test is the same with addresses; test_ends.py holds that a run learns
 def test_trainers_on_one_node_and_engines_on_the_other_learn(lab: Lab, tmp_path: Path) -> None:
     job = Submitted(lab, tmp_path / "run", "cluster.nodes=2", "trainer.data_parallel=2", "run.max_steps=100")
     job.wait_for_step(2)
@@ -131,17 +139,18 @@ def test_trainers_on_one_node_and_engines_on_the_other_learn(lab: Lab, tmp_path:
 def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_path: Path) -> None:
     """The nodes are in network namespaces: 127.0.0.1 is another place on each. Addresses are found, none is given."""
     folder = Path(tempfile.mkdtemp(prefix="lab-"))
-    shape = ("cluster.host=null", "cluster.nodes=2", "trainer.data_parallel=2", "engine.count=2", "run.max_steps=100")
+    shape = ("cluster.host=null", "cluster.nodes=2", "trainer.data_parallel=2", "engine.count=2", "run.max_steps=5")
     try:
         with Lab(folder, apart=True) as apart:
-            job = Submitted(apart, tmp_path / "run", *shape)
+            job = Submitted(apart, tmp_path / "run", *SMALL, *shape)
             job.finishes()
     finally:
         shutil.rmtree(folder)
     found = json.loads((tmp_path / "run" / "addresses.json").read_text())
     assert {url.split(":")[1] for url in found["engines"]} == {"//10.77.0.2"}
     assert found["router"].startswith("http://10.77.0.1:")
-    assert rises(job.steps())
+    assert [step["version"] for step in job.steps()] == [1, 2, 3, 4, 5]
+    assert "distributed over gloo" in json.loads((tmp_path / "run" / "summary.json").read_text())["transport"]
     nothing_is_left(job.run_dir)
 
 
@@ -152,16 +161,21 @@ def rises(steps: list[dict[str, Any]]) -> bool:
 
 
 def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) -> None:
-    """The real signal of a real limit, and the real requeue."""
-    steps = 600  # more than a quiet machine does before the signal comes
-    limits = ("trainer.data_parallel=2", "cluster.time=2", "cluster.signal_seconds=60", f"run.max_steps={steps}")
-    job = Submitted(lab, tmp_path / "run", "cluster.nodes=2", *GOES_ON, *limits)
-    job.is_queued_again(1)
+    """The real signal of a real limit, and the real requeue. The limit is set once the run is under way, however long
+    its start took; Slurm looks at limits every 30 s, and the run is slow (1.5 steps/s) until then."""
+    steps, slow = 120, tmp_path / "slow"
+    slow.touch()
+    limits = ("trainer.data_parallel=2", "cluster.time=30", "cluster.signal_seconds=180", f"run.max_steps={steps}")
+    agent = ("agent=tests.integration.patient:answer", f"+agent_params.file={slow}")
+    job = Submitted(lab, tmp_path / "run", "cluster.nodes=2", *GOES_ON, *limits, *agent)
+    job.wait_for_step(5)
+    lab.run("scontrol", "update", f"jobid={job.id}", f"timelimit={job.minutes() + 3}")
+    job.is_queued_again(1, timelimit=30)
+    slow.unlink()
     then = len(job.steps())
-    assert 0 < then < steps
+    assert 5 <= then < steps
     assert Shelf(job.run_dir).versions()[-1] == then  # not a step is done twice
     assert "ended as it was asked to" in job.output
-    lab.run("scontrol", "update", f"jobid={job.id}", "timelimit=20")
     job.finishes()
     goes_on_exactly(job, steps, tmp_path)
 

@@ -25,6 +25,7 @@ from tests.integration.running import (
 )
 
 STEPS = 30
+SMALL = ("rollout.batch_groups=4", "rollout.group_size=8", "eval.questions=0")
 
 
 def wait_until(met: Callable[[], bool], process: Any, run_dir: Path, what: str) -> None:
@@ -55,7 +56,7 @@ def all_is_accounted_for(run_dir: Path) -> None:
 @pytest.mark.integration
 def test_the_only_engine_is_killed_and_comes_back(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with start(run_dir, f"run.max_steps={STEPS}", "eval.questions=0") as process:
+    with start(run_dir, f"run.max_steps={STEPS}", *SMALL) as process:
         wait_for_step(process, run_dir, 3)
         os.kill(processes_of(process, run_dir)["engine-0"], signal.SIGKILL)
         code, text = finish(process, run_dir)
@@ -66,7 +67,7 @@ def test_the_only_engine_is_killed_and_comes_back(tmp_path: Path) -> None:
     nothing_is_left(run_dir)
 
 
-@pytest.mark.integration
+@pytest.mark.campaign  # in parts: test_hangs.py, the hanging engine of test_weight_faults.py, and trial 7 over stubs
 def test_an_engine_that_hangs_is_replaced_and_a_router_that_is_killed_is_missed_by_nobody(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     overrides = [f"run.max_steps={100 * STEPS}", "eval.questions=0", "engine.count=2", "weights.timeout=10"]

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.engine.client import Client
 from asyncrl.errors import EngineError
 from asyncrl.types import Completion
-from tests.integration.fleet import Engines, engines
+from tests.integration.fleet import Engines
 from tests.integration.publisher import SeededWeights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,11 +42,15 @@ CALL_SECONDS = 6.0
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    folder = tmp_path_factory.mktemp("faults")
-    with engines(folder, "engine.count=2", "weights.transport=delta") as started:
-        started.addresses.write(folder)
-        yield started
+def closed(one_fleet: Engines) -> Iterator[Engines]:
+    """Close the engines after this file, the last that uses them."""
+    yield one_fleet
+    one_fleet.close()
+
+
+@pytest.fixture
+def fleet(two_engines: Engines, closed: Engines) -> Engines:
+    return two_engines
 
 
 class Trainer:
@@ -228,7 +232,7 @@ def trial(fleet: Engines, folder: Path, seed: int) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("seed", [8])  # an engine hangs while weights are broadcast, and then the publisher is killed
 def test_no_token_is_labelled_with_a_version_that_did_not_write_it(seed: int, fleet: Engines, tmp_path: Path) -> None:
     trial(fleet, tmp_path, seed)
 

@@ -192,11 +192,11 @@ class Lab:
 
         daemon = self._daemons.pop(name)
         ours = [p for p in psutil.process_iter(["cmdline"]) if any("slurmstepd" in w for w in p.info["cmdline"] or [])]
-        spool = f"spool-{name}"
+        spool = str(self.folder / f"spool-{name}")
         victims = []
         for stepd in ours:
             with suppress(psutil.Error):
-                if any(spool in file.path for file in stepd.open_files()) or _of_node(stepd, name):
+                if any(spool in file.path for file in stepd.open_files()) or self._of_node(stepd, name):
                     victims += [stepd, *stepd.children(recursive=True)]
         daemon.kill()
         daemon.wait(DEADLINE)
@@ -206,6 +206,18 @@ class Lab:
                     victim.send_signal(number)
         for script in (self.folder / f"spool-{name}").glob("job*"):  # else the job cannot come back to this node
             shutil.rmtree(script, ignore_errors=True)
+
+    def _of_node(self, stepd: object, name: str) -> bool:
+        """Whether a step's daemon is of this node, and not of another lab's that has its name: its tasks know."""
+        import psutil
+
+        ours = self.env["SLURM_CONF"]
+        for child in stepd.children():  # type: ignore[attr-defined]
+            with suppress(psutil.Error):
+                environment = child.environ()
+                if environment.get("SLURMD_NODENAME") == name and environment.get("SLURM_CONF", ours) == ours:
+                    return True
+        return False
 
     def wait_for(self, happened: object, what: str, timeout: float = DEADLINE) -> None:
         """Look again and again."""
@@ -250,17 +262,6 @@ class Lab:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, timeout=DEADLINE)
-
-
-def _of_node(stepd: object, name: str) -> bool:
-    """Whether a step's daemon is of this node: its tasks know."""
-    import psutil
-
-    for child in stepd.children():  # type: ignore[attr-defined]
-        with suppress(psutil.Error):
-            if child.environ().get("SLURMD_NODENAME") == name:
-                return True
-    return False
 
 
 def _tool(name: str) -> str | None:

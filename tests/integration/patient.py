@@ -1,0 +1,18 @@
+"""An agent whose runs take little of a core, for tests that wait for something else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from asyncrl.types import Generate, Prompt
+
+SECONDS = 2.0
+
+
+async def answer(prompt: Prompt, generate: Generate, file: str) -> float:
+    """Ask once, after some seconds for as long as the file exists; the tokens are the reward."""
+    if await asyncio.to_thread(Path(file).exists):
+        await asyncio.sleep(SECONDS)
+    completion = await generate(prompt.token_ids)
+    return sum(completion.token_ids) % 3 / 2
