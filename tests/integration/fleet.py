@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from asyncrl.launch.machine import this_node
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import Seat, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
+from asyncrl.launch.precision import resolve
 from asyncrl.models import catalog
 
 START = 180.0
@@ -106,12 +108,15 @@ def engines(
         raw: Any = OmegaConf.to_container(compose("train", [f"experiment={experiment}", *overrides]), resolve=True)
     config = load(raw)
     placement = place(config, [this_node(config.cluster.host, None, gpus, ports_wanted(config))])
+    model = catalog.resolve(config.model.path)
+    hf = json.loads((model / "config.json").read_text())
+    config = resolve(config, {"trainer": hf, "engine": hf}, placement, gpus).config
     if last_spans:
         placement.engines[-1] = over_two_machines(placement.engines[-1][0])
     addresses = Addresses(
         "fleet-test",
         "the-run's-key",
-        catalog.resolve(config.model.path),
+        model,
         gpus=gpus,
         started_at=0.0,
         **placement.urls(),

@@ -110,13 +110,4 @@ def test_folder_that_is_not_whole_is_replaced_and_a_whole_one_stays(path: Path, 
     assert slurm_tools.complete(folder)
 
 
-@pytest.mark.integration
-@pytest.mark.skipif(not slurm_tools.complete(lab.UNPACKED), reason="no Slurm was unpacked here")
-def test_unpacked_programs_find_all_their_libraries() -> None:
-    names = {path.name for path in slurm_tools.programs(lab.UNPACKED)}
-    assert {"munged", "scontrol"} <= names
-    assert names & {"slurmd", "slurmd-wlm"}
-    assert slurm_tools.unresolved(lab.UNPACKED) == []
-
-
 assert sys.platform == "linux"
