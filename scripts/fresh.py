@@ -13,7 +13,8 @@ sees how packages are found (pip's and apt's configuration, PIP_*, proxies, cert
 (clean_root.py).
 
 The last line of each machine is JSON: seconds of the environment (setup_s, part of the first command), of the rest of
-`make run`, and of `make test`. If a command fails, the exit status is 1, and its log is kept.
+`make run`, and of `make test`. If a command fails, the exit status is 1. The logs of what failed or was interrupted are
+kept.
 
 Needs root, debootstrap, iproute2, git and 6 GB where temporary files go. Only the standard library is imported.
 """
@@ -217,7 +218,8 @@ def prepare(machine: Machine, base: Path, bundle: Path) -> None:
         machine.run("user", user, as_root=True)
         (root / variant.home.lstrip("/")).mkdir(parents=True, exist_ok=True)
         machine.run("home", ["chown", "-R", f"{variant.user}:", variant.home], as_root=True)
-    machine.run("clone", ["git", "clone", "--quiet", BUNDLE, variant.checkout], directory=variant.home)
+    clone = ["git", "-c", "advice.detachedHead=false", "clone", "--quiet", BUNDLE, variant.checkout]
+    machine.run("clone", clone, directory=variant.home)
 
 
 def check(machine: Machine, commands: Sequence[str], arguments: str, instead: str | None) -> dict[str, float]:
@@ -276,6 +278,7 @@ def main() -> None:
         sys.exit(f"fresh: pip is configured with {' '.join(hidden)}: give --bind with each, or a folder above it")
     binds = ["/etc/resolv.conf", *options.bind]
     logs = Path(tempfile.mkdtemp(prefix="asyncrl-fresh-logs-"))
+    print(f"logs: {logs}", flush=True)
     results = []
     with clean_root.workspace("asyncrl-fresh-", keep=options.keep) as work:
         print(f"commit {make_bundle(work / 'bundle')}", flush=True)
@@ -300,8 +303,6 @@ def main() -> None:
     good = all(result["ok"] for result in results)
     if good and not options.keep:
         shutil.rmtree(logs)
-    else:
-        print(f"logs: {logs}")
     for result in results:
         print(json.dumps(result))
     sys.exit(not good)
