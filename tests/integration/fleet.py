@@ -25,7 +25,8 @@ from asyncrl.launch.placement import Seat, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.models import catalog
 
-START = 180.0
+START = 400.0
+"""Seconds for engines to start: many times what they take on a machine of their own."""
 
 
 class Engines:

@@ -35,9 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [12, 1, 2, 3, 11]
 TRANSPORTS = ["tensor", "distributed", "disk", "delta"]
 FAULTS = ["engine killed", "engine hangs", "trainer killed"]
-DEADLINE = 60.0
+DEADLINE = 120.0
 CHECKED = 400
-CALL_SECONDS = 6.0
+CALL_SECONDS = 10.0
 """weights.timeout: how long an engine may hang before it is lost."""
 
 
