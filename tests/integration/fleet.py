@@ -27,7 +27,8 @@ from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.precision import resolve
 from asyncrl.models import catalog
 
-START = 180.0
+START = 400.0
+"""Seconds for engines to start: many times what they take on a machine of their own."""
 
 
 class Engines:

@@ -27,7 +27,7 @@ JOB = ("experiment=tiny", "cluster=slurm", "cluster.gpus=0", f"cluster.host={HOS
 SHARED = ("cluster.sbatch.exclusive=false", "cluster.sbatch.mem=1000")
 SMALL = ("rollout.batch_groups=4", "rollout.group_size=8", "eval.questions=0")
 GOES_ON = (*SMALL, "checkpoint.every=5", "cluster.requeues=3", "record=true")
-TIMEOUT = 300.0
+TIMEOUT = 600.0
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_the_only_engine_is_killed_and_comes_back(tmp_path: Path) -> None:
     nothing_is_left(run_dir)
 
 
-@pytest.mark.campaign  # in parts: test_hangs.py, the hanging engine of test_weight_faults.py, and trial 7 over stubs
+@pytest.mark.integration
 def test_an_engine_that_hangs_is_replaced_and_a_router_that_is_killed_is_missed_by_nobody(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     overrides = [f"run.max_steps={100 * STEPS}", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
