@@ -221,7 +221,8 @@ class Fleet:
             self.joining.remove(url)
             self.serving.append(url)
             if self._router:
-                self._router.add(url)
+                with suppress(EngineError):  # a router that is being started again learns it from `reconcile`
+                    self._router.add(url)
 
     def lose(self, url: str, reason: str) -> None:
         """Take an engine out. Raises EngineError when it was the last one and none comes back.

@@ -307,8 +307,22 @@ def test_engine_that_does_not_answer_a_probe_is_not_lost_for_it(engines, router)
 
 
 class DeadRouter(Router):
+    def add(self, url: str) -> None:
+        raise EngineError("the router does not answer")
+
     def remove(self, url: str) -> None:
         raise EngineError("the router does not answer")
+
+
+def test_engine_joins_although_the_router_is_being_started_again_and_the_router_learns_it_later(engines) -> None:
+    router = DeadRouter()
+    fleet = Fleet([engines[0].url], "key0", 5.0, router=router)
+    fleet.join(engines[1].url)
+    fleet.admit()
+    assert fleet.serving == [engine.url for engine in engines]
+    fleet.reconcile()
+    assert engines[0].url in router.kept
+    fleet.close()
 
 
 def test_router_that_cannot_forget_an_engine_ends_the_run_unless_the_launcher_sees_to_it(engines) -> None:
