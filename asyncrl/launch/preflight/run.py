@@ -94,7 +94,7 @@ def _all(config: Config, run_dir: Path, job: Job | None) -> Iterator[Finding]:
         if not seen.imagined:
             yield from refused(lambda: choices.append(_precision(config, run_dir, job, seen, models)), "trainer.dtype")
             chosen = choices[0] if choices else chosen
-        yield from _told(config, chosen, models, there, imagined=seen.imagined)
+        yield from _told(config, chosen, models, there, seen)
         config = chosen.config
         yield from _on_machines(config, seen, models)
     policy = models.get("model")
@@ -152,11 +152,14 @@ def _precision(
 
 
 def _told(
-    config: Config, chosen: precision.Precision, models: dict[str, Model], there: dict[str, Path], *, imagined: bool
+    config: Config, chosen: precision.Precision, models: dict[str, Model], there: dict[str, Path], seen: Seen
 ) -> Iterator[Finding]:
     """What each part computes in, and how long the run will take."""
-    if imagined and precision.AUTO in (config.trainer.dtype, config.engine.dtype):
-        yield ok("trainer.dtype", "auto is decided on the machines of the job, when it begins")
+    for part in ("trainer", "engine") if seen.imagined else ():
+        section = getattr(config, part)
+        if section.dtype == precision.AUTO:
+            later = "auto: the machines of the job decide when it begins"
+            yield ok(f"{part}.dtype", "bfloat16, auto: it runs on GPUs" if on_gpu(section, seen.gpus) else later)
     for choice in chosen.choices:
         text = f"{choice.dtype}, {choice.why}"
         yield warning(choice.field, text, choice.remedy) if choice.remedy else ok(choice.field, text)

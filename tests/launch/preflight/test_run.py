@@ -100,6 +100,22 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
     assert found(job(), tmp_path)["cluster.gpus"].level == "error"
 
 
+def test_dtype_of_a_job_to_come_is_decided_on_its_machines_unless_it_runs_on_gpus(tmp_path: Path) -> None:
+    auto = {"trainer.dtype": "auto", "engine.dtype": "auto"}
+    cpus = found(job(**{"cluster.gpus": 0, "cluster.nodes": 1, **auto}), tmp_path)
+    assert cpus["trainer.dtype"].value == "auto: the machines of the job decide when it begins"
+    assert "run.max_steps" not in cpus  # a login node's speed says nothing
+    gpus = found(job(**{"cluster.gpus": 8, "cluster.nodes": 1, **auto}), tmp_path)
+    assert gpus["engine.dtype"].value == "bfloat16, auto: it runs on GPUs"
+
+
+def test_check_tells_the_dtype_with_its_reason_and_the_time_of_the_run(tmp_path: Path) -> None:
+    told = found(tiny_config(**{"trainer.dtype": "auto"}), tmp_path)
+    assert "(measured)" in told["trainer.dtype"].value
+    assert (told["engine.dtype"].level, told["engine.dtype"].value[:7]) == ("ok", "float32")
+    assert "estimate: " in told["run.max_steps"].value
+
+
 def test_without_trainers_nothing_is_said_of_them(tmp_path: Path) -> None:
     findings = found(tiny_config(mode="rollout_only", record=True), tmp_path)
     assert "engine" in findings
