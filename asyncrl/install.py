@@ -13,7 +13,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+
+REPLACED = ("sglang-router",)
+"""Packages of an earlier lock that own files which a package of this one installs: both install a program `smg`."""
 
 GPU_REMEDY = """\
 This machine has an NVIDIA GPU: install the stock SGLang and TransformerEngine with
@@ -53,6 +57,14 @@ def has_gpu() -> bool:
     return listed.returncode == 0 and "GPU" in listed.stdout
 
 
+def _installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run pip on the lock; 0 when the environment is complete, else 1 and a message on stderr."""
     parser = argparse.ArgumentParser(prog="asyncrl-install", description=(__doc__ or "").partition("\n\nusage")[0])
@@ -67,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print(shlex.join(pip))
         return 0
+    if old := [name for name in REPLACED if _installed(name)]:
+        subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *old], check=False)
     if status := subprocess.run(pip, check=False).returncode:
         print(PIP_REMEDY.format(status=status, command=shlex.join(pip)), file=sys.stderr)
         return 1

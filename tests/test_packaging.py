@@ -112,6 +112,21 @@ def test_install_tells_a_torch_without_its_libraries_from_a_failed_pip(monkeypat
     assert "CPU index" in capsys.readouterr().err
 
 
+def test_install_removes_a_replaced_package_before_its_successor_comes(monkeypatch):
+    commands: list[list[str]] = []
+
+    def note(command, **_):
+        commands.append(command[1:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(install.subprocess, "run", note)
+    monkeypatch.setattr(install, "_installed", lambda name: True)
+    assert install.main(["--cpu"]) == 0
+    assert commands[0] == ["-m", "pip", "uninstall", "--quiet", "--yes", "sglang-router"]
+    assert commands[1][:3] == ["-m", "pip", "install"]
+    assert not set(install.REPLACED) & lock("cpu.txt").keys()
+
+
 def test_install_imports_only_the_standard_library():
     code = "import sys, asyncrl.install; print(*{name.split('.')[0] for name in sys.modules})"
     # -S keeps site-packages, and what editable installs import at start, out of the answer
