@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -98,25 +98,26 @@ def _workload(config: Config, folder: Path) -> Workload:
 
 def _prompt_tokens(folder: Path, built: Mapping[str, Task]) -> tuple[float, float]:
     """Tokens that the prompts of a task begin with in common, and the further ones of each: means over the tasks."""
-    count = _counter(folder)
+    split = _tokenizer(folder)
     common, further = [], []
     for task in built.values():
-        prompts = [task.question(index)["messages"] for index in range(min(SAMPLED, task.size or SAMPLED))]
-        texts = [[str(message["content"]) for message in messages] for messages in prompts]
+        prompts = []
+        for index in range(min(SAMPLED, task.size or SAMPLED)):
+            contents = [str(message["content"]) for message in task.question(index)["messages"]]
+            prompts.append([token for text in contents for token in [*[None] * PER_MESSAGE, *split(text)]])
         same = 0
-        while same < min(map(len, texts)) - 1 and len({text[same] for text in texts}) == 1:
+        while len({prompt[same] if same < len(prompt) else same for prompt in prompts}) == 1 and same < len(prompts[0]):
             same += 1
-        common.append(sum(count(part) + PER_MESSAGE for part in texts[0][:same]))
-        rest = [sum(count(part) + PER_MESSAGE for part in text[same:]) for text in texts]
-        further.append(sum(rest) / len(rest))
+        common.append(same)
+        further.append(sum(map(len, prompts)) / len(prompts) - same)
     return sum(common) / len(common), sum(further) / len(further)
 
 
-def _counter(folder: Path) -> Any:
-    """A function from text to its number of tokens."""
+def _tokenizer(folder: Path) -> Callable[[str], list[Any]]:
+    """A function from text to its tokens."""
     if not (folder / "tokenizer.json").is_file():
-        return lambda text: len(text) / PER_TOKEN
+        return lambda text: [text[start : start + PER_TOKEN] for start in range(0, len(text), PER_TOKEN)]
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)

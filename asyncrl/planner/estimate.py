@@ -23,7 +23,7 @@ ANSWER = 0.5
 """Length of an answer, as a share of rollout.max_new_tokens."""
 SIGNAL = 0.4
 """Share of groups that carry a signal; the others are not trained."""
-TRAINER, ENGINE = 1.2, 1.4
+TRAINER, ENGINE = 1.2, 1.6
 """Time over that of the matrix products at the measured rates."""
 PASS = 1.0e-3
 """Seconds of Python for each layer of a pass of an engine."""

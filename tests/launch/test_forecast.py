@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,23 @@ def test_summary_tells_the_choices_and_compares_the_estimate_with_the_truth(tmp_
     forecast.write(tmp_path, Precision(config, CHOICES), None)
     machine = json.loads((tmp_path / "machine.json").read_text())
     assert machine_figures(machine, {"time/total": 400.0}).keys() == {"dtype/trainer", "dtype/engine"}
+
+
+class Questions:
+    """A task whose questions are told apart by their last word."""
+
+    size = 3
+
+    def question(self, index: int) -> dict[str, Any]:
+        system = {"role": "system", "content": "abcd" * 5}
+        return {"messages": [system, {"role": "user", "content": "efgh" * 7 + str(index) * 8}]}
+
+
+def test_common_beginning_of_prompts_is_counted_in_tokens_and_not_in_messages(tmp_path: Path) -> None:
+    task: Any = Questions()
+    common, further = forecast._prompt_tokens(tmp_path, {"task": task})  # no tokenizer: four characters a token
+    assert common == forecast.PER_MESSAGE + 5 + forecast.PER_MESSAGE + 7
+    assert further == 2
 
 
 @pytest.mark.parametrize(
