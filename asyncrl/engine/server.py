@@ -100,8 +100,10 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def server_env(engine: Engine | Frozen, *, gpu: bool) -> dict[str, str]:
-    """Environment of one engine."""
+    """Environment of one engine. On a CPU nothing is compiled: SGLang compiles the embedding of several ranks, which
+    needs a C++ compiler on the machine, and takes longer than it saves."""
     if gpu:
         return {}
     bind = "|".join(str(core) for core in range(engine.tensor_parallel))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": bind} if engine.tensor_parallel > 1 else {}
+    several = {"SGLANG_CPU_OMP_THREADS_BIND": bind} if engine.tensor_parallel > 1 else {}
+    return {"TORCHDYNAMO_DISABLE": "1", **several}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.fleet import Engines, engines
+
+os.environ["CXX"] = "/no/compiler"
+"""What torch would compile with: every process that a test starts must do without, for users may have none."""
 
 
 @pytest.fixture(scope="session")

@@ -160,6 +160,11 @@ def test_cpu_engines_of_several_ranks_get_a_core_for_each() -> None:
     assert made(**{"engine.tensor_parallel": 2})["engine-0"].env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
 
+def test_cpu_engines_need_no_compiler() -> None:
+    assert made()["engine-0"].env["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in made(gpus=4)["engine-0"].env
+
+
 # --- the machine --------------------------------------------------------------------------------------------
 
 
