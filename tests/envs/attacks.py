@@ -300,7 +300,7 @@ FULL_DISK = attack(
             with open(f"{folder}/{count}", "wb") as file: file.write(b"x" * (1 << 20))
     except OSError:
         print("held" if count <= 16 else f"escaped: {count}")
-    for name in os.listdir(folder): os.unlink(f"{folder}/{name}")
+    for name in filter(str.isdigit, os.listdir(folder)): os.unlink(f"{folder}/{name}")
     """,
     needs=["disk"],
 )
