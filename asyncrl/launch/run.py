@@ -114,17 +114,9 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     placement = place(config, nodes)
     gpus = max(len(node.gpus) for node in nodes)
     before = origin.manifest.config if origin else precision.recorded(config, run_dir)
-    chosen = precision.resolve(
-        config,
-        _model_configs(model, teacher, judge),
-        placement,
-        gpus,
-        job=job,
-        before=before,
-        attached=attached_dtype(config, key),
-    )
-    config = chosen.config
-    expected = forecast.forecast(config, model, _model_config(model), chosen)
+    models, attached = _model_configs(model, teacher, judge), attached_dtype(config, key)
+    chosen = precision.resolve(config, models, placement, gpus, job=job, before=before, attached=attached)
+    config, expected = chosen.config, forecast.forecast(chosen.config, model, models["trainer"], chosen)
     goes_on = config.resume == "auto" and (run_dir / "config.json").is_file()
     if not goes_on:
         resume.check_apart(run_dir, origin)
