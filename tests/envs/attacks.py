@@ -89,7 +89,9 @@ def network(address: tuple[str, int]) -> Attack:
 
 def files(secret: str, folder: str, python: str) -> Attack:
     """`secret`: a file of the host; `folder`: one of the host that everybody may write to; `python`: one that is shown,
-    and that belongs to whoever runs us."""
+    and that belongs to whoever runs us. Of a folder that leads to it the guest sees the next one's name alone."""
+    hidden = ["/proc/1/root", "/proc/1/fd", "/home", "/sys", "/var", "/opt", "/run", "/old"]
+    ways = {path: [python[len(path) + 1 :].partition("/")[0]] for path in hidden if python.startswith(f"{path}/")}
     return probe(
         "files",
         f"""
@@ -108,8 +110,8 @@ def files(secret: str, folder: str, python: str) -> Attack:
                 "link", "root" + {secret!r}, "/proc/1/root" + {secret!r}, "/proc/self/root" + {secret!r},
                 "/proc/1/environ", "/proc/1/cwd", "/proc/1/mem", "/etc/shadow", "/dev/vda", "/proc/kcore",
                 "/proc/1/fd/3")),
-            *(refused(os.listdir, path)
-              for path in ("/proc/1/root", "/proc/1/fd", "/home", "/sys", "/var", "/opt", "/run", "/old")),
+            *(refused(os.listdir, path) for path in {[path for path in hidden if path not in ways]!r}),
+            *(os.listdir(path) == names for path, names in {ways!r}.items()),
             *(refused(write, path) for path in (
                 {folder!r} + "/escaped", "/usr/escaped", "/etc/passwd", "/escaped", "/dev/escaped",
                 {python!r} + "/escaped", "/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger",
