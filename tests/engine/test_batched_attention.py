@@ -58,6 +58,15 @@ def test_siblings_read_their_prompt_once() -> None:
     assert plan.own.shape == (6, 1)
 
 
+def test_run_shares_no_more_than_all_of_its_requests_do() -> None:
+    """Neighbours agree in 20 slots and then in 17: the third must not read the first one's 18th to 20th."""
+    draw = torch.Generator().manual_seed(0)
+    slots = torch.arange(1, 22).repeat(3, 1)
+    slots[1, 20:], slots[2, 17:] = 30, torch.arange(31, 35)
+    assert make_plan(slots, [21] * 3, [1] * 3).shared.shape == (1, 17)
+    check(slots, [21] * 3, [1] * 3, (6, 2), draw)
+
+
 def check(slots: Tensor, lengths: list[int], new: list[int], heads: tuple[int, int], draw: torch.Generator) -> None:
     """Compare with attention written out."""
     query_heads, kv_heads = heads
