@@ -92,10 +92,11 @@ def resolve(
     wanted = {part: (_shape(models[part]), _machines(placement, part)) for part in measured}
     try:
         rates = _ask(wanted.values(), job)
-    except LaunchError:
+    except LaunchError as error:
         if any(getattr(config, part).dtype == AUTO for part in measured):
             raise
-        wanted = {}  # all is set: only warnings and the estimate are lost
+        print(f"asyncrl: no estimate, and no warning of a slow dtype: {error}", file=sys.stderr, flush=True)
+        wanted = {}
     choices = []
     for part in parts:
         slowest = None

@@ -140,7 +140,7 @@ def test_slowest_machine_of_a_part_decides_for_all_its_ranks_and_only_those_mach
     assert set(asked) == trainers | engines
 
 
-def test_machine_that_does_not_answer_the_probe_is_named_with_the_remedy() -> None:
+def test_machine_that_does_not_answer_the_probe_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_config(**AUTO, **{"cluster.launcher": "slurm"})
     nodes = imagined(config, 2, 0)
     machines: Any = Machines({node.name: AVX2 for node in nodes}, silent=[nodes[0].name])
@@ -149,6 +149,7 @@ def test_machine_that_does_not_answer_the_probe_is_named_with_the_remedy() -> No
     explicit = tiny_config(**{"cluster.launcher": "slurm", "trainer.dtype": "bfloat16"})
     found = precision.resolve(explicit, MODELS, place(explicit, nodes), 0, job=machines)
     assert dtypes(found.config) == ("bfloat16", "float32")
+    assert "no estimate" in capsys.readouterr().err
 
 
 def test_job_that_is_yet_to_come_is_assumed_to_take_the_larger_format() -> None:
