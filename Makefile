@@ -31,7 +31,7 @@ run: setup  ## asyncrl-train ARGS="..."; without ARGS the embedded default
 test: unit integration  ## everything that needs no GPU
 
 unit: setup  ## the tests that start nothing
-	$(BIN)/pytest -q -n 2 tests --ignore=tests/integration -m "not integration and not campaign and not gpu and not multi_gpu"
+	$(BIN)/pytest -q -n 3 tests --ignore=tests/integration -m "not integration and not campaign and not gpu and not multi_gpu"
 
 slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's packages can be had
 	$(BIN)/python scripts/slurm_tools.py .venv/slurm
@@ -40,8 +40,9 @@ integration: setup slurm  ## the tests on the real engine, router and Megatron
 	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/integration tests/envs tests/rewards \
 	-m "integration and not campaign and not gpu and not multi_gpu"
 
-campaign: setup  ## many seeded trials (TRIALS=20)
+campaign: setup  ## many seeded trials, and many more examples of each property (TRIALS=20)
 	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q tests -m "campaign and not gpu and not multi_gpu"
+	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q -n 2 tests/rollout tests/records tests/checkpoints -m "not integration and not campaign"
 
 # In a folder of their own: verl's wheel holds packages named tests and scripts.
 $(PEERS): pyproject.toml $(READY)

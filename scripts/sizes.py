@@ -142,12 +142,18 @@ class Sized:
         return self.balance.rate / self.config.engine.stream_interval * PIECE
 
 
-def load(*overrides: str) -> Config:
-    """As the command does it, for a job on machines with 8 GPUs."""
+def load(*overrides: str, values: Sequence[str] = ()) -> Config:
+    """As the command does it, for a job on machines with 8 GPUs; `values` are overrides that choose no file."""
+    composed = OmegaConf.merge(_composed(*overrides), OmegaConf.from_dotlist(list(values)))
+    settings: Any = OmegaConf.to_container(composed, resolve=True)
+    return assumed(configuration.load(settings), HARDWARE.per_machine)
+
+
+@cache
+def _composed(*overrides: str) -> Any:
     words = ["cluster=slurm", f"cluster.gpus={HARDWARE.per_machine}", "model.path=MODEL", *overrides]
     with initialize_config_dir(str(CONF), version_base=None):
-        values: Any = OmegaConf.to_container(compose("train", words), resolve=True)
-    return assumed(configuration.load(values), HARDWARE.per_machine)
+        return compose("train", words)
 
 
 def size(config: Config, hf: dict[str, Any]) -> Sized:
@@ -193,7 +199,7 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
 @cache
 def row(name: str, values: tuple[int, ...]) -> Sized:
     """Of the tables."""
-    return size(load(f"experiment={name}", *settings(values)), MODELS[name])
+    return size(load(f"experiment={name}", values=settings(values)), MODELS[name])
 
 
 def settings(values: tuple[int, ...]) -> list[str]:

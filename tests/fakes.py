@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 from collections import Counter
@@ -30,6 +31,11 @@ from asyncrl.types import Completion, Group, Prompt, Trajectory, Turn, VersionSp
 
 def compose_values(*overrides: str) -> dict[str, Any]:
     """What Hydra composes, unvalidated."""
+    return copy.deepcopy(_composed(*overrides))
+
+
+@cache
+def _composed(*overrides: str) -> dict[str, Any]:
     with initialize_config_dir(version_base=None, config_dir=str(CONF)):
         composed = compose("train", overrides=list(overrides))
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)

@@ -21,8 +21,7 @@ from asyncrl.checkpoints import manifest, torch_dist
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.shelf import Shelf
 from asyncrl.errors import RecordError
-
-MUTATIONS = 100 * int(os.environ.get("ASYNCRL_TRIALS", "3"))
+from tests.examples import examples
 
 
 def write(shelf: Shelf, version: int, content: bytes = b"some bytes") -> Path:
@@ -88,7 +87,7 @@ def test_manifest_of_another_format_or_that_names_files_outside_is_refused(tmp_p
         manifest.verified(folder)
 
 
-@settings(deadline=None, max_examples=MUTATIONS, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_manifest_with_any_damage_is_refused_or_says_the_same(data: st.DataObject, tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
@@ -183,7 +182,7 @@ def test_memory_format_is_read_as_every_python_writes_it_and_no_other_attribute(
             torch_dist.parse(pickle.dumps(metadata.Metadata({}, planner_data=refused)))
 
 
-@settings(deadline=None, max_examples=MUTATIONS)
+@settings(deadline=None, max_examples=examples(100))
 @given(data=st.data())
 def test_metadata_with_any_damage_is_refused_or_read(data: st.DataObject, folder: Path) -> None:
     changed = bytearray((folder / ".metadata").read_bytes())

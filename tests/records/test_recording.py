@@ -18,6 +18,7 @@ from asyncrl.records.index import index_path
 from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
 from asyncrl.types import encode
+from tests.examples import examples
 from tests.fakes import group
 
 
@@ -69,7 +70,7 @@ def test_long_recording_is_split_into_files(tmp_path: Path, monkeypatch: pytest.
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 def test_torn_tail_is_left_out_and_counted_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, data) -> None:
     """Cut off at any byte: what was whole is read, and a writer goes on behind it."""
     folder = tmp_path_factory.mktemp("torn")
@@ -91,7 +92,7 @@ def test_torn_tail_is_left_out_and_counted_and_writing_goes_on(tmp_path_factory:
 
 
 @given(st.data())
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_damaged_files_are_refused_or_read_as_written(tmp_path_factory: pytest.TempPathFactory, data) -> None:
     """Whatever bytes are changed, added or removed, in frames or index: what is read was written, or RecordError."""
     folder = tmp_path_factory.getbasetemp() / "fuzz"

@@ -9,12 +9,13 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Source
 from asyncrl.types import Group
+from tests.examples import examples
 from tests.fakes import group
 from tests.rollout.schedules import Run, schedules
 
 
 @given(schedules(Run))
-@settings(max_examples=600)
+@settings(max_examples=examples(200))
 def test_every_schedule_keeps_the_bound_the_ledger_and_the_admission_and_ends(run: Run) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]
@@ -23,7 +24,7 @@ def test_every_schedule_keeps_the_bound_the_ledger_and_the_admission_and_ends(ru
 
 
 @given(schedules(Run))
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 def test_step_leaves_nothing_of_the_cohort_due(run: Run) -> None:
     run.play()
     trained: set[int] = set()
@@ -33,7 +34,7 @@ def test_step_leaves_nothing_of_the_cohort_due(run: Run) -> None:
 
 
 @given(schedules(Run))
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> None:
     run.slack = 0
     run.__post_init__()
@@ -42,7 +43,7 @@ def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> No
 
 
 @given(schedules(Run))
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 def test_bound_0_is_synchronous(run: Run) -> None:
     run.lead = run.slack = 0
     run.__post_init__()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from asyncrl.rollout.audit import ks_p_value
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
+from tests.examples import examples
 from tests.fakes import group
 
 
@@ -100,7 +101,7 @@ def clocked(shape: dict[str, Any], lasts: Callable[[Ticket], float], *, timeout:
 
 
 @given(shapes, st.integers(0, 2**32), st.integers(0, 30), st.floats(1.0, 5.0))
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 def test_endless_group_costs_no_step_more_than_its_timeout(shape, seed: int, slot: int, patience: float) -> None:
     """I9: no batch comes later, by more than the timeout, than it would if that group were like the others."""
     usual = heavy(seed)
@@ -118,7 +119,7 @@ def test_endless_group_costs_no_step_more_than_its_timeout(shape, seed: int, slo
 
 
 @given(shapes, st.integers(0, 2**32), st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 def test_over_closed_cohorts_what_is_trained_is_what_was_played(shape, seed: int, picky: bool) -> None:
     """I10: the same lengths, not only the same distribution, however much longer some groups take."""
     draw = random.Random(seed)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.metrics.record import StepLog
 from asyncrl.types import Batch, Group, VersionSpan
 from tests import synchronous
+from tests.examples import examples
 from tests.fakes import LengthTask, prompts
 from tests.rollout.machinery import Machinery, RecordedEngine, recorded, without_versions
 
@@ -67,7 +68,7 @@ def same_bytes(one: object, other: object) -> bool:
 
 
 @given(timings, shapes)
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 def test_bound_0_gives_the_batches_of_a_plain_synchronous_driver_byte_for_byte(timing, shape) -> None:
     """I5: ids, log-probabilities, rewards, versions and their order."""
     found = machinery(timing, **shape, max_staleness=0).batches(STEPS)
@@ -75,7 +76,7 @@ def test_bound_0_gives_the_batches_of_a_plain_synchronous_driver_byte_for_byte(t
 
 
 @given(timings, shapes, st.integers(1, 4))
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 def test_without_slack_timing_shows_in_the_versions_alone(timing, shape, bound: int) -> None:
     """I7: batch t is cohort t."""
     found = machinery(timing, **shape, max_staleness=bound).batches(STEPS)
@@ -84,7 +85,7 @@ def test_without_slack_timing_shows_in_the_versions_alone(timing, shape, bound: 
 
 
 @given(timings, shapes, st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 0.3]))
-@settings(max_examples=120)
+@settings(max_examples=examples(50))
 def test_whatever_the_timing_tokens_are_labelled_by_the_engine_and_bounded_in_age(
     timing, shape, lead: int, slack: int, fails: float
 ) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
-import os
 from collections.abc import AsyncIterator
 from functools import cache
 from typing import Any
@@ -21,11 +20,10 @@ from asyncrl.engine.client import Client, Said
 from asyncrl.errors import RecordError
 from asyncrl.rollout import snapshot
 from asyncrl.types import Batch, Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
+from tests.examples import examples
 from tests.fakes import completion, pieces, prompts, stream
 from tests.rollout.machinery import EOS, KEY, Machinery, RecordedEngine, _extend
 from tests.rollout.schedules import Run, schedules
-
-MUTATIONS = 100 * int(os.environ.get("ASYNCRL_TRIALS", "3"))
 
 
 class Chain(RecordedEngine):
@@ -89,7 +87,7 @@ def prompt_of(uid: str) -> Prompt:
     return next(itertools.islice(prompts(), int(uid.removeprefix("p")), None))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(12))
 @given(seed=st.integers(0, 2**32), stop=st.integers(1, 4), slack=st.integers(0, 2), running=st.sampled_from([None, 2]))
 def test_run_that_goes_on_trains_every_group_once_with_the_tokens_that_were_written(
     seed: int, stop: int, slack: int, running: int | None
@@ -141,7 +139,7 @@ class Turns:
         return Trajectory(turns)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(8))
 @given(seed=st.integers(0, 2**32), same=st.booleans())
 def test_agents_of_many_turns_are_told_again_what_they_were_told(seed: int, same: bool) -> None:
     """And where the environment says something else the second time, what was written in vain is discarded."""
@@ -223,7 +221,7 @@ def test_recalled_answers_are_given_once_and_only_to_what_was_asked() -> None:
     assert (session.received, session.said()) == (2, [])
 
 
-@settings(deadline=None, max_examples=MUTATIONS)
+@settings(deadline=None, max_examples=examples(100))
 @given(data=st.data())
 def test_damaged_snapshots_are_refused_or_read_as_something_of_the_same_shape(data: st.DataObject) -> None:
     saved = bytearray(_saved())

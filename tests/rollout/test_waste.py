@@ -13,6 +13,7 @@ from asyncrl.rollout.buffer import OVER_AGE, SURPLUS, CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Source
 from asyncrl.types import Group
+from tests.examples import examples
 from tests.fakes import group
 from tests.rollout.schedules import Run, schedules
 
@@ -56,7 +57,7 @@ wasteful = schedules(
 
 
 @given(wasteful)
-@settings(max_examples=600)
+@settings(max_examples=examples(200))
 def test_what_is_thrown_away_or_chosen_breaks_neither_bound_nor_ledger_nor_liveness(run: Wasteful) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]

@@ -205,7 +205,7 @@ def test_machines_sum_over_gloo() -> None:
 
 
 def test_an_interface_that_is_not_there_fails_and_is_named_with_its_machine() -> None:
-    told = allreduce(interfaces={"a": "lo", "b": "nosuch0"}, seconds=5.0)
+    told = allreduce(interfaces={"a": "lo", "b": "nosuch0"}, seconds=2.0)
     found = answers(told, "a", "b")
     (finding,) = check_allreduce(told, found)
     assert (finding.level, finding.field) == ("error", "cluster.interface")
