@@ -1,6 +1,9 @@
 """One hypothesis profile for all tests: the same examples on every machine, and no deadlines on shared cores. And the
 schedule of the integration tests: which of them run in one process, and which start first."""
 
+from asyncrl import importing
+
+# isort: split
 from typing import Any
 
 import pytest
@@ -35,6 +38,11 @@ SEPARATE = _files(
     "resume", "elastic", "ends", "survival", "layouts", "hangs", "teacher", "rollout_faults", "deaths"
 )  # fmt: skip
 """Files whose tests share nothing, so that each test can run in any process."""
+
+
+def pytest_collection_finish() -> None:
+    """All test modules, and what they test, are imported."""
+    importing.done()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,9 @@ command line is readable by every user of the machine). Not a `__main__.py`: spa
 multiprocessing re-imports a main module only under another name.
 """
 
+from asyncrl import importing
+
+# isort: split
 import os
 import sys
 
@@ -13,10 +16,12 @@ from asyncrl.engine.cpu import install
 install()
 
 if __name__ == "__main__":
+    import sglang.srt.entrypoints.http_server  # noqa: F401  # run_server would import it later
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    importing.done()
     arguments = sys.argv[1:]
     if key := os.environ.get("ASYNCRL_API_KEY"):
         arguments += ["--api-key", key, "--admin-api-key", key]

@@ -195,7 +195,7 @@ SUMMARY_MACHINE = {
     "dtype/<part>": "number format that the part computed in, and why",
     "estimate/step": "seconds of a step as estimated before the run from the measured speed of the CPU",
     "estimate/run": "the same of the whole run",
-    "estimate/error": "estimate/run over time/total, minus 1",
+    "estimate/error": "the estimate of the steps that were trained over time/total, minus 1",
 }
 
 # The same file, with checkpoint.every

@@ -159,7 +159,8 @@ def machine_figures(machine: dict[str, Any], summary: dict[str, Any]) -> dict[st
         figures[f"dtype/{part}"] = f"{choice['dtype']} ({choice['why']})"
     if estimate := machine["estimate"]:
         figures["estimate/step"], figures["estimate/run"] = estimate["step"], estimate["run"]
-        figures["estimate/error"] = estimate["run"] / summary["time/total"] - 1
+        untrained = estimate["steps"] - summary["steps"]  # of a run that a budget, a target or a signal ended
+        figures["estimate/error"] = (estimate["run"] - untrained * estimate["step"]) / summary["time/total"] - 1
     return figures
 
 

@@ -93,6 +93,8 @@ class Estimate:
     engines: float
     step: float
     run: float
+    steps: int
+    """Of the run: a number, not seconds."""
 
 
 def estimate(model: Model, work: Workload, machine: Machine) -> Estimate:
@@ -113,7 +115,7 @@ def estimate(model: Model, work: Workload, machine: Machine) -> Estimate:
     trainer, engines = training / _of(machine, machine.trainers), generating / _of(machine, machine.engines)
     both = (training + generating) / machine.speedup(machine.trainers + machine.engines)
     step = PUBLISH + (trainer + engines if work.synchronous else max(trainer, engines, both))
-    return Estimate(trainer, engines, step, START_UP + 2 * evaluation + work.steps * step)
+    return Estimate(trainer, engines, step, START_UP + 2 * evaluation + work.steps * step, work.steps)
 
 
 def _forward(model: Model, tokens: float, predicted: float, machine: Machine) -> float:

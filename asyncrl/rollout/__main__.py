@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from asyncrl import importing
+
+# isort: split
 import asyncio
 import json
 import os
@@ -58,6 +61,7 @@ async def main(run_dir: Path) -> None:
     config, addresses = read(run_dir), Addresses.read(run_dir)
     played = tasks.build_all(config)
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
+    importing.done()
     template = ChatTemplate(tokenizer)
     hf = json.loads((addresses.model / "config.json").read_text())
     prompts = Prompts(config, played, template, hf["max_position_embeddings"])

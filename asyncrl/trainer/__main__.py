@@ -5,6 +5,9 @@ Wires policy, feed, publisher, checkpoints and log.
 
 from __future__ import annotations
 
+from asyncrl import importing
+
+# isort: split
 import json
 import os
 import signal
@@ -54,6 +57,7 @@ TIMEOUT_MARGIN = 120.0  # the peers' collectives give up this long after rank 0 
 
 def main(run_dir: Path) -> None:
     """Train one run on this rank."""
+    importing.done()
     config, addresses = read(run_dir), Addresses.read(run_dir)
     gpu = on_gpu(config.trainer, addresses.gpus)
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)

@@ -57,12 +57,14 @@ def _zygote() -> subprocess.Popen[str]:
 
 def _serve() -> None:
     """Read orders until the tests are over."""
+    from asyncrl import importing
     from asyncrl.trainer import cpu
 
     cpu.enable()
     import asyncrl.trainer.policy
     import asyncrl.weights.export  # noqa: F401
 
+    importing.done()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not be taken for an answer
     for line in sys.stdin:

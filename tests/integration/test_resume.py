@@ -176,9 +176,9 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)
     check_conversion(run_dir, tmp_path)
-    # a run of its own, from its last checkpoint but one, in another layout and with other engines
+    # a run of its own, from its last checkpoint but one, in another layout
     fork = [one for one in RUN if not one.startswith("resume")]
-    fork += [f"resume={Shelf(run_dir).path(STEPS - 2)}", "trainer.tensor_parallel=2", "engine.count=2"]
+    fork += [f"resume={Shelf(run_dir).path(STEPS - 2)}", "trainer.tensor_parallel=2"]
     steps = run(tmp_path / "fork", *fork)
     assert trained(steps[: STEPS - 2]) == trained(lines(run_dir / "metrics.jsonl")[: STEPS - 2])
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))

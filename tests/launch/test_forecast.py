@@ -45,9 +45,9 @@ def test_sides_that_do_not_run_on_a_measured_cpu_are_not_estimated() -> None:
 
 def test_summary_tells_the_choices_and_compares_the_estimate_with_the_truth(tmp_path: Path) -> None:
     config = tiny_config()
-    forecast.write(tmp_path, Precision(config, CHOICES), Estimate(1.0, 2.0, 2.0, 300.0))
+    forecast.write(tmp_path, Precision(config, CHOICES), Estimate(1.0, 2.0, 2.0, 300.0, steps=100))
     machine = json.loads((tmp_path / "machine.json").read_text())
-    figures = machine_figures(machine, {"time/total": 400.0})
+    figures = machine_figures(machine, {"time/total": 400.0, "steps": 100})
     assert figures == {
         "dtype/trainer": "float32 (auto: faster)",
         "dtype/engine": "float32 (auto: faster)",
@@ -55,11 +55,13 @@ def test_summary_tells_the_choices_and_compares_the_estimate_with_the_truth(tmp_
         "estimate/run": 300.0,
         "estimate/error": -0.25,
     }
+    ended_early = machine_figures(machine, {"time/total": 400.0, "steps": 50})
+    assert ended_early["estimate/error"] == -0.5
     documented = {name.replace("<part>", part) for name in SUMMARY_MACHINE for part in ("trainer", "engine")}
     assert figures.keys() <= documented
     forecast.write(tmp_path, Precision(config, CHOICES), None)
     machine = json.loads((tmp_path / "machine.json").read_text())
-    assert machine_figures(machine, {"time/total": 400.0}).keys() == {"dtype/trainer", "dtype/engine"}
+    assert machine_figures(machine, {"time/total": 400.0, "steps": 100}).keys() == {"dtype/trainer", "dtype/engine"}
 
 
 class Questions:
@@ -88,6 +90,6 @@ def test_durations_as_people_say_them(seconds: float, text: str) -> None:
 
 
 def test_lines_for_the_console() -> None:
-    told = forecast.lines(Precision(tiny_config(), CHOICES), Estimate(3.0, 4.0, 4.0, 240.0))
+    told = forecast.lines(Precision(tiny_config(), CHOICES), Estimate(3.0, 4.0, 4.0, 240.0, steps=50))
     assert told[0] == "trainer.dtype float32: auto: faster"
     assert told[-1].startswith("estimate: 4 min for the run, 4.0 s a step")
