@@ -35,6 +35,10 @@ def _member(enumeration: type, name: str) -> Any:
     raise pickle.UnpicklingError("it calls getattr for something other than a memory format")
 
 
+class _OldMetadata(Metadata):
+    """megatron-core wrote a subclass of its own before 0.16."""
+
+
 _ALLOWED = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -49,6 +53,7 @@ _ALLOWED = {
             "_MEM_FORMAT_ENCODING",
         )
     },
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _OldMetadata,
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from asyncrl.checkpoints.torch_dist import FORMAT, write_frame
+from asyncrl.checkpoints.torch_dist import FORMAT, read_metadata, write_frame
 from asyncrl.convert.parameters import Address, Parameter
-from asyncrl.errors import WeightsError
+from asyncrl.errors import RecordError, WeightsError
 
 OPTIMIZER = re.compile(r"^(chained_\d+\.)?optimizer\.")
 
@@ -49,9 +49,9 @@ class CheckpointReader:
         self._reader = FileSystemReader(folder)
         _check_format(folder)
         try:
-            metadata = self._reader.read_metadata()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-            raise WeightsError(f"{folder}/.metadata cannot be read: {error}. Copy the folder anew.") from None
+            metadata = read_metadata(folder)
+        except RecordError as error:
+            raise WeightsError(f"{error}. Copy the folder anew.") from None
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._tensors = {
             key: entry

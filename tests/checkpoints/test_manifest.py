@@ -142,6 +142,20 @@ def test_metadata_is_what_torch_wrote(folder: Path) -> None:
     assert (found.state_dict_metadata, found.storage_data) == (theirs.state_dict_metadata, theirs.storage_data)
 
 
+class Old(metadata.Metadata):
+    """megatron-core 0.15 writes a subclass with a field of its own."""
+
+
+def test_metadata_of_an_older_megatron_is_read_without_megatron(folder: Path) -> None:
+    plain = torch_dist.read_metadata(folder)
+    old = Old(plain.state_dict_metadata, storage_data=plain.storage_data)
+    vars(old)["mcore_data"] = {"decoder": {"nd_reformulated_orig_global_shape": (2, 3)}}
+    data, name = pickle.dumps(old, protocol=2), f"c{__name__}\nOld\n".encode()
+    assert name in data
+    found = torch_dist.parse(data.replace(name, b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"))
+    assert (found.state_dict_metadata, found.storage_data) == (plain.state_dict_metadata, plain.storage_data)
+
+
 class Run:
     """What a pickle may do to who reads it."""
 

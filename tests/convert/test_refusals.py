@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import re
 import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,11 +115,43 @@ def test_a_damaged_checkpoint_is_refused(llama: Path, capsys: pytest.CaptureFixt
     (between / ".metadata").write_bytes(pickle.dumps(metadata))
     assert "decoder.layers.mlp.linear_fc2.weight at (2,)" in refused(capsys, 1, arguments)
     (between / ".metadata").write_bytes(saved[:-20])
-    assert ".metadata cannot be read" in refused(capsys, 1, arguments)
+    assert ".metadata is damaged" in refused(capsys, 1, arguments)
     (between / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
     assert "fsdp_dtensor" in refused(capsys, 1, arguments)
     (between / "metadata.json").unlink()
     assert "is not a Megatron checkpoint" in refused(capsys, 1, arguments)
+
+
+class Run:
+    """What a pickle may do to who reads it."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("place", ["index", "chunk"])
+def test_a_strangers_checkpoint_runs_nothing(
+    place: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    between, back = converted(llama)
+    shutil.rmtree(back)
+    evil = Run(tmp_path / "mark")
+    if place == "index":
+        (between / ".metadata").write_bytes(pickle.dumps(evil))
+    else:
+        buffer = io.BytesIO()
+        torch.save(evil, buffer)
+        metadata = pickle.loads((between / ".metadata").read_bytes())
+        for index, where in metadata.storage_data.items():
+            metadata.storage_data[index] = replace(where, offset=0, length=len(buffer.getvalue()))
+        (between / ".metadata").write_bytes(pickle.dumps(metadata))
+        (between / "__0_0.distcp").write_bytes(buffer.getvalue())
+    said = refused(capsys, 1, ["to-hf", str(between), str(back)])
+    assert ".metadata is damaged" in said if place == "index" else "cannot be read" in said
+    assert not (tmp_path / "mark").exists()
 
 
 def test_wrong_arguments_are_refused_with_exit_code_2(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
