@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from asyncrl.errors import RecordError
@@ -30,13 +30,20 @@ METADATA = ".metadata"
 
 def _member(enumeration: type, name: str) -> Any:
     """Stand in for the getattr by which Python 3.11.0 to 3.11.3 pickles the member of an enumeration."""
-    if enumeration is metadata._MEM_FORMAT_ENCODING:
-        return metadata._MEM_FORMAT_ENCODING[name]
-    raise pickle.UnpicklingError("it calls getattr for something other than a memory format")
+    if enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
+        return enumeration[name]  # type: ignore[index]
+    raise pickle.UnpicklingError("it calls getattr for something other than a memory format or a kind of item")
 
 
 class _OldMetadata(Metadata):
     """megatron-core wrote a subclass of its own before 0.16."""
+
+
+class _OldPlan:
+    """Likewise."""
+
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
 
 _ALLOWED = {
@@ -53,7 +60,12 @@ _ALLOWED = {
             "_MEM_FORMAT_ENCODING",
         )
     },
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _OldMetadata,
+    **{  # Megatron leaves in it how its ranks shared the writing
+        (planner.__name__, name): getattr(planner, name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    },
+    (_MEGATRON, "MCoreMetadata"): _OldMetadata,
+    (_MEGATRON, "MCoreSavePlan"): _OldPlan,
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
