@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+
+from asyncrl.access import Access
 
 FILE = "addresses.json"
 MACHINE = "machine.json"
@@ -43,6 +46,7 @@ class Addresses:
     attached: tuple[str, ...] = ()  # engines of the policy that others have started (engine.urls)
     trainers: tuple[str, ...] = ()  # addresses of the machines of trainer ranks
     resume: Path | None = None  # the checkpoint that the run goes on from
+    authority: str = ""  # the certificate, in PEM, that has signed those of its servers; empty: they have none
 
     def write(self, run_dir: Path) -> None:
         """Readable by the owner only: it holds the run's API key."""
@@ -58,7 +62,7 @@ class Addresses:
         paths = {name: Path(values[name]) if values[name] else None for name in PATHS}
         return cls(**{**values, **paths, **{name: tuple(values[name]) for name in TUPLES}})
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """What every request of the run carries."""
-        return {"Authorization": f"Bearer {self.api_key}"}
+    @cached_property
+    def access(self) -> Access:
+        """To its servers."""
+        return Access(self.api_key, self.authority)

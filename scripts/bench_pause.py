@@ -110,7 +110,7 @@ async def measured(
     client = Client(
         fleet.addresses.router,
         run=f"{mode}-{key}",
-        api_key=fleet.addresses.api_key,
+        access=fleet.addresses.access,
         max_new_tokens=TOKENS,
         temperature=1.0,
         stop_token_ids=[],

@@ -30,6 +30,7 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from asyncrl.access import Access  # noqa: E402
 from asyncrl.engine.client import Client  # noqa: E402
 from asyncrl.ports import free_port  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
@@ -73,7 +74,7 @@ def client(url: str, tokens: int) -> Client:
     return Client(
         url,
         run="bench",
-        api_key="key",
+        access=Access("key"),
         max_new_tokens=tokens,
         temperature=1.0,
         stop_token_ids=[0],

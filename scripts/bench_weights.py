@@ -276,7 +276,7 @@ class Stream:
     """A request in flight, and by how much the longest time between two of its pieces exceeds the usual one."""
 
     def __init__(self, fleet: Engines) -> None:
-        self._url, self._headers = fleet.addresses.engines[0], fleet.addresses.headers
+        self._url, self._http = fleet.addresses.engines[0], fleet.addresses.access.http
         self._stop = threading.Event()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._read)
@@ -314,7 +314,7 @@ class Stream:
             "stream": True,
         }
         previous = None
-        with httpx.stream("POST", f"{self._url}/generate", json=body, headers=self._headers, timeout=60.0) as response:
+        with httpx.stream("POST", f"{self._url}/generate", json=body, timeout=60.0, **self._http) as response:
             for _ in response.iter_raw():
                 now = time.monotonic()
                 if previous is not None:

@@ -103,6 +103,7 @@ class DilatedRun:
             "experiment=tiny",
             "task.params.digits=8",
             "eval.questions=0",
+            "cluster.tls=false",  # the stub engines speak http
             f"engine.count={setting.engines}",
             "engine.request_timeout=600",
             f"rollout.batch_groups={self._batch_groups}",
@@ -173,8 +174,8 @@ def _tasks(config: Config) -> dict[str, tasks.Task]:
 
 def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, warm: int) -> Measured:
     """The trainer: it sleeps for as long as a step takes, and publishes nothing but a number."""
-    fleet = Fleet(addresses.engines, KEY, 30.0)
-    door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
+    fleet = Fleet(addresses.engines, addresses.access, 30.0)
+    door = RolloutDoor(addresses.rollout, addresses.access, config.rollout.batch_timeout)
     ages: list[int] = []
     tokens = busy = 0.0
     began = 0.0

@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl import config as configuration
+from asyncrl.access import Access
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config
 from asyncrl.engine.client import Client, Session
@@ -177,7 +178,7 @@ class FakeEngine:
         """The real client in front of this engine."""
         settings: dict[str, Any] = {
             "run": "run0",
-            "api_key": "key0",
+            "access": Access("key0"),
             "max_new_tokens": 8,
             "temperature": 1.0,
             "stop_token_ids": [10],

@@ -15,18 +15,9 @@ import asyncrl
 
 PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-OPEN = {
-    "types",
-    "errors",
-    "parallel",
-    "metrics",
-    "jsonl",
-    "ports",
-    "imports",
-    "routing",
-    "leases",
-    "importing",
-}  # to all
+OPEN = {  # to all
+    *("types", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases", "importing", "access")
+}
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
 ALLOWED = {
@@ -41,22 +32,26 @@ ALLOWED = {
     "routing": set(),
     "config": {"errors"},
     "addresses": set(),
+    "access": set(),
+    "tls": set(),
     "install": set(),
     "metrics": {"config"},
     "probe": {"models"},
     "models": set(),
     "launch": {
         *("config", "addresses", "engine", "models", "tasks", "records", "checkpoints"),
-        *("install", "planner", "weights", "probe"),  # what the preflight compares with, and its arithmetic
+        *("install", "planner", "weights", "probe", "tls"),  # what the preflight compares with, and its arithmetic
     },
-    "engine": {"config", "addresses"},
+    "engine": {"config", "addresses", "tls"},
     "agents": {"envs"},
     "envs": set(),
     "rewards": {"envs"},
     "tasks": {"config", "envs", "rewards"},
     "records": set(),
     "checkpoints": set(),
-    "rollout": {"config", "addresses", "engine", "agents", "envs", "rewards", "records", "checkpoints", "tasks"},
+    "rollout": {
+        *("config", "addresses", "engine", "agents", "envs", "rewards", "records", "checkpoints", "tasks", "tls")
+    },
     "algo": set(),
     "weights": {"config", "engine"},
     "trainer": {"config", "addresses", "algo", "weights", "records", "checkpoints", "models"},

@@ -27,7 +27,7 @@ def main(run_dir: Path) -> None:
     config, addresses = read(run_dir), Addresses.read(run_dir)
     fleet = build_fleet(config, addresses, run_dir, decides=True)
     update = Update(fleet, mode=config.weights.pause_mode)
-    door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
+    door = RolloutDoor(addresses.rollout, addresses.access, config.rollout.batch_timeout)
     log = StepLog(_sinks(config, run_dir), started_at=addresses.started_at, tasks=tuple(config.mixture))
     stop = StopRule(config.run)
 

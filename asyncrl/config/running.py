@@ -160,6 +160,10 @@ class Cluster(Section):
     """Address that every server binds to; unset: each machine's own on `cluster.interface`."""
     interface: str | None
     """Network interface of those addresses (eth0, ib0); unset: that of the route to other machines."""
+    tls: bool
+    """Every server of the run shows a certificate that the run has signed, and connections are encrypted: nobody else
+    on its machines, or between them, can read the run's key or stand in for one of its servers. false, for machines
+    that nobody else uses, makes a request cheaper (docs/security.md)."""
     gpus: Natural | None
     """GPUs to use of each machine; unset: those that it has. A job that is submitted must be told."""
     start_timeout: Positive

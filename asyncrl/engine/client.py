@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from asyncrl.access import Access
 from asyncrl.engine import sockets
 from asyncrl.engine.answer import Answer, Exchange, joined
 from asyncrl.engine.inflight import NEXT, Asker, CacheKey, InFlight, Purpose
@@ -118,7 +119,7 @@ class Client:
         router: str,
         *,
         run: str,
-        api_key: str,
+        access: Access,
         max_new_tokens: int,
         temperature: float,
         stop_token_ids: list[int],
@@ -138,9 +139,8 @@ class Client:
         an engine can hold."""
         self._http = httpx.AsyncClient(
             base_url=router,
-            headers={"Authorization": f"Bearer {api_key}"},
-            transport=transport or sockets.transport(),
-            trust_env=False,
+            **access.http,
+            transport=transport or sockets.transport(access),
             timeout=httpx.Timeout(timeout, connect=30.0),
         )
         self._longest, self._context, self._stop = max_new_tokens, context, stop_token_ids

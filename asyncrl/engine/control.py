@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from asyncrl.access import Access
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
 
 PROBE_SECONDS = 5.0
@@ -79,7 +80,7 @@ class Fleet:
     def __init__(
         self,
         urls: Sequence[str],
-        api_key: str,
+        access: Access,
         timeout: float,
         *,
         attached: Sequence[str] = (),
@@ -95,9 +96,8 @@ class Fleet:
         self._router, self._register, self._on_lost = router, register, on_lost
         self._incarnations: dict[str, str] = {}  # what an engine without weights of the run said when it came
         self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {api_key}"},
+            **access.http,
             timeout=timeout,
-            trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEPT_SECONDS),
         )
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="engine-control")

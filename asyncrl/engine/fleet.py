@@ -16,7 +16,7 @@ from asyncrl.engine.router import Workers
 def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool) -> Fleet:
     """One process `decides`: it alone speaks to the router, and asks the launcher to start others again."""
     timeout = config.weights.timeout
-    router = Workers(addresses.router, addresses.api_key, timeout) if decides else None
+    router = Workers(addresses.router, addresses.access, timeout) if decides else None
 
     def note(url: str, incarnation: str, reason: str) -> None:
         if decides:
@@ -26,7 +26,7 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
     restart = config.cluster.on_engine_death == "restart"
     return Fleet(
         addresses.engines,
-        addresses.api_key,
+        addresses.access,
         timeout,
         attached=addresses.attached,
         router=router,

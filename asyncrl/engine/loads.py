@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from asyncrl.access import Access
 from asyncrl.errors import EngineError
 
 TIMEOUT = 5.0
@@ -34,9 +35,9 @@ class Load:
 class Loads:
     """Asks every engine that the router knows: they come and go."""
 
-    def __init__(self, router: str, headers: dict[str, str], transport: httpx.AsyncBaseTransport | None = None):
+    def __init__(self, router: str, access: Access, transport: httpx.AsyncBaseTransport | None = None):
         self._router = router
-        self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT, trust_env=False, transport=transport)
+        self._http = httpx.AsyncClient(**access.http, timeout=TIMEOUT, transport=transport)
 
     async def ask(self) -> list[Load]:
         """The engines that answer. Raises EngineError when one does not know the question."""

@@ -10,15 +10,17 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from asyncrl.access import Access
 from asyncrl.addresses import Addresses
 from asyncrl.config import Engine
 from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.tls import Signed
 
 POLL_SECONDS = 0.2
 KEY_SECONDS = 3600
@@ -27,7 +29,7 @@ ACCEPTED = (200, 201, 202, 409)
 """Status codes of success. 409: the router is adding this engine already."""
 
 
-def router_argv(engine: Engine, url: str, metrics_port: int) -> list[str]:
+def router_argv(engine: Engine, url: str, metrics_port: int, signed: Signed | None = None) -> list[str]:
     """The client owns retries: with the router's own it would see neither duplicates nor the reason."""
     address = urlsplit(url)
     return [
@@ -73,6 +75,19 @@ def router_argv(engine: Engine, url: str, metrics_port: int) -> list[str]:
         "none",
         "--log-level",
         "warn",
+        *(_tls(signed) if signed else []),
+    ]
+
+
+def _tls(signed: Signed) -> list[str]:
+    """It shows this certificate, and trusts engines whose certificates the same authority has signed."""
+    return [
+        "--tls-cert-path",
+        str(signed.server),
+        "--tls-key-path",
+        str(signed.server),
+        "--ca-cert-paths",
+        str(signed.authority),
     ]
 
 
@@ -92,13 +107,12 @@ async def register(http: httpx.AsyncClient, engine_url: str, api_key: str) -> No
 class Workers:
     """The router's engines, as the trainer changes them while a run goes on."""
 
-    def __init__(self, router: str, api_key: str, timeout: float) -> None:
-        self._api_key = api_key
+    def __init__(self, router: str, access: Access, timeout: float) -> None:
+        self._api_key = access.key
         self._http = httpx.Client(
             base_url=router,
-            headers={"Authorization": f"Bearer {api_key}"},
+            **access.http,
             timeout=timeout,
-            trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
@@ -136,9 +150,7 @@ async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bo
     deadline = time.monotonic() + timeout
     engines = (*addresses.engines, *(addresses.attached if attached else ()))
     waiting = set(engines)
-    async with httpx.AsyncClient(
-        base_url=addresses.router, headers=addresses.headers, timeout=10.0, trust_env=False
-    ) as router:
+    async with httpx.AsyncClient(base_url=addresses.router, timeout=10.0, **addresses.access.http) as router:
         while True:
             if await _answers(router, f"{addresses.router}/health"):
                 for url in [url for url in waiting if await _answers(router, f"{url}/health")]:
@@ -155,11 +167,11 @@ async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bo
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def wait_until_healthy(urls: Sequence[str], headers: Mapping[str, str], timeout: float, what: str) -> None:
+async def wait_until_healthy(urls: Sequence[str], access: Access, timeout: float, what: str) -> None:
     """Until these servers, `what` in a message, all answer. Raises DeadlineExceeded."""
     deadline = time.monotonic() + timeout
     waiting = list(urls)
-    async with httpx.AsyncClient(headers=headers, timeout=10.0, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=10.0, **access.http) as http:
         while waiting := [url for url in waiting if not await _answers(http, f"{url}/health")]:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(what, timeout, f"not yet up: {waiting}; see logs/")

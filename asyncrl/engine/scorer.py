@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
+from asyncrl.access import Access
 from asyncrl.engine import sockets
 from asyncrl.engine.answer import PASSING
 from asyncrl.engine.client import FIRST_DELAY, LONGEST_DELAY
@@ -69,18 +70,16 @@ class TeacherEngines:
         self,
         urls: Sequence[str],
         *,
-        api_key: str,
+        access: Access,
         max_running: int,
         request_timeout: float,
         retry_timeout: float,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """An empty key is not sent."""
         self._urls = [url.rstrip("/") for url in urls]
         self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            transport=transport or sockets.transport(),
-            trust_env=False,
+            **access.http,
+            transport=transport or sockets.transport(access),
             timeout=httpx.Timeout(request_timeout, connect=min(30.0, request_timeout)),
         )
         self._room = asyncio.Semaphore(max_running)

@@ -39,6 +39,7 @@ from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
 from asyncrl.launch.slurm.job import Job
 from asyncrl.leases import RENEW_SECONDS
+from asyncrl.tls import Authority
 from asyncrl.weights.choice import LOOPBACK, choose
 
 PORTS = 32
@@ -114,8 +115,10 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
     for node in nodes:
         check_reach(run, node)
     seats = place_engines(config, nodes, count)
+    if cluster.tls:
+        Authority(run.folder).sign(seat.url for one in seats for seat in one)
     mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # so that no sweep takes the run's for ours
-    specs = engines(config, mine, seats, label=f"{word}-", seed=int(word[:6], 16))
+    specs = engines(config, mine, seats, run.folder, label=f"{word}-", seed=int(word[:6], 16))
     keeper = Keeper(run, {one[0].url: one[0].node.name or socket.gethostname() for one in seats})
     if job:
         ours = [] if job.id == run.job else job.cancelled()  # it may be the run's own
@@ -238,7 +241,7 @@ def listed(run: _Run) -> list[str]:
 
 def _state(url: str, addresses: Addresses) -> str:
     try:
-        response = httpx.get(f"{url}/model_info", headers=addresses.headers, timeout=TOLD_SECONDS, trust_env=False)
+        response = httpx.get(f"{url}/model_info", timeout=TOLD_SECONDS, **addresses.access.http)
         version = str(response.json()["weight_version"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return "does not answer"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config import Config, Engine, Frozen, Trainer, on_gpu
+from asyncrl.config import Cluster, Config, Engine, Frozen, Trainer, on_gpu
 from asyncrl.errors import ConfigError
 
 
@@ -35,11 +35,12 @@ class Seat:
     gpus: tuple[int, ...] = ()  # its own, by their place among those of the node
     port: int = 0
     meeting: int = 0  # port where its ranks find each other, or, of the router, where its metrics are
+    scheme: str = "http"  # https where servers prove to be the run's (tls.py)
 
     @property
     def url(self) -> str:
         """Of the server there."""
-        return f"http://{self.node.address}:{self.port}"
+        return f"{self.scheme}://{self.node.address}:{self.port}"
 
     @property
     def visible(self) -> str:
@@ -68,6 +69,11 @@ class Placement:
             "judges": tuple(seat.url for seat in self.judges),
         }
 
+    def listening(self) -> list[str]:
+        """The URLs of all seats where something may listen: also those of an engine's further ranks."""
+        alone = (self.router, self.rollout, *self.teachers, *self.judges)
+        return [seat.url for seat in (*alone, *(seat for seats in self.engines for seat in seats))]
+
     def local_rank(self, rank: int) -> int:
         """Place of a trainer rank among those of its node."""
         mine = self.trainers[rank].node
@@ -77,14 +83,15 @@ class Placement:
 class _Room:
     """What is left of a node."""
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Node, cluster: Cluster) -> None:
+        self.node, self._scheme = node, "https" if cluster.tls else "http"
         self.free = list(range(len(node.gpus)))
         self._ports: Iterator[int] = iter(node.ports)
 
     def seat(self, gpus: int = 0, ports: int = 0) -> Seat:
         taken, self.free = tuple(self.free[:gpus]), self.free[gpus:]
-        return Seat(self.node, taken, *(next(self._ports) for _ in range(ports)))
+        port, meeting, *_ = (*(next(self._ports) for _ in range(ports)), 0, 0)
+        return Seat(self.node, taken, port, meeting, self._scheme)
 
 
 def ports_wanted(config: Config) -> int:
@@ -94,7 +101,7 @@ def ports_wanted(config: Config) -> int:
 
 def place(config: Config, nodes: Sequence[Node]) -> Placement:
     """Raises ConfigError when the machines are too few."""
-    rooms = [_Room(node) for node in nodes]
+    rooms = [_Room(node, config.cluster) for node in nodes]
     working = rooms[config.cluster.cpu_nodes :]
     if not working:
         remedy = f"cluster.cpu_nodes={config.cluster.cpu_nodes} of them are for rollouts: none is left for the others."
@@ -122,7 +129,7 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
 def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> list[list[Seat]]:
     """Further engines, on machines of their own; unset, as many as their GPUs hold, or one on each that has none.
     Raises ConfigError when the machines are too few."""
-    each, rooms = len(nodes[0].gpus), [_Room(node) for node in nodes]
+    each, rooms = len(nodes[0].gpus), [_Room(node, config.cluster) for node in nodes]
     if count is None:
         gpu, ranks = _on_gpu("engine", config.engine, each), config.engine.tensor_parallel
         of_one = each // ranks if each >= ranks else 0

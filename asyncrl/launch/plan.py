@@ -20,6 +20,7 @@ from asyncrl.engine.server import (
     teacher_argv,
 )
 from asyncrl.launch.placement import Placement, Seat
+from asyncrl.tls import signed
 
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 """The router's HTTP client would take a proxy of the environment for requests to engines, with the run's API key."""
@@ -53,11 +54,11 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
         again = [_rollout("asyncrl.rollout.reenact", addresses, placement.rollout, run_dir)]
         return [*(again if config.replay.schedule else []), *trainers]
     return [
-        *engines(config, addresses, placement.engines),
-        *_frozen(config, addresses, placement),
+        *engines(config, addresses, placement.engines, run_dir),
+        *_frozen(config, addresses, placement, run_dir),
         ProcessSpec(
             "router",
-            router_argv(config.engine, addresses.router, placement.router.meeting),
+            router_argv(config.engine, addresses.router, placement.router.meeting, signed(run_dir, addresses.router)),
             {**_shared_env(addresses, placement.router), **NO_PROXY},
             node=placement.router.node.name,
             restarts=_restarts(config),
@@ -71,7 +72,8 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
 
 def _rollout(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
     judges = " ".join(f"{url}/v1" for url in addresses.judges)
-    env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **({"ASYNCRL_JUDGES": judges} if judges else {})}
+    own = {"ASYNCRL_JUDGES": judges, "ASYNCRL_AUTHORITY": addresses.authority} if judges else {}
+    env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
     return ProcessSpec("rollout", [sys.executable, "-m", module, str(run_dir)], env, node=seat.node.name)
 
 
@@ -112,7 +114,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), 
 
 
 def engines(
-    config: Config, addresses: Addresses, seats_of: list[list[Seat]], label: str = "", seed: int = 0
+    config: Config, addresses: Addresses, seats_of: list[list[Seat]], run_dir: Path, label: str = "", seed: int = 0
 ) -> list[ProcessSpec]:
     """Of the policy; the label keeps the names of those apart that are started later."""
     gpu = on_gpu(config.engine, addresses.gpus)
@@ -130,6 +132,7 @@ def engines(
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
                 nccl_port=_meeting(config.engine, seat.meeting) if len(seats) == 1 else None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
+                **_shown(run_dir, seat.url),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
                 **(deterministic_args(gpu=gpu) if config.deterministic else {}),
             )
@@ -159,13 +162,21 @@ def engines(
     return specs
 
 
+def _shown(run_dir: Path, url: str) -> dict[str, object]:
+    """SGLang's arguments of a server that proves to be the run's."""
+    files = signed(run_dir, url)
+    if not files:
+        return {}
+    return {"ssl_certfile": files.server, "ssl_keyfile": files.server, "ssl_ca_certs": files.authority}
+
+
 def _spanning(seats: list[Seat], place: int) -> dict[str, object]:
     """SGLang's arguments of an engine on several machines."""
     meeting = f"{seats[0].node.address}:{seats[0].meeting}"
     return {"nnodes": len(seats), "node_rank": place, "dist_init_addr": meeting}
 
 
-def _frozen(config: Config, addresses: Addresses, placement: Placement) -> list[ProcessSpec]:
+def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
     """Engines of the teacher and of the judge. They are asked directly: neither the router nor the trainer's publishes
     know them."""
     specs = []
@@ -175,11 +186,12 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement) -> list[
     ):
         for number, seat in enumerate(seats):
             assert folder is not None
-            gpu, meeting = on_gpu(section, addresses.gpus), _meeting(section, seat.meeting)
+            gpu = on_gpu(section, addresses.gpus)
+            shown = {"nccl_port": _meeting(section, seat.meeting), **_shown(run_dir, seat.url)}
             if isinstance(section, Teacher):
-                argv = teacher_argv(section, folder, seat.url, gpu=gpu, nccl_port=meeting)
+                argv = teacher_argv(section, folder, seat.url, gpu=gpu, **shown)
             else:
-                argv = judge_argv(section, folder, seat.url, gpu=gpu, nccl_port=meeting)
+                argv = judge_argv(section, folder, seat.url, gpu=gpu, **shown)
             env = {
                 **_shared_env(addresses, seat),
                 **({} if gpu else KEEP_MEMORY),

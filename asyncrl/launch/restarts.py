@@ -168,7 +168,7 @@ def restart_policy(
     """That of these processes, with the router and watches of a run that is about to be under way."""
 
     def forget(url: str) -> None:  # makes its HTTP client when an engine has died: a run need not wait for it to start
-        Workers(addresses.router, addresses.api_key, FORGET_SECONDS).remove(url)
+        Workers(addresses.router, addresses.access, FORGET_SECONDS).remove(url)
 
-    watches = {spec.name: Watch(spec.watch, addresses.api_key, spec.patience) for spec in specs if spec.watch}
+    watches = {spec.name: Watch(spec.watch, addresses.access, spec.patience) for spec in specs if spec.watch}
     return RestartPolicy(run_dir, forget, watches, has_machine, newcomers)

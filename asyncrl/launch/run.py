@@ -29,6 +29,7 @@ from asyncrl.launch.replay import check_recording, differences
 from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.metrics.console import Console
+from asyncrl.tls import Authority
 
 if TYPE_CHECKING:
     from asyncrl.launch.compose import Composed
@@ -134,6 +135,9 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
     forecast.write(run_dir, chosen, expected)
     urls = placement.urls()
+    authority = Authority.create(run_dir) if config.cluster.tls else None
+    if authority:
+        authority.sign(placement.listening())
     addresses = Addresses(
         run_id=secrets.token_hex(8),
         api_key=key,
@@ -143,6 +147,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
         teacher=teacher,
         judge=judge,
         resume=origin.folder if origin else None,
+        authority=authority.certificate if authority else "",
         attached=tuple(config.engine.urls) if config.mode != "replay" else (),
         trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
         **{**urls, "teachers": tuple(config.teacher.urls) or urls["teachers"]},

@@ -6,10 +6,15 @@ block. Who refuses or resets the connection is dead, or not up yet: the supervis
 
 from __future__ import annotations
 
+import os
+import select
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
+
+from asyncrl.access import Access
 
 EVERY_SECONDS = 5.0
 
@@ -17,16 +22,17 @@ EVERY_SECONDS = 5.0
 class Watch:
     """One server, asked every few seconds; it hangs when it has not begun to answer for `patience` seconds."""
 
-    def __init__(self, url: str, api_key: str, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, url: str, access: Access, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
         address = urlsplit(url)
-        self._address = str(address.hostname), address.port or 80
+        self._host, self._port = str(address.hostname), address.port or 80
+        self._context = access.context if address.scheme == "https" else None
+        headers = "".join(f"{name}: {value}\r\n" for name, value in access.headers.items())
         self._request = (
-            f"GET {address.path} HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {api_key}\r\n"
-            "Connection: close\r\n\r\n"
+            f"GET {address.path} HTTP/1.1\r\nHost: {address.netloc}\r\n{headers}Connection: close\r\n\r\n"
         ).encode()
         self._patience, self._clock = patience, clock
         self._socket: socket.socket | None = None
-        self._asked_at, self._sent = clock(), False
+        self._asked_at, self._connected, self._sent = clock(), False, False
 
     def hangs(self) -> bool:
         """Ask when it is time, look for an answer otherwise; to be called again and again."""
@@ -35,7 +41,7 @@ class Watch:
             if waited >= EVERY_SECONDS:
                 self._ask()
             return False
-        if self._heard(self._socket):
+        if self._heard():
             self.forget()
             return False
         return waited > self._patience
@@ -47,19 +53,37 @@ class Watch:
         self._socket, self._asked_at = None, self._clock()
 
     def _ask(self) -> None:
-        self._socket, self._sent, self._asked_at = socket.socket(), False, self._clock()
+        self._socket, self._asked_at = socket.socket(), self._clock()
+        self._connected = self._sent = False
         self._socket.setblocking(False)
-        self._socket.connect_ex(self._address)
+        self._socket.connect_ex((self._host, self._port))
 
-    def _heard(self, connection: socket.socket) -> bool:
+    def _heard(self) -> bool:
         """Whether an answer has begun, or there is nobody to give one."""
+        assert self._socket
         try:
+            if not self._connected and not self._connect(self._socket):
+                return False
             if not self._sent:
-                connection.send(self._request)
+                if isinstance(self._socket, ssl.SSLSocket):
+                    self._socket.do_handshake()
+                self._socket.send(self._request)
                 self._sent = True
-            connection.recv(1)
-        except BlockingIOError:
+            self._socket.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except OSError:
             return True
         return True
+
+    def _connect(self, connection: socket.socket) -> bool:
+        """Whether it is there by now. Raises OSError when it was refused."""
+        if failed := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(failed, os.strerror(failed))
+        _, writable, _ = select.select([], [connection], [], 0)
+        if writable and self._context:
+            self._socket = self._context.wrap_socket(
+                connection, server_hostname=self._host, do_handshake_on_connect=False
+            )
+        self._connected = bool(writable)
+        return self._connected

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from asyncrl.access import Access
 from asyncrl.errors import ConfigError, EpisodeFailed
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
@@ -54,24 +55,22 @@ class Endpoints:
         request_timeout: float,
         deadline: float,
         api_key_env: str | None = None,
+        authority: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`urls` may be empty until the servers are known. `api_key_env`: the environment variable that holds the
         key."""
-        headers = {}
-        if api_key_env:
-            if not (key := os.environ.get(api_key_env)):
-                raise ConfigError("api_key_env", api_key_env, "No such environment variable, or it is empty.")
-            headers = {"Authorization": f"Bearer {key}"}
+        if api_key_env and not os.environ.get(api_key_env):
+            raise ConfigError("api_key_env", api_key_env, "No such environment variable, or it is empty.")
+        access = Access(os.environ[api_key_env] if api_key_env else "", authority)
         self.urls = [url.rstrip("/") for url in urls]
         self._reason, self._deadline = reason, deadline
         self._room = asyncio.Semaphore(max_running)
         self._in_flight: Counter[str] = Counter()
         self._failed_at: dict[str, float] = {}
         self._http = httpx.AsyncClient(
-            headers=headers,
+            **access.http,
             transport=transport,
-            trust_env=False,
             timeout=httpx.Timeout(request_timeout, connect=min(10.0, request_timeout)),
             limits=httpx.Limits(max_connections=max_running, keepalive_expiry=IDLE_SECONDS),
         )

@@ -95,8 +95,9 @@ class Judge:
         `answer_key`: of the record's field that is the reference; none is fine. `fields`: further ones of each request.
         How a vote is read: verdicts.py."""
         _check(template, votes, temperature)
+        authority = ""
         if not urls and (own := os.environ.get(OWN_FLEET)):
-            urls, api_key_env = own.split(), RUN_KEY
+            urls, api_key_env, authority = own.split(), RUN_KEY, os.environ["ASYNCRL_AUTHORITY"]
         self._template, self._answer_key = Template(template), answer_key
         self._verdicts = Verdicts(pattern, json_field, scale, labels)
         self._votes, self._aggregate, self._attempts = votes, AGGREGATES[aggregate], attempts
@@ -110,6 +111,7 @@ class Judge:
             request_timeout=request_timeout,
             deadline=deadline,
             api_key_env=api_key_env,
+            authority=authority,
             transport=transport,
         )
 

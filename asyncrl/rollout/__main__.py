@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl import tasks
+from asyncrl.access import Access
 from asyncrl.addresses import READY, Addresses
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
@@ -51,6 +52,7 @@ from asyncrl.rollout.teacher import Teacher
 from asyncrl.rollout.worker import Worker
 from asyncrl.routing import RoutingShape
 from asyncrl.tasks.scores import rewards
+from asyncrl.tls import signed
 from asyncrl.types import Prompt, Trajectory
 
 TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
@@ -68,7 +70,7 @@ async def main(run_dir: Path) -> None:
     routing = routing_shape(hf) if config.algo.routing_replay == "R3" else None
     context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing, context)
-    rollout, loads = config.rollout, Loads(addresses.router, addresses.headers)
+    rollout, loads = config.rollout, Loads(addresses.router, addresses.access)
     teachers = _teacher_engines(config, addresses)
     teacher = Teacher(teachers) if teachers else None
 
@@ -106,9 +108,7 @@ async def main(run_dir: Path) -> None:
         await wait_until_ready(addresses, config.engine.start_timeout, attached=config.mode == "rollout_only")
         if teachers:
             await teachers.wait_until_ready(config.engine.start_timeout)
-        await wait_until_healthy(
-            addresses.judges, addresses.headers, config.engine.start_timeout, "the judge's engines"
-        )
+        await wait_until_healthy(addresses.judges, addresses.access, config.engine.start_timeout, "the judge's engines")
         await each(players.values(), "start")
         (run_dir / READY).touch()
         if resumed or (addresses.attached and config.mode == "train"):
@@ -124,7 +124,7 @@ async def main(run_dir: Path) -> None:
                 working.create_task(room.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
 
     try:
-        await serve(service, addresses.rollout, roll_out())
+        await serve(service, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
     finally:
         await each(players.values(), "close")
         await each(scores.values(), "close")
@@ -143,7 +143,7 @@ def _client(
     return Client(
         addresses.router,
         run=addresses.run_id,
-        api_key=addresses.api_key,
+        access=addresses.access,
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         stop_token_ids=stop_token_ids,
@@ -210,7 +210,7 @@ def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | N
     teacher = config.teacher
     return TeacherEngines(
         addresses.teachers,
-        api_key=os.environ.get(TEACHER_KEY, "") if teacher.urls else addresses.api_key,
+        access=Access(os.environ.get(TEACHER_KEY, "")) if teacher.urls else addresses.access,
         max_running=teacher.max_running,
         request_timeout=teacher.request_timeout,
         retry_timeout=teacher.retry_timeout,

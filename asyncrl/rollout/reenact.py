@@ -34,6 +34,7 @@ from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.notes import Notes
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.serving import serve
+from asyncrl.tls import signed
 from asyncrl.types import Prompt
 
 BALANCED = ("prompts", "groups", "trajectories", "tokens")
@@ -195,7 +196,7 @@ async def main(run_dir: Path) -> None:
     recording = Recording(config.replay.folder)
     service = Reenactment(recording, build_buffer(config.rollout), addresses.api_key, publish=Notes(run_dir).publish)
     (run_dir / READY).touch()
-    await serve(service, addresses.rollout, service.play())
+    await serve(service, addresses.rollout, service.play(), signed(run_dir, addresses.rollout))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,21 @@ import httpx
 import uvicorn
 
 from asyncrl.rollout.service import Service
+from asyncrl.tls import Signed
 
 
-async def serve(service: Service, address: str, rolling_out: Coroutine[Any, Any, None]) -> None:
+async def serve(service: Service, address: str, rolling_out: Coroutine[Any, Any, None], signed: Signed | None) -> None:
     """Until the launcher's SIGTERM; raises the first error of the service, or of what rolls out."""
     url = httpx.URL(address)
     server = uvicorn.Server(
-        uvicorn.Config(service.app(), host=url.host, port=url.port or 0, log_level="warning", access_log=False)
+        uvicorn.Config(
+            service.app(),
+            host=url.host,
+            port=url.port or 0,
+            log_level="warning",
+            access_log=False,
+            ssl_certfile=signed.server if signed else None,
+        )
     )
     async with asyncio.TaskGroup() as group:
         rolling = group.create_task(rolling_out)

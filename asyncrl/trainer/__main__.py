@@ -71,10 +71,10 @@ def main(run_dir: Path) -> None:
         recorded = RecordedDoor(config.replay)
         first, end, why = recorded.first, recorded.end, "none (mode=replay)"
         timeout = config.rollout.batch_timeout
-        door = RolloutDoor(addresses.rollout, addresses.headers, timeout) if config.replay.schedule else recorded
+        door = RolloutDoor(addresses.rollout, addresses.access, timeout) if config.replay.schedule else recorded
         publisher = NoEngines(lambda version: door.announce(version, policy.reused), first=parallel.is_first)
     else:
-        door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
+        door = RolloutDoor(addresses.rollout, addresses.access, config.rollout.batch_timeout)
         publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, door)
         first, end = 0, None
     warn = partial(_warn, run_dir)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from asyncrl.access import Access
 from asyncrl.errors import DeadlineExceeded, EngineError
 
 
@@ -48,10 +49,10 @@ class Door(Protocol):
 class RolloutDoor:
     """The rollout service, as rank 0 sees it."""
 
-    def __init__(self, url: str, headers: dict[str, str], batch_timeout: float) -> None:
+    def __init__(self, url: str, access: Access, batch_timeout: float) -> None:
         self._batch_timeout = batch_timeout
         limits = httpx.Limits(keepalive_expiry=2.0)  # below uvicorn's 5 s, which would close it under a request
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0, limits=limits, trust_env=False)
+        self._http = httpx.Client(base_url=url, timeout=60.0, limits=limits, **access.http)
 
     def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
         """The encoded batch that turns `version` into the next; asks again until it is ready, or nothing when

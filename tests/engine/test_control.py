@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.access import Access
 from asyncrl.engine.control import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
@@ -104,7 +105,7 @@ def router() -> Router:
 
 @pytest.fixture
 def fleet(engines: list[Engine], router: Router) -> Iterator[Fleet]:
-    made = Fleet([engine.url for engine in engines], "key0", timeout=5.0, router=router)
+    made = Fleet([engine.url for engine in engines], Access("key0"), timeout=5.0, router=router)
     yield made
     made.close()
 
@@ -161,7 +162,7 @@ def test_engine_that_still_reports_the_old_version_is_lost(engines, fleet) -> No
 
 
 def test_engine_that_is_gone_is_lost(engines, fleet) -> None:
-    gone = Fleet([engines[0].url, "http://127.0.0.1:9"], "key0", timeout=5.0)
+    gone = Fleet([engines[0].url, "http://127.0.0.1:9"], Access("key0"), timeout=5.0)
     assert list(gone.call("/pause_generation")) == [engines[0].url]
     assert "http://127.0.0.1:9/pause_generation: ConnectError" in gone.lost["http://127.0.0.1:9"]
     gone.close()
@@ -212,7 +213,7 @@ def test_caches_are_flushed_until_it_succeeds_unless_requests_keep_them(mode, en
 
 
 def test_engine_that_joins_gets_the_update_and_then_serves(engines, router) -> None:
-    fleet = Fleet([engines[0].url], "key0", timeout=5.0, router=router)
+    fleet = Fleet([engines[0].url], Access("key0"), timeout=5.0, router=router)
     fleet.join(engines[1].url)
     assert fleet.serving == [engines[0].url]
     update(engines, fleet)
@@ -224,7 +225,7 @@ def test_engine_that_joins_gets_the_update_and_then_serves(engines, router) -> N
 
 
 def test_engine_that_fails_while_it_joins_is_never_routed_to(engines, router) -> None:
-    fleet = Fleet([engines[0].url], "key0", timeout=5.0, router=router)
+    fleet = Fleet([engines[0].url], Access("key0"), timeout=5.0, router=router)
     fleet.join(engines[1].url)
     engines[1].faults["/end_weight_update"] = (400, {})
     update(engines, fleet)
@@ -249,7 +250,7 @@ def test_engine_that_was_started_again_joins_once_and_serves_after_its_update(en
     notes: list[tuple[str, str]] = []
     fleet = Fleet(
         [first.url, second.url],
-        "key0",
+        Access("key0"),
         5.0,
         router=router,
         on_lost=lambda url, incarnation, _: notes.append((url, incarnation)),
@@ -272,7 +273,7 @@ def test_engine_that_was_started_again_joins_once_and_serves_after_its_update(en
 
 def test_engine_that_fails_its_first_update_waits_for_its_next_incarnation(engines, router) -> None:
     first, second = engines
-    fleet = Fleet([first.url, second.url], "key0", 5.0, router=router, on_lost=lambda *_: None)
+    fleet = Fleet([first.url, second.url], Access("key0"), 5.0, router=router, on_lost=lambda *_: None)
     first.version = "restart-1"
     fleet.reconcile()
     first.faults["/begin_weight_update"] = (500, {"success": False, "message": "broken"})
@@ -287,7 +288,7 @@ def test_engine_that_fails_its_first_update_waits_for_its_next_incarnation(engin
 
 
 def test_last_engine_may_go_when_it_will_be_started_again(engines, router) -> None:
-    fleet = Fleet([engines[0].url], "key0", 5.0, router=router, on_lost=lambda *_: None)
+    fleet = Fleet([engines[0].url], Access("key0"), 5.0, router=router, on_lost=lambda *_: None)
     fleet.lose(engines[0].url, "it died")
     assert not fleet.needs_weights()
     engines[0].version = "restart-1"
@@ -299,7 +300,7 @@ def test_last_engine_may_go_when_it_will_be_started_again(engines, router) -> No
 
 
 def test_engine_that_does_not_answer_a_probe_is_not_lost_for_it(engines, router) -> None:
-    fleet = Fleet([engines[0].url, "http://127.0.0.1:9"], "key0", 5.0, router=router)
+    fleet = Fleet([engines[0].url, "http://127.0.0.1:9"], Access("key0"), 5.0, router=router)
     fleet.reconcile()
     assert fleet.serving == [engines[0].url, "http://127.0.0.1:9"]
     assert router.kept == [engines[0].url]
@@ -316,7 +317,7 @@ class DeadRouter(Router):
 
 def test_engine_joins_although_the_router_is_being_started_again_and_the_router_learns_it_later(engines) -> None:
     router = DeadRouter()
-    fleet = Fleet([engines[0].url], "key0", 5.0, router=router)
+    fleet = Fleet([engines[0].url], Access("key0"), 5.0, router=router)
     fleet.join(engines[1].url)
     fleet.admit()
     assert fleet.serving == [engine.url for engine in engines]
@@ -327,11 +328,11 @@ def test_engine_joins_although_the_router_is_being_started_again_and_the_router_
 
 def test_router_that_cannot_forget_an_engine_ends_the_run_unless_the_launcher_sees_to_it(engines) -> None:
     urls = [engine.url for engine in engines]
-    alone = Fleet(urls, "key0", 5.0, router=DeadRouter())
+    alone = Fleet(urls, Access("key0"), 5.0, router=DeadRouter())
     with pytest.raises(EngineError, match="the router does not answer"):
         alone.lose(urls[0], "wrong weights")
     told: list[str] = []
-    watched = Fleet(urls, "key0", 5.0, router=DeadRouter(), on_lost=lambda url, *_: told.append(url))
+    watched = Fleet(urls, Access("key0"), 5.0, router=DeadRouter(), on_lost=lambda url, *_: told.append(url))
     watched.lose(urls[0], "wrong weights")
     assert (told, watched.serving) == (urls[:1], urls[1:])
     alone.close()
@@ -362,7 +363,7 @@ class Members:
 def test_engine_that_comes_gets_weights_serves_and_is_let_go_when_it_leaves(engines, router) -> None:
     first, guest = engines
     members = Members()
-    fleet = Fleet([first.url], "key0", 5.0, router=router, register=members)
+    fleet = Fleet([first.url], Access("key0"), 5.0, router=router, register=members)
     fleet.reconcile()
     assert fleet.urls == (first.url,)
     guest.version = "restart-abcd-0"
@@ -386,7 +387,7 @@ def test_engine_whose_lease_has_ended_is_lost(engines, router) -> None:
     first, guest = engines
     members = Members()
     members.here, guest.version = [guest.url], "restart-abcd-0"
-    fleet = Fleet([first.url], "key0", 5.0, router=router, register=members)
+    fleet = Fleet([first.url], Access("key0"), 5.0, router=router, register=members)
     fleet.reconcile()
     update(engines, fleet)
     members.here = []
@@ -400,7 +401,7 @@ def test_engine_whose_lease_has_ended_is_lost(engines, router) -> None:
 def test_engine_of_the_run_may_leave_too_and_is_let_go_though_it_never_served(engines, router) -> None:
     first, second = engines
     members = Members()
-    fleet = Fleet([first.url, second.url], "key0", 5.0, router=router, register=members)
+    fleet = Fleet([first.url, second.url], Access("key0"), 5.0, router=router, register=members)
     fleet.lose(second.url, "it hangs")
     members.asked = {second.url}
     fleet.reconcile()
@@ -413,7 +414,7 @@ def test_attached_engine_serves_only_once_it_has_weights_of_the_run_and_again_af
 ) -> None:
     ours, attached = engines
     attached.version = "default"
-    fleet = Fleet([ours.url], "key0", 5.0, attached=[attached.url], router=router, on_lost=lambda *_: None)
+    fleet = Fleet([ours.url], Access("key0"), 5.0, attached=[attached.url], router=router, on_lost=lambda *_: None)
     assert (fleet.serving, fleet.joining) == ([ours.url], [attached.url])
     fleet.reconcile()
     assert fleet.joining == [attached.url]

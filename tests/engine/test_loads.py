@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 
+from asyncrl.access import Access
 from asyncrl.engine.loads import Load, Loads, load_of
 from asyncrl.errors import EngineError
 
@@ -32,7 +33,7 @@ def asked(answers: dict[str, httpx.Response | Exception]) -> list[Load]:
         return answer
 
     async def main() -> list[Load]:
-        loads = Loads("http://router", {}, httpx.MockTransport(handle))
+        loads = Loads("http://router", Access(""), httpx.MockTransport(handle))
         try:
             return await loads.ask()
         finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.access import Access
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.errors import DeadlineExceeded, EngineError
 
@@ -91,7 +92,12 @@ def scored(
     async def main() -> tuple[Any, TeacherEngines]:
         async with AsyncExitStack() as stack:
             urls = [(await stack.enter_async_context(engine)).url for engine in engines]
-            options = {"api_key": "key0", "max_running": 8, "request_timeout": 0.2, "retry_timeout": 5.0} | settings
+            options = {
+                "access": Access("key0"),
+                "max_running": 8,
+                "request_timeout": 0.2,
+                "retry_timeout": 5.0,
+            } | settings
             scorer = TeacherEngines(urls, **options)
             stack.push_async_callback(scorer.close)
             async with asyncio.timeout(20):
@@ -123,7 +129,7 @@ def test_request_prefills_from_the_token_before_and_writes_nothing() -> None:
 
 def test_without_a_key_none_is_sent() -> None:
     engine = Engine()
-    scored(engine, api_key="")
+    scored(engine, access=Access(""))
     assert engine.keys == [""]
 
 
@@ -161,7 +167,7 @@ def test_engine_that_refuses_connections_fails_over_at_once() -> None:
         async with dead, alive:
             pass
         async with alive:  # the other's port is closed
-            options = {"api_key": "", "max_running": 8, "request_timeout": 5.0, "retry_timeout": 5.0}
+            options = {"access": Access(""), "max_running": 8, "request_timeout": 5.0, "retry_timeout": 5.0}
             scorer = TeacherEngines([dead.url, alive.url], **options)
             async with asyncio.timeout(5):
                 found = await ask(scorer)

@@ -26,6 +26,7 @@ from asyncrl.launch.placement import Seat, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.precision import resolve
 from asyncrl.models import catalog
+from asyncrl.tls import Authority
 
 START = 400.0
 """Seconds for engines to start: many times what they take on a machine of their own."""
@@ -67,7 +68,7 @@ class Engines:
             return
         for url in (self.addresses.router, *self.addresses.engines):
             self.wait_for(url)
-        workers = Workers(self.addresses.router, self.addresses.api_key, START)
+        workers = Workers(self.addresses.router, self.addresses.access, START)
         workers.keep(self.addresses.engines)
         deadline = time.monotonic() + START
         while self._routed() != set(self.addresses.engines):
@@ -75,7 +76,7 @@ class Engines:
             time.sleep(0.2)
 
     def _routed(self) -> set[str]:
-        answer = httpx.get(f"{self.addresses.router}/workers", headers=self.addresses.headers, trust_env=False)
+        answer = httpx.get(f"{self.addresses.router}/workers", **self.addresses.access.http)
         return {worker["url"] for worker in answer.json()["workers"] if worker["is_healthy"]}
 
     def wait_for(self, url: str, timeout: float = START) -> None:
@@ -83,7 +84,7 @@ class Engines:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                if httpx.get(f"{url}/health", headers=self.addresses.headers, trust_env=False).status_code == 200:
+                if httpx.get(f"{url}/health", **self.addresses.access.http).status_code == 200:
                     return
             except httpx.TransportError:
                 pass  # not listening yet
@@ -97,7 +98,7 @@ class Engines:
 def over_two_machines(seat: Seat) -> list[Seat]:
     """An engine of two ranks on as many machines: 127.0.0.2 is this one, too."""
     second = this_node("127.0.0.2", None, 0, 1)
-    return [seat, Seat(second, port=second.ports[0])]
+    return [seat, Seat(second, port=second.ports[0], scheme=seat.scheme)]
 
 
 @contextmanager
@@ -114,12 +115,15 @@ def engines(
     config = resolve(config, {"trainer": hf, "engine": hf}, placement, gpus).config
     if last_spans:
         placement.engines[-1] = over_two_machines(placement.engines[-1][0])
+    authority = Authority.create(folder)
+    authority.sign(placement.listening())
     addresses = Addresses(
         "fleet-test",
         "the-run's-key",
         model,
         gpus=gpus,
         started_at=0.0,
+        authority=authority.certificate,
         **placement.urls(),
     )
     specs = plan(config, addresses, placement, folder)

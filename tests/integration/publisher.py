@@ -87,9 +87,9 @@ def make(
     timeout = config.weights.timeout
     fleet = Fleet(
         urls or addresses.engines,
-        addresses.api_key,
+        addresses.access,
         timeout,
-        router=Workers(addresses.router, addresses.api_key, timeout),
+        router=Workers(addresses.router, addresses.access, timeout),
     )
     transport, _ = build_transport(
         config, fleet, host=config.cluster.host or "", alone=True, stage=0, gpu=device != "cpu", folder=folder

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from asyncrl.access import Access
 from asyncrl.trainer import cpu
 
 cpu.enable()
@@ -45,7 +46,7 @@ from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.types import Batch, Completion, Group, VersionSpan  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 from tests import synchronous  # noqa: E402
-from tests.rollout.machinery import KEY, Machinery, RecordedEngine, recorded  # noqa: E402
+from tests.rollout.machinery import Machinery, RecordedEngine, recorded  # noqa: E402
 
 
 class Bench:
@@ -86,7 +87,7 @@ class Bench:
             template=self.template,
         )
         with served(made) as url:
-            door = RolloutDoor(url, KEY, batch_timeout=60.0)
+            door = RolloutDoor(url, Access("key0"), batch_timeout=60.0)
             batches = Kept(door, lambda: False, self.parallel)
             log = StepLog([], started_at=time.time())
             publisher: Any = Relabelled(engine, door)
@@ -158,7 +159,7 @@ class Engine:
 
     def __init__(self, bench: Bench, addresses: Addresses) -> None:
         self._bench, self._addresses = bench, addresses
-        self._http = httpx.Client(headers=addresses.headers, timeout=60.0, trust_env=False)
+        self._http = httpx.Client(timeout=60.0, **addresses.access.http)
         self._asked = 0
 
     def ask(self, prompt: list[int], version: int) -> list[Completion]:

@@ -57,7 +57,7 @@ def main(run_dir: Path) -> None:
     """Every batch of the run, as trainer/loop.py."""
     config, addresses, workload = read(run_dir), Addresses.read(run_dir), Workload.read()
     fleet = _fleet(config, addresses, run_dir)
-    door = RolloutDoor(addresses.rollout, addresses.headers, config.rollout.batch_timeout)
+    door = RolloutDoor(addresses.rollout, addresses.access, config.rollout.batch_timeout)
     nothing: Any = NoWeights()
     parallel = Parallel(**{**ALONE, "device": torch.device("cpu")})
     publisher = Publisher(
@@ -83,8 +83,8 @@ def _fleet(config: Config, addresses: Addresses, run_dir: Path) -> Fleet:
     def note(url: str, incarnation: str, reason: str) -> None:
         jsonl.append(run_dir / LOST, {"engine": url, "incarnation": incarnation, "reason": reason, "time": time.time()})
 
-    router = Workers(addresses.router, addresses.api_key, timeout)
-    return Fleet(addresses.engines, addresses.api_key, timeout, router=router, on_lost=note)
+    router = Workers(addresses.router, addresses.access, timeout)
+    return Fleet(addresses.engines, addresses.access, timeout, router=router, on_lost=note)
 
 
 def _none() -> Any:
@@ -100,7 +100,7 @@ def read_slowly(addresses: Addresses, version: int, share: float) -> bytes:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SIP)  # so that the sender feels it
         reader.settimeout(30.0)
         reader.connect((door.hostname, door.port))
-        authorization = f"Authorization: {addresses.headers['Authorization']}"
+        authorization = f"Authorization: {addresses.access.headers['Authorization']}"
         reader.sendall(f"GET /batch?version={version} HTTP/1.1\r\nHost: stub\r\n{authorization}\r\n\r\n".encode())
         answer = b""
         while b"\r\n\r\n" not in answer:

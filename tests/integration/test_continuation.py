@@ -27,7 +27,7 @@ def client_of(fleet: Engines, stop_token_ids: list[int]) -> Client:
     return Client(
         fleet.addresses.router,
         run="continuation",
-        api_key=fleet.addresses.api_key,
+        access=fleet.addresses.access,
         max_new_tokens=LENGTH,
         temperature=1.0,
         stop_token_ids=stop_token_ids,

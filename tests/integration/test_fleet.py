@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 
+from asyncrl.access import Access
 from asyncrl.addresses import Addresses
 from asyncrl.engine.client import Client
 from asyncrl.engine.control import Fleet
@@ -28,7 +29,7 @@ def _client(addresses: Addresses, key: str | None = None, run: str = "t") -> Cli
     return Client(
         addresses.router,
         run=run,
-        api_key=key or addresses.api_key,
+        access=Access(key, addresses.authority) if key else addresses.access,
         max_new_tokens=48,
         temperature=1.0,
         stop_token_ids=[10],
@@ -59,10 +60,10 @@ def test_siblings_come_back_whole_and_each_with_its_own_tokens(addresses: Addres
 
 
 def test_the_runs_key_guards_router_engine_and_control(addresses: Addresses) -> None:
-    wrong = {"Authorization": "Bearer wrong"}
+    wrong = Access("wrong", addresses.authority).http
     engine = addresses.engines[0]
     for url in (f"{addresses.router}/generate", f"{engine}/generate", f"{engine}/pause_generation"):
-        assert httpx.post(url, json={"input_ids": [12, 1, 11]}, headers=wrong).status_code in (401, 403), url
+        assert httpx.post(url, json={"input_ids": [12, 1, 11]}, **wrong).status_code in (401, 403), url
 
     async def ask() -> None:
         client = _client(addresses, key="wrong")
@@ -76,7 +77,7 @@ def test_the_runs_key_guards_router_engine_and_control(addresses: Addresses) -> 
 
 
 def test_engine_that_refuses_is_lost_with_its_own_words(addresses: Addresses) -> None:
-    fleet = Fleet(addresses.engines[:1], addresses.api_key, 30.0)
+    fleet = Fleet(addresses.engines[:1], addresses.access, 30.0)
     with pytest.raises(EngineError, match=f"{addresses.engines[0]}/update_weights_from_tensor answered"):
         fleet.call("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"], "flush_cache": False})
     fleet.close()
@@ -84,7 +85,7 @@ def test_engine_that_refuses_is_lost_with_its_own_words(addresses: Addresses) ->
 
 def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(addresses: Addresses) -> None:
     """Versions without weights: the engines keep those of version 0, and say so again in the end."""
-    fleet = Fleet(addresses.engines, addresses.api_key, 30.0)
+    fleet = Fleet(addresses.engines, addresses.access, 30.0)
     protocol = Update(fleet, mode="in_place")
 
     def publish(version: int) -> None:

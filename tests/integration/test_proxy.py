@@ -74,7 +74,7 @@ async def greedy(fleet: Engines, agent: Agent, episodes: int) -> list[Trajectory
     client = Client(
         fleet.addresses.router,
         run="proxy",
-        api_key=fleet.addresses.api_key,
+        access=fleet.addresses.access,
         max_new_tokens=48,
         temperature=1.0,
         stop_token_ids=stop_tokens(fleet.addresses.model, tokenizer),

@@ -156,6 +156,7 @@ def play(trial: Trial, folder: Path, monkeypatch: pytest.MonkeyPatch, tally: Cou
         "task.train_file": questions,
         "task.reward": "tests.integration.faulty_users:score",
         "eval.questions": 0,
+        "cluster.tls": trial.workload is None,  # stub engines have no certificates
     }
     module = "tests.integration.stub_run" if trial.workload else "asyncrl.launch.main"
     with (

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from asyncrl.access import Access
 from asyncrl.engine.client import Client
 from asyncrl.engine.router import Workers, register, router_argv
 from asyncrl.engine.stream import NO_WORKER, ROUTING_KEY, STREAM_ERROR
@@ -109,7 +110,7 @@ async def ask(http: httpx.AsyncClient, retry_timeout: float = 0.0, **fields: Any
     client = Client(
         str(http.base_url),
         run="router",
-        api_key=KEY,
+        access=Access(KEY),
         max_new_tokens=8,
         temperature=1.0,
         stop_token_ids=[],
@@ -166,7 +167,7 @@ def test_an_answer_that_the_engine_breaks_is_reported_and_retried(tmp_path: Path
 def test_requests_wait_while_no_engine_is_registered(tmp_path: Path) -> None:
     async def main() -> None:
         async with router_and_worker(tmp_path) as (http, worker, _):
-            workers = Workers(str(http.base_url), KEY, 30.0)
+            workers = Workers(str(http.base_url), Access(KEY), 30.0)
             await asyncio.to_thread(workers.remove, worker)
             await until_status(http, "/readiness", 503)
             for _ in range(600):

@@ -197,7 +197,7 @@ def engines_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
             client = Client(
                 addresses.router,
                 run="routing",
-                api_key=addresses.api_key,
+                access=addresses.access,
                 max_new_tokens=40,
                 temperature=1.0,
                 stop_token_ids=[10],
@@ -208,7 +208,7 @@ def engines_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
             )
 
             async def abort() -> None:
-                async with httpx.AsyncClient(headers=addresses.headers, trust_env=False) as http:
+                async with httpx.AsyncClient(**addresses.access.http) as http:
                     await http.post(f"{addresses.engines[0]}/abort_request", json={"abort_all": True})
 
             groups = await Asking(client, abort).all()

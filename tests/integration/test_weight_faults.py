@@ -134,7 +134,7 @@ class Traffic:
         client = Client(
             self._fleet.addresses.router,
             run=f"traffic-{time.monotonic()}",
-            api_key=self._fleet.addresses.api_key,
+            access=self._fleet.addresses.access,
             max_new_tokens=24,
             temperature=1.0,
             stop_token_ids=[10],

@@ -52,7 +52,7 @@ def settings(config: Config, **weights: object) -> Config:
 def client(fleet: Engines, **changes: object) -> Client:
     values = {
         "run": "w",
-        "api_key": fleet.addresses.api_key,
+        "access": fleet.addresses.access,
         "max_new_tokens": 48,
         "temperature": 1.0,
         "stop_token_ids": [EOS],
@@ -230,7 +230,7 @@ def routed(fleet: Engines, expected: tuple[str, ...]) -> bool:
     """Whether the router comes to know just these engines (it adds and removes in its own time)."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        workers = httpx.get(f"{fleet.addresses.router}/workers", headers=fleet.addresses.headers).json()["workers"]
+        workers = httpx.get(f"{fleet.addresses.router}/workers", **fleet.addresses.access.http).json()["workers"]
         if {worker["url"] for worker in workers if worker["is_healthy"]} == set(expected):
             return True
         time.sleep(0.2)
@@ -266,7 +266,7 @@ def greedy(fleet: Engines, url: str) -> list[list[int]]:
         "input_ids": [[12, a, b, 3, 11] for a in range(4) for b in range(4)],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 32},
     }
-    answers = httpx.post(f"{url}/generate", json=body, headers=fleet.addresses.headers, timeout=60.0).json()
+    answers = httpx.post(f"{url}/generate", json=body, **fleet.addresses.access.http, timeout=60.0).json()
     return [answer["output_ids"] for answer in answers]
 
 

@@ -249,7 +249,7 @@ def test_teachers_are_watched_and_started_again_like_engines() -> None:
     specs = taught(**{"cluster.max_restarts": 4, "weights.timeout": 77.0})
     engine, teacher = specs["engine-0"], specs["teacher-0"]
     assert (teacher.restarts, teacher.patience, teacher.stop_signal) == (4, 77.0, engine.stop_signal)
-    assert teacher.watch == "http://127.0.0.1:20006/server_info"
+    assert teacher.watch == "https://127.0.0.1:20006/server_info"
     assert taught(**{"cluster.on_engine_death": "fail"})["teacher-0"].restarts == 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.access import Access
 from asyncrl.addresses import READY
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.watch import EVERY_SECONDS, Watch
@@ -33,7 +34,7 @@ def server() -> Iterator[socket.socket]:
 
 
 def watched(listening: socket.socket, clock: Callable[[], float]) -> Watch:
-    return Watch(f"http://127.0.0.1:{listening.getsockname()[1]}/health", "key0", PATIENCE, clock)
+    return Watch(f"http://127.0.0.1:{listening.getsockname()[1]}/health", Access("key0"), PATIENCE, clock)
 
 
 def asked(watch: Watch, clock: Clock) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.access import Access
 from asyncrl.engine.answer import Answer, Exchange, Piece
 from asyncrl.engine.client import Client, Said
 from asyncrl.errors import RecordError
@@ -204,7 +205,7 @@ def test_recalled_answers_are_given_once_and_only_to_what_was_asked() -> None:
     client = Client(
         "http://nowhere",
         run="r",
-        api_key="k",
+        access=Access("k"),
         max_new_tokens=4,
         temperature=1.0,
         stop_token_ids=[EOS],

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from asyncrl.access import Access
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.trainer.door import RolloutDoor
 
@@ -28,7 +29,7 @@ def door(*answers: Answer, timeout: float = 60.0) -> RolloutDoor:
             raise answer
         return answer
 
-    made = RolloutDoor("http://service", {}, timeout)
+    made = RolloutDoor("http://service", Access(""), timeout)
     made._http.close()
     made._http = httpx.Client(base_url="http://service", transport=httpx.MockTransport(handle))
     return made

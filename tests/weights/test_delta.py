@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncrl.access import Access
 from asyncrl.engine.control import Fleet
 from asyncrl.engine.delta import KeepWhereNaN, Refused, apply, load
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
@@ -48,7 +49,7 @@ class Trainer:
     """The transport's half, without engines: writes a version's folder."""
 
     def __init__(self, root: Path, limit: int = 40) -> None:
-        self.fleet = Fleet([], "", 1.0)
+        self.fleet = Fleet([], Access(""), 1.0)
         self.transport = DeltaTransport(self.fleet, root, stage=0, engine_tp=1)
         self.limit = limit
 

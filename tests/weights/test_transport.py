@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.access import Access
 from asyncrl.engine.control import Fleet
 from asyncrl.errors import ConfigError
 from asyncrl.weights.bucket import plan_buckets
@@ -42,7 +43,7 @@ class Loaded(Fleet):
     """Engines that load every folder; notes which were whole when they did."""
 
     def __init__(self) -> None:
-        super().__init__([HERE], "", 1.0)
+        super().__init__([HERE], Access(""), 1.0)
         self.folders: list[list[str]] = []
 
     def call(self, path: str, body: dict | None = None) -> dict:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from asyncrl.access import Access
 from asyncrl.agents.proxy import server
 from asyncrl.agents.proxy.server import Proxy
 from asyncrl.agents.proxy.session import Session
@@ -26,7 +27,8 @@ FIRST = [BOS_ID, 1, ASKS]
 
 def client(proxy: Proxy, key: str = "") -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=proxy.base_url, headers=headers, timeout=DEADLINE, transport=sockets.transport())
+    transport = sockets.transport(Access(""))
+    return httpx.AsyncClient(base_url=proxy.base_url, headers=headers, timeout=DEADLINE, transport=transport)
 
 
 def error(response: httpx.Response) -> tuple[int, str]:

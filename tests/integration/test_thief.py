@@ -1,0 +1,84 @@
+"""Another user of the machine takes the ports of a run's servers before they listen, and learns nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.integration.running import finish, nothing_is_left, start
+
+pytestmark = pytest.mark.integration
+
+NOBODY = 65534
+PORT = re.compile(rb"asyncrl\.engine\.serve\0.*--port\0(\d+)")
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+@contextmanager
+def thief(run_dir: Path, heard: Path) -> Iterator[None]:
+    """A process that reads the ports of this run's engines from their command lines, is the first to listen there, and
+    keeps what it is sent. It is of another user where the tests are root's."""
+    process = multiprocessing.get_context("fork").Process(target=_steal, args=(run_dir, heard), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _steal(run_dir: Path, heard: Path) -> None:
+    loot = heard.open("ab", buffering=0)
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    listening: dict[int, socket.socket] = {}
+    while True:
+        for port in _ports(run_dir) - listening.keys():
+            with suppress(OSError):  # the server was faster
+                listening[port] = socket.create_server(("127.0.0.1", port))
+                listening[port].settimeout(0.01)
+        for server in listening.values():
+            with suppress(OSError), server.accept()[0] as connection:
+                connection.settimeout(0.5)
+                loot.write(connection.recv(65536))
+                connection.sendall(ANSWER)
+                loot.write(connection.recv(65536))
+        time.sleep(0.01)
+
+
+def _ports(run_dir: Path) -> set[int]:
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes()
+            if str(run_dir).encode() in words:  # other tests run beside this one
+                found |= {int(match[1]) for match in PORT.finditer(words)}
+    return found
+
+
+def test_who_listens_in_an_engines_place_gets_neither_key_nor_prompt(tmp_path: Path) -> None:
+    heard, run_dir = tmp_path / "heard", tmp_path / "run"
+    with (
+        thief(run_dir, heard),
+        start(run_dir, "run.max_steps=1", "eval.questions=0", "engine.start_timeout=30") as process,
+    ):
+        code, text = finish(process, run_dir)
+    assert code != 0, text
+    assert heard.stat().st_size, "nobody asked the thief anything"
+    key = json.loads((run_dir / "addresses.json").read_text())["api_key"]
+    assert len(key) >= 32
+    stolen = heard.read_bytes()
+    assert key.encode() not in stolen
+    assert b"HTTP/1.1" not in stolen
+    nothing_is_left(run_dir)
