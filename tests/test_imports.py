@@ -40,7 +40,14 @@ ALLOWED = {
     "models": set(),
     "launch": {
         *("config", "addresses", "engine", "models", "tasks", "records", "checkpoints"),
-        *("install", "planner", "weights", "probe", "tls"),  # what the preflight compares with, and its arithmetic
+        *(
+            "install",
+            "planner",
+            "weights",
+            "probe",
+            "tls",
+            "envs",
+        ),  # what the preflight compares with, and its arithmetic
     },
     "engine": {"config", "addresses", "tls"},
     "agents": {"envs"},
@@ -67,6 +74,7 @@ ONLY = {
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
     ("launch", "planner"): {"planner.memory", "planner.estimate"},
     ("launch", "weights"): {"weights.choice"},
+    ("launch", "envs"): {"envs.sandbox", "envs.sandbox.local", "envs.sandbox.protections"},
     ("probe", "models"): {"models.catalog"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
     ("rollout", "engine"): {"engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"},

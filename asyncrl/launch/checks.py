@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl import tasks
 from asyncrl.config import Config, Trainer, on_gpu
+from asyncrl.envs.sandbox.local import LocalSandboxes, noted
+from asyncrl.envs.sandbox.protections import Protections
 from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.tasks.scores import rewards
@@ -149,9 +153,29 @@ def check_devices(config: Config, gpus: int) -> None:
         )
 
 
-def check_files(config: Config) -> None:
-    """Refuse tasks that cannot be built and a chat template that is not there."""
-    rewards(config, tasks.build_all(config))
+def check_files(config: Config) -> list[LocalSandboxes]:
+    """Refuse tasks that cannot be built and a chat template that is not there. Returns what their code would run in,
+    not started yet."""
+    with noted() as sandboxes:
+        rewards(config, tasks.build_all(config))
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "No such file: name a jinja file.")
+    return sandboxes
+
+
+def check_sandboxes(sandboxes: Sequence[LocalSandboxes]) -> list[Protections]:
+    """What protects this machine from the code that the model writes, each answer once. Raises ConfigError where that
+    is less than is wanted."""
+
+    async def ask() -> list[Protections]:
+        found = []
+        for one in sandboxes:
+            try:
+                found.append(await one.describe())
+            finally:
+                await one.close()
+        return found
+
+    told = {str(one): one for one in asyncio.run(ask())}
+    return list(told.values())

@@ -20,7 +20,7 @@ from asyncrl.engine.registry import Registry
 from asyncrl.errors import ConfigError, Paused, ProcessDied
 from asyncrl.launch import forecast, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_model
+from asyncrl.launch.checks import check_devices, check_files, check_model, check_sandboxes
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
@@ -96,12 +96,19 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     else:
         check_devices(config, count_gpus(config.cluster.gpus))
     key = run_key(config)
+    unprotected: list[str] = []
     if config.cluster.preflight:
         from asyncrl.launch.preflight.run import require
 
         require(config, run_dir, job)
     else:
-        check_files(config)
+        sandboxes = check_files(config)
+        if config.mode != "replay":
+            unprotected = [
+                f"WARNING: code of the model runs without isolation here (allow_unsafe). {found}"
+                for found in check_sandboxes(sandboxes)
+                if not found.isolated
+            ]
         check_recording(config)
         check_attached(config, key)
     model = catalog.resolve(config.model.path)
@@ -161,7 +168,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     console.opening(
         [*differences(config), *resume.changes(config, origin)],
         str(origin.folder) if origin else None,
-        notes=forecast.lines(chosen, expected),
+        notes=[*forecast.lines(chosen, expected), *unprotected],
     )
     try:
         supervise(config, run_dir, addresses, specs, job, console)

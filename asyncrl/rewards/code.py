@@ -168,8 +168,9 @@ def _backend(sandbox: object, params: Mapping[str, Any], limits: Limits) -> Sand
     """`limits` are for one that is made here, unless its params say otherwise."""
     if isinstance(sandbox, str):
         maker = imports.load(sandbox, "sandbox")
-        if "limits" in inspect.signature(maker).parameters:
-            params = {"limits": limits, **params}
+        takes = inspect.signature(maker).parameters
+        wanted = {"limits": limits, "nested": True}
+        params = {**{name: value for name, value in wanted.items() if name in takes}, **params}
         check(maker, params, "sandbox_params")
         sandbox = maker(**params)
     if not hasattr(sandbox, "open"):

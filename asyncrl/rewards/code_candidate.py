@@ -3,8 +3,9 @@
 Nothing that comes from here is trusted once that code has run: the other side (code_harness.py) takes what is written
 to the pipe for data that a function returned. The tests are never here; the arguments of their calls are.
 
-in     {"program": bool}, {"code": text}; then, if it is none, any number of {"get": name}, {"iterate": number},
-       {"call": number, "args": packed, "kwargs": packed}, {"attribute": [number, name]}
+in     {"program": bool, "memory": bytes, "output": bytes}, {"code": text}; then, if it is none, any number of
+       {"get": name}, {"iterate": number}, {"call": number, "args": packed, "kwargs": packed},
+       {"attribute": [number, name]}
 out    {"ready": capabilities}, which must be none; then to each, from the code of functions on, {"value": packed} or
        {"raised": [class names, text]}
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import types
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from typing import Any, BinaryIO, TextIO
 from asyncrl.rewards.code_values import KEPT, Caught, pack, unpack
 
 MOST_ITEMS = 1_000_000
+ROOM = 1 << 20
+"""Bytes that code needs at the least."""
 
 
 class Candidate:
@@ -66,7 +70,9 @@ class Candidate:
 def main(channel: BinaryIO) -> None:
     """Until the other side closes its end."""
     out = os.fdopen(int(sys.argv[2]), "w", buffering=1)
-    program = json.loads(channel.readline())["program"]
+    settings = json.loads(channel.readline())
+    limit(settings["memory"], settings["output"])
+    program = settings["program"]
     out.write(json.dumps({"ready": capabilities()}) + "\n")
     if program:
         code = json.loads(channel.readline())["code"]
@@ -78,6 +84,15 @@ def main(channel: BinaryIO) -> None:
     candidate = Candidate()
     for line in channel:
         told(out, candidate.answer, json.loads(line))
+
+
+def limit(memory: int, output: int) -> None:
+    """The size of this process and of the files that it writes, for ever. Raises MemoryError when it leaves no room."""
+    for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, output), (resource.RLIMIT_CORE, 0)):
+        there = resource.getrlimit(kind)[1]  # the sandbox's, which nobody in it can raise
+        most = most if there == resource.RLIM_INFINITY else min(most, there)
+        resource.setrlimit(kind, (most, most))
+    bytes(ROOM)
 
 
 def told(out: TextIO, function: Callable[[Any], Any], argument: Any) -> None:

@@ -11,7 +11,8 @@ need
                                   what is written there begins with a nonce, which came with the tests
     its imports                   of nothing but files that were there, as they are, before the code was
 
-What it can do is to end this process or stop it. Then there is no verdict, and code.py says what follows from that.
+In our own sandboxes it cannot reach this process either: it runs in a process namespace of its own, or under another
+uid. Where it can end this process or stop it there is no verdict, and code.py says what follows from that.
 
 in     on standard input, the sources of its modules in one line, then a payload (code.py)
 out    one line: the nonce, a space, {"results": [...]} or {"fault": why}. A result is
@@ -31,7 +32,7 @@ import sys
 import time
 from typing import Any, BinaryIO
 
-from asyncrl.rewards.code_process import MOST_OUTPUT, Clock, Dead, Expired, protect, started
+from asyncrl.rewards.code_process import MOST_OUTPUT, Clock, Dead, Expired, NotStarted, protect, started
 from asyncrl.rewards.code_values import Caught
 
 
@@ -140,10 +141,10 @@ def run_all(payload: dict[str, Any]) -> list[str]:
         else:
             with Caught() as caught:
                 results.append((run_program if programs[number] else run_asserts)(payload, test))
-            if caught.error and not results:
-                raise caught.error  # no process can be started here
+            if isinstance(caught.error, NotStarted) and not results:
+                raise caught.error  # the code has not been anywhere yet: no fault of its
             if caught.error:
-                results.append("died")  # none any more: what the code left behind takes up the sandbox
+                results.append("died")  # what the code left behind takes up the sandbox, or what it wrote our memory
         if payload["until_one_fails"] and results[-1] != "passed":
             break
     return results

@@ -1,6 +1,7 @@
-"""The code's process as the harness holds it: how it is locked in and talked to. Sent into sandboxes as text.
+"""The code's process as the harness holds it: how it is started and talked to. Sent into sandboxes as text.
 
-What keeps the two apart, and what that is worth, stands in code_harness.py.
+Our own sandboxes start it beside the harness, out of its reach (envs/sandbox/beside.py); in others it is a child of the
+harness. What keeps the two apart, and what that is worth, stands in code_harness.py.
 
 waits for     the process, within a Clock
 on a hang     Expired
@@ -12,8 +13,8 @@ import builtins
 import ctypes
 import json
 import os
-import resource
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -31,6 +32,8 @@ sys.modules[names[-1]].main(channel)
 """
 PR_GET_DUMPABLE, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 3, 4, 1, 24, 38
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
+BESIDE = "ASYNCRL_BESIDE"
+"""In our environment: the descriptor of who starts processes beside us."""
 START_SECONDS = 30.0
 """For the code's process to start, before it is given the code."""
 MOST_OUTPUT = 64 << 20
@@ -68,28 +71,81 @@ class Kept:
         return self._candidate.ask({"attribute": [self._number, name]})
 
 
+class NotStarted(BaseException):
+    """The code's process, before the code was in it."""
+
+
+class Beside:
+    """Python under a BOOT that the sandbox's supervisor has started at our word; `ends`: its 0, 1 and 2, then those
+    whose numbers it is told."""
+
+    def __init__(self, env: dict[str, str], ends: tuple[int, ...]) -> None:
+        numbers = [str(place) for place in range(3, len(ends))]
+        order = {"command": [sys.executable, "-I", "-c", BOOT, *numbers], "env": env}
+        self._stream, theirs = socket.socketpair()
+        with theirs, socket.socket(fileno=os.dup(int(os.environ[BESIDE]))) as supervisor:
+            socket.send_fds(supervisor, [json.dumps(order).encode()], [theirs.fileno(), *ends])
+
+    def wait(self) -> int:
+        """Its exit code. Raises OSError when it could not be started."""
+        with self._stream.makefile("rb") as answers:
+            line = answers.readline()
+        answer = json.loads(line) if line else {"code": -signal.SIGKILL}
+        if "fault" in answer:
+            raise OSError(answer["fault"])
+        return int(answer["code"])
+
+    def end(self) -> None:
+        """With all that it started."""
+        self._stream.shutdown(socket.SHUT_WR)
+        while self._stream.recv(4096):
+            pass
+        self._stream.close()
+
+
+class Child:
+    """The same as a child of this process, where nobody starts any beside us."""
+
+    def __init__(self, env: dict[str, str], ends: tuple[int, ...]) -> None:
+        stdin, stdout, stderr, *others = ends
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", BOOT, *map(str, others)],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=others,
+            start_new_session=True,
+            preexec_fn=confine,
+            env=env,
+        )
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return self._process.wait()
+
+    def end(self) -> None:
+        """With whatever it started that is still of its session."""
+        with Caught():
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
 class Candidate:
     """The code's process, as the tests see it."""
 
     def __init__(self, payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> None:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", BOOT, str(theirs_in), str(theirs_out)],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(theirs_in, theirs_out),
-            start_new_session=True,
-            preexec_fn=lambda: confine(payload["memory_mb"] << 20),
-            env={"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
+        null = os.open(os.devnull, os.O_WRONLY)
+        env = {"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+        start = Beside if BESIDE in os.environ else Child
+        self._process = start(env, (stdin, stdout, null, theirs_in, theirs_out))
+        for end in (null, theirs_in, theirs_out):
+            os.close(end)
         self._out, self._in = os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb")
         self.problem = ""  # a result that stands whatever the test made of it
         self._send(payload["modules"])
-        self._send({"program": program})
+        self._send({"program": program, "memory": payload["memory_mb"] << 20, "output": MOST_OUTPUT})
         if self._receive()["ready"] != 0:
             raise PermissionError("the code's process has capabilities")
 
@@ -118,13 +174,11 @@ class Candidate:
         return self._process.wait()
 
     def close(self) -> None:
-        """End it, and whatever it started that is still of its session."""
+        """End it."""
         for stream in (self._out, self._in):
             with Caught():
                 stream.close()
-        with Caught():
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.end()
 
     def _kept(self, value: Any) -> list[Any]:
         if not isinstance(value, Kept):
@@ -173,14 +227,14 @@ class Clock:
 
 
 def started(payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> Candidate:
-    """The code's process, before the code. Raises what keeps it from starting: no time of a test, and no fault of the
+    """The code's process, before the code. Raises NotStarted: that takes no time of a test, and is no fault of the
     code's."""
     found: list[Candidate] = []
     with Caught() as caught, Clock(START_SECONDS) as clock:
         found.append(Candidate(payload, stdin, stdout, program))
     clock.stop()
     if not found:
-        raise caught.error or RuntimeError
+        raise NotStarted(f"{type(caught.error).__name__}: {caught.error}")
     return found[0]
 
 
@@ -191,7 +245,7 @@ def protect() -> str:
     return "" if libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 0 else "the harness cannot be made not dumpable"
 
 
-def confine(memory: int) -> None:
+def confine() -> None:
     """In the code's process, before it is executed. Namespaces of its own take its power over all other processes of
     the same user: it can neither read nor signal them. Where none may be made it keeps that of a user without
     capabilities, who cannot read this process, but can signal it."""
@@ -207,10 +261,6 @@ def confine(memory: int) -> None:
             libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, MOST_OUTPUT), (resource.RLIMIT_CORE, 0)):
-        there = resource.getrlimit(kind)[1]  # the sandbox's, which nobody in it can raise
-        most = most if there == resource.RLIM_INFINITY else min(most, there)
-        resource.setrlimit(kind, (most, most))
 
 
 def _exception(names: list[str], text: str) -> Exception:

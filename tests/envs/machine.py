@@ -105,7 +105,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def backend(kind: Kind, limits: Limits = LIMITS, **more: Any) -> AsyncIterator[LocalSandboxes]:
     """One that is closed afterwards."""
-    backend = LocalSandboxes(limits, kinds=[kind], **more)
+    backend = LocalSandboxes(limits, kinds=[kind], allow_unsafe=kind == "processes", **more)
     try:
         yield backend
     finally:

@@ -289,6 +289,21 @@ def test_demand_that_this_machine_cannot_meet_is_refused_with_what_there_is() ->
     asyncio.run(main())
 
 
+def test_nothing_runs_without_isolation_unless_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.envs.sandbox.local.shutil.which", lambda _: "/bin/false")
+
+    async def main() -> None:
+        for tried in (["bubblewrap", "processes"], ["processes"]):
+            sandboxes = LocalSandboxes(kinds=tried)
+            with pytest.raises(
+                ConfigError, match=r"(?s)allow_unsafe: got False.* no isolation here: .*allow_unsafe=true"
+            ):
+                await asyncio.wait_for(sandboxes.open(), DEADLINE)
+            await sandboxes.close()
+
+    asyncio.run(main())
+
+
 def test_mechanism_that_does_not_work_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.envs.sandbox.local.shutil.which", lambda _: "/bin/false")
 

@@ -37,7 +37,7 @@ from tests.envs import attacks
 sys.argv.append({MARK!r})
 
 async def main():
-    sandboxes = LocalSandboxes(kinds=[sys.argv[1]], warm=1)
+    sandboxes = LocalSandboxes(kinds=[sys.argv[1]], warm=1, allow_unsafe=sys.argv[1] == "processes")
     for attack in (attacks.STUBBORN, attacks.FORK_BOMB, attacks.STUBBORN):
         asyncio.ensure_future(attack.on(await sandboxes.open()))
     await (await sandboxes.open()).write("a", b"x" * 1000000)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from asyncrl.envs.sandbox.beside import BESIDE, serve
 from asyncrl.envs.sandbox.guest import Confinement, become
 from asyncrl.envs.sandbox.meter import TICK_SECONDS, Meter
 
@@ -69,12 +70,22 @@ class Call:
         """Starts it in the folder of this descriptor. Raises OSError when it cannot be started."""
         pairs = [os.pipe() for _ in range(4)]
         (guest_in, self._feed), (out, guest_out), (err, guest_err), (self._fault, fault) = pairs
+        given = [guest_in, guest_out, guest_err]
+        if confinement.nested:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            env = {**env, BESIDE: str(len(given))}
+            given.append(theirs.detach())
+            with ours:
+                if os.fork() == 0:
+                    for end in (*given, self._feed, out, err, self._fault, fault):
+                        os.close(end)
+                    serve(ours, confinement, home)
         self._began = time.monotonic()
         self._deadline = self._began + seconds
         self.pid = os.fork()
         if self.pid == 0:
-            become(confinement, home, command, env, (guest_in, guest_out, guest_err), fault)
-        for end in (guest_in, guest_out, guest_err, fault):
+            become(confinement, home, command, env, given, fault)
+        for end in (*given, fault):
             os.close(end)
         for end in (self._feed, out, err):
             os.set_blocking(end, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import resource
@@ -9,7 +10,7 @@ import signal
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ from asyncrl.envs.sandbox import linux, seccomp
 FILES = 512
 """Open files of a process."""
 MIB = 1024 * 1024
+ABOVE = 32
+"""Descriptors below are the command's."""
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
 
 
@@ -35,6 +38,9 @@ class Confinement:
     joins: Sequence[int] = ()  # descriptors of control groups
     sockets: bool = True
     filtered: bool = True
+    nested: bool = False  # may have programs started beside it (beside.py),
+    beside: int | None = None  # under this uid; None: the supervisor's
+    gid: int | None = None  # unset: as the uid
 
 
 def become(
@@ -45,16 +51,18 @@ def become(
     pipes: Sequence[int],
     fault: int,
 ) -> NoReturn:
-    """Of a forked process, all of whose descriptors are closed by exec: run the command with these as 0, 1 and 2.
+    """Of a forked process, all of whose descriptors are closed by exec: run the command with these as 0, 1, 2, ...
 
     Whatever cannot be set up is written to `fault`; a command that cannot be run is said on stderr, as a shell does.
     What an earlier guest can have spoilt (its folder, the memory of its control group) is no fault.
     """
     confined = False
     try:
-        _confine(confinement, pipes)
+        above = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, ABOVE) for end in (fault, home, *confinement.joins, *pipes)]
+        fault, home, joins, pipes = above[0], above[1], above[2 : -len(pipes)], above[-len(pipes) :]
+        _confine(replace(confinement, joins=joins), pipes)
         confined = True
-        _drop_to(confinement.uid)
+        _drop_to(confinement.uid, confinement.uid if confinement.gid is None else confinement.gid)
         os.fchdir(home)
         os.execvpe(command[0], list(command), {**confinement.environment, **env})
     except (OSError, ValueError) as error:
@@ -87,11 +95,11 @@ def _confine(confinement: Confinement, pipes: Sequence[int]) -> None:
         os.write(descriptor, b"0")  # whoever writes it
 
 
-def _drop_to(uid: int | None) -> None:
+def _drop_to(uid: int | None, gid: int | None) -> None:
     """A user without privileges; the supervisor's own loses them with exec."""
-    if uid is not None:
+    if uid is not None and gid is not None:
         os.setgroups([])
-        os.setresgid(uid, uid, uid)
+        os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
 

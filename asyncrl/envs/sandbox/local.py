@@ -2,7 +2,8 @@
 
 bubblewrap   namespaces and a root of its own, made by the program of that name
 namespaces   the same, made by us
-processes    a uid of its own at best, and resource limits: for machines that give no namespaces (docs/sandbox.md)
+processes    no isolation: a uid of its own at best, and resource limits. Only where `allow_unsafe` says so; on other
+             machines that give no namespaces nothing is run (docs/sandbox.md)
 
 waits for     its spawner and its supervisors (spawning.py, session.py)
 """
@@ -13,8 +14,9 @@ import asyncio
 import os
 import shutil
 from collections import deque
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import asdict
 from itertools import count
 from typing import Literal
@@ -29,8 +31,26 @@ from asyncrl.errors import ConfigError, EpisodeFailed
 
 Kind = Literal["bubblewrap", "namespaces", "processes"]
 KINDS: tuple[Kind, ...] = ("bubblewrap", "namespaces", "processes")
+UNSAFE: Kind = "processes"
+WITH_NAMESPACES = "Let this user make user namespaces (docs/sandbox.md)"
+REMEDY = (
+    f"{WITH_NAMESPACES}, or set allow_unsafe=true in the sandbox_params of what runs the code: little more than "
+    "resource limits then protects the machine from it."
+)
 OPENING = 32
 """Sandboxes that are being made at once; more wait in this process."""
+_noted: ContextVar[list[LocalSandboxes] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[list[LocalSandboxes]]:
+    """The backends that are made within, whoever makes them: what a run's settings want of the machine."""
+    found: list[LocalSandboxes] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
 
 
 class LocalSandboxes:
@@ -43,9 +63,15 @@ class LocalSandboxes:
         warm: int = 0,
         require: Collection[str] = (),
         kinds: Sequence[Kind] = KINDS,
+        allow_unsafe: bool = False,
+        nested: bool = False,
     ) -> None:
         """`warm` sandboxes are kept ready; `require`: names of protections.NAMES without which there is none; `kinds`:
-        which mechanisms to try, in this order."""
+        which mechanisms to try, in this order, `processes` only with `allow_unsafe`; `nested`: guests may have programs
+        started beside them (beside.py)."""
+        if (found := _noted.get()) is not None:
+            found.append(self)
+        self._allow_unsafe, self._nested = allow_unsafe, nested
         self._limits, self._warm, self._require, self._kinds = limits or Limits(), warm, require, kinds
         self._numbers = count(1)
         self._starting, self._opening = asyncio.Lock(), asyncio.Semaphore(OPENING)
@@ -59,7 +85,7 @@ class LocalSandboxes:
     async def describe(self) -> Protections:
         """What is in force here; begins to fill the warm pool.
 
-        Raises ConfigError when that is less than `require`, EpisodeFailed when no mechanism works.
+        Raises ConfigError when that is less than `require`, or no isolation; EpisodeFailed when no mechanism works.
         """
         self._refill(await self._started())
         assert self.protections
@@ -100,6 +126,9 @@ class LocalSandboxes:
     async def _start(self) -> tuple[Spawning, Protections]:
         refusals: list[str] = []
         for kind in [self.protections.kind] if self.protections else self._kinds:
+            if kind == UNSAFE and not self._allow_unsafe:
+                why = "; ".join(refusals) or "there is none under 'processes'"
+                raise ConfigError("allow_unsafe", False, f"Code of the model has no isolation here: {why}. {REMEDY}")
             try:
                 spawning, protections = await self._try(kind)
             except EpisodeFailed as error:
@@ -117,8 +146,7 @@ class LocalSandboxes:
         bwrap = shutil.which("bwrap") or ""
         if kind == "bubblewrap" and not bwrap:
             raise EpisodeFailed("sandbox", "bwrap is not on PATH")
-        limits, environment = asdict(self._limits), view.environment()
-        spawning, works = Spawning(Order(kind, os.getpid(), limits, bwrap, view.shown(), environment)), False
+        spawning, works = Spawning(self._order(kind, bwrap)), False
         try:
             facts = await spawning.facts()
             first = await self._make(spawning)
@@ -132,6 +160,10 @@ class LocalSandboxes:
         finally:
             if not works:
                 await spawning.end()
+
+    def _order(self, kind: str, bwrap: str) -> Order:
+        limits, environment = asdict(self._limits), view.environment()
+        return Order(kind, os.getpid(), limits, bwrap, view.shown(), environment, self._nested)
 
     async def _make(self, spawning: Spawning) -> LocalSandbox:
         async with self._opening:

@@ -46,6 +46,7 @@ def enter(shown: list[str], disk: int, uid: int | None) -> None:
         folder = f"{root}{view.WRITABLE}/{name}"
         os.mkdir(folder, 0o755)
         if uid is not None:
+            os.chmod(folder, view.SHARED)
             os.chown(folder, uid, uid)
     _mount_nested(root, nested, inner)
     os.chdir(root)

@@ -27,6 +27,11 @@ class Protections:
     holds: Mapping[str, str]  # by name: how
     lacks: Mapping[str, str]  # by name: what is there instead
 
+    @property
+    def isolated(self) -> bool:
+        """Whether what a guest does stays within its sandbox."""
+        return {"network", "files", "secrets", "signals", "kill"} <= self.holds.keys()
+
     def missing(self, required: Collection[str]) -> list[str]:
         """Those required that do not hold. Raises ValueError for a name that is none."""
         if unknown := set(required) - set(NAMES):

@@ -28,8 +28,8 @@ from asyncrl.envs.sandbox import cgroups, linux, seccomp
 from asyncrl.envs.sandbox.guest import MIB
 from asyncrl.envs.sandbox.identity import Identity
 from asyncrl.envs.sandbox.leftovers import PREFIX, Marker
+from asyncrl.envs.sandbox.processes import kill_descendants
 from asyncrl.envs.sandbox.starts import STARTS, Order, Site, Started
-from asyncrl.envs.sandbox.supervisor import kill_descendants
 from asyncrl.envs.sandbox.wire import frame
 
 MESSAGE = 65536

@@ -38,6 +38,7 @@ class Order:
     bwrap: str  # its path
     shown: list[str]  # view.shown()
     environment: dict[str, str]  # of guests
+    nested: bool  # whether these may have programs started beside them
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,22 @@ class Site:
     owner: socket.socket
     group: Group
 
-    def place(self, *, alone: bool, polled: str | None, uid: int | None, folder: str = view.HOME, **more: Any) -> Place:
+    def place(
+        self,
+        *,
+        alone: bool,
+        polled: str | None,
+        uid: int | None,
+        beside: int | None,
+        folder: str = view.HOME,
+        **more: Any,
+    ) -> Place:
         """For its supervisor."""
         confinement = Confinement(
             limits=self.order.limits,
             uid=uid,
+            beside=beside,
+            nested=self.order.nested,
             rlimit_memory="memory" not in self.group.bounds,
             folder=folder,
             joins=self.group.joins,
@@ -91,8 +103,9 @@ def in_namespaces(site: Site) -> Started:
             if supervisor := os.fork():
                 os.write(say, struct.pack("i", supervisor))
                 os._exit(0)
-            uid = view.UID if site.identity.own else None
-            place = site.place(alone=True, polled=None, uid=uid, rlimit_processes=site.identity.counted)
+            uid, beside = (view.UID, view.BESIDE_UID) if site.identity.own else (None, None)
+            counted = site.identity.counted
+            place = site.place(alone=True, polled=None, uid=uid, beside=beside, rlimit_processes=counted)
             keep_only(place.descriptors)
             mounts.enter(site.order.shown, site.order.limits["disk_mb"] * MIB, uid)
             Supervisor(place).serve()
@@ -115,8 +128,9 @@ def in_namespaces(site: Site) -> Started:
 
 def in_bubblewrap(site: Site) -> Started:
     """A new Python below bubblewrap."""
-    uid = site.identity.stranger(site.number) if site.identity.own else None
-    place = site.place(alone=True, polled=view.WRITABLE, uid=uid, rlimit_processes=site.identity.counted)
+    uid, beside = site.identity.strangers_of(site.number)
+    counted = site.identity.counted
+    place = site.place(alone=True, polled=view.WRITABLE, uid=uid, beside=beside, rlimit_processes=counted)
     (told, tell), (heard, say) = os.pipe(), os.pipe()
     files = {path: _holding(text) for path, text in view.FILES.items()}
     bwrap = os.fork()
@@ -143,17 +157,19 @@ def in_bubblewrap(site: Site) -> Started:
 
 def as_processes(site: Site) -> Started:
     """A fork without namespaces: what is left where the kernel gives none."""
-    uid = site.identity.stranger(site.number) if site.identity.own else None
+    uid, beside = site.identity.strangers_of(site.number)
     folder = Path(tempfile.gettempdir(), site.name)
     home = folder / "home"
     for path in (folder, home, folder / "tmp"):
         path.mkdir(mode=0o700)
         if uid is not None:
+            path.chmod(view.SHARED)
             os.chown(path, uid, uid)
     place = site.place(
         alone=False,
         polled=str(folder),
         uid=uid,
+        beside=beside,
         folder=str(home),
         environment=site.order.environment | {"HOME": str(home), "TMPDIR": str(folder / "tmp")},
         sockets=False,

@@ -14,17 +14,18 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from asyncrl.envs.sandbox import linux
+from asyncrl.envs.sandbox.beside import PROCESSES
 from asyncrl.envs.sandbox.call import Call, Fault
 from asyncrl.envs.sandbox.folder import Folder
 from asyncrl.envs.sandbox.guest import MIB, Confinement
 from asyncrl.envs.sandbox.meter import Bounds, Meter
+from asyncrl.envs.sandbox.processes import descendants, kill_descendants
 from asyncrl.envs.sandbox.wire import Header, frame, receive
 
 Reply = tuple[Header, bytes]
@@ -110,10 +111,11 @@ class Supervisor:
 
     def _run(self, header: Header, stdin: bytes) -> Reply:
         limits = self._confinement.limits
+        processes = limits["processes"] + (PROCESSES if self._confinement.nested else 0)
         bounds = Bounds(
             cpu_seconds=limits["cpu_seconds"],
             memory=limits["memory_mb"] * MIB if self._place.oom is None else None,
-            processes=None if self._confinement.rlimit_processes and self._place.alone else limits["processes"],
+            processes=None if self._confinement.rlimit_processes and self._place.alone else processes,
             disk=limits["disk_mb"] * MIB,
         )
         meter = Meter(bounds, self._others, self._place.polled, self._place.oom, self._place.cpu)
@@ -145,28 +147,3 @@ class Supervisor:
                 os.kill(-1, signal.SIGKILL)
         else:
             kill_descendants(os.getpid())
-
-
-def descendants(root: int, spared: Sequence[int] = ()) -> list[int]:
-    """Pids of a process's descendants, with those that wait to be reaped, without those spared and theirs."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError):
-                fields = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
-                children.setdefault(int(fields[1]), []).append(int(name))
-    found, left = [], [root]
-    while left:
-        below = [pid for pid in children.get(left.pop(), ()) if pid not in spared]
-        found += below
-        left += below
-    return found
-
-
-def kill_descendants(root: int, spared: Sequence[int] = ()) -> list[int]:
-    """SIGKILL to each; who they are. One that forks meanwhile must be killed again."""
-    found = descendants(root, spared)
-    for pid in found:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    return found

@@ -29,8 +29,10 @@ LINKS = {
     "/dev/fd": "/proc/self/fd",
     **{f"/dev/{name}": f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))},
 }
-UID = 1000
-"""Of guests, as they see it."""
+UID, BESIDE_UID = 1000, 1001
+"""Of guests, and of programs beside them (beside.py), as they see it."""
+SHARED = 0o770
+"""Of the writable folders: theirs is the group that both have."""
 FILES = {
     "/etc/passwd": f"root:x:0:0::/:/bin/sh\nguest:x:{UID}:{UID}::{HOME}:/bin/sh\n",
     "/etc/group": f"root:x:0:\nguest:x:{UID}:\n",

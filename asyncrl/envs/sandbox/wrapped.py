@@ -17,5 +17,6 @@ def main() -> None:
     uid = place.confinement["uid"]
     for name in view.WRITABLE_FOLDERS:
         if uid is not None:
+            os.chmod(f"{view.WRITABLE}/{name}", view.SHARED)
             os.chown(f"{view.WRITABLE}/{name}", uid, uid)
     Supervisor(place).serve()

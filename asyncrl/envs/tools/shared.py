@@ -63,7 +63,7 @@ def sandboxes(path: str, params: Mapping[str, Any]) -> SandboxBackend:
 
 def check_sandboxes(path: str, params: Mapping[str, Any], field: str) -> None:
     """Raises ConfigError for `field`, or `field`_params, when there is no such backend. Nothing is started."""
-    _backend(path, params, field)
+    _backend(path, params, field)()
 
 
 def _backend(path: str, params: Mapping[str, Any], field: str) -> Callable[[], SandboxBackend]:

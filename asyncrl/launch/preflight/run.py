@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, on_gpu
+from asyncrl.envs.sandbox import local
+from asyncrl.envs.sandbox.local import LocalSandboxes
+from asyncrl.envs.sandbox.protections import Protections
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch import forecast, precision
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_model
+from asyncrl.launch.checks import check_devices, check_files, check_model, check_sandboxes
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
 from asyncrl.launch.preflight import folders, network
@@ -77,12 +80,14 @@ def require(config: Config, run_dir: Path, job: Job | None = None) -> None:
 
 
 def _all(config: Config, run_dir: Path, job: Job | None) -> Iterator[Finding]:
-    yield from refused(partial(check_files, config), "task")
+    sandboxes: list[LocalSandboxes] = []
+    yield from refused(lambda: sandboxes.extend(check_files(config)), "task")
     yield from refused(partial(check_recording, config), "replay.from")
     yield from refused(partial(check_attached, config, run_key(config)), "engine.urls")
     seen = Seen()
     problems = refused(partial(_look, config, job, seen), "cluster")
     yield from problems
+    yield from _isolation(config, sandboxes, seen)
     yield from check_versions(seen.machines or [this_machine("", installed())], pinned())
     models: dict[str, Model] = {}
     there: dict[str, Path] = {}
@@ -122,6 +127,25 @@ def _look(config: Config, job: Job | None, seen: Seen) -> None:
         seen.nodes = [this_node(cluster.host, cluster.interface, gpus, ports_wanted(config))]
         check_devices(config, gpus)
     seen.placement = place(config, seen.nodes)
+
+
+def _isolation(config: Config, sandboxes: Sequence[LocalSandboxes], seen: Seen) -> Iterator[Finding]:
+    """What protects a machine from the code that the model writes."""
+    if not sandboxes or config.mode == "replay":
+        return
+    if seen.imagined:
+        yield ok("sandbox", "the machines of the job are asked what they protect when it begins")
+        return
+    found: list[Protections] = []
+    yield from refused(lambda: found.extend(check_sandboxes(sandboxes)), "sandbox")
+    for one in found:
+        held = f"{one.kind}: {', '.join(one.holds)} protected"
+        lacks = "; ".join(f"{name} not: {instead}" for name, instead in one.lacks.items())
+        if one.isolated:
+            yield ok("sandbox", f"{held}; {lacks}" if lacks else held)
+        else:
+            text = f"no isolation (allow_unsafe=true), little more than resource limits; {held}; {lacks}"
+            yield warning("sandbox", text, f"{local.WITH_NAMESPACES}.")
 
 
 def _on_machines(config: Config, seen: Seen, models: dict[str, Model]) -> Iterator[Finding]:
