@@ -150,7 +150,7 @@ def test_metadata_of_an_older_megatron_is_read_without_megatron(folder: Path) ->
     plain = torch_dist.read_metadata(folder)
     old = Old(plain.state_dict_metadata, storage_data=plain.storage_data)
     vars(old)["mcore_data"] = {"decoder": {"nd_reformulated_orig_global_shape": (2, 3)}}
-    data, name = pickle.dumps(old, protocol=2), f"c{__name__}\nOld\n".encode()
+    data, name = pickle.dumps(old, protocol=3), f"c{__name__}\nOld\n".encode()
     assert name in data
     found = torch_dist.parse(data.replace(name, b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"))
     assert (found.state_dict_metadata, found.storage_data) == (plain.state_dict_metadata, plain.storage_data)
