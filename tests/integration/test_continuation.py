@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
@@ -26,7 +27,7 @@ def fleet(two_engines: Engines) -> Engines:
 def client_of(fleet: Engines, stop_token_ids: list[int]) -> Client:
     return Client(
         fleet.addresses.router,
-        run="continuation",
+        run=f"continuation-{time.monotonic()}",  # an engine may still know the last one's requests
         access=fleet.addresses.access,
         max_new_tokens=LENGTH,
         temperature=1.0,
