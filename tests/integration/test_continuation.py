@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
@@ -38,14 +39,42 @@ def client_of(fleet: Engines, stop_token_ids: list[int]) -> Client:
     )
 
 
+@asynccontextmanager
+async def bit_by_bit(fleet: Engines) -> AsyncIterator[None]:
+    """The engines work for moments, with pauses in which even a slow client hears all that they have written."""
+    engines = [f"engine-{number}" for number in range(len(fleet.addresses.engines))]
+
+    def tell(number: int) -> None:
+        for engine in engines:
+            fleet.signal(engine, number)
+
+    async def pulse() -> None:
+        try:
+            while True:
+                tell(signal.SIGCONT)
+                await asyncio.sleep(0.01)
+                tell(signal.SIGSTOP)
+                await asyncio.sleep(0.05)
+        finally:
+            tell(signal.SIGCONT)
+
+    pulsing = asyncio.ensure_future(pulse())
+    try:
+        yield
+    finally:
+        pulsing.cancel()
+        await asyncio.wait([pulsing])
+
+
 async def greedy(fleet: Engines, during: Callable[[], Awaitable[None]] | None) -> tuple[list[Completion], Client]:
     """Every prompt's greedy answer; `during` comes when the first tokens of every one are there."""
     client = client_of(fleet, [])
     sessions = [client.generate(0.0, group=f"g{number:02d}") for number in range(len(PROMPTS))]
-    asking = asyncio.gather(*[session(prompt) for session, prompt in zip(sessions, PROMPTS, strict=True)])
-    if during:
-        while not all(session.received for session in sessions):  # noqa: ASYNC110  nothing tells
+    async with bit_by_bit(fleet) if during else nullcontext():
+        asking = asyncio.gather(*[session(prompt) for session, prompt in zip(sessions, PROMPTS, strict=True)])
+        while during and not all(session.received for session in sessions):  # noqa: ASYNC110  nothing tells
             await asyncio.sleep(0.002)
+    if during:
         await during()
     found = await asking
     await client.close()
@@ -56,8 +85,7 @@ async def greedy(fleet: Engines, during: Callable[[], Awaitable[None]] | None) -
 def whole_again(fleet: Engines, during: Callable[[], Awaitable[None]], broken: int) -> Client:
     """Asks twice, the second time with a fault, and compares; returns the client that met the fault.
 
-    To a client that had no processor meanwhile all answers come whole: then once more, until the fault broke off as
-    many requests as are said.
+    Where engines had all but ended, once more, until the fault broke off as many requests as are said.
     """
     expected, _ = asyncio.run(greedy(fleet, None))
     for _attempt in range(5):
@@ -75,13 +103,14 @@ def whole_again(fleet: Engines, during: Callable[[], Awaitable[None]], broken: i
 
 @pytest.mark.integration
 def test_siblings_of_one_request_have_their_answers_one_by_one(fleet: Engines) -> None:
-    """An agent takes its next turn while its siblings are still in their first. (To a client that had no processor
-    meanwhile they come together: then once more.)"""
+    """An agent takes its next turn while its siblings are still in their first. (Those that end in one moment come
+    together: then once more.)"""
 
     async def ask() -> bool:
         client = client_of(fleet, [0, 1, 2])
-        asking = [asyncio.ensure_future(client.generate(group="siblings")(PROMPTS[0])) for _ in range(16)]
-        done, others = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        async with bit_by_bit(fleet):
+            asking = [asyncio.ensure_future(client.generate(group="siblings")(PROMPTS[0])) for _ in range(16)]
+            done, others = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
         under_way = client.inflight.in_flight == 1 and bool(others)
         first, rest = [one.result() for one in done], await asyncio.gather(*others)
         assert await client.inflight.drained(5.0)
