@@ -21,6 +21,10 @@ STOP, STOPPED = "stop", "stopped"
 """The one appears there when the run is asked to end, with a checkpoint, and to go on later; the other when it has."""
 PAUSED = 75
 """Exit code of the command then: EX_TEMPFAIL of sysexits.h."""
+ARGUMENTS = "ASYNCRL_ARGUMENTS"
+"""Environment variable of an engine or the router: further arguments of theirs, as a shell would have them."""
+PEER_FAILED = 76
+"""Exit code of a process that ends because another one of the run has failed: EX_PROTOCOL of sysexits.h."""
 LOST = "lost.jsonl"
 """There the trainer writes which engines it has given up, and the launcher starts them again."""
 RESTARTED = "restart-"

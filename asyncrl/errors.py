@@ -7,6 +7,7 @@ AsyncRLError
 |-- ProcessDied        a process of the run ended: names it, its exit and its last lines
 |-- LaunchError        the machines of a job, or Slurm, do not do what they must
 |-- EngineError        an engine or the router refused a call, or answered something impossible
+|   `-- PeerFailed     a process of the run has failed, and this one with it: the other's error says why
 |-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table: names it
 |-- EpisodeFailed      an environment's or a judge's fault: the episode is counted and replaced, never scored 0
 |-- LedgerError        a prompt, group, trajectory or token is lost or stands twice: names equation and difference
@@ -20,6 +21,7 @@ Anything else that escapes is a bug and ends the run with its traceback.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +60,10 @@ class LaunchError(AsyncRLError):
 
 class EngineError(AsyncRLError):
     """An engine or the router refused a call, or answered what it must not."""
+
+
+class PeerFailed(EngineError):
+    """Another process of the run has failed: its own error says why."""
 
 
 class WeightsError(AsyncRLError):
@@ -99,11 +105,23 @@ class Paused(Exception):
 
 @contextmanager
 def raised_by(reason: str, *, retry: bool = False) -> Iterator[None]:
-    """Around a user's code: whatever it raises is an EpisodeFailed of this reason, from that. Our own (AsyncRLError)
-    pass: they know what they are."""
+    """Around a user's code: whatever it raises is an EpisodeFailed of this reason, from that, SystemExit too. Our own
+    (AsyncRLError) pass: they know what they are."""
     try:
         yield
     except AsyncRLError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EpisodeFailed(reason, f"{type(error).__name__}: {error}", retry=retry) from error
+
+
+def number(value: object, what: str) -> float:
+    """A number of a user's as a float of ours: numpy's and torch's scalars too. Raises ValueError for anything else,
+    and for what is not finite."""
+    try:
+        found = float("nan") if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        found = float("nan")
+    if not math.isfinite(found):
+        raise ValueError(f"{what} is {value!r}, and must be a finite number")
+    return found

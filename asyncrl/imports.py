@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 
 
 def load(path: str, field: str) -> Any:
@@ -13,5 +14,19 @@ def load(path: str, field: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ConfigError(field, path, f"Must be an import path, module:name ({error}).") from None
+    except (Exception, SystemExit) as error:
+        remedy = f"The import of {module} raised {type(error).__name__}: {error}. It must do without."
+        raise ConfigError(field, path, remedy) from error
+
+
+def made(kind: Callable[..., Any], params: Mapping[str, Any], field: str, path: str) -> Any:
+    """What a user's class or factory makes. Raises ConfigError for whatever that raises but our own errors."""
+    try:
+        return kind(**params)
+    except AsyncRLError:
+        raise
+    except (Exception, SystemExit) as error:
+        remedy = f"Making it with {dict(params)!r} raised {type(error).__name__}: {error}."
+        raise ConfigError(field, path, remedy) from error

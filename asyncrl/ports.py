@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -20,6 +21,7 @@ from asyncrl.errors import AsyncRLError
 # one, as happens to ports that the kernel gives (bind to 0).
 FIRST_PORT, LAST_PORT = 20000, 32000
 ATTEMPTS = 200
+FOLDERS = 100
 LEASE_SECONDS = 600.0
 """Longer than a server takes to listen."""
 
@@ -27,8 +29,7 @@ LEASE_SECONDS = 600.0
 def free_ports(host: str, count: int) -> list[int]:
     """Distinct ports that nobody listened on a moment ago, nor was given by this function on this machine since
     LEASE_SECONDS. Raises AsyncRLError where `host` is not of this machine."""
-    leases = Path(tempfile.gettempdir(), f"asyncrl-ports-{os.getuid()}")
-    leases.mkdir(mode=0o700, exist_ok=True)
+    leases = _folder()
     held: list[socket.socket] = []
     try:
         return [_free(host, held, leases) for _ in range(count)]
@@ -40,6 +41,18 @@ def free_ports(host: str, count: int) -> list[int]:
 def free_port(host: str) -> int:
     """One of them."""
     return free_ports(host, 1)[0]
+
+
+def _folder() -> Path:
+    """This user's, on this machine. Another user may have made one of that name: then it is the next."""
+    for number in range(FOLDERS):
+        folder = Path(tempfile.gettempdir(), f"asyncrl-ports-{os.getuid()}" + (f"-{number}" if number else ""))
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return folder
+    raise AsyncRLError(f"{folder} and all before it are not this user's alone: remove them, or set TMPDIR")
 
 
 def _free(host: str, held: list[socket.socket], leases: Path) -> int:

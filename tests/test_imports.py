@@ -16,7 +16,8 @@ import asyncrl
 PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 OPEN = {  # to all
-    *("types", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases", "importing", "access")
+    *("types", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases", "importing"),
+    *("access", "terminal", "stores"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -33,6 +34,8 @@ ALLOWED = {
     "config": {"errors"},
     "addresses": set(),
     "access": set(),
+    "terminal": set(),
+    "stores": set(),
     "tls": set(),
     "install": set(),
     "metrics": {"config"},

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,32 @@ def test_lease_that_is_too_old_is_given_again(temporary: Path, monkeypatch: pyte
     os.utime(lease, (long_ago, long_ago))
     assert free_port("127.0.0.1") == given
     with pytest.raises(AsyncRLError):
+        free_port("127.0.0.1")
+
+
+def strange(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    "made", [strange, Path.touch, lambda path: path.symlink_to(path.parent / "elsewhere", target_is_directory=True)]
+)
+def test_folder_that_is_not_ours_alone_is_passed_over(made: Callable[[Path], None], temporary: Path) -> None:
+    taken = temporary / f"asyncrl-ports-{os.getuid()}"
+    made(taken)
+    port = free_port("127.0.0.1")
+    assert free_port("127.0.0.1") != port
+    assert (temporary / f"{taken.name}-1" / str(port)).exists()
+    assert taken.is_symlink() or taken.is_file() or not list(taken.iterdir())
+
+
+@pytest.mark.usefixtures("temporary")
+def test_no_folder_of_ours_is_an_error_in_words(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "FOLDERS", 2)
+    for name in ("", "-1"):
+        (temporary / f"asyncrl-ports-{os.getuid()}{name}").touch()
+    with pytest.raises(AsyncRLError, match="not this user's alone: remove them, or set TMPDIR"):
         free_port("127.0.0.1")
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError, model_validator
 
 from asyncrl.config.generation import Engine, Eval, Frozen, Judge, Rollout, Task, Teacher
 from asyncrl.config.running import Checkpoint, Cluster, Metrics, Replay, Run, Weights
+from asyncrl.config.secrets import Parameters, secrets
 from asyncrl.config.section import Name, Section
 from asyncrl.config.training import Algo, Model, Optimizer, Trainer
 from asyncrl.errors import ConfigError
@@ -73,7 +74,7 @@ class Config(Section):
     agent: str
     """Who plays an episode, as an import path, module:name: an async function of (prompt, generate), or a class with
     such a method, run. A task may have one of its own."""
-    agent_params: dict[str, Any]
+    agent_params: Parameters
     """Its arguments, beside prompt and generate; of a class, those that it is made with."""
     task: Task
     tasks: dict[Name, Task]
@@ -190,11 +191,19 @@ class Config(Section):
 
 
 def load(values: dict[str, Any]) -> Config:
-    """Validate composed values; raises ConfigError with one line per wrong field."""
+    """Validate composed values; raises ConfigError with one line per wrong field, and for a value that stands in the
+    environment and is not there (secrets.py)."""
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
         raise _explained(error) from None
+    for field, secret in secrets(config):
+        if secret.missing:
+            remedy = (
+                f"The environment has no variable {', '.join(secret.missing)}: export it, where the command is given."
+            )
+            raise ConfigError(field, secret, remedy)
+    return config
 
 
 def read(run_dir: Path) -> Config:

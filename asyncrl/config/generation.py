@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from asyncrl.config.secrets import Parameters
 from asyncrl.config.section import Count, Dtype, Name, Natural, Positive, Section
 from asyncrl.errors import ConfigError
 
@@ -32,7 +33,7 @@ class Engine(Section):
     """Tokens between two pieces of a streamed answer: what an engine's death can cost, against work per token."""
     server_args: dict[str, Any]
     """Further SGLang arguments, as name: value (true for a bare flag)."""
-    request_fields: dict[str, Any]
+    request_fields: Parameters
     """Additional fields of every request to /generate. The router forwards them unchanged."""
     router_policy: Literal["manual", "random", "round_robin", "cache_aware", "power_of_two"]
     """How the router picks an engine. manual: a new group goes to the engine with the fewest requests, and all of its
@@ -202,15 +203,15 @@ class Task(Section):
     scores or plays them (asyncrl/tasks/own.py)."""
     name: str
     """reasoning_gym, benchmark: the dataset's name; otherwise a label."""
-    params: dict[str, Any]
+    params: Parameters
     """reasoning_gym: the dataset's arguments; copy: digits; a class of your own: its arguments."""
     agent: str | None
     """Who plays this task, in the place of the run's agent; unset: that, or what the task itself brings."""
-    agent_params: dict[str, Any]
+    agent_params: Parameters
     """Its arguments; where the task brings an environment and agent is unset, those of MultiTurn (max_turns)."""
-    tools: list[dict[str, Any]]
+    tools: list[Parameters]
     """What the model may call before it answers: Python functions, MCP servers, a Python sandbox (docs/tools.md)."""
-    tool_options: dict[str, Any]
+    tool_options: Parameters
     """How its calls are written, run and shown (docs/tools.md)."""
     environments: Environments
     system: str | None
@@ -229,7 +230,7 @@ class Task(Section):
     """What scores an answer, in the place of the task's own: one of those in docs/rewards.md (exact, number, math,
     code, judge, weighted, ...), or an import path, module:name, of a function (answer text, record) -> float, plain or
     async, or of a reward (asyncrl/rewards/reward.py). Not asked where an agent or an environment rewards itself."""
-    reward_params: dict[str, Any]
+    reward_params: Parameters
     """Its arguments."""
     weight: Positive
     """Share of the prompts, relative to the other tasks'."""

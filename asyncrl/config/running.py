@@ -19,7 +19,7 @@ class Run(Section):
     dir: str
     """Run folder. Must be new or empty, unless `run.overwrite` is set."""
     overwrite: bool
-    """Empty an existing run folder first (only a folder that holds a config.json of a run)."""
+    """Empty an existing run folder first (only a folder of a run, in which nothing lies that this one reads)."""
     seed: Natural
     """Seed of the prompt order, of tiny models and of Megatron."""
     max_steps: Count

@@ -9,11 +9,13 @@ Example: asyncrl-convert to-megatron Qwen3-0.6B checkpoints/start --dtype bfloat
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.terminal import visible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             bridge.to_hf(arguments.source, arguments.out, model=arguments.model, **settings)
     except (AsyncRLError, OSError, SafetensorError) as error:
-        print(f"asyncrl-convert: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(visible(f"asyncrl-convert: error: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 
@@ -48,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rollouts(arguments: argparse.Namespace) -> int:
     from asyncrl.convert import rollouts
 
+    os.umask(0o077)  # as in a run: what models wrote is their user's alone
     try:
         if arguments.command == "export":
             print(f"{rollouts.export(arguments.run, arguments.out)} trajectories")
@@ -55,7 +58,7 @@ def _rollouts(arguments: argparse.Namespace) -> int:
             taken, left = rollouts.from_slime(arguments.dumps, arguments.out, reward_key=arguments.reward_key)
             print(f"{taken} samples, {left} left out; asyncrl-train mode=replay replay.from={arguments.out}")
     except (AsyncRLError, OSError) as error:
-        print(f"asyncrl-convert: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(visible(f"asyncrl-convert: error: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 

@@ -1,6 +1,6 @@
 """Command line of the router (the package `smg`), and the registration of its workers through its API.
 
-`python -m asyncrl.engine.router ARGUMENTS` starts it with the run's API key from the environment.
+`python -m asyncrl.engine.router ARGUMENTS` starts it with the run's API key and its ports from the environment.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from asyncrl.access import Access
-from asyncrl.addresses import Addresses
+from asyncrl.addresses import ARGUMENTS, Addresses
 from asyncrl.config import Engine
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.tls import Signed
@@ -198,6 +199,7 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    sys.argv += shlex.split(os.environ.get(ARGUMENTS, ""))
     if key := os.environ.get("ASYNCRL_API_KEY"):
         sys.argv += ["--api-key", key]
     arguments = RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)

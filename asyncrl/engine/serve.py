@@ -1,19 +1,23 @@
 """One SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
-The stock server, behind the CPU shim where there is no CUDA, with the run's API key taken from the environment (a
-command line is readable by every user of the machine). Not a `__main__.py`: spawned children must repeat the shim, and
-multiprocessing re-imports a main module only under another name.
+The stock server, behind the CPU shim where there is no CUDA, with the run's API key and its ports taken from the
+environment (a command line is readable by every user of the machine). Not a `__main__.py`: spawned children must
+repeat the shim, and multiprocessing re-imports a main module only under another name.
 """
 
 from asyncrl import importing
 
 # isort: split
 import os
+import shlex
 import sys
 
+from asyncrl import stores
+from asyncrl.addresses import ARGUMENTS
 from asyncrl.engine.cpu import install
 
 install()
+stores.bind()
 
 if __name__ == "__main__":
     import sglang.srt.entrypoints.http_server  # noqa: F401  # run_server would import it later
@@ -22,7 +26,7 @@ if __name__ == "__main__":
     from sglang.srt.utils import kill_process_tree
 
     importing.done()
-    arguments = sys.argv[1:]
+    arguments = [*sys.argv[1:], *shlex.split(os.environ.get(ARGUMENTS, ""))]
     if key := os.environ.get("ASYNCRL_API_KEY"):
         arguments += ["--api-key", key, "--admin-api-key", key]
     if incarnation := os.environ.get("ASYNCRL_INCARNATION"):  # whatever it loads, it is no version of the run's

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from asyncrl.errors import ConfigError
-from asyncrl.imports import load
+from asyncrl.errors import ConfigError, number
+from asyncrl.imports import load, made
 from asyncrl.types import Message
 
 Question = dict[str, Any]
@@ -36,6 +36,11 @@ class Step:
     """In such an episode, in the place of `reward`: by role, of its last turn. Who has not acted cannot be rewarded."""
     info: dict[str, Any] = field(default_factory=dict)
     """For logs; nothing reads it."""
+
+    def plain(self) -> Step:
+        """With rewards that are Python's own numbers. Raises ValueError for what is not finite, or no number."""
+        rewards = {str(role): number(reward, f"the reward of {role}") for role, reward in self.rewards.items()}
+        return replace(self, reward=number(self.reward, "the reward of a step"), rewards=rewards)
 
 
 class Env(Protocol):
@@ -70,6 +75,10 @@ class EnvSpec:
         except TypeError as error:
             raise ConfigError("task.params", dict(self.params), f"{self.path} does not take them: {error}.") from None
         return kind(**self.params)
+
+    def checked(self) -> Any:
+        """One for a look at it, before a run: also raises ConfigError when it raises something else than ours."""
+        return made(self.make, {}, "task.kind", self.path)
 
     @property
     def waits(self) -> bool:

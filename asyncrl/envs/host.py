@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.envs.env import EnvSpec, Step
-from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
+from asyncrl.errors import AsyncRLError, EpisodeFailed, number, raised_by
 
 LENGTH = struct.Struct("<I")
 VALUE, FAILED = "value", "failed"
@@ -70,6 +70,10 @@ class Resident:
             found = self._runner.run(_awaited(found))
         if method == "step" and not isinstance(found, Step):
             raise TypeError(f"step returned {type(found).__name__} in the place of a Step")
+        if isinstance(found, Step):
+            return found.plain()
+        if method == "finish":
+            return number(found, "the reward of finish")
         return list(found) if method == "reset" and found else found
 
 

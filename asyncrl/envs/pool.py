@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -19,7 +18,7 @@ from typing import Any
 from asyncrl.envs.breaker import Breaker
 from asyncrl.envs.env import Env, EnvSpec, Question, Step
 from asyncrl.envs.hosted import Host, HostedEnv
-from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.errors import EpisodeFailed, number, raised_by
 from asyncrl.types import Message
 
 OUTSIDE = ("environment_", "tool", "sandbox")
@@ -186,19 +185,16 @@ class _Guarded:
         found = await self._call("step", self._settings.step_timeout, "step_timeout", action)
         if not isinstance(found, Step):
             raise EpisodeFailed("environment_error", f"step returned {type(found).__name__} in the place of a Step")
-        for reward in (found.reward, *found.rewards.values()):
-            if not math.isfinite(reward):
-                raise EpisodeFailed("environment_error", f"step gave a reward of {reward}")
-        return found
+        with raised_by("environment_error", retry=True):
+            return found.plain()
 
     async def finish(self) -> float:
         """As the environment's; 0 where it has none."""
         if not hasattr(self._env, "finish"):
             return 0.0
-        found = float(await self._call("finish", self._settings.step_timeout, "step_timeout"))
-        if not math.isfinite(found):
-            raise EpisodeFailed("environment_error", f"finish gave a reward of {found}")
-        return found
+        found = await self._call("finish", self._settings.step_timeout, "step_timeout")
+        with raised_by("environment_error", retry=True):
+            return number(found, "the reward of finish")
 
     async def _call(self, method: str, seconds: float, limit: str, *arguments: Any) -> Any:
         try:

@@ -31,6 +31,7 @@ from asyncrl.inspection import render
 from asyncrl.inspection.page import page
 from asyncrl.inspection.rows import Wanted, rows_of
 from asyncrl.records.reading import Recording
+from asyncrl.terminal import visible
 
 WIDTH = None if sys.stdout.isatty() else 200
 """Of tables that are not shown in a terminal."""
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         recording = Recording(options.run)
         _show(recording, options, Console(highlight=False, soft_wrap=True, width=WIDTH))
     except (AsyncRLError, OSError) as error:
-        print(f"asyncrl-inspect: {error}", file=sys.stderr)
+        print(visible(f"asyncrl-inspect: {error}"), file=sys.stderr)
         return 1
     except BrokenPipeError:  # `| head`
         return 0

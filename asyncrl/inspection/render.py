@@ -9,10 +9,12 @@ from pathlib import Path
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from asyncrl.inspection.rows import GroupRow, StepRow
+from asyncrl.terminal import visible
 from asyncrl.types import Completion, Group, Trajectory, Turn
 
 Decode = Callable[[int], str]
@@ -31,7 +33,7 @@ def decoder(run: Path) -> Decode:
     from tokenizers import Tokenizer  # late: tables do without it
 
     tokenizer = Tokenizer.from_file(str(file))
-    return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
+    return lambda token: visible(str(tokenizer.decode([token], skip_special_tokens=False)))
 
 
 def steps_table(rows: Iterable[StepRow], trained: dict[int, dict[str, float]]) -> Table:
@@ -56,7 +58,7 @@ def steps_table(rows: Iterable[StepRow], trained: dict[int, dict[str, float]]) -
 def reasons_line(rows: Iterable[GroupRow]) -> str:
     """How many groups are where."""
     places = Counter("trained" if row.place.isdigit() else row.place for row in rows)
-    return ", ".join(f"{place} {count}" for place, count in places.most_common())
+    return ", ".join(f"{visible(place)} {count}" for place, count in places.most_common())
 
 
 def groups_table(rows: Iterable[GroupRow]) -> Table:
@@ -64,9 +66,7 @@ def groups_table(rows: Iterable[GroupRow]) -> Table:
     table = Table("uid", "task", "batch or reason", "rewards", "lengths", "turns", "staleness", "truncated")
     for row in rows:
         table.add_row(
-            row.uid,
-            row.task,
-            row.place,
+            *(escape(visible(text)) for text in (row.uid, row.task, row.place)),
             _few([f"{reward:g}" for reward in row.rewards]),
             _few([str(length) for length in row.lengths]),
             str(row.turns),
@@ -79,7 +79,7 @@ def groups_table(rows: Iterable[GroupRow]) -> Table:
 def group_text(group: Group, decode: Decode, scores: Sequence[float] | None = None) -> RenderableType:
     """The prompt, and each trajectory with its turns, version boundaries and surprises; or with the gaps to `scores`,
     the trainer's log-probabilities of all tokens of the group."""
-    lines: list[Text] = [Text.assemble((f"{group.uid}  {group.task}", "bold"))]
+    lines: list[Text] = [Text(visible(f"{group.uid}  {group.task}"), "bold")]
     lines.append(Text("".join(decode(token) for token in group.prompt_ids), "dim"))
     told = iter(scores) if scores is not None else None
     for number, trajectory in enumerate(group.trajectories):
@@ -91,7 +91,7 @@ def group_text(group: Group, decode: Decode, scores: Sequence[float] | None = No
 def _trajectory(trajectory: Trajectory, decode: Decode, scores: Iterator[float] | None) -> Text:
     text = Text()
     for place, turn in enumerate(trajectory.turns):
-        text.append(heading(trajectory, place), "bold magenta")
+        text.append(visible(heading(trajectory, place)), "bold magenta")
         if turn.observation:
             text.append("".join(decode(token) for token in turn.observation), "italic blue")
         _completion(text, turn.completion, decode, scores)
@@ -120,7 +120,7 @@ def _completion(text: Text, completion: Completion, decode: Decode, scores: Iter
             span = begins[position]
             text.append(f"⟨v{span.version}{'?' if span.inferred else ''}⟩", "cyan")
         text.append(decode(token), _gap_colour(next(scores) - logprob) if scores else _colour(logprob))
-    text.append(f"⟨{completion.finish_reason}⟩", "cyan")
+    text.append(visible(f"⟨{completion.finish_reason}⟩"), "cyan")
 
 
 def _colour(logprob: float) -> str:

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import reference
@@ -35,19 +36,62 @@ def compose(conf: Path) -> list[Composed]:
     composed: list[tuple[DictConfig, list[str]]] = []
 
     def keep(one: DictConfig) -> None:
-        composed.append((one, list(HydraConfig.get().overrides.task)))
+        arguments: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        composed.append((one, arguments))
 
     try:
         hydra.main(version_base=None, config_path=str(conf), config_name="train")(keep)()
-        return [Composed(_values(one), overrides) for one, overrides in composed]
+        return [Composed(plain(one), overrides) for one, overrides in composed]
     except (HydraException, OmegaConfBaseException) as error:
         raise CompositionError(f"{_first_line(error)}. {_spelling(str(error))}") from None
 
 
-def _values(composed: DictConfig) -> dict[str, Any]:
-    values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+def plain(composed: DictConfig) -> dict[str, Any]:
+    """The settings as values; in parameters what stands in the environment stays a reference (config/secrets.py)."""
+    for name, resolver in (("oc.env", _marked_env), ("oc.decode", _decoded)):
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    values: Any = _referred(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     check_resume(values, composed)
     return values
+
+
+# -- values of the environment -----------------------------------------------------------------------------
+# Resolved by OmegaConf, a variable's value cannot be told from other text: so it is marked while it is resolved. In
+# parameters a reference takes its place (config/secrets.py), elsewhere the value.
+
+_BEGIN, _MIDDLE, _END = "\ue000", "\ue001", "\ue002"  # no text of a setting has these
+_MARKED = re.compile(f"{_BEGIN}([^{_MIDDLE}]*){_MIDDLE}([^{_END}]*){_END}")
+
+
+def _marked_env(name: str, *default: Any) -> Any:
+    if name not in os.environ:
+        return oc.env(name, *default)
+    return f"{_BEGIN}{name}{_MIDDLE}{os.environ[name]}{_END}"
+
+
+def _decoded(text: Any, *, _parent_: Any, _node_: Any) -> Any:
+    return oc.decode(_plain(text) if isinstance(text, str) else text, _parent_, _node_)
+
+
+def _plain(text: str) -> str:
+    return _MARKED.sub(lambda found: found[2], text)
+
+
+def _referred(value: Any, *, parameters: bool = False) -> Any:
+    """Without marks."""
+    from asyncrl.config.secrets import FREE, REFERENCE  # pydantic: once there are settings to validate
+
+    if isinstance(value, dict):
+        return {name: _referred(item, parameters=parameters or name in FREE) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_referred(item, parameters=parameters) for item in value]
+    if not isinstance(value, str) or not (found := _MARKED.search(value)):
+        return value
+    if not parameters:
+        return _plain(value)
+    if found[0] == value:
+        return {REFERENCE: found[1]}
+    return {REFERENCE: _MARKED.sub(lambda one: f"${{{one[1]}}}", value.replace("$", "$$"))}
 
 
 def check_resume(values: dict[str, Any], composed: DictConfig) -> None:

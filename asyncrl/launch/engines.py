@@ -17,6 +17,7 @@ on death      of an engine: it is started again, as the run's own. Of this comma
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import signal
 import socket
@@ -39,6 +40,7 @@ from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
 from asyncrl.launch.slurm.job import Job
 from asyncrl.leases import RENEW_SECONDS
+from asyncrl.terminal import visible
 from asyncrl.tls import Authority
 from asyncrl.weights.choice import LOOPBACK, choose
 
@@ -54,6 +56,7 @@ class RunEnded(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns 0, 1 when something failed, 2 for wrong arguments, 128 + n when signal n stopped it."""
     asked = _parser().parse_args(argv)
+    os.umask(0o077)
     try:
         run = _Run(asked.run)
         if asked.command == "add":
@@ -256,7 +259,7 @@ def _say(text: str) -> None:
 
 
 def _told(code: int, problem: object) -> int:
-    print(f"asyncrl-engines: {problem}", file=sys.stderr, flush=True)
+    print(visible(f"asyncrl-engines: {problem}"), file=sys.stderr, flush=True)
     return code
 
 

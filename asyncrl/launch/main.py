@@ -7,6 +7,7 @@ launcher (launch/run.py) are imported once there is a run. tests/test_imports.py
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ import asyncrl
 from asyncrl.addresses import PAUSED
 from asyncrl.errors import AsyncRLError, CompositionError, ConfigError, Paused, Stopped
 from asyncrl.launch import reference
+from asyncrl.terminal import visible
 
 STARTED_AT = time.time()
 CHECK = "--check"
@@ -30,6 +32,7 @@ def main() -> None:
         return
     checking = CHECK in sys.argv
     sys.argv = [word for word in sys.argv if word != CHECK]  # the rest is Hydra's
+    os.umask(0o077)  # what a run writes is its owner's: keys, rollouts, weights (launch/run_folder.py)
     try:
         from asyncrl.launch.compose import compose
 
@@ -53,7 +56,7 @@ def main() -> None:
 
 
 def _fail(code: int, message: str) -> None:
-    print(f"asyncrl-train: {message}", file=sys.stderr, flush=True)
+    print(visible(f"asyncrl-train: {message}"), file=sys.stderr, flush=True)
     sys.exit(code)
 
 

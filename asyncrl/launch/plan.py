@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.addresses import Addresses
+from asyncrl.addresses import ARGUMENTS, Addresses
 from asyncrl.config import Config, Engine, Frozen, Teacher, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
@@ -22,6 +23,9 @@ from asyncrl.engine.server import (
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.tls import signed
 
+PORTS = ("--port", "--nccl-port", "--dist-init-addr", "--prometheus-port")
+"""Arguments that go by the environment: every user of the machine can read a command line, seconds before its process
+listens."""
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 """The router's HTTP client would take a proxy of the environment for requests to engines, with the run's API key."""
 ROUTER_PATIENCE = 30.0
@@ -53,13 +57,15 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     if config.mode == "replay":
         again = [_rollout("asyncrl.rollout.reenact", addresses, placement.rollout, run_dir)]
         return [*(again if config.replay.schedule else []), *trainers]
+    shown = signed(run_dir, addresses.router)
+    router, hidden = _without_ports(router_argv(config.engine, addresses.router, placement.router.meeting, shown))
     return [
         *engines(config, addresses, placement.engines, run_dir),
         *_frozen(config, addresses, placement, run_dir),
         ProcessSpec(
             "router",
-            router_argv(config.engine, addresses.router, placement.router.meeting, signed(run_dir, addresses.router)),
-            {**_shared_env(addresses, placement.router), **NO_PROXY},
+            router,
+            {**_shared_env(addresses, placement.router), **NO_PROXY, **hidden},
             node=placement.router.node.name,
             restarts=_restarts(config),
             watch=f"{addresses.router}/health",
@@ -84,13 +90,21 @@ def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
     return ProcessSpec("collect", argv, env, ends_the_run=True, node=seat.node.name)
 
 
+def _without_ports(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """A command of the wrappers of SGLang or the router, and the part of it that they take from the environment."""
+    places = {place for word in PORTS if word in argv for place in (argv.index(word), argv.index(word) + 1)}
+    hidden = [word for place, word in enumerate(argv) if place in places]
+    return [word for place, word in enumerate(argv) if place not in places], {ARGUMENTS: shlex.join(hidden)}
+
+
 def _restarts(config: Config) -> int:
     return config.cluster.max_restarts if config.cluster.on_engine_death == "restart" else 0
 
 
 def _shared_env(addresses: Addresses, seat: Seat) -> dict[str, str]:
     """One thread per process: with more, processes that share cores slow each other down a hundredfold."""
-    named = dict.fromkeys(INTERFACES, seat.node.interface) if seat.node.interface else {}
+    interface = seat.node.interface or ("lo" if seat.node.address.startswith("127.") else "")
+    named = dict.fromkeys(INTERFACES, interface) if interface else {}
     return {
         **named,
         "ASYNCRL_HOST": seat.node.address,
@@ -122,7 +136,7 @@ def engines(
     by_ipc = config.weights.transport == "tensor"  # a handle opens only where the trainer's GPU is seen
     for number, seats in enumerate(seats_of):
         for place, seat in enumerate(seats):  # several: it spans as many machines, of which the first answers
-            argv = server_argv(
+            full = server_argv(
                 config.engine,
                 addresses.model,
                 seat.url,
@@ -136,8 +150,10 @@ def engines(
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
                 **(deterministic_args(gpu=gpu) if config.deterministic else {}),
             )
+            argv, hidden = _without_ports(full)
             env = {
                 **_shared_env(addresses, seat),
+                **hidden,
                 **({} if gpu else KEEP_MEMORY),
                 **server_env(config.engine, gpu=gpu),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
@@ -189,11 +205,13 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
             gpu = on_gpu(section, addresses.gpus)
             shown = {"nccl_port": _meeting(section, seat.meeting), **_shown(run_dir, seat.url)}
             if isinstance(section, Teacher):
-                argv = teacher_argv(section, folder, seat.url, gpu=gpu, **shown)
+                full = teacher_argv(section, folder, seat.url, gpu=gpu, **shown)
             else:
-                argv = judge_argv(section, folder, seat.url, gpu=gpu, **shown)
+                full = judge_argv(section, folder, seat.url, gpu=gpu, **shown)
+            argv, hidden = _without_ports(full)
             env = {
                 **_shared_env(addresses, seat),
+                **hidden,
                 **({} if gpu else KEEP_MEMORY),
                 **server_env(section, gpu=gpu),
                 "CUDA_VISIBLE_DEVICES": seat.visible,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from asyncrl.addresses import STOP, STOPPED
+from asyncrl.addresses import PEER_FAILED, STOP, STOPPED
 from asyncrl.errors import Paused, ProcessDied, Stopped
 from asyncrl.launch.leftovers import die_with_parent, shared_files, sweep
 from asyncrl.launch.plan import ProcessSpec
@@ -32,6 +32,8 @@ from asyncrl.launch.slurm.task import end_file
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 COMPANION_SECONDS = 1.0  # a death drags others along: wait this long to tell the first from the rest
+PEER_SECONDS = 15.0
+"""In which a process ends that has told others that it failed: it closes what it has open first."""
 STEP_SECONDS = 15.0
 """In which Slurm kills a step, after its own patience (KillWait)."""
 
@@ -162,18 +164,27 @@ class Supervisor:
         return self._run_dir / "logs" / f"{name}.log"
 
     def _diagnosis(self, first: dict[str, int]) -> str:
-        """The first to die, killed ones before failed ones, and who followed."""
-        name, code = min(first.items(), key=lambda item: item[1] >= 0)
-        time.sleep(COMPANION_SECONDS)
-        others = [other for other, child in self._children.items() if other != name and child.poll() not in (None, 0)]
-        who, ended, log = self._first_of(name, code)
+        """The first to die, killed ones before failed ones, and who followed. Of those that say that another one has
+        failed, that other, if it dies soon."""
+        blaming = all(code == PEER_FAILED for code in first.values())
+        deadline = time.monotonic() + (PEER_SECONDS if blaming else COMPANION_SECONDS)
+        while time.monotonic() < deadline and (not blaming or self._ended().keys() <= first.keys()):
+            time.sleep(POLL_SECONDS)
+        ended = self._ended()
+        own = {name: code for name, code in ended.items() if code != PEER_FAILED} if blaming else {}
+        name, code = min((own or first).items(), key=lambda item: item[1] >= 0)
+        others = [other for other in ended if other != name]
+        who, end, log = self._first_of(name, code)
         lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
-        text = f"{who} died: {ended}\nlast lines of {log}:\n" + "\n".join(
-            f"  | {line}" for line in lines or ["(empty)"]
-        )
+        text = f"{who} died: {end}\nlast lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines or ["(empty)"])
         restarted = self._policy.count(name)
         text += f"\nit had been started again {restarted} times (cluster.max_restarts)" if restarted else ""
         return text + (f"\nafter it died: {', '.join(others)}" if others else "")
+
+    def _ended(self) -> dict[str, int]:
+        """Exit codes, of those that did not end well."""
+        codes = {name: child.poll() for name, child in self._children.items()}
+        return {name: code for name, code in codes.items() if code}
 
     def _first_of(self, name: str, code: int) -> tuple[str, str, Path]:
         """Who died, how, and its log. A step may be several processes, and its tasks have told of their own ends."""

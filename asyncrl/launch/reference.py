@@ -111,6 +111,9 @@ KINDS = {
     "str": "text",
     "bool": "true or false",
     "dict[Name, Task]": "name: task",
+    "Parameters": "name: value",
+    "dict[str, Any]": "name: value",
+    "list[Parameters]": "list of name: value",
 }
 
 

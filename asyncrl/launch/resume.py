@@ -135,7 +135,7 @@ def roll_back(run_dir: Path, resume: Resume | None) -> None:
     for name in (LOST, "summary.json"):
         if (run_dir / name).exists():
             (run_dir / name).rename(aside / name)
-    if (run_dir / "config.json").exists():  # it stays: by it the folder is known as a run's
+    if (run_dir / "config.json").exists():  # it stays: without it the folder has no run to go on with
         shutil.copy(run_dir / "config.json", aside)
     (run_dir / READY).unlink(missing_ok=True)
     shutil.rmtree(run_dir / "weights", ignore_errors=True)  # buckets of the disk transport

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import time
@@ -17,8 +16,8 @@ from asyncrl import config as configuration
 from asyncrl.addresses import STOP, STOPPED, Addresses
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
-from asyncrl.errors import ConfigError, Paused, ProcessDied
-from asyncrl.launch import forecast, precision, resume
+from asyncrl.errors import Paused, ProcessDied
+from asyncrl.launch import forecast, precision, resume, run_folder
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_model, check_sandboxes
 from asyncrl.launch.machine import count_gpus, this_node
@@ -34,9 +33,6 @@ from asyncrl.tls import Authority
 if TYPE_CHECKING:
     from asyncrl.launch.compose import Composed
     from asyncrl.launch.slurm.job import Job
-
-AT_ONCE = {"logs", "slurm", resume.LOCK}
-"""What a launcher makes first: one that was killed at once leaves these alone."""
 
 
 def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
@@ -125,11 +121,11 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     models, attached = _model_configs(model, teacher, judge), attached_dtype(config, key)
     chosen = precision.resolve(config, models, placement, gpus, job=job, before=before, attached=attached)
     config, expected = chosen.config, forecast.forecast(chosen.config, model, models["trainer"], chosen)
-    goes_on = config.resume == "auto" and (run_dir / "config.json").is_file()
+    goes_on = config.resume == "auto" and run_folder.is_run(run_dir) and (run_dir / "config.json").is_file()
     if not goes_on:
         resume.check_apart(run_dir, origin)
-        prepare_run_dir(run_dir, overwrite=config.run.overwrite)  # last: a refused run must not empty a folder
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        run_folder.prepare(config, run_dir)  # last: a refused run must not empty a folder
+    run_folder.take(run_dir)
     held = resume.lock(run_dir)
     if goes_on and (reason := resume.finished(config, run_dir, origin)):
         print(f"asyncrl: {run_dir} is done: {reason}")
@@ -227,23 +223,3 @@ def _job(config: Config) -> Job | None:
 def _this_node(config: Config) -> Node:
     cluster = config.cluster
     return this_node(cluster.host, cluster.interface, count_gpus(cluster.gpus), ports_wanted(config))
-
-
-def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
-    """A run never writes into another's folder, and never empties one that is not a run's."""
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError("run.dir", str(run_dir), "This is a file: name a folder.")
-    if not run_dir.exists() or {path.name for path in run_dir.iterdir()} <= AT_ONCE:
-        return
-    if not overwrite:
-        raise ConfigError(
-            "run.dir", str(run_dir), "The folder is not empty: choose another, or set run.overwrite=true."
-        )
-    if not (run_dir / "config.json").is_file():
-        raise ConfigError(
-            "run.overwrite",
-            True,
-            f"{run_dir} holds no config.json of a run: empty it yourself if that is meant.",
-        )
-    os.close(resume.lock(run_dir))  # a run may be at work in it
-    shutil.rmtree(run_dir)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import rich.console
-from rich.markup import escape
+from rich import markup
 from rich.table import Table
 
 from asyncrl.config import Config
 from asyncrl.jsonl import Tail
+from asyncrl.terminal import visible
 
 
 class Console:
@@ -114,3 +115,8 @@ class Console:
     def _print(self, text: str) -> None:
         if self._config.metrics.console:
             self._out.print(text)
+
+
+def escape(text: str) -> str:
+    """As it is, without what steers rich or the terminal."""
+    return markup.escape(visible(text))

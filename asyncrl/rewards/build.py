@@ -65,7 +65,7 @@ def build(use: str, params: Mapping[str, Any] | None = None, field: str = "rewar
         raise ConfigError(f"{field}.use", use, f"Must be one of {sorted(REGISTERED)} or an import path, module:name.")
     found = imports.load(REGISTERED.get(use, use), f"{field}.use")
     if inspect.isclass(found):
-        return _reward(_made(found, params, below), use, field)
+        return _reward(_made(found, params, use, field), use, field)
     if hasattr(found, "inline") and hasattr(found, "pure") and not inspect.isroutine(found):
         if params:
             raise ConfigError(below, params, f"{use} is a reward already: it takes none.")
@@ -75,7 +75,7 @@ def build(use: str, params: Mapping[str, Any] | None = None, field: str = "rewar
         check(found, params, below, given=2)
         return Function(found, params)
     if positional == 0:
-        return _reward(_made(found, params, below), use, field)
+        return _reward(_made(found, params, use, field), use, field)
     raise ConfigError(f"{field}.use", use, f"{FORMS}; this one takes {positional} positional arguments.")
 
 
@@ -91,12 +91,14 @@ def part(spec: Spec | Reward, field: str) -> Reward:
     return build(use, params, field)
 
 
-def _made(maker: Callable[..., Any], params: Mapping[str, Any], below: str) -> Any:
+def _made(maker: Callable[..., Any], params: Mapping[str, Any], use: str, field: str) -> Any:
+    below, use_field = f"{field}.params", f"{field}.use"
     check(maker, params, below)
     try:
-        return maker(**params)
+        return imports.made(maker, params, use_field, use)
     except ConfigError as error:  # of a parameter: it does not know where it stands
-        raise ConfigError(f"{below}.{error.field}", error.value, error.remedy) from None
+        place = error.field if error.field == use_field else f"{below}.{error.field}"
+        raise ConfigError(place, error.value, error.remedy) from error.__cause__
 
 
 def _required_positional(found: Any, use: str, field: str) -> int:

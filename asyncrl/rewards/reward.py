@@ -7,12 +7,11 @@ something of the answer, never of the machinery.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from asyncrl.errors import EpisodeFailed
+from asyncrl.errors import EpisodeFailed, number
 from asyncrl.types import Trajectory
 
 
@@ -76,15 +75,23 @@ class Reward(Protocol):
 
 
 def checked(value: Score | float, answer: Answer) -> Score:
-    """As a Score of finite numbers. Raises EpisodeFailed("reward_error") for anything else."""
-    score = value if isinstance(value, Score) else Score(float(value))
-    if not all(math.isfinite(one) for one in (score.reward, *score.turns)):
-        of_turns = f", of turns {list(score.turns)}" if score.turns else ""
-        raise EpisodeFailed("reward_error", f"the reward is {score.reward}{of_turns}", retry=False)
-    if score.turns and len(score.turns) != len(answer.texts):
-        detail = f"rewards of {len(score.turns)} turns for {len(answer.texts)}"
+    """As a Score of plain finite numbers; parts that are None were not measured, and are left out. Raises
+    EpisodeFailed("reward_error") for anything else."""
+    score = value if isinstance(value, Score) else Score(value)
+    try:
+        reward = number(score.reward, "the reward")
+        turns = [number(one, "the reward of a turn") for one in (() if score.turns is None else score.turns)]
+        parts = {
+            str(name): number(part, f"part {name} of the reward")
+            for name, part in (score.parts or {}).items()
+            if part is not None
+        }
+    except (TypeError, ValueError, AttributeError) as error:
+        raise EpisodeFailed("reward_error", str(error), retry=False) from None
+    if turns and len(turns) != len(answer.texts):
+        detail = f"rewards of {len(turns)} turns for {len(answer.texts)}"
         raise EpisodeFailed("reward_error", detail, retry=False)
-    return score
+    return Score(reward, turns or (), parts)
 
 
 async def close(reward: object) -> None:

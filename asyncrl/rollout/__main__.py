@@ -37,6 +37,7 @@ from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
 from asyncrl.rollout.concurrency import Window
+from asyncrl.rollout.containment import contain
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import Limits
 from asyncrl.rollout.evaluation import Evaluations
@@ -60,6 +61,7 @@ TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
 
 async def main(run_dir: Path) -> None:
     """Serve until the launcher's SIGTERM, or until something dies."""
+    contain(asyncio.get_running_loop())
     config, addresses = read(run_dir), Addresses.read(run_dir)
     played = tasks.build_all(config)
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from asyncrl import imports
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.agents.self_play import SelfPlay
 from asyncrl.config import Config
@@ -60,7 +61,8 @@ def _made(kind: Callable[..., Agent], params: Mapping[str, Any], field: str) -> 
         raise ConfigError(
             f"{field}_params", dict(params), f"{kind.__qualname__} does not take them: {error}."
         ) from None
-    return kind(**params)
+    made: Agent = imports.made(kind, params, field, kind.__qualname__)
+    return made
 
 
 def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None]) -> dict[str, Agent]:

@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.agents.linking import Asked, check, link
 from asyncrl.engine.client import Session
-from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.errors import EpisodeFailed, number, raised_by
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD, TEACHER
 from asyncrl.rollout.agent import Agent, Played
 from asyncrl.types import Completion, Prompt, Template, Trajectory, Turn
@@ -95,9 +95,10 @@ class Episode:
         asked = [one for _, one in sorted(self._asked.items())]
         if isinstance(played, Trajectory):
             check(played, prompt.token_ids, asked)
-            trajectory = played
+            trajectory = _plain(played)
         elif asked:
-            trajectory = Trajectory(link(prompt.token_ids, asked), None if played is None else float(played))
+            reward = None if played is None else number(played, "its reward")
+            trajectory = Trajectory(link(prompt.token_ids, asked), reward)
         else:
             raise ValueError("it asked the model for nothing")
         if not trajectory.num_tokens:
@@ -114,6 +115,19 @@ class Episode:
         if self._silence and not self._silence.expired():
             end = asyncio.get_running_loop().time() + self._limits.agent
             self._silence.reschedule(None if self._asking else end)
+
+
+def _plain(trajectory: Trajectory) -> Trajectory:
+    """With rewards that are Python's own numbers, as they are written. Raises ValueError."""
+    turns = [
+        msgspec.structs.replace(
+            turn,
+            reward=number(turn.reward, "the reward of a turn"),
+            token_rewards=[number(one, "the reward of a token") for one in turn.token_rewards],
+        )
+        for turn in trajectory.turns
+    ]
+    return Trajectory(turns, None if trajectory.reward is None else number(trajectory.reward, "its reward"))
 
 
 def _with_teacher(turns: Sequence[Turn], taught: Sequence[Turn]) -> list[Turn]:

@@ -19,6 +19,7 @@ Each wait here is bounded by POLL_SECONDS and repeated by the trainer, who owns 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -100,7 +101,8 @@ class Service:
         self._retried: Counter[str] = Counter()
         self._tokens_reported: Counter[str] = Counter()
         self._checked = 0.0
-        self._error, self._failed = AsyncRLError(), asyncio.Event()
+        self._error: Exception = AsyncRLError()
+        self._failed = asyncio.Event()
 
     # -- the worker's side ---------------------------------------------------------------------------------
 
@@ -378,14 +380,18 @@ class Service:
 
     def _guarded(self, endpoint: Callable) -> Callable:
         async def guarded(request: Request) -> Response:
-            if request.headers.get("authorization") != f"Bearer {self._api_key}":
+            given = request.headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
                 return PlainTextResponse("wrong or missing API key", status_code=401)
             try:
                 answer = endpoint(request)
                 return await answer if asyncio.iscoroutine(answer) else answer
-            except AsyncRLError as error:
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:  # noqa: BLE001  one that nobody foresaw, too, ends this process by its traceback
                 self._error = error
                 self._failed.set()
-                return PlainTextResponse(str(error), status_code=500)
+                text = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+                return PlainTextResponse(text, status_code=500)
 
         return guarded

@@ -26,7 +26,7 @@ class OwnTask:
     """An instance of a user's class, with what that leaves out."""
 
     def __init__(self, spec: EnvSpec) -> None:
-        self._made = spec.make()
+        self._made = spec.checked()
         self.question: Callable[[int], dict[str, Any]] = self._made.question
         self.inline: bool = getattr(self._made, "inline", False)
         self.size: int | None = getattr(self._made, "size", None)

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,17 +26,19 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from asyncrl import jsonl  # noqa: E402
-from asyncrl.addresses import MACHINE, READY, STOP, STOPPED, Addresses  # noqa: E402
+from asyncrl.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.fleet import build_fleet  # noqa: E402
+from asyncrl.errors import PeerFailed  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
 from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.terminal import visible  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.door import Door, RolloutDoor, wait_for_file  # noqa: E402
@@ -201,7 +204,7 @@ def _shared_folder(config: Config, run_dir: Path) -> Path:
 
 
 def _warn(run_dir: Path, text: str, version: int) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
     jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})
 
 
@@ -233,4 +236,8 @@ def _summarize(config: Config, run_dir: Path, door: Door, log: StepLog, facts: d
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the launcher decides the order
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except PeerFailed:
+        traceback.print_exc()
+        sys.exit(PEER_FAILED)

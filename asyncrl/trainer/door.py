@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import httpx
 
 from asyncrl.access import Access
-from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.errors import DeadlineExceeded, PeerFailed
 
 
 class Door(Protocol):
@@ -66,12 +66,12 @@ class RolloutDoor:
                 response = None  # kept until its version is published, and the launcher watches the process's life
                 time.sleep(0.2)
             except httpx.HTTPError as error:
-                raise EngineError(f"the rollout service broke off: {type(error).__name__} {error}") from None
+                raise PeerFailed(f"the rollout service broke off: {type(error).__name__} {error}") from None
             if response is not None:
                 if response.status_code == 200:
                     return response.content
                 if response.status_code != 202:
-                    raise EngineError(f"the rollout service answered {response.status_code}: {response.text[:500]}")
+                    raise PeerFailed(f"the rollout service answered {response.status_code}: {response.text[:500]}")
                 reason = response.text
             if interrupt():
                 return b""
@@ -104,12 +104,18 @@ class RolloutDoor:
         return dict(self._ask("GET", "/status").json())
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> httpx.Response:
-        try:
-            response = self._http.request(method, path, json=body, timeout=timeout)
-        except httpx.HTTPError as error:
-            raise EngineError(f"the rollout service did not answer {path}: {type(error).__name__} {error}") from None
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                response = self._http.request(method, path, json=body, timeout=timeout)
+                break
+            except httpx.HTTPError as error:
+                if not isinstance(error, httpx.ConnectError) or time.monotonic() > deadline:
+                    problem = f"the rollout service did not answer {path}: {type(error).__name__} {error}"
+                    raise PeerFailed(problem) from None
+            time.sleep(0.2)  # it does not listen yet: it imports for longer than a trainer, or waits for an engine
         if response.status_code not in (200, 202):
-            raise EngineError(f"the rollout service answered {path} with {response.status_code}: {response.text[:500]}")
+            raise PeerFailed(f"the rollout service answered {path} with {response.status_code}: {response.text[:500]}")
         return response
 
 

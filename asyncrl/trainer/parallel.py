@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from asyncrl import stores
 from asyncrl.config import Trainer
 from asyncrl.parallel import Parallel
 
@@ -25,6 +26,7 @@ def initialize(trainer: Trainer, *, gpu: bool, seed: int, timeout: float) -> Par
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(trainer.threads)
+    stores.bind()
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout))
     if dist.get_world_size() != trainer.world_size:
         raise ValueError(f"{dist.get_world_size()} ranks were started for a layout of {trainer.world_size}")

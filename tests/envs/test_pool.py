@@ -33,7 +33,7 @@ EXPECTED = {
     "oversized": ("environment_oversized", "an answer of 104857"),
     "no step": ("environment_error", "step returned str in the place of a Step"),
     "cannot be sent": ("environment_error", "it returned what cannot be sent"),
-    "not finite": ("environment_error", "step gave a reward of nan"),
+    "not finite": ("environment_error", "ValueError: the reward of a step is nan, and must be a finite number"),
 }
 
 
@@ -353,10 +353,10 @@ def test_rewards_of_all_roles_and_what_is_due_at_the_end_are_numbers(hosted_: bo
     async def script(environments: Environments) -> None:
         async with environments() as env:
             assert await env.finish() == 0.0  # type: ignore[attr-defined] # nothing is due
-            with pytest.raises(EpisodeFailed, match="step gave a reward of nan"):
+            with pytest.raises(EpisodeFailed, match="the reward of black is nan"):
                 await env.step("nan")  # type: ignore[misc]
         assert await due(0.25) == 0.25
-        with pytest.raises(EpisodeFailed, match="finish gave a reward of nan"):
+        with pytest.raises(EpisodeFailed, match="the reward of finish is nan"):
             await due(float("nan"))
 
     run(script, kind="Telling", hosted=hosted_)

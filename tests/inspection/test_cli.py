@@ -11,7 +11,10 @@ from asyncrl.inspection.cli import main
 from asyncrl.models.catalog import resolve
 from asyncrl.records.events import Admitted, Committed, Event, Rejected, Taken, packed
 from asyncrl.records.writer import Writer
+from asyncrl.terminal import visible
 from tests.fakes import group
+
+ESC = "\x1b"
 
 
 @pytest.fixture
@@ -74,6 +77,20 @@ def test_text_shows_turns_versions_and_rewards(run: Path, capsys) -> None:
     text = shown(capsys, run, "--uid", "g1", "--text")
     assert "-- 0: reward 1, 5 tokens" in text
     assert "⟨v0⟩0123⟨v1⟩4⟨stop⟩" in text.replace(" ", "")
+
+
+def test_what_models_and_strangers_wrote_does_not_steer_the_terminal(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.inspection.render.decoder", lambda run: lambda token: visible("\x1b]0;owned\x07"))
+    steering = f"{ESC}[2J[red]"
+    writer = Writer(run / "records")
+    writer.write(Rejected(20, 0, steering, 4, packed(group(20, rewards=[0.0], task=steering))))
+    writer.close()
+    for arguments in ([], ["--reason", steering], ["--uid", "g20", "--text"]):
+        text = shown(capsys, run, *arguments)
+        assert r"\x1b" in text
+        assert not set("\x1b\x07") & set(text)
 
 
 def test_json_has_all_that_was_recorded_of_a_group(run: Path, capsys) -> None:

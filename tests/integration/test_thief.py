@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import socket
 import time
 from collections.abc import Iterator
@@ -14,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.addresses import Addresses
 from tests.integration.running import finish, nothing_is_left, start
 
 pytestmark = pytest.mark.integration
 
 NOBODY = 65534
-PORT = re.compile(rb"asyncrl\.engine\.serve\0.*--port\0(\d+)")
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 @contextmanager
 def thief(run_dir: Path, heard: Path) -> Iterator[None]:
-    """A process that reads the ports of this run's engines from their command lines, is the first to listen there, and
-    keeps what it is sent. It is of another user where the tests are root's."""
+    """A process that has learnt where this run's engines will be, is the first to listen there, and keeps what it is
+    sent. It is of another user where the tests are root's."""
     process = multiprocessing.get_context("fork").Process(target=_steal, args=(run_dir, heard), daemon=True)
     process.start()
     try:
@@ -38,13 +37,16 @@ def thief(run_dir: Path, heard: Path) -> Iterator[None]:
 
 def _steal(run_dir: Path, heard: Path) -> None:
     loot = heard.open("ab", buffering=0)
+    while not (addresses := run_dir / "addresses.json").exists() or not addresses.read_text():
+        time.sleep(0.01)
+    ports = {int(url.rpartition(":")[2]) for url in Addresses.read(run_dir).engines}
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     listening: dict[int, socket.socket] = {}
     while True:
-        for port in _ports(run_dir) - listening.keys():
+        for port in ports - listening.keys():
             with suppress(OSError):  # the server was faster
                 listening[port] = socket.create_server(("127.0.0.1", port))
                 listening[port].settimeout(0.01)
@@ -55,16 +57,6 @@ def _steal(run_dir: Path, heard: Path) -> None:
                 connection.sendall(ANSWER)
                 loot.write(connection.recv(65536))
         time.sleep(0.01)
-
-
-def _ports(run_dir: Path) -> set[int]:
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (folder / "cmdline").read_bytes()
-            if str(run_dir).encode() in words:  # other tests run beside this one
-                found |= {int(match[1]) for match in PORT.finditer(words)}
-    return found
 
 
 def test_who_listens_in_an_engines_place_gets_neither_key_nor_prompt(tmp_path: Path) -> None:

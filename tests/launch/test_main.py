@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +13,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from asyncrl.config import Section
+from asyncrl.config import Section, load
 from asyncrl.errors import ConfigError
 from asyncrl.launch import main as module
 from asyncrl.launch import reference
 from asyncrl.launch.compose import check_resume
 from asyncrl.launch.main import CONF
 from asyncrl.launch.resume import lock
-from asyncrl.launch.run import prepare_run_dir
-from tests.fakes import tiny_config
+from asyncrl.launch.run_folder import MARK, prepare, take
+from tests.fakes import compose_values, tiny_config
 
 
 def leaves(section: Section, prefix: str = "") -> list[str]:
@@ -87,19 +88,23 @@ def test_wrong_setting_exits_with_2_one_message_and_no_folder(argument: str, mes
 
 
 def old_run(folder: Path) -> Path:
-    (folder / "logs").mkdir(parents=True)
+    take(folder)
     (folder / "config.json").write_text("{}")
     return folder
 
 
+def prepared(folder: Path, *, overwrite: bool, **changes: Any) -> None:
+    prepare(tiny_config(**{"run.overwrite": overwrite, "run.dir": str(folder), **changes}), folder)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_new_or_empty_folder_is_taken(overwrite: bool, tmp_path: Path) -> None:
-    prepare_run_dir(tmp_path / "new", overwrite=overwrite)
-    prepare_run_dir(tmp_path, overwrite=overwrite)
+    prepared(tmp_path / "new", overwrite=overwrite)
+    prepared(tmp_path, overwrite=overwrite)
     assert tmp_path.is_dir()
     (tmp_path / "logs").mkdir()  # of a launcher that was killed at once
     (tmp_path / "lock").touch()
-    prepare_run_dir(tmp_path, overwrite=overwrite)
+    prepared(tmp_path, overwrite=overwrite)
 
 
 def test_folder_with_anything_in_it_is_never_overwritten_silently(tmp_path: Path) -> None:
@@ -107,29 +112,59 @@ def test_folder_with_anything_in_it_is_never_overwritten_silently(tmp_path: Path
     with pytest.raises(
         ConfigError, match=r"The folder is not empty: choose another, or set run.overwrite=true"
     ) as found:
-        prepare_run_dir(folder, overwrite=False)
+        prepared(folder, overwrite=False)
     assert (found.value.field, found.value.value) == ("run.dir", str(folder))
     assert (folder / "config.json").exists()
     held = lock(folder)
     with pytest.raises(ConfigError, match="A run is under way in this folder"):
-        prepare_run_dir(folder, overwrite=True)
+        prepared(folder, overwrite=True)
     os.close(held)
-    prepare_run_dir(folder, overwrite=True)
+    prepared(folder, overwrite=True)
     assert not folder.exists()
 
 
 def test_folder_of_something_else_is_not_emptied_even_when_asked(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(ConfigError, match=r"holds no config.json of a run") as caught:
-        prepare_run_dir(tmp_path, overwrite=True)
+    """Nor a model's, which has a config.json as well."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"has no {MARK}, and so is no run's") as caught:
+        prepared(tmp_path, overwrite=True)
     assert caught.value.field == "run.overwrite"
-    assert (tmp_path / "thesis.tex").read_text() == "years"
+    assert (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("model.path", "hf-8"), ("task.train_file", "questions.jsonl"), ("eval.sets", "held-out.jsonl")],
+)
+def test_folder_that_holds_what_the_run_reads_is_not_emptied(field: str, name: str, link: bool, tmp_path: Path) -> None:
+    folder = old_run(tmp_path / "run")
+    (folder / name).touch()
+    (tmp_path / "link").symlink_to(folder)
+    path = str((tmp_path / "link" if link else folder) / name)
+    values = compose_values("experiment=tiny", f"run.dir={folder}", "run.overwrite=true")
+    if field == "eval.sets":
+        values["eval"] |= {"questions": 1, "sets": {"other": {**values["task"], "kind": "file", "eval_file": path}}}
+        field = "eval.sets.other.eval_file"
+    else:
+        section, key = field.split(".")
+        values[section][key] = path
+    with pytest.raises(ConfigError, match=r"lies in run\.dir, which run\.overwrite=true would empty") as caught:
+        prepare(load(values), folder)
+    assert caught.value.field == field
+    assert (folder / name).exists()
+
+
+def test_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o755)
+    take(tmp_path / "run")
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
 
 
 def test_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as caught:
-        prepare_run_dir(tmp_path / "file", overwrite=False)
+        prepared(tmp_path / "file", overwrite=False)
     assert caught.value.field == "run.dir"
 
 

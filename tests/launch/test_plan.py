@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def made(engines: int = 1, gpus: int = 0, **changes: object) -> dict[str, Proces
 
 def flags(spec: ProcessSpec) -> dict[str, str | bool]:
     """--name value pairs of a command line; a bare flag is True."""
-    words = spec.argv[3:]
+    words = [*spec.argv[3:], *shlex.split(spec.env.get("ASYNCRL_ARGUMENTS", ""))]
     found: dict[str, str | bool] = {}
     for word, after in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
@@ -50,6 +51,14 @@ def test_run_is_engines_router_rollout_and_trainers() -> None:
     assert list(specs) == ["engine-0", "engine-1", "engine-2", "router", "rollout", *trainers]
     assert [name for name, spec in specs.items() if spec.ends_the_run] == trainers
     assert all(spec.argv[:2] == [sys.executable, "-m"] for spec in specs.values())
+
+
+def test_no_command_line_names_a_port() -> None:
+    specs = taught(**{"engine.count": 2})
+    numbers = {str(port) for port in PORTS}
+    assert any(numbers & set(shlex.split(spec.env.get("ASYNCRL_ARGUMENTS", ""))) for spec in specs.values())
+    for spec in specs.values():
+        assert not [word for word in spec.argv if any(number in word for number in numbers)], spec.argv
 
 
 def test_same_inputs_give_the_same_plan() -> None:

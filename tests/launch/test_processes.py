@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.addresses import LOST, READY, STOP, STOPPED
+from asyncrl.addresses import LOST, PEER_FAILED, READY, STOP, STOPPED
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import ProcessDied
 from asyncrl.launch import processes
@@ -149,6 +149,35 @@ def test_those_that_a_death_dragged_along_are_named_after_it(
         )
     assert str(caught.value).startswith("engine-0 died: killed by SIGSEGV")
     assert str(caught.value).endswith("after it died: rollout")
+
+
+def test_death_of_another_is_named_before_those_who_say_that_it_failed_them(run_id: str, tmp_path: Path) -> None:
+    """The one that failed may take longer to end than those that it told."""
+    rollout = "import time; time.sleep(1.5); raise KeyError('unforeseen')"
+    with pytest.raises(ProcessDied) as caught:
+        supervise(
+            run_id,
+            tmp_path,
+            spec(run_id, "rollout", rollout),
+            spec(run_id, "trainer-0", f"import sys; sys.exit({PEER_FAILED})", ends=True),
+        )
+    text = str(caught.value)
+    assert text.startswith("rollout died: exit code 1")
+    assert "KeyError: 'unforeseen'" in text
+    assert text.endswith("after it died: trainer-0")
+
+
+def test_one_that_says_that_another_failed_is_named_when_no_other_dies(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PEER_SECONDS", 0.5)
+    with pytest.raises(ProcessDied, match=f"trainer-0 died: exit code {PEER_FAILED}"):
+        supervise(
+            run_id,
+            tmp_path,
+            spec(run_id, "rollout", FOREVER),
+            spec(run_id, "trainer-0", f"import sys; sys.exit({PEER_FAILED})", ends=True),
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

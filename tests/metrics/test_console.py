@@ -49,6 +49,16 @@ def test_opening_says_what_starts_and_where_it_writes(tmp_path: Path) -> None:
     assert f"run folder {tmp_path}" in text
 
 
+def test_what_models_wrote_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    said = "\x1b]0;title\x07\x9b2J [red]no markup[/] \u202e\r\n"
+    append(tmp_path / "warnings.jsonl", json.dumps({"version": 1, "warning": said}) + "\n")
+    screen.console.follow()
+    text = screen.text()
+    assert r"\x1b]0;title\x07\x9b2J [red]no markup[/] \u202e\r" in text
+    assert not set("\x1b\x07\x9b\u202e\r") & set(text)
+
+
 def test_line_shows_progress_reward_times_rate_and_what_is_left(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     append(tmp_path / "metrics.jsonl", record(1) + record(2))

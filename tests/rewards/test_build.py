@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +134,29 @@ def test_what_is_wrong_is_named_with_its_field(
     with pytest.raises(ConfigError, match=remedy) as caught:
         build(use, params, "tasks.sums.reward")
     assert (caught.value.field, caught.value.value) == (f"tasks.sums.reward.{field}", value)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("import sys; sys.exit('no licence')", "The import of {module} raised SystemExit: no licence"),
+        ("1 / 0", "The import of {module} raised ZeroDivisionError: division by zero"),
+        ("import no_such_module_at_all", "Must be an import path"),
+        ("def reward(", "The import of {module} raised SyntaxError"),
+        ("class reward:\n  def __init__(self): raise KeyError('x')", "Making it with {{}} raised KeyError: 'x'"),
+        ("class reward:\n  def __init__(self): raise SystemExit(3)", "Making it with {{}} raised SystemExit: 3"),
+    ],
+)
+def test_module_that_raises_or_exits_is_refused_in_words(
+    source: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"reward_{secrets.token_hex(4)}"
+    (tmp_path / f"{module}.py").write_text(source + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        build(f"{module}:reward")
+    assert caught.value.field == "reward.use"
+    assert told.format(module=module) in caught.value.remedy
 
 
 def test_error_in_a_reward_within_others_names_the_way_to_it() -> None:

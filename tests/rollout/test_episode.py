@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+import numpy
 import pytest
+import torch
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, EpisodeFailed
-from asyncrl.rewards.reward import Answer
+from asyncrl.rewards.reward import Answer, Score
 from asyncrl.rollout import scoring
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD
+from asyncrl.rollout.containment import contain
 from asyncrl.rollout.episode import Episode, Limits
 from asyncrl.rollout.faults import PER_MINUTE, Faults
 from asyncrl.rollout.scoring import Scorer
@@ -48,6 +53,7 @@ def played(
     """The trajectory, and the session."""
 
     async def main() -> tuple[Trajectory, Any]:
+        contain(asyncio.get_running_loop())
         client = FakeClient(lambda _: completion(), delay=0.05)
         session = client.generate()
         options: dict[str, Any] = {"agent": 60.0, "reward": 60.0, "episode": None} | limits
@@ -99,6 +105,42 @@ def test_timeout_error_of_the_agents_own_is_its_error_and_not_our_limit() -> Non
 
     with pytest.raises(EpisodeFailed, match="agent_error: TimeoutError: the environment"):
         played(times_out)
+
+
+@pytest.mark.parametrize("in_a_task", [False, True])
+def test_agent_that_exits_costs_its_group_alone(in_a_task: bool) -> None:
+    """Also in a task of its own, where SystemExit would end the event loop."""
+
+    async def exits() -> None:
+        sys.exit("enough")
+
+    async def script(_: Generate) -> None:
+        asyncio.get_running_loop().call_later(60, print)
+        await (asyncio.ensure_future(exits()) if in_a_task else exits())
+
+    with pytest.raises(EpisodeFailed, match=r"agent_error: .*SystemExit: enough"):
+        played(script)
+
+
+class Numpy:
+    """An agent that computes its rewards with numpy."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        asked = await generate(prompt.token_ids)
+        of_tokens = list(numpy.zeros(len(asked.token_ids), dtype=numpy.float32))
+        return Trajectory([Turn([], asked, numpy.float32(0.25), of_tokens)], numpy.float64(1.0))
+
+
+def test_rewards_of_an_agents_own_arithmetic_are_plain_numbers() -> None:
+    async def main() -> Trajectory:
+        episode = Episode(
+            FakeClient(lambda _: completion()).generate(), Limits(agent=60.0, reward=60.0, episode=None), FakeTemplate()
+        )
+        return await episode.play(Numpy(), PROMPT, one)
+
+    found = asyncio.run(main())
+    assert (found.reward, found.turns[0].reward) == (1.0, 0.25)
+    assert {type(one) for one in (found.reward, found.turns[0].reward, *found.turns[0].token_rewards)} == {float}
 
 
 def test_request_that_the_agent_left_under_way_may_end_later() -> None:
@@ -189,14 +231,38 @@ def test_slow_score_does_not_stop_the_loop() -> None:
     ("fault", "text"),
     [
         (lambda: {}["missing"], "reward_error: KeyError: 'missing'"),
-        (lambda: float("nan"), "reward_error: the reward is nan"),
-        (lambda: "much", "reward_error: ValueError: could not convert string to float: 'much'"),
+        (lambda: float("nan"), "reward_error: the reward is nan, and must be a finite number"),
+        (lambda: "1.0", "reward_error: the reward is '1.0', and must be a finite number"),
+        (lambda: None, "reward_error: the reward is None, and must be a finite number"),
+        (lambda: numpy.ones(2), "reward_error: the reward is array([1., 1.]), and must be a finite number"),
+        (
+            lambda: Score(1.0, parts={"a": ""}),
+            "reward_error: part a of the reward is '', and must be a finite number",
+        ),
+        (lambda: Score(1.0, [None]), "reward_error: the reward of a turn is None, and must be a finite number"),
+        (lambda: sys.exit("no"), "reward_error: SystemExit: no"),
     ],
 )
 def test_what_a_reward_raises_is_a_failed_episode(fault: Callable[[], Any], text: str, inline: bool) -> None:
     with pytest.raises(EpisodeFailed) as caught:
         scored(fault, inline=inline)
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_scores_of_other_libraries_are_plain_numbers(inline: bool) -> None:
+    """As they are written: msgspec knows numpy's scalars no more than JSON does."""
+    parts = {"a": numpy.float32(0.5), "b": None, "c": True, "d": torch.tensor(2.0)}
+    given = Score(numpy.float64(1.5), numpy.array([1], dtype=numpy.int64), parts)
+
+    async def main() -> Score:
+        return await Scorer(5.0).score(Judge(lambda: given, inline=inline), ANSWER)
+
+    found = asyncio.run(main())
+    assert found == Score(1.5, [1.0], {"a": 0.5, "c": 1.0, "d": 2.0})
+    numbers = [found.reward, *found.turns, *found.parts.values()]
+    assert {type(one) for one in numbers} == {float}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(numbers)) == numbers
 
 
 @pytest.mark.parametrize("inline", [True, False])

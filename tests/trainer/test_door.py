@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from asyncrl.access import Access
-from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.errors import DeadlineExceeded, EngineError, PeerFailed
 from asyncrl.trainer.door import RolloutDoor
 
 Answer = httpx.Response | Exception
@@ -58,6 +58,16 @@ def test_error_of_the_service_ends_the_wait_with_its_text() -> None:
     text = "the ledger of tokens does not balance"
     with pytest.raises(EngineError, match=text):
         door(httpx.Response(500, text=text)).batch(0, interrupt=never)
+
+
+def test_service_that_does_not_listen_yet_is_asked_again() -> None:
+    assert door(httpx.ConnectError("refused"), httpx.Response(200, json={"a": 1})).status() == {"a": 1}
+
+
+@pytest.mark.parametrize("answer", [httpx.ReadError("reset"), httpx.Response(500, text="KeyError: 'x'")])
+def test_failure_of_the_service_is_told_from_the_trainers_own(answer: Answer) -> None:
+    with pytest.raises(PeerFailed, match="the rollout service"):
+        door(answer).hold()
 
 
 def test_wait_ends_when_no_batch_will_come() -> None:

@@ -189,4 +189,5 @@ class Spawner:
 
 def main() -> None:
     """Serve the owner at the other end of a descriptor, as the order says: both are arguments."""
+    os.umask(0o022)  # that of who started us is not for guests
     Spawner(socket.socket(fileno=int(sys.argv[1])), Order(**json.loads(sys.argv[2]))).serve()

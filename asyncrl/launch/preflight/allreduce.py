@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from asyncrl import stores
 from asyncrl.launch.plan import INTERFACES
 from asyncrl.launch.preflight.telling import end_after, tell
 from asyncrl.launch.slurm.task import node
@@ -65,6 +66,7 @@ def _sum(told: AllReduce, me: str) -> float:
     end_after(told.seconds + GRACE_SECONDS, {"node": me, "problem": f"no end after {told.seconds:.0f} s"})
     rank = told.names.index(me)
     left = timedelta(seconds=told.seconds)
+    stores.bind()
     dist.init_process_group(
         told.backend,
         init_method=f"tcp://{told.address}:{told.port}",

@@ -86,6 +86,7 @@ def end_file(folder: Path, name: str) -> Path:
 
 def main(path: Path) -> int:
     """Start it, wait for its end, and clean up. Returns the exit code."""
+    os.umask(0o077)
     task, rank = Task.read(path), int(os.environ.get("SLURM_PROCID", "0"))
     name = f"{task.name}-{rank}" if task.ranks else task.name
     mine = {**task.env, **(task.ranks[rank] if task.ranks else {})}
