@@ -145,6 +145,14 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
         ("algo.correction_floor", 2.5, r"Must not exceed algo.correction_cap \(2.0\)"),
         ("trainer.dtype", "float16", "'bfloat16' or 'float32'"),
         ("run.overwrite", "yes", "valid boolean"),
+        ("run.dir", "", "Must be a name without line breaks"),
+        ("run.dir", "runs/a\nb", "Must be a name without line breaks"),
+        ("run.name", "a\x1b[2J", "Must be a name without line breaks"),
+        ("cluster.host", "0.0.0.0", "Must be one address"),
+        ("cluster.host", "::", "Must be one address"),
+        ("cluster.host", "", "Must be one address"),
+        ("rollout.batch_groups", 10**9, "less than or equal to 1000000"),
+        ("rollout.overlong_prompts", "cut", "'skip' or 'refuse'"),
         ("run.max_steps", True, "valid integer"),
         ("engine.server_args", ["--x"], "valid dictionary"),
         ("rollout.lead", 3, r"Must not exceed rollout.max_staleness \(2\)"),
@@ -153,7 +161,7 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
         ("trainer.expert_parallel", 2, r"\(2\) must divide the 1 ranks of a pipeline stage"),
         ("trainer.expert_tensor_parallel", 3, r"\(3\) must divide the 1 ranks of a pipeline stage"),
         ("trainer.optimizer.min_lr", 1.0, r"Must not exceed trainer.optimizer.lr \(0.001\)"),
-        ("rollout.group_size", 1, "need 2 or more"),
+        ("rollout.group_size", 1, "algo.advantage=grpo compares siblings: set 2 or more, or one of"),
     ],
 )
 def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, remedy: str) -> None:
@@ -162,6 +170,12 @@ def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, reme
     assert str(error).startswith(f"{field}: got {value!r}. ")
     with pytest.raises(ConfigError, match=remedy):
         raise error
+
+
+@pytest.mark.parametrize("advantage", ["none", "gae", "reinforce_pp", "turn_loo"])
+def test_episodes_without_siblings_are_for_advantages_that_need_none(advantage: str) -> None:
+    more = {"teacher.model": "x", "algo.distill_coefficient": 1.0} if advantage == "none" else {}
+    tiny_config(**{"rollout.group_size": 1, "algo.advantage": advantage, **more})
 
 
 def test_experts_take_no_more_ranks_than_a_pipeline_stage_has() -> None:
@@ -300,8 +314,8 @@ def test_single_task_is_a_mixture_of_one() -> None:
     ("changes", "field", "value", "remedy"),
     [
         ({"tasks": {"sum": {"weight": 0.0}}}, "tasks.sum.weight", 0.0, "greater than 0"),
-        ({"tasks": {"sum": {"group_size": 1}}}, "tasks.sum.group_size", 1, "need 2 or more"),
-        ({"task.group_size": 1}, "task.group_size", 1, "need 2 or more"),
+        ({"tasks": {"sum": {"group_size": 1}}}, "tasks.sum.group_size", 1, "compares siblings: set 2 or more"),
+        ({"task.group_size": 1}, "task.group_size", 1, "compares siblings: set 2 or more"),
         ({"tasks": {"a": {}, "b": {"kind": "file"}}}, "tasks.b.train_file", None, "needs the path"),
         ({"tasks": {"a/b": {}}}, "tasks.a/b.[key]", "a/b", "should match pattern"),
         ({"eval.sets": {"hard": {"kind": "file"}}}, "eval.sets.hard.train_file", None, "needs the path"),

@@ -135,9 +135,13 @@ def inside(root: Path, script: str, **more: object) -> str:
         binds = ["/usr", *(f"/{name}" for name in ("bin", "sbin", "lib", "lib64") if not Path("/", name).is_symlink())]
         words = ["sh", "-c", script]
         shown = {"environment": {"PATH": clean_root.PATH}, "binds": [path for path in binds if Path(path).exists()]}
-        clean_root.enter(root, words, output=output, **shown, **more)  # type: ignore[arg-type]
-        output.seek(0)
-        return output.read().decode()
+        try:
+            clean_root.enter(root, words, output=output, **shown, **more)  # type: ignore[arg-type]
+        finally:
+            output.seek(0)
+            said = output.read().decode()
+            print(said)
+        return said
 
 
 @needs_namespaces

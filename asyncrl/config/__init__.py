@@ -45,6 +45,10 @@ __all__ = [
 ]
 
 
+ALONE = ("none", "gae", "reinforce_pp", "turn_loo")
+"""Advantages that know something of an episode without siblings; turn_loo by its forks."""
+
+
 class Config(Section):
     """Everything."""
 
@@ -138,8 +142,9 @@ class Config(Section):
                 raise ConfigError(field, None, "task.kind=file needs the path of a .jsonl or .parquet file.")
         sizes = {f"{self.field_of(name)}.group_size": task.group_size for name, task in self.mixture.items()}
         for field, size in {"rollout.group_size": self.rollout.group_size, **sizes}.items():
-            if size == 1 and self.algo.advantage != "none":
-                raise ConfigError(field, 1, "Group-relative advantages need 2 or more completions of a prompt.")
+            if size == 1 and self.algo.advantage not in ALONE:
+                remedy = f"algo.advantage={self.algo.advantage} compares siblings: set 2 or more, or one of {ALONE}."
+                raise ConfigError(field, 1, remedy)
         return self
 
     def _check_sets(self) -> None:

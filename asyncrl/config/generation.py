@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from asyncrl.config.secrets import Parameters
-from asyncrl.config.section import Count, Dtype, Name, Natural, Positive, Section
+from asyncrl.config.section import Count, Dtype, Million, Name, Natural, Positive, Section
 from asyncrl.errors import ConfigError
 
 
@@ -112,9 +112,9 @@ class Judge(Frozen):
 class Rollout(Section):
     """Asynchrony, and the shape of a batch."""
 
-    batch_groups: Count
+    batch_groups: Million
     """Groups (prompts) in a batch."""
-    group_size: Count
+    group_size: Million
     """Completions of each prompt, unless its task says otherwise."""
     max_staleness: Natural
     """Bound, in versions, on the age of every token that is trained. 0 is synchronous, 1 is one step off."""
@@ -125,6 +125,10 @@ class Rollout(Section):
     null: as many as admission allows."""
     max_new_tokens: Count
     """Longest completion."""
+    overlong_prompts: Literal["skip", "refuse"]
+    """What happens to questions that leave no room for max_new_tokens in the model's length. skip: they are left out,
+    and counted; refuse: the run does not start. A task of so many questions is looked through before the run; one
+    without an end is refused, or goes on with another question, when it comes to such."""
     temperature: Positive
     """Sampling temperature; the trainer divides its logits by the same number."""
     coalesce: bool

@@ -31,6 +31,14 @@ class Run(Section):
     reward_window: Count
     """Steps over which rewards are averaged, in the stop rule and in the summary."""
 
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Run:
+        for field in ("name", "dir"):
+            value = getattr(self, field)
+            if not value.strip() or not value.isprintable():
+                raise ConfigError(f"run.{field}", value, "Must be a name without line breaks and control characters.")
+        return self
+
 
 class Checkpoint(Section):
     """Checkpoints of the whole run, in checkpoints/ of the run folder: see docs/checkpoints.md."""
@@ -181,6 +189,13 @@ class Cluster(Section):
     """How often any one of them is started again; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
+
+    @model_validator(mode="after")
+    def _has_one_address(self) -> Cluster:
+        if self.host is not None and (self.host in ("0.0.0.0", "::", "*") or not self.host.strip()):
+            remedy = "Must be one address, which others can ask: leave it unset, or name that of an interface."
+            raise ConfigError("cluster.host", self.host, remedy)
+        return self
 
     @model_validator(mode="after")
     def _fits_its_launcher(self) -> Cluster:

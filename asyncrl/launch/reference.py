@@ -104,6 +104,7 @@ KINDS = {
     "Dtype": "auto, bfloat16, float32",
     "Count": "integer ≥ 1",
     "Natural": "integer ≥ 0",
+    "Million": "integer 1..1000000",
     "Positive": "number > 0",
     "NonNegative": "number ≥ 0",
     "AboveOne": "number > 1",

@@ -68,7 +68,7 @@ async def main(run_dir: Path) -> None:
     importing.done()
     template = ChatTemplate(tokenizer)
     hf = json.loads((addresses.model / "config.json").read_text())
-    prompts = Prompts(config, played, template, hf["max_position_embeddings"])
+    prompts = Prompts(config, played, template, hf["max_position_embeddings"], Notes(run_dir).warn)
     routing = routing_shape(hf) if config.algo.routing_replay == "R3" else None
     context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing, context)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EVAL_OFFSET = 1 << 30  # endless tasks: evaluation questions are numbered from here
-MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions
+MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions, or too long
+TEMPLATE_BYTES = 256
+"""More than a chat template writes around one more message."""
 
 Identity = tuple[tuple[int, ...], Any]
 """What no two questions share: the rendered text, and the seed if there is one."""
@@ -42,13 +44,24 @@ class Cursor(msgspec.Struct, frozen=True):
 class Prompts:
     """By task, endless training prompts; by evaluation set, its prompts."""
 
-    def __init__(self, config: Config, tasks: Mapping[str, Task], template: Template, model_length: int) -> None:
-        self._tasks, self._template = tasks, template
+    def __init__(
+        self,
+        config: Config,
+        tasks: Mapping[str, Task],
+        template: Template,
+        model_length: int,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`tell` hears of questions that are left out."""
+        self._tasks, self._template, self._tell = tasks, template, tell
+        self._refuses = config.rollout.overlong_prompts == "refuse"
+        self.left_out: Counter[str] = Counter()  # questions of tasks without an end that were too long
         self._questions, self._seed = config.eval.questions, config.run.seed
         self._longest = model_length - config.rollout.max_new_tokens
         self._serial = 0
         self._drawn: Counter[str] = Counter()
         self._skip: Mapping[str, int] = {}
+        self._overlong = {name: self._look_through(name) for name in config.mixture | config.eval_sets}
         ranges = {name: self._training_range(name) for name in config.mixture}
         serial = itertools.count()
         self.held_out = {
@@ -75,7 +88,10 @@ class Prompts:
                 f"The checkpoint plays question {index} of task {task}: resume with the tasks that it was made with."
             )
             raise ConfigError("resume", task, remedy)
-        token_ids, question = self._render(task, index)
+        if (rendered := self._render(task, index)) is None:
+            remedy = f"The checkpoint plays question {index} of task {task}, which is too long now: resume as it began."
+            raise ConfigError("rollout.max_new_tokens", self._longest, remedy)
+        token_ids, question = rendered
         return Prompt(uid, token_ids, question, task, index)
 
     def _training_range(self, name: str) -> tuple[int, int]:
@@ -83,7 +99,8 @@ class Prompts:
         task = self._tasks[name]
         if task.size is None:
             return 0, EVAL_OFFSET
-        first = getattr(task, "held_out", 0) or self._questions
+        fitting = [index for index in range(task.size) if index not in self._overlong[name]]
+        first = getattr(task, "held_out", 0) or (*fitting, task.size)[min(self._questions, len(fitting))]
         if first >= task.size:
             raise ConfigError(
                 "eval.questions",
@@ -101,7 +118,9 @@ class Prompts:
         for index in range(offset, offset + limit):
             if len(prompts) == self._questions:
                 break
-            token_ids, question = self._render(name, index)
+            if (rendered := self._render(name, index)) is None:
+                continue
+            token_ids, question = rendered
             if (identity := _identity(token_ids, question)) not in prompts:
                 prompts[identity] = Prompt(f"e{next(serial):08d}", token_ids, question, name)
         whole = bool(task.size) and (files or first is None)  # a file of its own: all that it has
@@ -109,7 +128,7 @@ class Prompts:
             raise ConfigError(
                 "eval.questions",
                 self._questions,
-                f"Task {name} has only {len(prompts)} distinct questions to hold out.",
+                f"Task {name} has only {len(prompts)} distinct questions of up to {self._longest} tokens to hold out.",
             )
         return list(prompts.values())
 
@@ -119,17 +138,19 @@ class Prompts:
         skipped = 0
         for index in itertools.islice(self._indices(name, first, last), self._skip.get(name, 0), None):
             self._drawn[name] += 1
-            token_ids, question = self._render(name, index)
-            if _identity(token_ids, question) in held_out:
+            rendered = self._render(name, index)
+            if rendered is None or _identity(*rendered) in held_out:
                 skipped += 1
                 if skipped == MAX_SKIPS:
                     raise ConfigError(
                         "eval.questions",
                         self._questions,
-                        f"{MAX_SKIPS} training questions of {name} in a row are evaluation questions: it is too small.",
+                        f"{MAX_SKIPS} training questions of {name} in a row are evaluation questions, or longer than "
+                        f"{self._longest} tokens: it is too small.",
                     )
                 continue
             skipped = 0
+            token_ids, question = rendered
             self._serial += 1
             yield Prompt(f"p{self._serial - 1:08d}", token_ids, question, name, index)
 
@@ -143,16 +164,49 @@ class Prompts:
             order.shuffle(epoch)
             yield from epoch
 
-    def _render(self, name: str, index: int) -> tuple[list[int], Question]:
+    def _look_through(self, name: str) -> Collection[int]:
+        """Which questions of a task with an end are too long. Only those are rendered that have as many bytes: no token
+        has less than one. Raises ConfigError where they are to be refused, or leave none."""
+        task = self._tasks[name]
+        if task.size is None:
+            return ()
+        found: dict[int, int] = {}
+        begins = len(self._template.begin([{"role": "user", "content": ""}], ()))
+        for index in range(task.size):
+            question = self._with_tools(task.question(index))
+            messages = question["messages"]
+            most = begins + len(msgspec.json.encode(messages)) + TEMPLATE_BYTES * len(messages)
+            if question.get("tools") or most > self._longest:
+                length = len(self._template.begin(question["messages"], question.get("tools", ())))
+                if length > self._longest:
+                    found[index] = length
+        if found:
+            longest = max(found.values())
+            text = (
+                f"{len(found)} of the {task.size} questions of {name} are longer than the {self._longest} tokens that "
+                f"rollout.max_new_tokens leaves of the model's length; the longest has {longest}, the first is number "
+                f"{min(found)}"
+            )
+            if self._refuses or len(found) == task.size:
+                raise ConfigError("rollout.overlong_prompts", "refuse" if self._refuses else "skip", f"{text}.")
+            self._tell(f"{text}: they are left out (rollout.overlong_prompts)")
+        return found.keys()
+
+    def _render(self, name: str, index: int) -> tuple[list[int], Question] | None:
+        """None where it is too long, and may be left out."""
+        if index in self._overlong[name]:
+            return None
         question = self._with_tools(self._tasks[name].question(index))
         ids = self._template.begin(question["messages"], question.get("tools", ()))
-        if len(ids) > self._longest:
-            raise ConfigError(
-                "rollout.max_new_tokens",
-                len(ids),
-                f"Question {index} of {name} is longer than the {self._longest} tokens that the model's length leaves.",
-            )
-        return ids, question
+        if len(ids) <= self._longest:
+            return ids, question
+        text = f"Question {index} of {name} has {len(ids)} tokens; rollout.max_new_tokens leaves {self._longest}"
+        if self._refuses:
+            raise ConfigError("rollout.overlong_prompts", "refuse", f"{text}.")
+        if not self.left_out[name]:
+            self._tell(f"{text}: it is left out, like all others of that kind (rollout.overlong_prompts)")
+        self.left_out[name] += 1
+        return None
 
     def _with_tools(self, question: Question) -> Question:
         """Where the template says nothing of its tools, the system message does."""

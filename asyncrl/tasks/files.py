@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from asyncrl.config import Task as TaskConfig
 from asyncrl.errors import ConfigError
@@ -23,15 +26,21 @@ class FileTask:
         training = _rows("task.train_file", config.train_file) if config.train_file is not None else []
         self.held_out = len(evaluation)  # questions 0..held_out-1 are the evaluation file's
         self._rows = [*evaluation, *training]
-        for number, row in enumerate(self._rows):
-            for key in (config.prompt_key, config.answer_key):
-                if key not in row:
-                    raise ConfigError(
-                        "task.prompt_key / task.answer_key",
-                        key,
-                        f"Row {number} has only the fields {sorted(row)}.",
-                    )
+        for rows, field in ((evaluation, "task.eval_file"), (training, "task.train_file")):
+            for number, row in enumerate(rows):
+                self._check(row, f"Row {number} of {field}")
         self._head = head(config.system)
+
+    def _check(self, row: dict[str, Any], where: str) -> None:
+        """Raises ConfigError for a row that lacks a field, or whose prompt is none."""
+        for name in ("prompt_key", "answer_key"):
+            if (key := getattr(self._config, name)) not in row:
+                raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}.")
+        prompt = row[self._config.prompt_key]
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(turns, list) or not turns or not all(_is_message(turn) for turn in turns):
+            remedy = f"{where} has {prompt!r:.80}: it must be a text, or a list of messages with role and content."
+            raise ConfigError("task.prompt_key", self._config.prompt_key, remedy)
 
     @property
     def size(self) -> int:
@@ -54,24 +63,73 @@ class FileTask:
         return reward >= 1.0
 
 
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
 def _rows(field: str, path: str) -> list[dict[str, Any]]:
+    """The rows of a file. Raises ConfigError for whatever is wrong with it, with the line."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(field, path, "No such file.")
     if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+        found = _of_parquet(field, path, file)
     elif file.suffix in (".jsonl", ".json"):
-        rows = []
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise ConfigError(field, f"{path}, line {number}", f"Not JSON: {error}.") from None
+        found = _of_json(field, path, file)
     else:
-        raise ConfigError(field, path, "Must end in .jsonl or .parquet.")
+        raise ConfigError(field, path, "Must end in .jsonl, .json or .parquet.")
+    rows: list[dict[str, Any]] = []
+    for where, row in found:
+        if not isinstance(row, dict):
+            remedy = f"Every row must be an object with the task's fields, not {type(row).__name__}."
+            raise ConfigError(field, where, remedy)
+        _check_kept(field, where, row)
+        rows.append(row)
     if not rows:
         raise ConfigError(field, path, "The file has no rows.")
     return rows
+
+
+def _of_parquet(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(field, path, f"Not a whole parquet file: {error}.") from None
+    for number, row in enumerate(rows):
+        yield f"{path}, row {number}", row
+
+
+def _of_json(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
+    """Lines of JSON, which end with a newline and nothing else; of a .json file also one array of rows."""
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        broken = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(field, f"{path}, line {broken}", f"Not UTF-8: {error.reason}. Convert the file.") from None
+    if file.suffix == ".json" and text.lstrip().startswith("["):
+        for number, row in enumerate(_parsed(field, path, text)):
+            yield f"{path}, row {number}", row
+        return
+    for place, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {place}"
+            yield where, _parsed(field, where, line)
+
+
+def _parsed(field: str, where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(field, where, f"Not JSON: {error}.") from None
+
+
+def _check_kept(field: str, where: str, row: dict[str, Any]) -> None:
+    """Rows go into recordings and checkpoints."""
+    try:
+        msgspec.msgpack.encode(row)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # half a surrogate pair, 2**64, nesting
+        remedy = f"It cannot be kept in a recording: {type(error).__name__}: {error}."
+        raise ConfigError(field, where, remedy) from None

@@ -153,7 +153,7 @@ def test_other_temperatures_are_fine_where_each_token_answers_for_itself() -> No
 def test_pure_distillation_needs_no_siblings() -> None:
     changes = {"teacher.model": "/t", "algo.distill_coefficient": 1.0, "rollout.group_size": 1}
     assert tiny_config(**changes, **{"algo.advantage": "none"}).rollout.group_size == 1
-    with pytest.raises(ConfigError, match="need 2 or more"):
+    with pytest.raises(ConfigError, match="compares siblings"):
         tiny_config(**changes)
 
 

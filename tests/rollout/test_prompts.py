@@ -93,7 +93,9 @@ def test_questions_of_one_text_are_told_apart_by_their_seeds(tokenizer: Any) -> 
 
 def test_task_without_enough_questions_to_hold_out_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SKIPS", 500)
-    with pytest.raises(ConfigError, match="Task copy3 has only 10 distinct questions to hold out") as caught:
+    with pytest.raises(
+        ConfigError, match="Task copy3 has only 10 distinct questions of up to 61 tokens to hold out"
+    ) as caught:
         build(tokenizer, **{"task.params": {"digits": 1}, "eval.questions": 11})
     assert (caught.value.field, caught.value.value) == ("eval.questions", 11)
 
@@ -230,11 +232,49 @@ def test_without_evaluation_nothing_is_held_out(tokenizer: Any) -> None:
     assert len(ids(first(prompts, 200, "one"))) == len(ids(first(prompts, 200, "other"))) == 10
 
 
-def test_prompt_without_room_for_its_answer_is_refused(tokenizer: Any) -> None:
-    assert build(tokenizer, length=8).held_out  # 5 tokens and an answer of 3
-    with pytest.raises(ConfigError, match="longer than the 4 tokens") as caught:
+def test_prompt_without_room_for_its_answer_is_refused_where_that_is_asked(tokenizer: Any) -> None:
+    refuse = {"rollout.overlong_prompts": "refuse"}
+    assert build(tokenizer, length=8, **refuse).held_out  # 5 tokens and an answer of 3
+    with pytest.raises(
+        ConfigError, match=r"Question \d+ of copy3 has 5 tokens; rollout.max_new_tokens leaves 4"
+    ) as caught:
+        build(tokenizer, length=7, **refuse)
+    assert caught.value.field == "rollout.overlong_prompts"
+    with pytest.raises(ConfigError, match="only 0 distinct questions of up to 4 tokens"):
         build(tokenizer, length=7)
-    assert (caught.value.field, caught.value.value) == ("rollout.max_new_tokens", 5)
+
+
+@pytest.fixture
+def with_long(tmp_path: Path) -> dict[str, Any]:
+    """Of 12 questions, numbers 2 and 9 are longer than 4 digits."""
+    path = tmp_path / "long.jsonl"
+    texts = ["12345" if number in (2, 9) else str(100 + number) for number in range(12)]
+    path.write_text("".join(json.dumps({"prompt": text, "answer": text}) + "\n" for text in texts))
+    return {"task.kind": "file", "task.params": {}, "task.train_file": str(path)}
+
+
+def test_questions_of_a_file_that_are_too_long_are_found_at_the_start(tokenizer: Any, with_long: dict) -> None:
+    told: list[str] = []
+    config = tiny_config(**with_long, **{"eval.questions": 3})
+    prompts = Prompts(config, tasks.build_all(config), ChatTemplate(tokenizer), 8, told.append)
+    text = "2 of the 12 questions of copy3 are longer than the 5 tokens that rollout.max_new_tokens leaves"
+    assert [line.startswith(text) for line in told] == [True]
+    assert [one.question["row"]["answer"] for one in prompts.held_out["copy3"]] == ["100", "101", "103"]
+    epochs = [{one.question["row"]["answer"] for one in first(prompts, 7)} for _ in range(3)]
+    assert epochs == [{str(100 + number) for number in range(4, 12) if number != 9}] * 3
+    assert len(told) == 1
+    with pytest.raises(ConfigError, match=text):
+        build(tokenizer, length=8, **with_long, **{"rollout.overlong_prompts": "refuse"})
+
+
+def test_a_run_goes_on_behind_what_was_left_out(tokenizer: Any, with_long: dict) -> None:
+    settings = {**with_long, "eval.questions": 0}
+    whole = [one.question["row"]["answer"] for one in first(build(tokenizer, length=8, **settings), 40)]
+    before = build(tokenizer, length=8, **settings)
+    first(before, 17)
+    after = build(tokenizer, length=8, **settings)
+    after.go_on(before.cursor())
+    assert [one.question["row"]["answer"] for one in first(after, 23)] == whole[17:]
 
 
 def test_stop_tokens_are_those_of_the_generation_config_and_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_unreadable_files_name_field_value_and_remedy(tmp_path: Path) -> None:
         "missing.jsonl": "No such file",
         "broken.jsonl": "Not JSON",
         "empty.jsonl": "The file has no rows",
-        "rows.csv": "Must end in .jsonl or .parquet",
+        "rows.csv": "Must end in .jsonl, .json or .parquet",
     }.items():
         path = str(tmp_path / name)
         for field, files in (
@@ -191,7 +191,9 @@ def test_unreadable_files_name_field_value_and_remedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["prompt_key", "answer_key"])
 def test_row_without_the_configured_field_is_named(tmp_path: Path, key: str) -> None:
     path = jsonl(tmp_path / "rows.jsonl", ROWS)
-    with pytest.raises(ConfigError, match=r"got 'text'. Row 0 has only the fields \['answer', 'level', 'prompt'\]"):
+    with pytest.raises(
+        ConfigError, match=r"got 'text'. Row 0 of task.train_file has only the fields \['answer', 'level', 'prompt'\]"
+    ):
         from_file(path, **{key: "text"})
 
 
