@@ -4,6 +4,8 @@ schedule of the integration tests: which of them run in one process, and which s
 from asyncrl import importing
 
 # isort: split
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -92,3 +94,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_configure(config: pytest.Config) -> None:
     """sentencepiece (SWIG) warns while it is imported; as an error that is a segmentation fault at Python's exit."""
     config.addinivalue_line("filterwarnings", r"ignore:builtin type .* has no __module__ attribute:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _same_umask() -> Iterator[None]:
+    """Commands that a test calls in its own process have set that of a run."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
