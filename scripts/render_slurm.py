@@ -22,7 +22,13 @@ from asyncrl.launch.slurm.submit import script
 
 FOLDER = Path(__file__).parent / "slurm"
 IMAGE = "registry.example.com/asyncrl:latest"
-BASE = ["experiment=qwen3_8b", "model.path=/models/Qwen3-8B", "cluster=slurm", "cluster.gpus=8"]
+BASE = [
+    "experiment=qwen3_8b",
+    "model.path=/models/Qwen3-8B",
+    "task.train_file=/data/train.jsonl",
+    "cluster=slurm",
+    "cluster.gpus=8",
+]
 AGAIN = ["cluster.time=1-00:00:00", "cluster.requeues=10"]
 FOUR = [*BASE, *AGAIN, "trainer.data_parallel=8", "engine.count=16"]
 SCRIPTS = {

@@ -151,7 +151,13 @@ def load(*overrides: str, values: Sequence[str] = ()) -> Config:
 
 @cache
 def _composed(*overrides: str) -> Any:
-    words = ["cluster=slurm", f"cluster.gpus={HARDWARE.per_machine}", "model.path=MODEL", *overrides]
+    words = [
+        "cluster=slurm",
+        f"cluster.gpus={HARDWARE.per_machine}",
+        "model.path=MODEL",
+        "task.train_file=FILE",
+        *overrides,
+    ]
     with initialize_config_dir(str(CONF), version_base=None):
         return compose("train", words)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from omegaconf.errors import MissingMandatoryValue
 from pydantic import ValidationError
 
 from asyncrl import config as module
@@ -23,10 +24,15 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_devices, check_model
 from asyncrl.launch.main import CONF
 from asyncrl.launch.reference import docstrings
+from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
 
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
-TASKS = sorted(file.stem for file in (CONF / "task").glob("*.yaml") if file.stem not in ("base", "file", "own"))
+TASKS = sorted(
+    file.stem
+    for file in (CONF / "task").glob("*.yaml")
+    if file.stem not in ("base", "file", "own") and "kind: benchmark" not in file.read_text()
+)
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "num_attention_heads": 6,
@@ -78,10 +84,43 @@ def test_only_what_trains_has_checkpoints() -> None:
 # --- what is shipped ----------------------------------------------------------------------------------------
 
 
+def missing(name: str) -> list[str]:
+    """What an experiment asks of its user."""
+    own = "override /model: folder" in (CONF / "experiment" / f"{name}.yaml").read_text()
+    return ["model.path=/models/m", "task.train_file=/questions.jsonl"] if own else []
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment_composes_and_is_valid(name: str) -> None:
-    config = load(compose_values(f"experiment={name}"))
+    config = load(compose_values(f"experiment={name}", *missing(name)))
     assert config.run.name == name
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if missing(name)])
+def test_experiment_for_a_model_of_the_users_has_no_other_in_its_place(name: str) -> None:
+    with pytest.raises(MissingMandatoryValue, match=r"model\.path"):
+        compose_values(f"experiment={name}")
+    with pytest.raises(ConfigError, match=r"task\.train_file: got None"):
+        load(compose_values(f"experiment={name}", "model.path=/models/m"))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_no_experiment_trains_on_a_public_test_set(name: str) -> None:
+    config = load(compose_values(f"experiment={name}", *missing(name)))
+    assert not {task.name for task in config.mixture.values()} & BENCHMARKS.keys()
+    assert all(task.kind != "benchmark" for task in config.mixture.values())
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_public_test_sets_are_for_evaluation(name: str) -> None:
+    values = compose_values("experiment=tiny")
+    task = {**values["task"], "kind": "benchmark", "name": name, "params": {}, "reward": "number"}
+    values["eval"] |= {"questions": 1, "sets": {name: task}}
+    assert load(values).eval_sets[name].name == name
+    for trained, field in (({"task": task}, "task.kind"), ({"tasks": {"one": task}}, "tasks.one.kind")):
+        with pytest.raises(ConfigError, match=f"{name} is a public test set: evaluate with it") as caught:
+            load({**compose_values("experiment=tiny"), **trained})
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -94,9 +133,13 @@ def test_every_option_of_every_group_is_in_some_composition() -> None:
     extra = {
         ("task", "file"): ["task.train_file=/rows.jsonl"],
         ("task", "own"): ["task.kind=my_module:Mine"],
+        ("model", "folder"): ["model.path=/models/m"],
     }
-    for group, option in sorted(options - {("task", "base")}):  # the base lacks a kind and a name
+    sets = {("task", name) for name in BENCHMARKS}
+    for group, option in sorted(options - {("task", "base")} - sets):  # the base lacks a kind and a name
         load(compose_values(f"{group}={option}", *extra.get((group, option), [])))
+    for _, option in sorted(sets & options):
+        load(compose_values(f"+task@eval.sets.{option}={option}"))
 
 
 def test_command_without_arguments_is_the_default_experiment() -> None:

@@ -37,7 +37,7 @@ OWN = "ASYNCRL_"
 RUN_ID = "ASYNCRL_RUN_ID"
 
 
-class _ThroughTheProxy:
+class ThroughTheProxy:
     """What both have: a server, from the first episode on."""
 
     def __init__(self, tool_format: str, host: str, port: int) -> None:
@@ -66,7 +66,7 @@ class _ThroughTheProxy:
         raise NotImplementedError
 
 
-class Proxied(_ThroughTheProxy):
+class Proxied(ThroughTheProxy):
     """A function of a user's, in this process's event loop: it must not block it."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Proxied(_ThroughTheProxy):
         return None if reward is None else float(reward)
 
 
-class Command(_ThroughTheProxy):
+class Command(ThroughTheProxy):
     """A program for each episode, in a process group of its own, which is killed when the episode ends."""
 
     def __init__(

@@ -135,6 +135,13 @@ class Config(Section):
             )
         self._check_sets()
         self._check_teacher()
+        for name, task in self.mixture.items():
+            if task.kind == "benchmark":
+                remedy = (
+                    f"{task.name} is a public test set: evaluate with it, by +task@eval.sets.{task.name}={task.name}, "
+                    "and train on other questions (task=file, gsm_symbolic, programs)."
+                )
+                raise ConfigError(f"{self.field_of(name)}.kind", "benchmark", remedy)
         for name, task in (self.mixture | self.eval.sets).items():
             asked = task.eval_file if name in self.eval.sets else None
             if task.kind == "file" and task.train_file is None and asked is None:

@@ -202,9 +202,9 @@ class Task(Section):
     """Where prompts come from and how answers are scored."""
 
     kind: str
-    """reasoning_gym (a generator), copy (the digit-copying toy), file (questions of your own), benchmark (public sets:
-    asyncrl/tasks/benchmarks.py), or the import path of a class of your own, module:name, with its questions and what
-    scores or plays them (asyncrl/tasks/own.py)."""
+    """reasoning_gym (a generator), copy (the digit-copying toy), file (questions of your own), benchmark (public test
+    sets, in eval.sets alone: asyncrl/tasks/benchmarks.py), or the import path of a class of your own, module:name, with
+    its questions and what scores or plays them (asyncrl/tasks/own.py)."""
     name: str
     """reasoning_gym, benchmark: the dataset's name; otherwise a label."""
     params: Parameters

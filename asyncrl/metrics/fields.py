@@ -5,6 +5,9 @@ Times are seconds, gaps are natural logarithms. `step` counts batches and equals
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 # metrics.jsonl: one object per optimizer step
 STEP = {
     "step": "number of the batch, from 1",
@@ -29,7 +32,6 @@ STEP = {
     "loss": "the step's loss",
     "grad_norm": "global gradient norm before clipping; 0 when no group had a signal",
     "lr": "learning rate of the step",
-    "entropy": "mean entropy of the trained tokens; 0 unless algo.entropy_bonus is set",
     "logprob_gap/mean": "mean |log-probability of the trainer minus that of the engine| of the trained tokens",
     "logprob_gap/max": "its maximum",
     "logprob_gap/p99": "its 99th percentile",
@@ -75,6 +77,9 @@ STEP = {
 
 # The same file, where algo.kl_coefficient or algo.kl_meter_every asks for a reference
 STEP_REFERENCE = {"kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the step's start"}
+
+# The same file, with algo.entropy_bonus: it costs a pass over the logits
+STEP_ENTROPY = {"entropy": "mean entropy of the policy at the trained tokens"}
 
 # The same file, with algo.advantage=gae
 STEP_CRITIC = {
@@ -145,6 +150,18 @@ STEP_BY_TASK = {
 # The same file, where episodes have several roles; <role> is one that the policy plays
 STEP_BY_ROLE = {"reward/role/<role>": "mean reward of what it did, with that of the episode that all roles share"}
 
+# The same file, where rewards have parts (Score.parts); <part> is the name of one
+STEP_BY_PART = {"reward/part/<part>": "its mean over the answers that were scored since the step before"}
+
+# The same file, where agents speak OpenAI's API (docs/proxy.md); counts so far
+STEP_PROXY = {
+    "proxy/turns": "answers that agents were given",
+    "proxy/contexts_begun": "of them, those that went on from no earlier answer of their episode; beyond one an "
+    "episode they are samples that edited histories cost",
+    "proxy/refused": "requests that asked for what would spoil training",
+    "proxy/abandoned": "requests whose agent or episode ended first",
+}
+
 # eval.jsonl: one object per evaluation and set; the sets of one evaluation stand together
 EVAL = {
     "set": "name of the task whose held-out questions these are, or of the set (eval.sets)",
@@ -209,3 +226,11 @@ SUMMARY_BY_SET = {
     "accuracy/before/<set>": "accuracy of the set at version 0",
     "accuracy/after/<set>": "the same at the last version",
 }
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """Those that are no fields of metrics.jsonl as they stand here."""
+    tables = [table for name, table in globals().items() if name.startswith("STEP") and isinstance(table, dict)]
+    fields = [re.sub(r"<\w+>", ".+", re.escape(field).replace("\\<", "<")) for table in tables for field in table]
+    pattern = re.compile("|".join(fields))
+    return [name for name in names if not pattern.fullmatch(name)]

@@ -32,7 +32,7 @@ from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rewards.reward import Reward
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.agent import Agent, agents, each
+from asyncrl.rollout.agent import Agent, agents, each, figures
 from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
@@ -99,6 +99,7 @@ async def main(run_dir: Path) -> None:
             **(teacher.take_figures() if teacher else {}),
             **recorder.take_figures(),
             **worker.take_figures(),
+            **figures(players.values()),
         },
         recorder=recorder,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),

@@ -8,11 +8,14 @@ a class        with such a method, `run`; made once, with agent_params, it plays
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from asyncrl import imports
 from asyncrl.agents.multi_turn import MultiTurn
+from asyncrl.agents.proxied import ThroughTheProxy
 from asyncrl.agents.self_play import SelfPlay
 from asyncrl.config import Config
 from asyncrl.envs.pool import Environments, PoolSettings
@@ -85,6 +88,15 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
         else:
             found[name] = _made(MultiTurn, params, field) if spec else every
     return found
+
+
+def figures(agents: Iterable[Agent]) -> dict[str, float]:
+    """Of those that speak through a proxy, under their names in metrics.jsonl."""
+    counted = Counter[str]()
+    for agent in dict.fromkeys(agents):
+        if isinstance(agent, ThroughTheProxy):
+            counted.update({f"proxy/{name}": count for name, count in asdict(agent.figures).items()})
+    return {name: float(count) for name, count in counted.items()}
 
 
 async def each(parts: Iterable[object], method: str) -> None:

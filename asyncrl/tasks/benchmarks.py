@@ -5,7 +5,7 @@
     mbpp          500 of the test set, with asserts (arXiv 2108.07732)    reward: code
     humaneval     164, with tests (arXiv 2107.03374)                      reward: code, reward_params.tests=check
 
-All are test sets: what is trained on them can no longer be measured by them. The first `eval.questions` are held out.
+All are test sets: what is trained on them can no longer be measured by them. So they are for `eval.sets` alone.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class ReasoningGym:
     def question(self, index: int) -> Question:
         """The generator's entry, after the worked examples."""
         entry: dict[str, Any] = self._questions[index]
-        return {"messages": [*self._head, {"role": "user", "content": entry["question"]}], "entry": entry}
+        asked = {"role": "user", "content": entry["question"]}
+        return {"messages": [*self._head, asked], "entry": entry, "answer": str(entry["answer"])}
 
     def score(self, answer: str, question: Question) -> float:
         """1.0 for a right answer, by the generator's own verifier (below 0.999 it only gives credit for form)."""

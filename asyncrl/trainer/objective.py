@@ -103,6 +103,11 @@ class Objective:
         ran = columns["seen"] & (known(table.weights) > 0)
         return float(k3(columns["proximal"], columns["logprobs"], table.behaviour)[ran].mean())
 
+    def _entropy(self, of_tokens: Tensor) -> dict[str, float]:
+        """Where it was computed."""
+        asked = self._algo.entropy_bonus > 0 and len(of_tokens) > 0
+        return {"entropy": float(of_tokens.mean())} if asked else {}
+
     def figures(self, table: TokenTable, seen: Seen) -> dict[str, float]:
         """Of a batch's steps. Collective."""
         columns, totals = seen.gather(COLUMNS, TOTALS)
@@ -116,7 +121,7 @@ class Objective:
             "tokens/trained": float(ran.sum()),
             "tokens/packed": totals["packed"],
             "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
-            "entropy": float(columns["entropy"][ran].mean()) if bool(ran.any()) else 0.0,
+            **self._entropy(columns["entropy"][ran]),
             **_distances(start, table, ran, plain=self._temperature == 1.0),
             **gap_figures(replace(table, proximal=start), ran),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=self._algo.correction_cap, clip=clip),

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from asyncrl.metrics.fields import unknown
+
 TIMEOUT = 600.0
 """Seconds for a run: many times what it takes, so that a busy machine fails no test."""
 
@@ -51,7 +53,9 @@ def run(run_dir: Path, *overrides: str, timeout: float = TIMEOUT) -> list[dict[s
     with start(run_dir, *overrides) as process:
         code, text = finish(process, run_dir, timeout)
     assert code == 0, text
-    return lines(run_dir / "metrics.jsonl")
+    steps = lines(run_dir / "metrics.jsonl")
+    assert unknown({name for step in steps for name in step}) == []
+    return steps
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

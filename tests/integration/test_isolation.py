@@ -24,7 +24,14 @@ needs_root_of_a_namespace = pytest.mark.skipif(not can_be_forbidden(), reason="n
 
 def command(folder: Path, *arguments: str) -> tuple[int, str]:
     """Exit code and output of a run whose reward executes what the model wrote, without namespaces."""
-    program = [sys.executable, "-m", "asyncrl.launch.main", "experiment=tiny", "task=mbpp", f"run.dir={folder / 'run'}"]
+    program = [
+        sys.executable,
+        "-m",
+        "asyncrl.launch.main",
+        "experiment=tiny",
+        "task=programs",
+        f"run.dir={folder / 'run'}",
+    ]
     words = [*WITHOUT_NAMESPACES, *program, *arguments]
     done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
     return done.returncode, " ".join((done.stdout + done.stderr).split())

@@ -20,7 +20,7 @@ import torch
 from asyncrl.algo.diagnostics import gap_figures, loss_figures
 from asyncrl.algo.table import build_table
 from asyncrl.jsonl import append
-from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_ROLE, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET
+from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_ROLE, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET, unknown
 from asyncrl.metrics.record import StepLog, accuracies
 from asyncrl.metrics.sinks import TensorBoard
 from asyncrl.rollout.buffer import CohortBuffer
@@ -92,6 +92,12 @@ GROUPS = [
     group(1, [1.0, 1.0], tokens=2, versions=(2,), finish="length"),
 ]
 NUM_TOKENS = 12
+
+
+def test_fields_are_known_by_their_names_and_patterns() -> None:
+    known = ["loss", "entropy", "logprob_gap/lag3", "reward/part/code/passed", "reward/mean/sort", "proxy/turns"]
+    assert unknown(known) == []
+    assert unknown(["los", "loss2", "reward/part/", "part", ""]) == ["los", "loss2", "reward/part/", "part", ""]
 
 
 def test_step_record_has_the_documented_fields_and_no_other() -> None:
