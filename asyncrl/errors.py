@@ -21,7 +21,6 @@ Anything else that escapes is a bug and ends the run with its traceback.
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,15 +112,3 @@ def raised_by(reason: str, *, retry: bool = False) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise EpisodeFailed(reason, f"{type(error).__name__}: {error}", retry=retry) from error
-
-
-def number(value: object, what: str) -> float:
-    """A number of a user's as a float of ours: numpy's and torch's scalars too. Raises ValueError for anything else,
-    and for what is not finite."""
-    try:
-        found = float("nan") if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        found = float("nan")
-    if not math.isfinite(found):
-        raise ValueError(f"{what} is {value!r}, and must be a finite number")
-    return found

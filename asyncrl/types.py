@@ -25,6 +25,7 @@ Trained as batch 6, its staleness is 6 - 4 = 2.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -297,3 +298,15 @@ def encode(record: msgspec.Struct) -> bytes:
 def decode_batch(data: bytes) -> Batch:
     """The inverse of `encode` for a batch; raises msgspec.ValidationError on anything else."""
     return msgspec.msgpack.decode(data, type=Batch)
+
+
+def number(value: object, what: str) -> float:
+    """A number of a user's as a float of ours: numpy's and torch's scalars too. Raises ValueError for anything else,
+    and for what is not finite."""
+    try:
+        found = float("nan") if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        found = float("nan")
+    if not math.isfinite(found):
+        raise ValueError(f"{what} is {value!r}, and must be a finite number")
+    return found

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from asyncrl.errors import ConfigError, number
+from asyncrl.errors import ConfigError
 from asyncrl.imports import load, made
-from asyncrl.types import Message
+from asyncrl.types import Message, number
 
 Question = dict[str, Any]
 

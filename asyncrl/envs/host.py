@@ -24,7 +24,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.envs.env import EnvSpec, Step
-from asyncrl.errors import AsyncRLError, EpisodeFailed, number, raised_by
+from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
+from asyncrl.types import number
 
 LENGTH = struct.Struct("<I")
 VALUE, FAILED = "value", "failed"

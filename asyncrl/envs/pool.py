@@ -18,8 +18,8 @@ from typing import Any
 from asyncrl.envs.breaker import Breaker
 from asyncrl.envs.env import Env, EnvSpec, Question, Step
 from asyncrl.envs.hosted import Host, HostedEnv
-from asyncrl.errors import EpisodeFailed, number, raised_by
-from asyncrl.types import Message
+from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.types import Message, number
 
 OUTSIDE = ("environment_", "tool", "sandbox")
 """How the reasons begin that are the environment's, or of what it is played with."""

@@ -150,6 +150,9 @@ STEP_BY_TASK = {
 # The same file, where episodes have several roles; <role> is one that the policy plays
 STEP_BY_ROLE = {"reward/role/<role>": "mean reward of what it did, with that of the episode that all roles share"}
 
+# The same file, with rollout.overlong_prompts=skip, once a question was too long
+STEP_OVERLONG = {"prompts/overlong": "questions that were left out: all of tasks with an end, so far of the others"}
+
 # The same file, where rewards have parts (Score.parts); <part> is the name of one
 STEP_BY_PART = {"reward/part/<part>": "its mean over the answers that were scored since the step before"}
 

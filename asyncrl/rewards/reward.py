@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from asyncrl.errors import EpisodeFailed, number
-from asyncrl.types import Trajectory
+from asyncrl.errors import EpisodeFailed
+from asyncrl.types import Trajectory, number
 
 
 @dataclass(frozen=True)

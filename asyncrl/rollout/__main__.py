@@ -100,6 +100,7 @@ async def main(run_dir: Path) -> None:
             **recorder.take_figures(),
             **worker.take_figures(),
             **figures(players.values()),
+            **prompts.figures(),
         },
         recorder=recorder,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),

@@ -18,10 +18,10 @@ import msgspec
 
 from asyncrl.agents.linking import Asked, check, link
 from asyncrl.engine.client import Session
-from asyncrl.errors import EpisodeFailed, number, raised_by
+from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD, TEACHER
 from asyncrl.rollout.agent import Agent, Played
-from asyncrl.types import Completion, Prompt, Template, Trajectory, Turn
+from asyncrl.types import Completion, Prompt, Template, Trajectory, Turn, number
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """What gives a trajectory its reward, where its agent gave none."""

@@ -75,6 +75,11 @@ class Prompts:
         """Where the next prompts come from."""
         return Cursor(self._serial, dict(self._drawn))
 
+    def figures(self) -> dict[str, float]:
+        """Under its name in metrics.jsonl, once there is one."""
+        count = self.left_out.total() + sum(map(len, self._overlong.values()))
+        return {"prompts/overlong": float(count)} if count else {}
+
     def go_on(self, cursor: Cursor) -> None:
         """As the prompts that were drawn so far are those up to the cursor; before the first is drawn."""
         self._serial, self._skip = cursor.prompts, cursor.questions

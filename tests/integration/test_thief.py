@@ -37,9 +37,11 @@ def thief(run_dir: Path, heard: Path) -> Iterator[None]:
 
 def _steal(run_dir: Path, heard: Path) -> None:
     loot = heard.open("ab", buffering=0)
-    while not (addresses := run_dir / "addresses.json").exists() or not addresses.read_text():
+    ports: set[int] = set()
+    while not ports:
+        with suppress(OSError, ValueError):  # not written yet, or not whole
+            ports = {int(url.rpartition(":")[2]) for url in Addresses.read(run_dir).engines}
         time.sleep(0.01)
-    ports = {int(url.rpartition(":")[2]) for url in Addresses.read(run_dir).engines}
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)

@@ -263,6 +263,7 @@ def test_questions_of_a_file_that_are_too_long_are_found_at_the_start(tokenizer:
     epochs = [{one.question["row"]["answer"] for one in first(prompts, 7)} for _ in range(3)]
     assert epochs == [{str(100 + number) for number in range(4, 12) if number != 9}] * 3
     assert len(told) == 1
+    assert prompts.figures() == {"prompts/overlong": 2.0}
     with pytest.raises(ConfigError, match=text):
         build(tokenizer, length=8, **with_long, **{"rollout.overlong_prompts": "refuse"})
 
