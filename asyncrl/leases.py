@@ -32,21 +32,27 @@ SUFFIX = ".lease"
 class Lease:
     """One's own file; `facts` are for its readers."""
 
-    def __init__(self, path: Path, facts: dict[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._facts, self._clock = path, facts, clock
-        self._number, self._renewed_at = 0, -RENEW_SECONDS
+    def __init__(
+        self,
+        path: Path,
+        facts: dict[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+        every: float = RENEW_SECONDS,
+    ) -> None:
+        self._path, self._facts, self._clock, self._every = path, facts, clock, every
+        self._number, self._renewed_at = 0, -every
         self._failing = False
 
-    def renew(self) -> None:
-        """Write it when it is time. A file system that refuses is told of once, and asked again: it may come back
-        before the lease ends."""
+    def renew(self, **facts: Any) -> None:
+        """Write it when it is time, with these facts beside its own. A file system that refuses is told of once, and
+        asked again: it may come back before the lease ends."""
         now = self._clock()
-        if now - self._renewed_at < RENEW_SECONDS:
+        if now - self._renewed_at < self._every:
             return
         self._number, self._renewed_at = self._number + 1, now
         try:
             self._path.parent.mkdir(exist_ok=True)
-            jsonl.replace(self._path, {"number": self._number, **self._facts})
+            jsonl.replace(self._path, {"number": self._number, **self._facts, **facts})
         except OSError as error:
             if not self._failing:
                 print(f"asyncrl: cannot renew {self._path}: {error}; tried again", file=sys.stderr, flush=True)
@@ -70,16 +76,21 @@ class Leases:
     """Those of a folder, for one reader that looks again and again."""
 
     def __init__(
-        self, folder: Path, clock: Callable[[], float] = time.monotonic, seconds: float = LEASE_SECONDS
+        self,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+        seconds: float = LEASE_SECONDS,
+        every: float = RENEW_SECONDS,
     ) -> None:
-        self._folder, self._clock, self._seconds = folder, clock, seconds
+        """Those that are not renewed for `seconds` have ended; their owners renew them `every` so many."""
+        self._folder, self._clock, self._seconds, self._every = folder, clock, seconds, every
         self._seen: dict[str, _Seen] = {}
         self._looked_at = clock()
 
     def look(self) -> dict[str, dict[str, Any]]:
         """Facts of those that hold, by name. What cannot be read now is as it was."""
         now = self._clock()
-        passed, self._looked_at = min(now - self._looked_at, COUNTED_SECONDS), now
+        passed, self._looked_at = min(now - self._looked_at, 2 * self._every), now
         try:
             names = self._names()
         except FileNotFoundError:
@@ -118,7 +129,7 @@ class Watched(Leases):
     ) -> None:
         """`seconds`: it may be held up for so long. Looked at `every` so many."""
         super().__init__(path.parent, clock, seconds)
-        self._every = every
+        self._look_every = every
         self._name, self._missed, self._was_there = path.name, 0, False
 
     def _names(self) -> set[str]:
@@ -126,7 +137,7 @@ class Watched(Leases):
 
     def ended(self) -> bool:
         """Whether it was there, and is no more. To be asked again and again; it looks when it is time."""
-        if self._clock() - self._looked_at < self._every:
+        if self._clock() - self._looked_at < self._look_every:
             return False
         if self.look():
             self._was_there, self._missed = True, 0

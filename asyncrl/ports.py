@@ -22,6 +22,8 @@ from asyncrl.errors import AsyncRLError
 FIRST_PORT, LAST_PORT = 20000, 32000
 ATTEMPTS = 200
 FOLDERS = 100
+HOST_TMPDIR = "ASYNCRL_TMPDIR"
+"""Environment variable of a run's processes, whose TMPDIR is their own: the folder that all runs share."""
 LEASE_SECONDS = 600.0
 """Longer than a server takes to listen."""
 
@@ -46,7 +48,10 @@ def free_port(host: str) -> int:
 def _folder() -> Path:
     """This user's, on this machine. Another user may have made one of that name: then it is the next."""
     for number in range(FOLDERS):
-        folder = Path(tempfile.gettempdir(), f"asyncrl-ports-{os.getuid()}" + (f"-{number}" if number else ""))
+        folder = Path(
+            os.environ.get(HOST_TMPDIR) or tempfile.gettempdir(),
+            f"asyncrl-ports-{os.getuid()}" + (f"-{number}" if number else ""),
+        )
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         found = folder.lstat()

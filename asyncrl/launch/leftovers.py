@@ -1,19 +1,36 @@
-"""What processes that are stopped at once would leave behind: their children, others of the run, and files in shared
-memory."""
+"""What processes that are stopped at once would leave behind: their children, others of the run, files in shared memory
+and temporary files.
+
+The launcher ends with its run and removes them. Where it was killed itself, the next one on this machine does, of
+whatever run: it finds the folder of the dead one (Scratch), which nobody holds any more.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import json
 import os
+import shutil
 import signal
+import stat
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from asyncrl import jsonl
+from asyncrl.models.catalog import cache_dir
+from asyncrl.ports import HOST_TMPDIR
+
 SHARED = Path("/dev/shm")
-OURS = ("torch_", "sglang_loads_", "sgl_shm_mq_", "sem.mp-")
-"""Files that torch, SGLang and multiprocessing make for themselves; whatever else is mapped belongs to somebody."""
+OURS = ("torch_", "sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_", "nccl-")
+"""Files that torch, SGLang, multiprocessing and NCCL make for themselves; what else is mapped belongs to somebody."""
+PREFIX = "asyncrl-run-"
+OWNER, NOTED = "owner", "shared.json"
+FIRST_NOTE_SECONDS, NOTE_SECONDS = 2.0, 60.0
+"""Between two looks at what is mapped: often while processes start, which is when they map."""
 KILL_SECONDS = 2.0
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -64,3 +81,78 @@ def carrying(mark: bytes) -> list[int]:
             if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
     return found
+
+
+class Scratch:
+    """The folder for temporary files of processes that carry one mark, on this machine: their TMPDIR. It also tells
+    what they have in shared memory, for a launcher that comes after this one was killed."""
+
+    def __init__(
+        self, value: str, variable: str = "ASYNCRL_RUN_ID", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Removes what dead ones have left first. Code of a model may run as another user: it can enter by a name that
+        it was told, and list nothing."""
+        remove_abandoned()
+        self._mark, self._clock = {"variable": variable, "value": value}, clock
+        self._noted: set[Path] = set()
+        self._wait, self._noted_at = FIRST_NOTE_SECONDS, clock()
+        made = Path(tempfile.mkdtemp(prefix=".asyncrl-new-"))
+        self._held = os.open(made / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(self._held, fcntl.LOCK_EX)  # until this process is dead, however it dies
+        jsonl.replace(made / NOTED, {**self._mark, "files": []})
+        made.chmod(0o711)
+        self.path = made.rename(made.with_name(PREFIX + made.name.removeprefix(".asyncrl-new-")))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the processes: what they make for themselves alone lies here, and nothing that outlives a run."""
+        return {
+            "TMPDIR": str(self.path),
+            HOST_TMPDIR: os.environ.get(HOST_TMPDIR) or tempfile.gettempdir(),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_dir() / "torchinductor"),
+        }
+
+    def note(self, leaders: Iterable[int]) -> None:
+        """Write down what the processes of these groups have mapped, when it is time."""
+        now = self._clock()
+        if now - self._noted_at < self._wait:
+            return
+        self._noted_at, self._wait = now, min(NOTE_SECONDS, 2 * self._wait)
+        before = len(self._noted)
+        self.see(leaders)
+        if len(self._noted) > before:
+            with contextlib.suppress(OSError):  # a full disk: it would be for the dead alone
+                jsonl.replace(self.path / NOTED, {**self._mark, "files": sorted(map(str, self._noted))})
+
+    def see(self, leaders: Iterable[int]) -> None:
+        """What they have mapped now: the last moment for that is before they are stopped."""
+        self._noted |= shared_files(leaders)
+
+    def remove(self) -> None:
+        """All of them are stopped: sweep up after them."""
+        sweep(self._mark["value"], self._noted, self._mark["variable"])
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._held)
+
+
+def remove_abandoned() -> None:
+    """Of launchers of this user that were killed: what still carries their mark, their shared memory, their folder."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or being removed by another
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                _remove_abandoned(folder)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    held = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it lives
+        with contextlib.suppress(ValueError, KeyError):  # it was killed while it wrote
+            told = json.loads((folder / NOTED).read_text())
+            files = [Path(file) for file in told["files"]]
+            ours = [file for file in files if file.parent == SHARED and file.name.startswith(OURS)]
+            sweep(told["value"], ours, told["variable"])
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(held)

@@ -47,6 +47,7 @@ class ProcessSpec:
     stop_signal: int = signal.SIGTERM
     node: str = ""  # the machine, where there are several
     step: bool = False  # argv is an srun, which passes signals on, and kills the process at SIGTERM
+    tells: bool = False  # what it is doing, in a file (activity.py)
     together: str = ""  # processes of one name here live and die together: the ranks of an engine on several machines
 
 
@@ -80,7 +81,8 @@ def _rollout(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> Pr
     judges = " ".join(f"{url}/v1" for url in addresses.judges)
     own = {"ASYNCRL_JUDGES": judges, "ASYNCRL_AUTHORITY": addresses.authority} if judges else {}
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
-    return ProcessSpec("rollout", [sys.executable, "-m", module, str(run_dir)], env, node=seat.node.name)
+    argv = [sys.executable, "-m", module, str(run_dir)]
+    return ProcessSpec("rollout", argv, env, node=seat.node.name, tells=module == "asyncrl.rollout")
 
 
 def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
@@ -266,6 +268,7 @@ def _trainers(config: Config, addresses: Addresses, placement: Placement, run_di
                 env,
                 ends_the_run=True,
                 node=seat.node.name,
+                tells=True,
             )
         )
     return specs

@@ -1,6 +1,7 @@
 """The supervisor: owns every process of a run on this machine.
 
 waits for     a death, or a signal to stop
+on a stall    of a process that tells what it does: the run ends, and what each of them was doing is written down
 on death      once the run is under way an engine or the router is started again (launch/restarts.py); any other process
               that ends otherwise than a finished trainer ends the run: who, where, how, its last lines
 on SIGUSR1    the run is asked to end with a checkpoint (the file STOP, which the trainer looks for)
@@ -17,17 +18,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from asyncrl.activity import TELL
 from asyncrl.addresses import PEER_FAILED, STOP, STOPPED
 from asyncrl.errors import Paused, ProcessDied, Stopped
-from asyncrl.launch.leftovers import die_with_parent, shared_files, sweep
+from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.slurm.task import end_file
+from asyncrl.launch.space import full
+from asyncrl.launch.stalls import ANSWER_SECONDS, STACK_SECONDS, Stalled, Stalls, stack_file, write_stack
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20
@@ -49,25 +54,30 @@ class Supervisor:
         grace: float,
         policy: RestartPolicy | None = None,
         on_signal: Callable[[int], None] | None = None,
+        stalls: Stalls | None = None,
     ) -> None:
-        """`on_signal` in the place of what signals mean to a run."""
+        """`on_signal` in the place of what signals mean to a run; `stalls` finds who lives and does not go on."""
         self._specs = {spec.name: spec for spec in specs}
         self._run_dir, self._run_id, self._grace = run_dir, run_id, grace
         self._policy = policy or RestartPolicy(run_dir)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._gone: set[str] = set()  # for good: they have left, or were lost with their machines
-        self._on_signal = on_signal
+        self._on_signal, self._stalls = on_signal, stalls
 
     def run(self, each_poll: Callable[[], None]) -> None:
         """Until the trainers have finished, or, where there are none, all have left. Raises ProcessDied, Stopped or
         Paused; processes are gone in every case."""
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_to_stop)
+        self._scratch = Scratch(self._run_id)
         try:
             for name in self._specs:
                 self._start(name)
             while not self._finished():
                 each_poll()
+                self._scratch.note(child.pid for child in self._children.values())
+                if self._stalls and (stalled := self._stalls.find()):
+                    raise ProcessDied(self._told_of(self._stalls, stalled))
                 time.sleep(POLL_SECONDS)
             each_poll()
         finally:
@@ -83,7 +93,12 @@ class Supervisor:
         with self._log(name).open("ab") as log:
             self._children[name] = subprocess.Popen(
                 spec.argv,
-                env={**os.environ, **spec.env, "ASYNCRL_INCARNATION": self._policy.incarnation(name)},
+                env={
+                    **os.environ,
+                    **spec.env,
+                    **self._scratch.environment,
+                    "ASYNCRL_INCARNATION": self._policy.incarnation(name),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -179,7 +194,28 @@ class Supervisor:
         text = f"{who} died: {end}\nlast lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines or ["(empty)"])
         restarted = self._policy.count(name)
         text += f"\nit had been started again {restarted} times (cluster.max_restarts)" if restarted else ""
-        return text + (f"\nafter it died: {', '.join(others)}" if others else "")
+        text += f"\nafter it died: {', '.join(others)}" if others else ""
+        return "\n".join([text, *full([self._run_dir, Path(tempfile.gettempdir()), SHARED])])
+
+    def _told_of(self, stalls: Stalls, stalled: Sequence[Stalled]) -> str:
+        """What those that do not go on, and all others that tell of themselves, are doing. Those of a step are
+        described where they run, by their tasks."""
+        logs = self._run_dir / "logs"
+        for file in logs.glob("*.stack"):
+            file.unlink(missing_ok=True)
+        deadline = time.monotonic() + STACK_SECONDS
+        steps = [child for name, child in self._children.items() if self._specs[name].step and self._specs[name].tells]
+        for child in steps:
+            _signal(child, TELL)
+        for name in sorted(stalls.names, key=[one.name for one in stalled].__contains__, reverse=True):
+            if name in self._children and not self._specs[name].step and time.monotonic() < deadline:
+                write_stack(self._children[name].pid, stack_file(logs, name))
+        while (
+            steps and time.monotonic() < deadline and not all(stack_file(logs, name).exists() for name in stalls.names)
+        ):
+            time.sleep(POLL_SECONDS)
+        time.sleep(ANSWER_SECONDS)
+        return stalls.message(stalled, logs)
 
     def _ended(self) -> dict[str, int]:
         """Exit codes, of those that did not end well."""
@@ -211,7 +247,8 @@ class Supervisor:
 
     def _stop_all(self) -> None:
         """The stop signal to each process group, then SIGKILL after the grace; then the sweep."""
-        files = shared_files(child.pid for child in self._children.values())
+        leaders = [child.pid for child in self._children.values()]
+        self._scratch.see(leaders)
         for name, child in reversed(self._children.items()):
             if self._specs[name].step:
                 _signal(child, self._specs[name].stop_signal)
@@ -225,7 +262,7 @@ class Supervisor:
         for child in self._children.values():
             _signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has gone
             child.wait()
-        sweep(self._run_id, files)
+        self._scratch.remove()
 
     def _wait(self, children: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from asyncrl import config as configuration
 from asyncrl.addresses import STOP, STOPPED, Addresses
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
-from asyncrl.errors import Paused, ProcessDied
+from asyncrl.errors import LaunchError, Paused, ProcessDied
 from asyncrl.launch import forecast, precision, resume, run_folder
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_model, check_sandboxes
@@ -26,6 +27,8 @@ from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.replay import check_recording, differences
 from asyncrl.launch.restarts import restart_policy
+from asyncrl.launch.space import ERRORS, full
+from asyncrl.launch.stalls import Stalls
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.metrics.console import Console
 from asyncrl.tls import Authority
@@ -74,7 +77,13 @@ def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
             print(f"asyncrl: {submit(first, runs)}")
             return
     for folder, (config, _) in zip(folders, composed, strict=True):
-        launch(config, folder, began)
+        try:
+            launch(config, folder, began)
+        except OSError as error:
+            if error.errno not in ERRORS:
+                raise
+            where = [folder, Path(tempfile.gettempdir())]
+            raise LaunchError("\n".join([str(error), *full([place for place in where if place.exists()])])) from error
         began = time.time()
 
 
@@ -157,6 +166,8 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     )
     addresses.write(run_dir)
     specs = plan(config, addresses, placement, run_dir)
+    tell = [spec.name for spec in specs if spec.tells]
+    stalls = Stalls(run_dir, tell, config.cluster.stall_timeout) if config.cluster.stall_timeout else None
     if job:
         mounts = [folder for folder in (run_dir, model, teacher, judge) if folder]
         specs = job.steps(specs, run_dir, addresses.run_id, mounts, Registry(run_dir).file_of_run, job.requeued())
@@ -167,7 +178,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
         notes=[*forecast.lines(chosen, expected), *unprotected],
     )
     try:
-        supervise(config, run_dir, addresses, specs, job, console)
+        supervise(config, run_dir, addresses, specs, job, console, stalls)
     except ProcessDied as error:
         if not (config.cluster.requeues and resume.made_progress(run_dir, origin)):
             raise
@@ -191,7 +202,13 @@ def _model_configs(model: Path, teacher: Path | None, judge: Path | None) -> dic
 
 
 def supervise(
-    config: Config, run_dir: Path, addresses: Addresses, specs: list[ProcessSpec], job: Job | None, console: Console
+    config: Config,
+    run_dir: Path,
+    addresses: Addresses,
+    specs: list[ProcessSpec],
+    job: Job | None,
+    console: Console,
+    stalls: Stalls | None,
 ) -> None:
     """From the first process to the last. Raises as Supervisor.run does."""
     policy = restart_policy(run_dir, addresses, specs, job.has if job else None)
@@ -206,7 +223,7 @@ def supervise(
         console.follow()
 
     try:
-        Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy).run(each_poll)
+        Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy, stalls=stalls).run(each_poll)
     finally:
         lease.end()
 

@@ -24,9 +24,11 @@ class StepLog:
         started_at: float,
         tasks: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        begins: Callable[[str, int], None] = lambda span, step: None,
     ) -> None:
-        """`started_at` is the wall-clock time (time.time) of the command; `tasks` are those that training mixes."""
-        self._sinks, self._tasks, self._clock = sinks, tasks, clock
+        """`started_at` is the wall-clock time (time.time) of the command; `tasks` are those that training mixes;
+        `begins` is told of every span, and of which step it is."""
+        self._sinks, self._tasks, self._clock, self._begins = sinks, tasks, clock, begins
         self._offset = time.time() - started_at - clock()
         self._before = 0.0  # seconds of the runs that this one goes on from
         self._spans: dict[str, float] = {}
@@ -49,6 +51,7 @@ class StepLog:
     def span(self, name: str) -> Iterator[None]:
         """Adds to time/NAME of the current step."""
         began = self._clock()
+        self._begins(name, len(self.steps) + 1)
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncrl import tasks
 from asyncrl.access import Access
+from asyncrl.activity import Activity
 from asyncrl.addresses import READY, Addresses
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
@@ -63,6 +64,9 @@ async def main(run_dir: Path) -> None:
     """Serve until the launcher's SIGTERM, or until something dies."""
     contain(asyncio.get_running_loop())
     config, addresses = read(run_dir), Addresses.read(run_dir)
+    activity = Activity(run_dir, "rollout", config.cluster.stall_timeout)
+    activity.doing("starting", within=config.rollout.batch_timeout)
+    activity.watch()
     played = tasks.build_all(config)
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
     importing.done()
@@ -127,9 +131,12 @@ async def main(run_dir: Path) -> None:
                 inflight = client.inflight
                 working.create_task(room.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
 
+    following = asyncio.create_task(activity.follow())
     try:
         await serve(service, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
     finally:
+        following.cancel()
+        activity.doing("ending", within=config.cluster.stop_grace)
         await each(players.values(), "close")
         await each(scores.values(), "close")
         await close_shared()

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from asyncrl import jsonl  # noqa: E402
+from asyncrl.activity import Activity  # noqa: E402
 from asyncrl.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
@@ -56,6 +57,14 @@ from asyncrl.weights.export import save_hf  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # the peers' collectives give up this long after rank 0 must have spoken
+DOING = {
+    "start": "starts",
+    "wait_batch": "waits for a batch",
+    "train": "trains",
+    "publish": "publishes",
+    "save": "saves",
+    "end": "ends the run",
+}
 
 
 def main(run_dir: Path) -> None:
@@ -64,9 +73,10 @@ def main(run_dir: Path) -> None:
     config, addresses = read(run_dir), Addresses.read(run_dir)
     gpu = on_gpu(config.trainer, addresses.gpus)
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
+    activity, begins = _watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
     torch.use_deterministic_algorithms(config.deterministic)
-    policy = Policy(config, addresses.model, parallel)
+    policy = Policy(config, addresses.model, parallel, activity.part)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     door: Door
     publisher: Publisher | NoEngines
@@ -82,7 +92,10 @@ def main(run_dir: Path) -> None:
         first, end = 0, None
     warn = partial(_warn, run_dir)
     log = StepLog(
-        _sinks(config, addresses, run_dir, parallel, warn), started_at=addresses.started_at, tasks=tuple(config.mixture)
+        _sinks(config, addresses, run_dir, parallel, warn),
+        started_at=addresses.started_at,
+        tasks=tuple(config.mixture),
+        begins=begins,
     )
     stop = StopRule(config.run, end)
     shelf = Shelf(run_dir)
@@ -133,19 +146,32 @@ def main(run_dir: Path) -> None:
         asked_to_stop=(run_dir / STOP).exists,
     )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
+    begins("end", version)
     checkpoints.save(version)
     if reason != ASKED:
         export(run_dir / "hf")
     checkpoints.finish()
     if scores:
         scores.close()
-    if parallel.is_first and reason == ASKED:
-        (run_dir / STOP).rename(run_dir / STOPPED)
-    elif parallel.is_first:
+    if parallel.is_first:
         facts = {"reason": reason, "transport": why, **checkpoints.figures()}
-        _summarize(config, run_dir, door, log, facts)
+        _tell_the_end(config, run_dir, door, log, facts)
     dist.barrier()  # the peers stay until the summary is written: the first process to leave ends the run
     dist.destroy_process_group()
+    activity.end()
+
+
+def _watched(config: Config, run_dir: Path, longest: float) -> tuple[Activity, Callable[[str, int], None]]:
+    """What this rank does, told to the launcher, and how to say that a part of a step begins. Only training waits for
+    nobody who has a deadline of his own; `longest` is that of all others, in seconds."""
+    activity = Activity(run_dir, f"trainer-{os.environ['RANK']}", config.cluster.stall_timeout)
+
+    def begins(span: str, step: int) -> None:
+        activity.doing(f"step {step}, {DOING[span]}", within=None if span == "train" else longest)
+
+    begins("start", 0)
+    activity.watch()
+    return activity, begins
 
 
 def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: StopRule) -> int:
@@ -221,8 +247,11 @@ def _sinks(
     ]
 
 
-def _summarize(config: Config, run_dir: Path, door: Door, log: StepLog, facts: dict[str, Any]) -> None:
-    """summary.json, after a last evaluation on the final weights."""
+def _tell_the_end(config: Config, run_dir: Path, door: Door, log: StepLog, facts: dict[str, Any]) -> None:
+    """summary.json, after a last evaluation on the final weights; or that the run is to go on later."""
+    if facts["reason"] == ASKED:
+        (run_dir / STOP).rename(run_dir / STOPPED)
+        return
     accuracy = accuracies([], [])
     if config.eval_sets and config.mode == "train":
         after = door.evaluate(timeout=config.rollout.batch_timeout)

@@ -6,6 +6,7 @@ write have no value and are skipped: the table does not know them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,10 +28,14 @@ from asyncrl.trainer.sharded import Sharded
 class Critic:
     """One per rank, in the policy's layout."""
 
-    def __init__(self, config: Config, folder: Path, parallel: Parallel) -> None:
+    def __init__(
+        self, config: Config, folder: Path, parallel: Parallel, progress: Callable[[str], None] = lambda part: None
+    ) -> None:
         self._config, self._parallel = config, parallel
         start = Path(config.algo.critic_path).expanduser() if config.algo.critic_path else folder
-        self._network = Network(config.trainer, start, parallel, value_head=True)
+        self._network = Network(
+            config.trainer, start, parallel, value_head=True, progress=lambda part: progress(f"the critic's {part}")
+        )
         optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic_lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})
         self.optimizer = Optimizer(trainer, self._network, config.run.max_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,18 @@ class Network:
     """Under data parallelism, with gradients in float32. Under virtual pipelining a rank holds several chunks of
     layers, each a model of its own."""
 
-    def __init__(self, trainer: Trainer, folder: Path, parallel: Parallel, *, value_head: bool = False) -> None:
-        """The model of an HF folder; with `value_head` a number for each token in the place of the vocabulary."""
-        self._trainer, self._parallel = trainer, parallel
+    def __init__(
+        self,
+        trainer: Trainer,
+        folder: Path,
+        parallel: Parallel,
+        *,
+        value_head: bool = False,
+        progress: Callable[[str], None] = lambda part: None,
+    ) -> None:
+        """The model of an HF folder; with `value_head` a number for each token in the place of the vocabulary.
+        `progress` is told of each micro-batch that begins."""
+        self._trainer, self._parallel, self._progress = trainer, parallel, progress
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
@@ -104,8 +114,12 @@ class Network:
             yield from chunk.parameters()
 
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
+        which, kind = itertools.count(1), "" if not forward_only else " without gradient"
+        passes = len(packs) * len(self.wrapped)
+
         def forward_step(batches: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch, inner = next(batches), self._inner[model]
+            self._progress(f"micro-batch {next(which)} of {passes}{kind}")
 
             def loss_function(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss = visit(self._head(inner, hidden[0]), batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -39,17 +39,20 @@ from asyncrl.types import Batch, Group
 class Policy:
     """One per rank."""
 
-    def __init__(self, config: Config, folder: Path, parallel: Parallel) -> None:
+    def __init__(
+        self, config: Config, folder: Path, parallel: Parallel, progress: Callable[[str], None] = lambda part: None
+    ) -> None:
+        """Of the model in an HF folder; `progress` is told of each micro-batch that begins."""
         algo = config.algo
         self.config, self.parallel = config, parallel
-        self.network = Network(config.trainer, folder, parallel)
+        self.network = Network(config.trainer, folder, parallel, progress=progress)
         self.weights, self.hf = self.network.weights, self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
         self._optimizer = Optimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)
         self._replay = Replay(algo.replay_groups, config.rollout.max_staleness, config.run.seed)
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
-        self._critic = Critic(config, folder, parallel) if algo.advantage == "gae" else None
+        self._critic = Critic(config, folder, parallel, progress) if algo.advantage == "gae" else None
         self._warm_at = algo.critic_warmup if self._critic else 0
         self._temperature = config.rollout.temperature
         self._objective = Objective(algo, config.rollout)

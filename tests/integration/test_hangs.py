@@ -1,4 +1,5 @@
-"""Whoever hangs or raises, the run goes on: a user's agent and reward, the router, an engine between two publishes."""
+"""Whoever hangs or raises, the run goes on: a user's agent and reward, the router, an engine between two publishes.
+Where it cannot, a trainer rank or the rollout process, it ends, and tells what each was doing."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.launch.stalls import stack_file
 from tests.integration.running import (
     descendants,
     finish,
@@ -115,3 +117,54 @@ def test_router_and_engine_that_are_stopped_while_the_trainer_waits_are_replaced
     assert "stopped by SIGTERM" in text
     assert "engine-1 died (killed by SIGKILL" in text
     nothing_is_left(run_dir, started)
+
+
+def test_trainer_rank_that_is_stopped_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """The other rank waits for it in a collective, for half an hour if nobody looked."""
+    run_dir = tmp_path / "run"
+    overrides = ["run.max_steps=100000", "eval.questions=0", "trainer.tensor_parallel=2", "cluster.stall_timeout=10"]
+    with start(run_dir, *overrides) as process:
+        wait_for_step(process, run_dir, 2)
+        started = descendants(process)
+        os.kill(processes_of(process, run_dir)["trainer-1"], signal.SIGSTOP)
+        code, text = finish(process, run_dir, 90)
+    assert code == 1, text
+    assert "asyncrl-train: trainer-1 hangs: the last that it told is 'step " in text
+    (state,) = (line for line in text.splitlines() if line.startswith("  trainer-1: "))
+    assert state.startswith("  trainer-1: stopped by a signal; step ")
+    waiting = stack_file(run_dir / "logs", "trainer-0").read_text()
+    assert "train (asyncrl/trainer/loop.py" in waiting, waiting
+    assert "; in " in next(line for line in text.splitlines() if line.startswith("  rollout: waiting; serves, for 0 s"))
+    nothing_is_left(run_dir, started)
+
+
+BLOCKING = """
+import time
+
+class Agent:
+    async def run(self, prompt, generate):
+        from asyncrl.types import Trajectory, Turn
+        first = await generate(prompt.token_ids)
+        blocks_the_loop()
+        return Trajectory([Turn([], first)])
+
+def blocks_the_loop():
+    time.sleep(600)
+"""
+
+
+def test_agent_that_blocks_the_event_loop_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait without await: no time limit of an episode can end it, and nobody is served meanwhile."""
+    (tmp_path / "blocking.py").write_text(BLOCKING)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    run_dir = tmp_path / "run"
+    overrides = ["agent=blocking:Agent", "eval.questions=0", "cluster.stall_timeout=8"]
+    with start(run_dir, *overrides) as process:
+        code, text = finish(process, run_dir, 120)
+    assert code == 1, text
+    assert "rollout hangs: the last that it told is 'serves'" in text
+    (state,) = (line for line in text.splitlines() if line.startswith("  rollout: "))
+    assert "; in blocks_the_loop (blocking.py:12)" in state
+    nothing_is_left(run_dir)

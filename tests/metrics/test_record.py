@@ -135,7 +135,7 @@ def test_step_record_of_several_roles_has_the_reward_of_each_and_counts_what_was
 def test_summary_has_the_documented_fields_and_no_other() -> None:
     log = log_of(clock := Clock())
     stepped(log, clock, 1, GROUPS)
-    added = {"reason", "transport"} | written_keys("__main__.py", "_summarize")
+    added = {"reason", "transport"} | written_keys("__main__.py", "_tell_the_end")
     assert sorted(log.summary(10).keys() | added | accuracies([], []).keys()) == sorted(SUMMARY)
 
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.activity import TELL
 from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.slurm.task import MARK, Task, begin_file, end_file
+from asyncrl.launch.stalls import stack_file
 from asyncrl.leases import Lease
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,3 +141,18 @@ def test_launcher_that_was_never_seen_is_waited_for(tmp_path: Path) -> None:
     """A file system may show the lease late."""
     watch = {"lease": str(tmp_path / "none.lease"), "lost_timeout": 0.1, "look_seconds": 0.1}
     assert begun(tmp_path, "import time; time.sleep(2)", **watch).wait(30) == 0
+
+
+def test_task_that_is_asked_writes_down_what_its_process_is_doing(tmp_path: Path) -> None:
+    """Slurm passes the signal to all processes of the step: it is for the task alone."""
+    code = "import time\ndef stands_here():\n    time.sleep(60)\nprint('up', flush=True)\nstands_here()"
+    run = begun(tmp_path, code, logs=str(tmp_path), ranks=[{}, {}], rank=1)
+    until(lambda: "up" in (tmp_path / "out").read_text())
+    time.sleep(0.2)
+    run.send_signal(TELL)
+    os.kill(json.loads(begin_file(tmp_path, "it-1").read_text())["pid"], TELL)
+    until(stack_file(tmp_path, "it-1").exists)
+    assert "stands_here (<string>:3)" in stack_file(tmp_path, "it-1").read_text()
+    assert run.poll() is None
+    run.send_signal(signal.SIGUSR1)
+    assert run.wait(30) == 128 + signal.SIGTERM

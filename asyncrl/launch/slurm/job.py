@@ -120,6 +120,7 @@ class Job:
                 note(folder, spec.name).unlink(missing_ok=True)
         trainers = [spec for spec in specs if spec.name.startswith("trainer-")]
         watch = {"lease": str(lease), "lost_timeout": self.settings.lost_timeout, "orphaned": list(orphaned)}
+        watch["logs"] = str(run_dir / "logs")
         others = [self._step(spec, folder, run_id, mounts, watch) for spec in specs if spec not in trainers]
         return [*others, *([self._ranks(trainers, folder, run_id, mounts, watch)] if trainers else [])]
 

@@ -1,7 +1,8 @@
 """One process of a run on its machine, as srun starts it: python -m asyncrl.launch.slurm.task FILE.
 
-FILE says what to start; the launcher wrote it on the shared file system. srun passes SIGUSR1 on, which asks the process
-to stop; SIGTERM to srun makes Slurm kill the step at once. Whatever the process leaves behind on this machine is ended.
+FILE says what to start; the launcher wrote it on the shared file system. srun passes signals on: SIGUSR1 asks the
+process to stop, SIGUSR2 asks us for its stack; SIGTERM to srun makes Slurm kill the step at once. Whatever the process
+leaves behind on this machine is ended.
 
 waits for     FILE, on a slow file system; then the process; and for a sign of life of the launcher (leases.py), whose
               machine may have failed: Slurm would keep the others, and what runs there, until the job's limit
@@ -23,8 +24,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launch.leftovers import die_with_parent, shared_files, sweep
+from asyncrl.activity import TELL
+from asyncrl.launch.leftovers import Scratch, die_with_parent
 from asyncrl.launch.numa import near
+from asyncrl.launch.stalls import stack_file, write_stack
 from asyncrl.leases import COUNTED_SECONDS, Watched
 
 FILE_SECONDS = 120.0
@@ -51,6 +54,8 @@ class Task:
     """Seconds for which it may not."""
     look_seconds: float = COUNTED_SECONDS
     """Between two looks at it."""
+    logs: str = ""
+    """Folder for the stack of the process, where one asks for it (launch/stalls.py)."""
     orphaned: list[str] = field(default_factory=list)
     """What one of the tasks does then: a command of Slurm's."""
 
@@ -92,10 +97,13 @@ def main(path: Path) -> int:
     mine = {**task.env, **(task.ranks[rank] if task.ranks else {})}
     mark = f"{task.run_id}/{name}"
     stopping: list[float] = []
+    asked_to_tell: list[bool] = []
     signal.signal(signal.SIGUSR1, lambda *_: stopping.append(time.monotonic()))
+    signal.signal(TELL, lambda *_: asked_to_tell.append(True))
+    scratch = Scratch(mark, MARK)
     child = subprocess.Popen(
         task.argv,
-        env={**os.environ, **mine, MARK: mark},
+        env={**os.environ, **mine, **scratch.environment, MARK: mark},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=lambda: _prepare(mine.get("CUDA_VISIBLE_DEVICES", "")),
@@ -107,15 +115,19 @@ def main(path: Path) -> int:
         if launcher and not orphaned and launcher.ended():
             orphaned = True
             _signal(child.pid, signal.SIGKILL)
+        scratch.note([child.pid])
+        if asked_to_tell and task.logs:
+            asked_to_tell.clear()
+            write_stack(child.pid, stack_file(Path(task.logs), name))
         if stopping and not asked:
             _signal(child.pid, task.stop_signal)
             asked = True
         elif stopping and time.monotonic() > stopping[0] + task.grace:
             _signal(child.pid, signal.SIGKILL)
         time.sleep(0.05)
-    files = shared_files([child.pid])
+    scratch.see([child.pid])
     _signal(child.pid, signal.SIGKILL)  # what is left of its group
-    sweep(mark, files, variable=MARK)
+    scratch.remove()
     code = child.returncode
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python takes handlers away before it ends
     if orphaned:
@@ -139,8 +151,9 @@ def _orphaned(task: Task, folder: Path) -> None:
 
 
 def _prepare(visible: str) -> None:
-    """Slurm signals every process of a step: SIGUSR1 is for us alone. Who is killed takes its process along."""
+    """Slurm signals every process of a step: these are for us alone. Who is killed takes its process along."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(TELL, signal.SIG_IGN)
     die_with_parent()
     near(visible)
 

@@ -1,0 +1,85 @@
+"""Nothing of a run stays on its machine: not of one that ended, nor, once another begins, of one that was killed. And
+where a disk has no room for it, the run says so."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.launch.leftovers import PREFIX, SHARED, shared_files
+from tests.integration.running import (
+    alive,
+    descendants,
+    finish,
+    output,
+    processes_of,
+    run,
+    start,
+    wait_for_step,
+)
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In the place of /tmp, where other runs may be at work; short, for sockets have names there."""
+    folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_run_that_was_killed_with_all_its_processes_is_cleaned_up_by_the_next(temporary: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "killed"
+    with start(run_dir, "run.max_steps=100000", "eval.questions=0", "engine.count=2") as process:
+        wait_for_step(process, run_dir, 2)
+        mapped = shared_files(processes_of(process, run_dir).values())
+        started = [psutil.Process(process.pid), *descendants(process)]
+        for one in started:
+            one.send_signal(signal.SIGSTOP)  # none may clean up after another
+        for one in started:
+            one.send_signal(signal.SIGKILL)
+        assert finish(process, run_dir, 60)[0] == -signal.SIGKILL, output(run_dir)
+    deadline = time.monotonic() + 10
+    while alive(started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive(started) == []
+    assert mapped
+    assert all(file.parent == SHARED for file in mapped)
+    assert any(file.exists() for file in mapped)
+    assert len(list(temporary.glob(f"{PREFIX}*"))) == 1
+    run(tmp_path / "next", "run.max_steps=1", "eval.questions=0")
+    assert [file for file in mapped if file.exists()] == []
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("asyncrl-ports-")] == []
+
+
+ON_A_SMALL_DISK = "mount -t tmpfs -o size=300k none {folder} && exec {python} -m asyncrl.launch.main experiment=tiny"
+
+
+def test_full_disk_is_named_although_no_process_could_write_why(tmp_path: Path) -> None:
+    """Of 300 KB, in a mount namespace: the logs, the metrics and the traceback lie on the disk that is full."""
+    folder, out = tmp_path / "small", tmp_path / "out"
+    folder.mkdir()
+    own = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
+        own = ["unshare", "--mount"]
+        if subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
+            pytest.skip("no mount namespaces here")
+    script = ON_A_SMALL_DISK.format(folder=folder, python=sys.executable)
+    settings = [f"run.dir={folder}/run", "run.max_steps=100000", "eval.questions=0", "record=true"]
+    with out.open("w") as file:
+        command = [*own, "sh", "-c", f'{script} "$@"', "sh", *settings]
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=300, check=False)
+    text = out.read_text()
+    assert done.returncode == 1, text
+    assert f"No space left on device: {folder}/run. Make room there" in text, text

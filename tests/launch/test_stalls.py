@@ -1,0 +1,262 @@
+"""A process that lives and does not go on is found within its deadline, and named before those that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.activity import FOLDER, Activity
+from asyncrl.errors import ProcessDied
+from asyncrl.launch.leftovers import carrying
+from asyncrl.launch.plan import ProcessSpec
+from asyncrl.launch.processes import Supervisor
+from asyncrl.launch.stalls import SHOWN, Stalls, innermost, stack_file, state, write_stack
+from tests.test_leases import Clock
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 100.0
+EVERY = 5.0
+
+RANK = f"""
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from asyncrl.activity import Activity
+
+def waits_for_ever():
+    while True:
+        time.sleep(0.1)
+
+activity = Activity(Path(sys.argv[1]), os.environ["NAME"], float(os.environ["PATIENCE"]))
+activity.watch()
+activity.doing("step 3, trains")
+activity.part("micro-batch 2 of 8")
+print("up", flush=True)
+if os.environ["HANGS"] == "yes":
+    waits_for_ever()
+while True:
+    time.sleep(0.05)
+    activity.part("micro-batch 2 of 8")
+"""
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class Ranks:
+    """Two ranks and who watches them, on one clock."""
+
+    def __init__(self, run_dir: Path, clock: Clock) -> None:
+        self.clock = clock
+        self.stalls = Stalls(run_dir, ["trainer-0", "trainer-1"], PATIENCE, clock)
+        self.rank = [Activity(run_dir, f"trainer-{rank}", PATIENCE, clock) for rank in range(2)]
+
+    def pass_time(self, seconds: float, renewing: tuple[int, ...] = (0, 1), working: tuple[int, ...] = (0, 1)) -> list:
+        end = self.clock.now + seconds
+        found = []
+        while self.clock.now < end and not found:
+            self.clock.now += EVERY
+            for rank in working:
+                self.rank[rank].part("another")
+            for rank in renewing:
+                self.rank[rank].renew()
+            found = self.stalls.find()
+        return found
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, clock: Clock) -> Ranks:
+    return Ranks(tmp_path, clock)
+
+
+def test_ranks_that_go_on_are_left_in_peace(ranks: Ranks) -> None:
+    assert ranks.pass_time(10 * PATIENCE) == []
+
+
+def test_rank_that_stands_in_one_micro_batch_is_found_when_its_time_is_over(ranks: Ranks) -> None:
+    ranks.pass_time(20.0)
+    ranks.rank[1].doing("step 3, trains")
+    ranks.rank[1].part("micro-batch 2 of 8")
+    assert ranks.pass_time(PATIENCE - 2 * EVERY, working=(0,)) == []
+    (found,) = ranks.pass_time(4 * EVERY, working=(0,))
+    assert (found.name, found.doing, found.silent) == ("trainer-1", "step 3, trains, micro-batch 2 of 8", False)
+    assert found.seconds == pytest.approx(PATIENCE, abs=2 * EVERY)
+
+
+def test_wait_has_the_time_that_it_asks_for(ranks: Ranks) -> None:
+    for rank in ranks.rank:
+        rank.doing("waits for a batch", within=5 * PATIENCE)
+    assert ranks.pass_time(4.5 * PATIENCE, working=()) == []
+    assert {one.name for one in ranks.pass_time(PATIENCE, working=())} == {"trainer-0", "trainer-1"}
+
+
+def test_rank_that_gives_no_sign_of_life_is_named_before_those_that_wait_for_it(ranks: Ranks) -> None:
+    """However long it may wait: a process that is stopped renews nothing."""
+    ranks.pass_time(20.0)
+    for rank in ranks.rank:
+        rank.doing("waits for a batch", within=50 * PATIENCE)
+    ranks.pass_time(EVERY, working=())
+    found = ranks.pass_time(2 * PATIENCE, renewing=(1,), working=())
+    assert [(one.name, one.doing, one.silent) for one in found] == [("trainer-0", "waits for a batch", True)]
+
+
+def test_rank_that_has_ended_or_has_not_begun(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks.pass_time(PATIENCE - 2 * EVERY, renewing=(0,), working=(0,)) == []
+    assert [one.name for one in ranks.pass_time(3 * EVERY, renewing=(0,), working=(0,))] == ["trainer-1"]
+    ranks = Ranks(tmp_path, ranks.clock)
+    assert ranks.pass_time(PATIENCE / 2) == []
+    ranks.rank[1].end()
+    assert ranks.pass_time(3 * PATIENCE, renewing=(0,), working=(0,)) == []
+
+
+def test_time_in_which_nobody_could_look_is_not_counted(ranks: Ranks) -> None:
+    """A job that Slurm suspends, a laptop that sleeps: the launcher was stopped, too."""
+    ranks.pass_time(20.0)
+    ranks.rank[0].part("micro-batch 2 of 8")
+    ranks.clock.now += 100 * PATIENCE
+    assert ranks.pass_time(PATIENCE / 2, working=(1,)) == []
+    assert ranks.pass_time(PATIENCE, working=(1,)) != []
+
+
+def test_folder_that_cannot_be_read_is_nobodys_fault(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.pass_time(20.0)
+
+    def refuses(*_: object) -> list[str]:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("asyncrl.leases.os.listdir", refuses)
+        patched.setattr(Path, "read_text", refuses)
+        assert ranks.pass_time(3 * PATIENCE, renewing=()) == []
+
+
+def test_message_names_the_first_and_tells_of_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.pass_time(20.0)
+    found = ranks.pass_time(3 * PATIENCE, renewing=(0,), working=(0,))
+    stack_file(tmp_path, "trainer-1").write_text(
+        'stopped by a signal\nProcess 7: python\nPython v3.11\n\nThread 78 (idle): "other"\n    a (a.py:1)\n'
+        'Thread 7 (idle): "MainThread"\n    all_reduce (ddp.py:12)\n    main (b.py:3)\n'
+    )
+    text = ranks.stalls.message(found, tmp_path)
+    assert text.startswith("trainer-1 hangs: ")
+    assert "cluster.stall_timeout, 100 s" in text
+    assert "trainer-1: stopped by a signal; starting, another, for 1" in text
+    assert text.index("; in all_reduce (ddp.py:12)") < text.index("trainer-0: does not answer; starting, another")
+
+
+def test_message_of_a_thousand_ranks_is_short(tmp_path: Path, clock: Clock) -> None:
+    stalls = Stalls(tmp_path, [f"trainer-{rank}" for rank in range(1000)], PATIENCE, clock)
+    found = []
+    while not found:
+        clock.now += EVERY
+        found = stalls.find()
+    text = stalls.message(found, tmp_path)
+    assert len(text.splitlines()) == SHOWN + 3
+    assert "and 992 more" in text
+    assert "it has told nothing since it was started" in text
+
+
+def test_files_of_an_earlier_life_are_removed(tmp_path: Path, clock: Clock) -> None:
+    Activity(tmp_path, "trainer-0", PATIENCE, clock).renew()
+    assert list((tmp_path / FOLDER).iterdir())
+    Stalls(tmp_path, ["trainer-0"], PATIENCE, clock)
+    assert not list((tmp_path / FOLDER).iterdir())
+
+
+def test_loop_that_a_user_blocks_does_not_go_on(tmp_path: Path) -> None:
+    """A reward that waits without await: the process lives, renews its file, and serves nobody."""
+    activity = Activity(tmp_path, "rollout", 1.0)
+    stalls = Stalls(tmp_path, ["rollout"], 1.0)
+    activity.watch()
+    found = []
+
+    async def serve() -> None:
+        following = asyncio.create_task(activity.follow())
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            await asyncio.sleep(0.05)
+            assert stalls.find() == []
+        while not found and time.monotonic() < end + 10:
+            time.sleep(0.05)  # noqa: ASYNC251  (what a user does)
+            found.extend(stalls.find())
+        following.cancel()
+
+    asyncio.run(serve())
+    activity.end()
+    (stalled,) = found
+    assert (stalled.name, stalled.doing, stalled.silent) == ("rollout", "serves", False)
+
+
+def test_stack_of_a_stopped_process_is_read_from_outside(tmp_path: Path) -> None:
+    code = "import time\ndef stands_here():\n    time.sleep(60)\nprint('up', flush=True)\nstands_here()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        assert child.stdout.readline() == b"up\n"
+        time.sleep(0.2)
+        child.send_signal(signal.SIGSTOP)
+        while state(child.pid) != "stopped by a signal":
+            time.sleep(0.01)
+        write_stack(child.pid, stack_file(tmp_path, "it"))
+        lines = stack_file(tmp_path, "it").read_text().splitlines()
+        child.kill()
+    assert lines[0] == "stopped by a signal"
+    assert innermost(lines) == "; in stands_here (<string>:3)"
+    assert state(child.pid) == "dead"
+
+
+@pytest.mark.parametrize("py_spy", [True, False], ids=["py-spy", "without"])
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "hangs"])
+def test_run_ends_and_says_what_each_was_doing(
+    stopped: bool, py_spy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without py-spy a process that still answers writes its stacks to its log; of one that is stopped there are the
+    state and what it told last."""
+    run_id = secrets.token_hex(8)
+    (tmp_path / "logs").mkdir()
+    if not py_spy:
+        monkeypatch.setattr("asyncrl.launch.stalls.shutil.which", lambda *_, **__: None)
+
+    def spec(rank: int) -> ProcessSpec:
+        hangs = "yes" if rank == 1 and not stopped else "no"
+        env = {"ASYNCRL_RUN_ID": run_id, "NAME": f"trainer-{rank}", "HANGS": hangs, "PATIENCE": "2"}
+        argv = [sys.executable, "-c", RANK, str(tmp_path)]
+        return ProcessSpec(f"trainer-{rank}", argv, env, ends_the_run=True, tells=True)
+
+    acted = []
+
+    def stop_one() -> None:
+        told = tmp_path / FOLDER / "trainer-1.lease"
+        if stopped and not acted and told.exists() and "micro-batch" in told.read_text():
+            (pid,) = carrying(b"NAME=trainer-1")
+            os.kill(pid, signal.SIGSTOP)
+            acted.append(pid)
+
+    stalls = Stalls(tmp_path, ["trainer-0", "trainer-1"], 2.0)
+    began = time.monotonic()
+    with pytest.raises(ProcessDied) as raised:
+        Supervisor([spec(0), spec(1)], tmp_path, run_id, 1.0, stalls=stalls).run(stop_one)
+    assert time.monotonic() - began < 20.0
+    text = str(raised.value)
+    assert text.startswith("trainer-1 hangs: the last that it told is 'step 3, trains, micro-batch 2 of 8'")
+    assert f"trainer-1: {'stopped by a signal' if stopped else 'waiting'}; step 3, trains, micro-batch 2 of 8" in text
+    assert "trainer-0: " in text
+    log = (tmp_path / "logs" / "trainer-1.log").read_text()
+    if py_spy:
+        assert "trainer-0: waiting; step 3, trains, micro-batch 2 of 8, for 0 s; in " in text
+        assert stopped or "in waits_for_ever (<string>:9)" in text
+    else:
+        assert "py-spy is not installed" in stack_file(tmp_path / "logs", "trainer-1").read_text()
+        assert stopped or "in waits_for_ever" in log
+    assert carrying(f"ASYNCRL_RUN_ID={run_id}".encode()) == []
