@@ -17,7 +17,7 @@ PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 OPEN = {  # to all
     *("types", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases", "importing"),
-    *("access", "terminal", "stores", "activity"),
+    *("access", "terminal", "stores", "progress"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -29,7 +29,7 @@ ALLOWED = {
     "importing": set(),
     "ports": {"errors"},
     "leases": set(),
-    "activity": {"leases"},
+    "progress": {"leases"},
     "imports": {"errors"},
     "routing": set(),
     "config": {"errors"},

@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 
 def _workload(config: Config, folder: Path) -> Workload:
     rollout = config.rollout
-    beginning, question = _prompt_tokens(folder, tasks.build_all(config))
+    beginning, question = _prompt_tokens(config, folder, tasks.build_all(config))
     return Workload(
         groups=rollout.batch_groups,
         group_size=rollout.group_size,
@@ -96,14 +96,15 @@ def _workload(config: Config, folder: Path) -> Workload:
     )
 
 
-def _prompt_tokens(folder: Path, built: Mapping[str, Task]) -> tuple[float, float]:
+def _prompt_tokens(config: Config, folder: Path, built: Mapping[str, Task]) -> tuple[float, float]:
     """Tokens that the prompts of a task begin with in common, and the further ones of each: means over the tasks."""
     split = _tokenizer(folder)
     common, further = [], []
-    for task in built.values():
+    for name, task in built.items():
         prompts = []
         for index in range(min(SAMPLED, task.size or SAMPLED)):
-            contents = [str(message["content"]) for message in task.question(index)["messages"]]
+            question = tasks.ask(task, index, config.field_of(name))
+            contents = [str(message["content"]) for message in question["messages"]]
             prompts.append([token for text in contents for token in [*[None] * PER_MESSAGE, *split(text)]])
         same = 0
         while len({prompt[same] if same < len(prompt) else same for prompt in prompts}) == 1 and same < len(prompts[0]):

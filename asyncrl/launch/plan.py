@@ -47,7 +47,7 @@ class ProcessSpec:
     stop_signal: int = signal.SIGTERM
     node: str = ""  # the machine, where there are several
     step: bool = False  # argv is an srun, which passes signals on, and kills the process at SIGTERM
-    tells: bool = False  # what it is doing, in a file (activity.py)
+    tells: bool = False  # what it is doing, in a file (progress.py)
     together: str = ""  # processes of one name here live and die together: the ranks of an engine on several machines
 
 

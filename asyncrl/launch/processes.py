@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncrl.activity import TELL
 from asyncrl.addresses import PEER_FAILED, STOP, STOPPED
 from asyncrl.errors import Paused, ProcessDied, Stopped
 from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent
@@ -33,6 +32,7 @@ from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.slurm.task import end_file
 from asyncrl.launch.space import full
 from asyncrl.launch.stalls import ANSWER_SECONDS, STACK_SECONDS, Stalled, Stalls, stack_file, write_stack
+from asyncrl.progress import TELL
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20

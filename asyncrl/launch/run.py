@@ -46,12 +46,17 @@ def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
 def check(composed: list[tuple[Config, list[str]]]) -> int:
     """--check: print what would be wrong with these runs, and start nothing. Returns 1 if one would fail, else 0."""
     from asyncrl.launch.preflight.findings import failed, rendered
+    from asyncrl.launch.preflight.questions import check_questions
     from asyncrl.launch.preflight.run import preflight
+    from asyncrl.models import catalog
 
     wrong = 0
     for folder, (config, _) in zip(_folders(composed), composed, strict=True):
         job = _job(config)
         findings = preflight(config, folder, job.probed(config) if job else None)
+        wrong_here = [one.field for one in findings if one.level == "error"]
+        if config.mode != "replay" and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
+            findings += check_questions(config, catalog.resolve(config.model.path))
         print(rendered(findings), flush=True)
         wrong |= failed(findings)
     return int(wrong)

@@ -1,7 +1,7 @@
 """Processes of the run that live and do not go on: which, since when, and what each of them was doing.
 
 A trainer rank that hangs takes all others along, which wait for it in a collective. So all are described: by what they
-told last (activity.py), by the state that the kernel gives them, and by their Python stacks (py-spy, which needs no
+told last (progress.py), by the state that the kernel gives them, and by their Python stacks (py-spy, which needs no
 answer of a process that is stopped; where it may not look, the process is asked to write its stacks to its log).
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.activity import FOLDER, TELL, renew_seconds
 from asyncrl.leases import SUFFIX, Leases
+from asyncrl.progress import FOLDER, TELL, renew_seconds
 
 STATES = {
     "R": "running",

@@ -1,6 +1,7 @@
 """The model families that the trainer can build: an HF config in Megatron's terms, told without torch.
 
-A family is one entry of ARCHITECTURES, put together from the parts below, and one table in weights/names.py.
+A family is one entry of ARCHITECTURES, put together from the parts below, its names (weights/names.py), and how the
+engines hold them (weights/engine_layout.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from asyncrl import tasks
 from asyncrl.access import Access
-from asyncrl.activity import Activity
 from asyncrl.addresses import READY, Addresses
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
@@ -28,6 +27,7 @@ from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
+from asyncrl.progress import Progress
 from asyncrl.records.events import Began
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
@@ -64,9 +64,9 @@ async def main(run_dir: Path) -> None:
     """Serve until the launcher's SIGTERM, or until something dies."""
     contain(asyncio.get_running_loop())
     config, addresses = read(run_dir), Addresses.read(run_dir)
-    activity = Activity(run_dir, "rollout", config.cluster.stall_timeout)
-    activity.doing("starting", within=config.rollout.batch_timeout)
-    activity.watch()
+    progress = Progress(run_dir, "rollout", config.cluster.stall_timeout)
+    progress.doing("starting", within=config.rollout.batch_timeout)
+    progress.watch()
     played = tasks.build_all(config)
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
     importing.done()
@@ -131,12 +131,12 @@ async def main(run_dir: Path) -> None:
                 inflight = client.inflight
                 working.create_task(room.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
 
-    following = asyncio.create_task(activity.follow())
+    following = asyncio.create_task(progress.follow())
     try:
         await serve(service, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
     finally:
         following.cancel()
-        activity.doing("ending", within=config.cluster.stop_grace)
+        progress.doing("ending", within=config.cluster.stop_grace)
         await each(players.values(), "close")
         await each(scores.values(), "close")
         await close_shared()

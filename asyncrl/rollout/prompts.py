@@ -19,7 +19,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.envs.tools.system import ignores_tools, tools_in_system
 from asyncrl.errors import ConfigError
-from asyncrl.tasks import Question, Task
+from asyncrl.tasks import Question, Task, ask
 from asyncrl.types import Prompt, Template
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Prompts:
         self._tasks, self._template, self._tell = tasks, template, tell
         self._refuses = config.rollout.overlong_prompts == "refuse"
         self.left_out: Counter[str] = Counter()  # questions of tasks without an end that were too long
-        self._questions, self._seed = config.eval.questions, config.run.seed
+        self._questions, self._seed, self._field = config.eval.questions, config.run.seed, config.field_of
         self._longest = model_length - config.rollout.max_new_tokens
         self._serial = 0
         self._drawn: Counter[str] = Counter()
@@ -178,7 +178,7 @@ class Prompts:
         found: dict[int, int] = {}
         begins = len(self._template.begin([{"role": "user", "content": ""}], ()))
         for index in range(task.size):
-            question = self._with_tools(task.question(index))
+            question = self._with_tools(ask(task, index, self._field(name)))
             messages = question["messages"]
             most = begins + len(msgspec.json.encode(messages)) + TEMPLATE_BYTES * len(messages)
             if question.get("tools") or most > self._longest:
@@ -201,7 +201,7 @@ class Prompts:
         """None where it is too long, and may be left out."""
         if index in self._overlong[name]:
             return None
-        question = self._with_tools(self._tasks[name].question(index))
+        question = self._with_tools(ask(self._tasks[name], index, self._field(name)))
         ids = self._template.begin(question["messages"], question.get("tools", ()))
         if len(ids) <= self._longest:
             return ids, question

@@ -10,11 +10,20 @@ from typing import Any, Protocol
 
 from asyncrl.config import Config
 from asyncrl.config import Task as TaskConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
 from asyncrl.imports import load
 from asyncrl.tasks.own import own_task
 
 Question = dict[str, Any]
+
+
+def ask(task: Task, index: int, field: str) -> Question:
+    """Question `index` of the task in this field. Raises ConfigError for whatever a user's task raises instead."""
+    try:
+        with raised_by("question"):
+            return task.question(index)
+    except EpisodeFailed as failed:
+        raise ConfigError(field, index, f"The task has no such question: it raised {failed.detail}.") from failed
 
 
 class Task(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from functools import lru_cache
 from typing import Any
 
 from asyncrl.config import Task as TaskConfig
@@ -10,6 +12,9 @@ from asyncrl.tasks import Question
 from asyncrl.tasks.chats import head
 
 ENDLESS = 2**31 - 1  # a virtual size: questions are made when they are asked for
+BLOCK = 256
+LISTING = ("acre", "gsm_symbolic", "list_functions", "word_ladder")
+"""Generators that list all of their questions when they are made, or refuse so many: made for BLOCK at a time."""
 SHOT_SEED = 99  # examples come from another stream than the questions
 
 
@@ -22,11 +27,14 @@ class ReasoningGym:
     def __init__(self, config: TaskConfig) -> None:
         import reasoning_gym
 
+        def made(size: int, seed: int) -> Any:
+            return reasoning_gym.create_dataset(config.name, size=size, seed=seed, **config.params)
+
+        self._block = BLOCK if config.name in LISTING else ENDLESS
+        self._of_block = lru_cache(64)(lambda number: made(self._block, 1 + number * self._block))
         try:
-            self._questions = reasoning_gym.create_dataset(config.name, size=ENDLESS, seed=1, **config.params)
-            shots = reasoning_gym.create_dataset(
-                config.name, size=max(1, config.shots), seed=SHOT_SEED, **config.params
-            )
+            self._questions = self._of_block(0)
+            shots = made(max(1, config.shots), SHOT_SEED)
         except (ValueError, TypeError, AssertionError) as error:
             raise ConfigError(
                 "task.name / task.params", (config.name, config.params), f"reasoning-gym refuses: {error}"
@@ -36,7 +44,13 @@ class ReasoningGym:
 
     def question(self, index: int) -> Question:
         """The generator's entry, after the worked examples."""
-        entry: dict[str, Any] = self._questions[index]
+        block, place = divmod(index, self._block)
+        before = random.getstate()
+        random.seed(index)  # some generators draw from it beside their own
+        try:
+            entry: dict[str, Any] = self._of_block(block)[place]
+        finally:
+            random.setstate(before)
         asked = {"role": "user", "content": entry["question"]}
         return {"messages": [*self._head, asked], "entry": entry, "answer": str(entry["answer"])}
 

@@ -26,7 +26,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from asyncrl import jsonl  # noqa: E402
-from asyncrl.activity import Activity  # noqa: E402
 from asyncrl.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
@@ -39,6 +38,7 @@ from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
 from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.progress import Progress  # noqa: E402
 from asyncrl.terminal import visible  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
@@ -73,10 +73,10 @@ def main(run_dir: Path) -> None:
     config, addresses = read(run_dir), Addresses.read(run_dir)
     gpu = on_gpu(config.trainer, addresses.gpus)
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
-    activity, begins = _watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2)
+    progress, begins = _watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
     torch.use_deterministic_algorithms(config.deterministic)
-    policy = Policy(config, addresses.model, parallel, activity.part)
+    policy = Policy(config, addresses.model, parallel, progress.part)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     door: Door
     publisher: Publisher | NoEngines
@@ -158,20 +158,20 @@ def main(run_dir: Path) -> None:
         _tell_the_end(config, run_dir, door, log, facts)
     dist.barrier()  # the peers stay until the summary is written: the first process to leave ends the run
     dist.destroy_process_group()
-    activity.end()
+    progress.end()
 
 
-def _watched(config: Config, run_dir: Path, longest: float) -> tuple[Activity, Callable[[str, int], None]]:
+def _watched(config: Config, run_dir: Path, longest: float) -> tuple[Progress, Callable[[str, int], None]]:
     """What this rank does, told to the launcher, and how to say that a part of a step begins. Only training waits for
     nobody who has a deadline of his own; `longest` is that of all others, in seconds."""
-    activity = Activity(run_dir, f"trainer-{os.environ['RANK']}", config.cluster.stall_timeout)
+    progress = Progress(run_dir, f"trainer-{os.environ['RANK']}", config.cluster.stall_timeout)
 
     def begins(span: str, step: int) -> None:
-        activity.doing(f"step {step}, {DOING[span]}", within=None if span == "train" else longest)
+        progress.doing(f"step {step}, {DOING[span]}", within=None if span == "train" else longest)
 
     begins("start", 0)
-    activity.watch()
-    return activity, begins
+    progress.watch()
+    return progress, begins
 
 
 def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: StopRule) -> int:

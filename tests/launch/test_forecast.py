@@ -76,7 +76,9 @@ class Questions:
 
 def test_common_beginning_of_prompts_is_counted_in_tokens_and_not_in_messages(tmp_path: Path) -> None:
     task: Any = Questions()
-    common, further = forecast._prompt_tokens(tmp_path, {"task": task})  # no tokenizer: four characters a token
+    common, further = forecast._prompt_tokens(
+        tiny_config(), tmp_path, {"task": task}
+    )  # no tokenizer: four characters a token
     assert common == forecast.PER_MESSAGE + 5 + forecast.PER_MESSAGE + 7
     assert further == 2
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.activity import FOLDER, Activity
 from asyncrl.errors import ProcessDied
 from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.stalls import SHOWN, Stalls, innermost, stack_file, state, write_stack
+from asyncrl.progress import FOLDER, Progress
 from tests.test_leases import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,22 +29,22 @@ RANK = f"""
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from asyncrl.activity import Activity
+from asyncrl.progress import Progress
 
 def waits_for_ever():
     while True:
         time.sleep(0.1)
 
-activity = Activity(Path(sys.argv[1]), os.environ["NAME"], float(os.environ["PATIENCE"]))
-activity.watch()
-activity.doing("step 3, trains")
-activity.part("micro-batch 2 of 8")
+progress = Progress(Path(sys.argv[1]), os.environ["NAME"], float(os.environ["PATIENCE"]))
+progress.watch()
+progress.doing("step 3, trains")
+progress.part("micro-batch 2 of 8")
 print("up", flush=True)
 if os.environ["HANGS"] == "yes":
     waits_for_ever()
 while True:
     time.sleep(0.05)
-    activity.part("micro-batch 2 of 8")
+    progress.part("micro-batch 2 of 8")
 """
 
 
@@ -59,7 +59,7 @@ class Ranks:
     def __init__(self, run_dir: Path, clock: Clock) -> None:
         self.clock = clock
         self.stalls = Stalls(run_dir, ["trainer-0", "trainer-1"], PATIENCE, clock)
-        self.rank = [Activity(run_dir, f"trainer-{rank}", PATIENCE, clock) for rank in range(2)]
+        self.rank = [Progress(run_dir, f"trainer-{rank}", PATIENCE, clock) for rank in range(2)]
 
     def pass_time(self, seconds: float, renewing: tuple[int, ...] = (0, 1), working: tuple[int, ...] = (0, 1)) -> list:
         end = self.clock.now + seconds
@@ -169,7 +169,7 @@ def test_message_of_a_thousand_ranks_is_short(tmp_path: Path, clock: Clock) -> N
 
 
 def test_files_of_an_earlier_life_are_removed(tmp_path: Path, clock: Clock) -> None:
-    Activity(tmp_path, "trainer-0", PATIENCE, clock).renew()
+    Progress(tmp_path, "trainer-0", PATIENCE, clock).renew()
     assert list((tmp_path / FOLDER).iterdir())
     Stalls(tmp_path, ["trainer-0"], PATIENCE, clock)
     assert not list((tmp_path / FOLDER).iterdir())
@@ -177,13 +177,13 @@ def test_files_of_an_earlier_life_are_removed(tmp_path: Path, clock: Clock) -> N
 
 def test_loop_that_a_user_blocks_does_not_go_on(tmp_path: Path) -> None:
     """A reward that waits without await: the process lives, renews its file, and serves nobody."""
-    activity = Activity(tmp_path, "rollout", 1.0)
+    progress = Progress(tmp_path, "rollout", 1.0)
     stalls = Stalls(tmp_path, ["rollout"], 1.0)
-    activity.watch()
+    progress.watch()
     found = []
 
     async def serve() -> None:
-        following = asyncio.create_task(activity.follow())
+        following = asyncio.create_task(progress.follow())
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
             await asyncio.sleep(0.05)
@@ -194,7 +194,7 @@ def test_loop_that_a_user_blocks_does_not_go_on(tmp_path: Path) -> None:
         following.cancel()
 
     asyncio.run(serve())
-    activity.end()
+    progress.end()
     (stalled,) = found
     assert (stalled.name, stalled.doing, stalled.silent) == ("rollout", "serves", False)
 

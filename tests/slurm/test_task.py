@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.activity import TELL
 from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.slurm.task import MARK, Task, begin_file, end_file
 from asyncrl.launch.stalls import stack_file
 from asyncrl.leases import Lease
+from asyncrl.progress import TELL
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = "import time; print('up', flush=True); time.sleep(60)"

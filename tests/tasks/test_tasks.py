@@ -9,12 +9,15 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import reasoning_gym
 
 from asyncrl import tasks
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.reward import Answer
+from asyncrl.rollout.prompts import EVAL_OFFSET
 from asyncrl.tasks import build_all
 from asyncrl.tasks.files import FileTask
+from asyncrl.tasks.reasoning_gym import BLOCK, LISTING
 from asyncrl.tasks.scores import rewards
 from asyncrl.types import Trajectory
 from tests.fakes import tiny_config
@@ -213,6 +216,25 @@ def test_generator_question_follows_system_message_and_examples() -> None:
     assert question["messages"][-1]["content"] == question["entry"]["question"]
     assert question == gym().question(3)
     assert question["messages"][-1] != task.question(4)["messages"][-1]
+
+
+def test_questions_of_a_generator_without_an_end_are_those_of_its_seed() -> None:
+    task = gym(params={})
+    assert task.size is None
+    for index in (0, 7, EVAL_OFFSET + 3):
+        direct = reasoning_gym.create_dataset("chain_sum", size=2**31 - 1, seed=1)
+        assert task.question(index)["entry"]["question"] == direct[index]["question"]
+
+
+@pytest.mark.parametrize("name", LISTING)
+def test_generator_that_lists_its_questions_when_it_is_made_has_no_end_either(name: str) -> None:
+    """Made for 2**31 questions gsm_symbolic takes all memory of the machine."""
+    task = gym(name=name, params={}, shots=0)
+    places = (0, 1, BLOCK - 1, BLOCK, EVAL_OFFSET, EVAL_OFFSET + BLOCK + 1)
+    asked = [task.question(index)["messages"][-1]["content"] for index in places]
+    assert len(set(asked)) > 1
+    again = gym(name=name, params={}, shots=0)
+    assert [again.question(index)["messages"][-1]["content"] for index in reversed(places)] == asked[::-1]
 
 
 def test_generator_rewards_are_0_or_1_whatever_partial_credit_it_gives() -> None:

@@ -37,6 +37,7 @@ from asyncrl.launch.replay import check_recording
 from asyncrl.launch.slurm.job import Job
 from asyncrl.models import catalog
 from asyncrl.planner import memory as planner
+from asyncrl.planner.estimate import Estimate
 from asyncrl.planner.memory import Shape, Weight
 
 
@@ -187,9 +188,11 @@ def _told(
     for choice in chosen.choices:
         text = f"{choice.dtype}, {choice.why}"
         yield warning(choice.field, text, choice.remedy) if choice.remedy else ok(choice.field, text)
-    if "model" in models and (
-        expected := forecast.forecast(chosen.config, there["model.path"], models["model"].hf, chosen)
-    ):
+    found: list[Estimate | None] = []
+    if "model" in models:
+        folder, hf = there["model.path"], models["model"].hf
+        yield from refused(lambda: found.append(forecast.forecast(chosen.config, folder, hf, chosen)), "task")
+    for expected in filter(None, found):
         yield ok("run.max_steps", f"{config.run.max_steps} steps; estimate: {forecast.summary_of(expected)}")
 
 

@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.activity import TELL
 from asyncrl.launch.leftovers import Scratch, die_with_parent
 from asyncrl.launch.numa import near
 from asyncrl.launch.stalls import stack_file, write_stack
 from asyncrl.leases import COUNTED_SECONDS, Watched
+from asyncrl.progress import TELL
 
 FILE_SECONDS = 120.0
 COMMAND_SECONDS = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -43,12 +44,56 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_tells_and_leaves_nothing(tmp_path: Path) -> None:
+    catalog.resolve("builtin:tiny")  # making it is told of
     done = command("--check", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "preflight: 0 error(s)" in done.stdout
-    for field in ("versions", "model.path", "memory", "run.dir", "weights.transport"):
+    for field in ("versions", "model.path", "memory", "run.dir", "weights.transport", "task"):
         assert f"ok       {field}" in done.stdout
+    assert "100 held out for evaluation; the first to train on has 5 tokens" in " ".join(done.stdout.split())
     assert list(tmp_path.iterdir()) == []
+
+
+LONG = [{"prompt": "1" * (70 if row % 10 == 3 else 1 + row % 9), "answer": "1"} for row in range(40)]
+BREAKS = """
+class Game:
+    def question(self, index):
+        print("user code")
+        raise ValueError("no such question")
+
+    def reset(self, question):
+        pass
+
+    def step(self, action):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ((), 0, "4 of the 40 questions of file are longer than the 61 tokens"),
+        (("rollout.overlong_prompts=refuse",), 1, "error rollout.overlong_prompts refuse"),
+        (("eval.questions=40",), 1, "error eval.questions 40"),
+        (
+            ("task.kind=breaks:Game", "task.train_file=null", "task.reward=null"),
+            1,
+            "error task 0 -> The task has no such question: it raised ValueError: no such question.",
+        ),
+    ],
+)
+def test_questions_are_read_as_the_run_would_read_them(
+    arguments: tuple[str, ...], code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over-long rows, too few, and a task of a user's that has none."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in LONG))
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    task = ("task=file", f"task.train_file={rows}", "task.reward=exact", "eval.questions=2", "task.name=file")
+    done = command("--check", *task, *arguments, cwd=tmp_path)
+    assert told in " ".join((done.stdout + done.stderr).split()), done.stdout + done.stderr
+    assert done.returncode == code
 
 
 def test_a_run_that_would_fail_is_not_started_and_its_folder_not_touched(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a process of the run is doing, told to the launcher by a file that it renews: RUN/activity/NAME.lease.
+"""What a process of the run is doing, told to the launcher by a file that it renews: RUN/progress/NAME.lease.
 
 A process that hangs dies of nothing. The launcher (launch/stalls.py) learns here that one has not gone on for longer
 than what it does may take, or has stopped renewing its file at all.
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from asyncrl.leases import SUFFIX, Lease
 
-FOLDER = "activity"
+FOLDER = "progress"
 TELL = signal.SIGUSR2
-"""A process that has an Activity writes the stacks of its threads to its log when it gets this."""
+"""A process that has a Progress writes the stacks of its threads to its log when it gets this."""
 
 
 def renew_seconds(patience: float) -> float:
@@ -26,7 +26,7 @@ def renew_seconds(patience: float) -> float:
     return min(30.0, max(0.25, patience / 20))
 
 
-class Activity:
+class Progress:
     """Of one process. `doing` and `part` may be called as often as every micro-batch: they write nothing."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Activity:
             return
         faulthandler.register(TELL, all_threads=True)
         self.renew()
-        threading.Thread(target=self._renew_until_end, name="activity", daemon=True).start()
+        threading.Thread(target=self._renew_until_end, name="progress", daemon=True).start()
 
     def doing(self, what: str, within: float | None = None) -> None:
         """From now on; `within` so many seconds, where it waits for others."""

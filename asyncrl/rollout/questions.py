@@ -1,0 +1,52 @@
+"""What the questions of a run are, told before it: python -m asyncrl.rollout.questions MODEL_FOLDER OUT < config.json
+
+The rollout process would read, render and count them so when it starts; `asyncrl-train --check` has it done beforehand,
+in this process, because it takes a tokenizer. Writes lines of JSON to OUT: level, field, value, remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl import tasks
+from asyncrl.agents.template import ChatTemplate
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.rollout.prompts import Prompts, load_tokenizer
+
+Told = tuple[str, str, str, str]
+"""Level (ok, warning or error), setting, value and remedy."""
+
+
+def look(config: Config, model: Path) -> Iterator[Told]:
+    """Of each task and evaluation set how many questions it has, or what is wrong with them."""
+    left_out: list[str] = []
+    try:
+        played = tasks.build_all(config)
+        template = ChatTemplate(load_tokenizer(model, config.model.chat_template))
+        length = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+        prompts = Prompts(config, played, template, length, left_out.append)
+        first = {name: next(prompts.training[name]) for name in config.mixture}
+    except ConfigError as error:
+        yield "error", error.field, str(error.value), error.remedy
+        return
+    except AsyncRLError as error:
+        yield "error", "task", str(error), "See the message."
+        return
+    for text in left_out:
+        yield "warning", "rollout.overlong_prompts", text, "Make them shorter, or rollout.max_new_tokens lower."
+    for name in config.mixture | config.eval_sets:
+        size = played[name].size
+        count = "questions without an end" if size is None else f"{size} questions"
+        held = len(prompts.held_out.get(name, ()))
+        begins = f"; the first to train on has {len(first[name].token_ids)} tokens" if name in first else ""
+        yield "ok", config.field_of(name), f"{count}, {held} held out for evaluation{begins}", ""
+
+
+if __name__ == "__main__":
+    with Path(sys.argv[2]).open("w") as out:
+        for told in look(Config.model_validate_json(sys.stdin.read()), Path(sys.argv[1])):
+            out.write(f"{json.dumps(told)}\n")

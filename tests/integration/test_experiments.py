@@ -1,0 +1,134 @@
+"""Every experiment that is not sized for GPUs, and every agent that ships, plays and trains on the real engine.
+
+Their tasks share two runs, each with the settings that its experiment composes; the model is small, and says digits: it
+plays games, and never calls a tool.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from asyncrl.types import Group
+from tests.fakes import compose_values
+from tests.integration.running import lines, nothing_is_left, run
+from tests.integration.speaker import write_speaker
+from tests.integration.test_agents import books_balance, groups_of
+
+pytestmark = pytest.mark.integration
+
+EXPERIMENTS = ("calculator", "code", "game", "judge", "math", "openai_agent", "self_play", "shell", "tiny_game")
+DIGITS = [*"0123456789", "\n"]
+SIZES = ("run.max_steps=3", "rollout.group_size=2", "rollout.max_new_tokens=24", "record=true", "eval.questions=2")
+SPEAKER = ("engine.max_total_tokens=32768", "engine.max_running_requests=64", "trainer.optimizer.lr=1e-5")
+HINT = '''
+def hint(question, chat):
+    """What the last answer was is known to the guide."""
+    return f"Not {chat[-2]['content']!r}." if len(chat) > 1 else "Answer with one digit."
+'''
+
+
+def of_experiment(name: str) -> dict[str, Any]:
+    """Its task, with who plays it, and its further sets for evaluation."""
+    values = compose_values(f"experiment={name}")
+    task = dict(values["task"], group_size=None)
+    if task["agent"] is None and values["agent"] != compose_values()["agent"]:
+        task |= {"agent": values["agent"], "agent_params": values["agent_params"]}
+    return {"tasks": {name: task}, "eval": {"sets": values["eval"]["sets"]}}
+
+
+def write_mixture(folder: Path, *parts: dict[str, Any]) -> tuple[str, ...]:
+    """Arguments for a run of all of these: Hydra finds them in a folder of their own."""
+    (folder / "mixture").mkdir(parents=True)
+    text = OmegaConf.to_yaml(OmegaConf.merge(*parts))
+    (folder / "mixture" / "all.yaml").write_text(f"# @package _global_\n{text}")
+    return (f"hydra.searchpath=[file://{folder}]", "+mixture=all")
+
+
+def by_task(run_dir: Path) -> dict[str, list[Group]]:
+    """The groups that were committed."""
+    found = defaultdict(list)
+    for group in groups_of(run_dir):
+        found[group.task].append(group)
+    return dict(found)
+
+
+def turns_of(groups: list[Group]) -> list[int]:
+    """How many each episode had."""
+    return [len(trajectory.turns) for group in groups for trajectory in group.trajectories]
+
+
+def roles_of(groups: list[Group]) -> set[str]:
+    """Of all turns."""
+    return {turn.role for group in groups for trajectory in group.trajectories for turn in trajectory.turns}
+
+
+def test_every_experiment_trains_and_is_evaluated(tmp_path: Path) -> None:
+    write_speaker(tmp_path / "model", DIGITS, ends=0.5)
+    write_speaker(tmp_path / "judge", ["yes", "no", " yes", " no"], ends=0.1)
+    judge = compose_values("experiment=judge")["judge"]
+    mixture = write_mixture(tmp_path / "conf", *map(of_experiment, EXPERIMENTS), {"judge": judge})
+    run_dir = tmp_path / "run"
+    steps = run(
+        run_dir,
+        *(*mixture, *SIZES, *SPEAKER, f"model.path={tmp_path / 'model'}", f"judge.model={tmp_path / 'judge'}"),
+        *("judge.dtype=float32", "judge.max_total_tokens=8192", "rollout.batch_groups=18", "rollout.max_failures=1"),
+    )
+    played = by_task(run_dir)
+    assert played.keys() == set(EXPERIMENTS)
+    assert books_balance(run_dir)["groups"]["rejected"] == {}
+    assert sum(step["proxy/turns"] for step in steps) > 0
+    rewards = {
+        name: {round(t.total, 3) for group in groups for t in group.trajectories} for name, groups in played.items()
+    }
+    assert rewards["judge"] <= {0.0, 0.5, 1.0}
+    assert len(rewards["judge"]) > 1, "two votes of each judge are yes and no by chance"
+    games = [*played["game"], *played["self_play"], *played["tiny_game"]]
+    assert max(turns_of(games)) > 1, "one move in four is valid"
+    assert "player-0" in roles_of(played["self_play"]) <= {"player-0", "player-1"}
+    evaluated = lines(run_dir / "eval.jsonl")
+    sets = {"mbpp", "gsm8k", "nim_expert"}
+    assert {line["set"] for line in evaluated} == sets | set(EXPERIMENTS)
+    assert all((line["questions"], line["failed"]) == (2, 0) for line in evaluated)
+    assert {line["version_max"] for line in evaluated} == {0, 3}
+    nothing_is_left(run_dir)
+
+
+def test_agents_that_ship_train_with_what_they_know_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guided attempts, notes in the place of a context that is full, and ways that begin in one context."""
+    (tmp_path / "guides.py").write_text(HINT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    write_speaker(tmp_path / "model", DIGITS, ends=0.5)
+    game = compose_values("experiment=tiny_game")["task"]
+    agents = {
+        "guided": {"guide": "guides:hint", "tries": 2, "max_turns": 4},
+        "memory": {"context_tokens": 0, "note_tokens": 4, "max_turns": 4},
+        "forking": {"fork_at": [0, 1], "branches": 2, "max_turns": 4},
+    }
+    kinds = {"guided": "Guided", "memory": "Memory", "forking": "Forking"}
+    tasks = {
+        name: {**game, "agent": f"asyncrl.agents.{name}:{kinds[name]}", "agent_params": params}
+        for name, params in agents.items()
+    }
+    mixture = write_mixture(tmp_path / "conf", {"tasks": tasks})
+    run_dir = tmp_path / "run"
+    steps = run(
+        run_dir,
+        *(*mixture, *SIZES, *SPEAKER, f"model.path={tmp_path / 'model'}", "algo.advantage=turn_loo"),
+        *("rollout.batch_groups=12", "rollout.max_failures=1", "rollout.group_size=4"),
+    )
+    played = by_task(run_dir)
+    assert played.keys() == agents.keys()
+    assert books_balance(run_dir)["groups"]["rejected"] == {}
+    assert {"", "guided"} <= roles_of(played["guided"]) <= {"", "guided", "guided2"}
+    notes = [t for group in played["memory"] for t in group.trajectories if len(t.turns) > 2]
+    assert notes, "some episode went on behind its notes"
+    assert min(turns_of(played["forking"])) >= 3, "every trunk has two more ways from its first turn"
+    assert all(json.dumps(step["loss"]) != "NaN" for step in steps)
+    nothing_is_left(run_dir)
