@@ -2,7 +2,7 @@
 
 torch's TCPStore asks nobody for a key, and listens on all interfaces whatever its host is called. Who can reach it can
 read and change what ranks tell each other. `bind` has the stores of this process listen at their host alone: at
-127.0.0.1 where the run is on one machine, else at the address of cluster.interface.
+127.0.0.1 with cluster=local, in a job at the address of the machine's interface (cluster.interface).
 """
 
 from __future__ import annotations

@@ -180,9 +180,9 @@ class Cluster(Section):
     """Seconds without a sign of life of the launcher, whose machine may have failed, after which a job's processes end
     and the job is queued again, or cancelled where `requeues` are used up."""
     stall_timeout: Positive | None
-    """Seconds for which the rollout process or a trainer rank may not go on: stand in one micro-batch, or renew no sign
-    of life. Then the run ends, and RUN/logs/NAME.stack tells what each of them was doing. Above the longest
-    micro-batch; unset: nobody looks."""
+    """Seconds for which the rollout process or a trainer rank may make no progress: spend in one micro-batch, or give
+    no sign of life. Then the run ends, and RUN/logs/NAME.stack shows what each of them was doing. Must exceed the
+    longest micro-batch; unset, nobody checks."""
     preflight: bool
     """Look at versions, model files, memory, folders and network before anything is started, and start nothing where
     the run would fail (docs/slurm.md). --check does it alone, wherever it is given."""

@@ -1,8 +1,7 @@
-"""What processes that are stopped at once would leave behind: their children, others of the run, files in shared memory
-and temporary files.
+"""Clean up after processes that were killed: their children, their files in shared memory, their temporary files.
 
-The launcher ends with its run and removes them. Where it was killed itself, the next one on this machine does, of
-whatever run: it finds the folder of the dead one (Scratch), which nobody holds any more.
+The launcher does this at the end of its run. If the launcher itself was killed, the next launcher on this machine does,
+whatever its run: it finds the folder of the dead one (Scratch), whose lock nobody holds any more.
 """
 
 from __future__ import annotations
@@ -84,14 +83,14 @@ def carrying(mark: bytes) -> list[int]:
 
 
 class Scratch:
-    """The folder for temporary files of processes that carry one mark, on this machine: their TMPDIR. It also tells
-    what they have in shared memory, for a launcher that comes after this one was killed."""
+    """The folder for the temporary files of a run on this machine; its processes have it as their TMPDIR. It also lists
+    their files in shared memory, so that the next launcher can remove them if this one is killed."""
 
     def __init__(
         self, value: str, variable: str = "ASYNCRL_RUN_ID", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Removes what dead ones have left first. Code of a model may run as another user: it can enter by a name that
-        it was told, and list nothing."""
+        """Also remove what killed launchers have left. Code of a model may run as another user, who can enter the
+        folder by its name but cannot list it."""
         remove_abandoned()
         self._mark, self._clock = {"variable": variable, "value": value}, clock
         self._noted: set[Path] = set()
@@ -105,7 +104,7 @@ class Scratch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the processes: what they make for themselves alone lies here, and nothing that outlives a run."""
+        """Environment variables for the processes. Caches that outlive a run stay outside of this folder."""
         return {
             "TMPDIR": str(self.path),
             HOST_TMPDIR: os.environ.get(HOST_TMPDIR) or tempfile.gettempdir(),
@@ -113,7 +112,7 @@ class Scratch:
         }
 
     def note(self, leaders: Iterable[int]) -> None:
-        """Write down what the processes of these groups have mapped, when it is time."""
+        """Write down which shared-memory files the processes of these groups have mapped, when that is due."""
         now = self._clock()
         if now - self._noted_at < self._wait:
             return
@@ -125,18 +124,18 @@ class Scratch:
                 jsonl.replace(self.path / NOTED, {**self._mark, "files": sorted(map(str, self._noted))})
 
     def see(self, leaders: Iterable[int]) -> None:
-        """What they have mapped now: the last moment for that is before they are stopped."""
+        """Find out what they have mapped now. This must happen before they are stopped."""
         self._noted |= shared_files(leaders)
 
     def remove(self) -> None:
-        """All of them are stopped: sweep up after them."""
+        """Remove the folder and the shared-memory files, once all processes are stopped."""
         sweep(self._mark["value"], self._noted, self._mark["variable"])
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._held)
 
 
 def remove_abandoned() -> None:
-    """Of launchers of this user that were killed: what still carries their mark, their shared memory, their folder."""
+    """Remove what launchers of this user left when they were killed: processes, shared memory and folders."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # somebody else's, or being removed by another
             found = folder.lstat()

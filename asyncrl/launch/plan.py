@@ -47,8 +47,14 @@ class ProcessSpec:
     stop_signal: int = signal.SIGTERM
     node: str = ""  # the machine, where there are several
     step: bool = False  # argv is an srun, which passes signals on, and kills the process at SIGTERM
-    tells: bool = False  # what it is doing, in a file (progress.py)
+    reports: bool = False  # whether it reports its progress in a file (progress.py)
     together: str = ""  # processes of one name here live and die together: the ranks of an engine on several machines
+
+    @property
+    def killed_at_once(self) -> bool:
+        """Whether it is killed without being asked to end, because it holds nothing to save. (At SIGTERM an srun kills
+        its step.)"""
+        return self.stop_signal == (signal.SIGTERM if self.step else signal.SIGKILL)
 
 
 def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
@@ -82,7 +88,7 @@ def _rollout(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> Pr
     own = {"ASYNCRL_JUDGES": judges, "ASYNCRL_AUTHORITY": addresses.authority} if judges else {}
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
     argv = [sys.executable, "-m", module, str(run_dir)]
-    return ProcessSpec("rollout", argv, env, node=seat.node.name, tells=module == "asyncrl.rollout")
+    return ProcessSpec("rollout", argv, env, node=seat.node.name, reports=module == "asyncrl.rollout")
 
 
 def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
@@ -268,7 +274,7 @@ def _trainers(config: Config, addresses: Addresses, placement: Placement, run_di
                 env,
                 ends_the_run=True,
                 node=seat.node.name,
-                tells=True,
+                reports=True,
             )
         )
     return specs

@@ -1,7 +1,7 @@
 """The supervisor: owns every process of a run on this machine.
 
 waits for     a death, or a signal to stop
-on a stall    of a process that tells what it does: the run ends, and what each of them was doing is written down
+on a stall    of a process that reports its progress: the run ends, and what each of them was doing is written down
 on death      once the run is under way an engine or the router is started again (launch/restarts.py); any other process
               that ends otherwise than a finished trainer ends the run: who, where, how, its last lines
 on SIGUSR1    the run is asked to end with a checkpoint (the file STOP, which the trainer looks for)
@@ -32,7 +32,7 @@ from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.slurm.task import end_file
 from asyncrl.launch.space import full
 from asyncrl.launch.stalls import ANSWER_SECONDS, STACK_SECONDS, Stalled, Stalls, stack_file, write_stack
-from asyncrl.progress import TELL
+from asyncrl.progress import DUMP_SIGNAL
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20
@@ -56,7 +56,7 @@ class Supervisor:
         on_signal: Callable[[int], None] | None = None,
         stalls: Stalls | None = None,
     ) -> None:
-        """`on_signal` in the place of what signals mean to a run; `stalls` finds who lives and does not go on."""
+        """`on_signal` in the place of what signals mean to a run; `stalls` finds processes that make no progress."""
         self._specs = {spec.name: spec for spec in specs}
         self._run_dir, self._run_id, self._grace = run_dir, run_id, grace
         self._policy = policy or RestartPolicy(run_dir)
@@ -77,7 +77,7 @@ class Supervisor:
                 each_poll()
                 self._scratch.note(child.pid for child in self._children.values())
                 if self._stalls and (stalled := self._stalls.find()):
-                    raise ProcessDied(self._told_of(self._stalls, stalled))
+                    raise ProcessDied(self._describe(self._stalls, stalled))
                 time.sleep(POLL_SECONDS)
             each_poll()
         finally:
@@ -197,16 +197,18 @@ class Supervisor:
         text += f"\nafter it died: {', '.join(others)}" if others else ""
         return "\n".join([text, *full([self._run_dir, Path(tempfile.gettempdir()), SHARED])])
 
-    def _told_of(self, stalls: Stalls, stalled: Sequence[Stalled]) -> str:
-        """What those that do not go on, and all others that tell of themselves, are doing. Those of a step are
-        described where they run, by their tasks."""
+    def _describe(self, stalls: Stalls, stalled: Sequence[Stalled]) -> str:
+        """Describe what the stalled processes, and all others that report their progress, are doing. The processes of a
+        Slurm step are described on their own machines, by their tasks."""
         logs = self._run_dir / "logs"
         for file in logs.glob("*.stack"):
             file.unlink(missing_ok=True)
         deadline = time.monotonic() + STACK_SECONDS
-        steps = [child for name, child in self._children.items() if self._specs[name].step and self._specs[name].tells]
+        steps = [
+            child for name, child in self._children.items() if self._specs[name].step and self._specs[name].reports
+        ]
         for child in steps:
-            _signal(child, TELL)
+            _signal(child, DUMP_SIGNAL)
         for name in sorted(stalls.names, key=[one.name for one in stalled].__contains__, reverse=True):
             if name in self._children and not self._specs[name].step and time.monotonic() < deadline:
                 write_stack(self._children[name].pid, stack_file(logs, name))
@@ -246,16 +248,16 @@ class Supervisor:
             self._on_signal(number)
 
     def _stop_all(self) -> None:
-        """The stop signal to each process group, then SIGKILL after the grace; then the sweep."""
+        """Send the stop signal to each process group, and SIGKILL after the grace; then clean up. Servers that are
+        killed at once come last, so that their clients log no errors."""
         leaders = [child.pid for child in self._children.values()]
         self._scratch.see(leaders)
-        for name, child in reversed(self._children.items()):
-            if self._specs[name].step:
-                _signal(child, self._specs[name].stop_signal)
-            else:
-                _signal_group(child.pid, self._specs[name].stop_signal)
+        killed = {name for name, spec in self._specs.items() if spec.killed_at_once} & self._children.keys()
+        for names in (self._children.keys() - killed, killed):
+            for name in names:
+                self._ask_to_end(name)
+            self._wait([self._children[name] for name in names], self._grace)
         steps = [child for name, child in self._children.items() if self._specs[name].step]
-        self._wait(self._children.values(), self._grace)
         for child in steps:
             _signal(child, signal.SIGTERM)
         self._wait(steps, STEP_SECONDS)
@@ -263,6 +265,13 @@ class Supervisor:
             _signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has gone
             child.wait()
         self._scratch.remove()
+
+    def _ask_to_end(self, name: str) -> None:
+        spec, child = self._specs[name], self._children[name]
+        if spec.step:
+            _signal(child, spec.stop_signal)
+        else:
+            _signal_group(child.pid, spec.stop_signal)
 
     def _wait(self, children: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -58,8 +58,12 @@ def differing(before: dict[str, Any], config: Config) -> list[str]:
     return [
         f"{name}: {then.get(name)} -> {now.get(name)}"
         for name in sorted(then.keys() | now.keys())
-        if then.get(name) != now.get(name) and not name.startswith(OTHER_ANYWAY)
+        if then.get(name) != now.get(name) and not _is_other_anyway(name)
     ]
+
+
+def _is_other_anyway(name: str) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in OTHER_ANYWAY)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

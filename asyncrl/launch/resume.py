@@ -86,7 +86,7 @@ def _check(config: Config, resume: Resume) -> None:
             raise ConfigError(field, now, remedy)
     if missing := sorted(then.mixture.keys() - config.mixture.keys()):
         raise ConfigError(
-            "tasks", missing[0], "The checkpoint's groups under way play this task: keep it, at weight 0."
+            "tasks", missing[0], "The checkpoint has unfinished groups of this task: keep it, with a small weight."
         )
 
 

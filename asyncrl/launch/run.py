@@ -171,8 +171,8 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     )
     addresses.write(run_dir)
     specs = plan(config, addresses, placement, run_dir)
-    tell = [spec.name for spec in specs if spec.tells]
-    stalls = Stalls(run_dir, tell, config.cluster.stall_timeout) if config.cluster.stall_timeout else None
+    reporting = [spec.name for spec in specs if spec.reports]
+    stalls = Stalls(run_dir, reporting, config.cluster.stall_timeout) if config.cluster.stall_timeout else None
     if job:
         mounts = [folder for folder in (run_dir, model, teacher, judge) if folder]
         specs = job.steps(specs, run_dir, addresses.run_id, mounts, Registry(run_dir).file_of_run, job.requeued())

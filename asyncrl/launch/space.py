@@ -1,4 +1,5 @@
-"""Whether a disk is full: said by the launcher, for a process that could not write could often not say why."""
+"""Detect full disks. The launcher does this after a failure, because the process that could not write often could not
+log the reason either."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ PROBE = 64 << 10
 
 
 def full(folders: Iterable[Path]) -> list[str]:
-    """One line for each of these folders in which nothing more can be written, for want of space or quota."""
+    """Return one line for each of these folders where writing fails for lack of space or quota."""
     found = []
     for folder in folders:
         try:
@@ -24,5 +25,7 @@ def full(folders: Iterable[Path]) -> list[str]:
                 os.fsync(file.fileno())
         except OSError as error:
             if error.errno in ERRORS:
-                found.append(f"{os.strerror(error.errno)}: {folder}. Make room there; what is written stays.")
+                found.append(
+                    f"{os.strerror(error.errno)}: {folder}. Free some space there; files that were written are kept."
+                )
     return found

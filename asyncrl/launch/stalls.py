@@ -1,8 +1,9 @@
-"""Processes of the run that live and do not go on: which, since when, and what each of them was doing.
+"""Find processes that run but make no progress, and describe what every process of the run was doing.
 
-A trainer rank that hangs takes all others along, which wait for it in a collective. So all are described: by what they
-told last (progress.py), by the state that the kernel gives them, and by their Python stacks (py-spy, which needs no
-answer of a process that is stopped; where it may not look, the process is asked to write its stacks to its log).
+A trainer rank that hangs blocks all other ranks in their next collective, so all of them are described: by their last
+progress report (progress.py), by the process state that the kernel gives, and by their Python stacks. The stacks come
+from py-spy, which can read a stopped process; where py-spy is not permitted, the process is asked to write its stacks
+to its own log.
 """
 
 from __future__ import annotations
@@ -18,58 +19,54 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.leases import SUFFIX, Leases
-from asyncrl.progress import FOLDER, TELL, renew_seconds
+from asyncrl.progress import DUMP_SIGNAL, FOLDER, renew_seconds
 
 STATES = {
     "R": "running",
-    "S": "waiting",
-    "D": "waiting for a disk or a device",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep (waiting for a disk or a device)",
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
     "Z": "dead",
 }
-"""Of /proc/PID/stat."""
+"""The states of /proc/PID/stat."""
 PY_SPY_SECONDS = 10.0
 ANSWER_SECONDS = 0.5
-"""For a process that lives to write its stacks to its log."""
+"""How long a running process may take to write its stacks to its log."""
 STACK_SECONDS = 30.0
-"""For the stacks of all processes."""
+"""How long collecting the stacks of all processes may take."""
 SHOWN = 8
-"""Processes that a message describes; of all others there are the files."""
+"""How many processes an error message describes; the others have their files."""
 
 
 @dataclass(frozen=True)
 class Stalled:
-    """A process that does not go on."""
+    """A process that makes no progress."""
 
     name: str
     doing: str
-    """What it told last; "" where it never has."""
+    """Its last report; "" where there has been none."""
     seconds: float
     silent: bool
-    """It does not even renew its file: it is stopped, or something holds the interpreter."""
+    """Whether it has even stopped renewing its file: it is stopped, or something holds Python's global lock."""
 
 
 class Stalls(Leases):
-    """Of one run. What is counted is time in which the launcher could look: a run that is suspended as a whole, or a
-    file system that does not answer, is nobody's fault."""
+    """The progress reports of one run. Only time in which the launcher could look counts, so a run that is suspended as
+    a whole, or a file system that does not answer, is not reported as a stall."""
 
     def __init__(
         self, run_dir: Path, names: Sequence[str], patience: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`patience` in seconds: for which any of `names` may be silent."""
+        """`patience` is how many seconds any of the processes `names` may be silent."""
         super().__init__(run_dir / FOLDER, clock, patience, renew_seconds(patience))
-        self._names_wanted, self._patience, self._not_begun = names, patience, dict.fromkeys(names, 0.0)
-        for file in (run_dir / FOLDER).glob(f"*{SUFFIX}"):  # of an earlier life
+        self.names, self._patience, self._not_begun = names, patience, dict.fromkeys(names, 0.0)
+        for file in (run_dir / FOLDER).glob(f"*{SUFFIX}"):  # left by an earlier launcher of this run
             file.unlink(missing_ok=True)
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Of those that it looks at."""
-        return self._names_wanted
-
     def find(self) -> list[Stalled]:
-        """To be called again and again; it looks when it is time. Those that hang, the likely cause first."""
+        """Return the processes that make no progress, the likely cause first. Meant to be polled: it reads the files
+        only when a look is due."""
         now = self._clock()
         if now - self._looked_at < self._every:
             return []
@@ -83,47 +80,45 @@ class Stalls(Leases):
                 self._not_begun[name] = waited + passed
             else:
                 found.append(Stalled(name, "", waited + passed, silent=True))
-        for name in self._names_wanted:
+        for name in self.names:
             if seen := self._seen.get(f"{name}{SUFFIX}"):
                 still, silent = float(seen.told["seconds"]) + seen.unchanged, seen.unchanged >= self._patience
                 if silent or still >= float(seen.told["within"]):
                     found.append(Stalled(name, seen.told["doing"], still, silent))
         return sorted(found, key=lambda one: (not one.silent, -one.seconds))
 
-    def doing(self, name: str) -> str:
-        """What a process told last, and how long ago it began that."""
+    def last_report(self, name: str) -> str:
+        """Return what a process reported last, and for how long it has been doing that."""
         if (seen := self._seen.get(f"{name}{SUFFIX}")) is None:
-            return "has told nothing"
+            return "no progress report"
         return f"{seen.told['doing']}, for {float(seen.told['seconds']) + seen.unchanged:.0f} s"
 
     def message(self, stalled: Sequence[Stalled], logs: Path) -> str:
-        """For the user, once the stacks of all are written."""
+        """Return the error message, once the stacks of all processes are written."""
         first = stalled[0]
-        last = (
-            f"the last that it told is {first.doing!r}" if first.doing else "it has told nothing since it was started"
-        )
+        last = f"its last report is {first.doing!r}" if first.doing else "it has never reported any progress"
         lines = [
-            f"{first.name} hangs: {last}, {first.seconds:.0f} s ago (cluster.stall_timeout, "
-            f"{self._patience:g} s; set it higher if this may take so long)",
-            f"what each was doing (stacks: {logs}/*.stack, or at the end of the logs):",
+            f"{first.name} makes no progress: {last}, {first.seconds:.0f} s ago. The limit is cluster.stall_timeout "
+            f"({self._patience:g} s); raise it if this step can take longer.",
+            f"What each process was doing (stacks: {logs}/*.stack, or the end of its log):",
         ]
-        order = [*(one.name for one in stalled), *(n for n in self._names_wanted if n not in {s.name for s in stalled})]
+        names = [one.name for one in stalled]
+        order = [*names, *(name for name in self.names if name not in names)]
         for name in order[:SHOWN]:
             stack = stack_file(logs, name)
-            told = stack.read_text(errors="replace").splitlines() if stack.exists() else []
-            state = told[0] if told else "does not answer"
-            lines.append(f"  {name}: {state}; {self.doing(name)}{innermost(told)}")
+            text = stack.read_text(errors="replace").splitlines() if stack.exists() else []
+            lines.append(f"  {name}: {text[0] if text else 'unknown state'}; {self.last_report(name)}{innermost(text)}")
         more = len(order) - SHOWN
         return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])
 
 
 def stack_file(logs: Path, name: str) -> Path:
-    """Where the stack of a process is written, the kernel's state in its first line."""
+    """Return the file for the stack of a process; its first line is the process state."""
     return logs / f"{name}.stack"
 
 
 def write_stack(pid: int, path: Path) -> None:
-    """Describe a process that may be stopped, or wait for a device for ever: it need not answer."""
+    """Write the state and the stacks of a process. It need not respond: it may be stopped, or hang in a driver."""
     text = f"{state(pid)}\n{_stack(pid)}"
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
@@ -131,7 +126,7 @@ def write_stack(pid: int, path: Path) -> None:
 
 
 def state(pid: int) -> str:
-    """In words."""
+    """Return the state of a process in words."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -153,12 +148,12 @@ def _stack(pid: int) -> str:
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, TELL)
-    return f"({problem}: it was asked to write its stacks to its log)\n"
+        os.kill(pid, DUMP_SIGNAL)
+    return f"({problem}; the process was asked to write its stacks to its log)\n"
 
 
 def innermost(stack: Sequence[str]) -> str:
-    """Of the main thread, as py-spy writes it."""
+    """Return the innermost frame of the main thread in py-spy's output, as the end of a sentence."""
     pids = [line.split()[1].rstrip(":") for line in stack if line.startswith("Process ")]
     starts = tuple(f"Thread {pid} " for pid in pids)
     main = next((place for place, line in enumerate(stack) if starts and line.startswith(starts)), None)

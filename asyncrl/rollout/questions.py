@@ -1,7 +1,8 @@
-"""What the questions of a run are, told before it: python -m asyncrl.rollout.questions MODEL_FOLDER OUT < config.json
+"""Check the questions of a run: python -m asyncrl.rollout.questions MODEL_FOLDER OUT < config.json
 
-The rollout process would read, render and count them so when it starts; `asyncrl-train --check` has it done beforehand,
-in this process, because it takes a tokenizer. Writes lines of JSON to OUT: level, field, value, remedy.
+`asyncrl-train --check` starts this as a process of its own, because it imports a tokenizer. It reads, renders and
+counts the questions exactly as the rollout process does when it starts, and writes JSON lines to OUT: level, field,
+value, remedy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Told = tuple[str, str, str, str]
 
 
 def look(config: Config, model: Path) -> Iterator[Told]:
-    """Of each task and evaluation set how many questions it has, or what is wrong with them."""
+    """Yield the number of questions of each task and evaluation set, or what is wrong with them."""
     left_out: list[str] = []
     try:
         played = tasks.build_all(config)

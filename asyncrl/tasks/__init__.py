@@ -18,12 +18,12 @@ Question = dict[str, Any]
 
 
 def ask(task: Task, index: int, field: str) -> Question:
-    """Question `index` of the task in this field. Raises ConfigError for whatever a user's task raises instead."""
+    """Return question `index` of the task that this setting configures. Raises ConfigError if the task raises."""
     try:
         with raised_by("question"):
             return task.question(index)
     except EpisodeFailed as failed:
-        raise ConfigError(field, index, f"The task has no such question: it raised {failed.detail}.") from failed
+        raise ConfigError(field, index, f"question({index}) of the task raised {failed.detail}.") from failed
 
 
 class Task(Protocol):

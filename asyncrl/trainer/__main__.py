@@ -58,12 +58,12 @@ from asyncrl.weights.publish import Publisher  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # the peers' collectives give up this long after rank 0 must have spoken
 DOING = {
-    "start": "starts",
-    "wait_batch": "waits for a batch",
-    "train": "trains",
-    "publish": "publishes",
-    "save": "saves",
-    "end": "ends the run",
+    "start": "starting",
+    "wait_batch": "waiting for a batch",
+    "train": "training",
+    "publish": "publishing weights",
+    "save": "saving a checkpoint",
+    "end": "ending the run",
 }
 
 
@@ -162,8 +162,9 @@ def main(run_dir: Path) -> None:
 
 
 def _watched(config: Config, run_dir: Path, longest: float) -> tuple[Progress, Callable[[str, int], None]]:
-    """What this rank does, told to the launcher, and how to say that a part of a step begins. Only training waits for
-    nobody who has a deadline of his own; `longest` is that of all others, in seconds."""
+    """Return the progress reporter of this rank, and a callback for the beginning of each part of a step. Training has
+    the default deadline; every other part waits for processes with deadlines of their own, and gets `longest` seconds.
+    """
     progress = Progress(run_dir, f"trainer-{os.environ['RANK']}", config.cluster.stall_timeout)
 
     def begins(span: str, step: int) -> None:

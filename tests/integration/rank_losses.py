@@ -75,7 +75,7 @@ def train(config: Config, folder: Path, layout: str) -> None:
     where = split(config.trainer, torch.device("cpu"), 0)
     trained = network.Network(config.trainer, folder / "model", where)
     descent = Descent(trained, where)
-    policy.Network = lambda *_: trained  # type: ignore[assignment, misc]
+    policy.Network = lambda *_, **__: trained  # type: ignore[assignment, misc]
     policy.Optimizer = lambda *_: descent  # type: ignore[assignment, misc]
     figures, gradients = {}, {}
     batch = Batch(VERSION, groups(layout == "shuffled"), {})

@@ -129,12 +129,14 @@ def test_trainer_rank_that_is_stopped_ends_the_run_and_is_named(tmp_path: Path) 
         os.kill(processes_of(process, run_dir)["trainer-1"], signal.SIGSTOP)
         code, text = finish(process, run_dir, 90)
     assert code == 1, text
-    assert "asyncrl-train: trainer-1 hangs: the last that it told is 'step " in text
+    assert "asyncrl-train: trainer-1 makes no progress: its last report is 'step " in text
     (state,) = (line for line in text.splitlines() if line.startswith("  trainer-1: "))
     assert state.startswith("  trainer-1: stopped by a signal; step ")
     waiting = stack_file(run_dir / "logs", "trainer-0").read_text()
     assert "train (asyncrl/trainer/loop.py" in waiting, waiting
-    assert "; in " in next(line for line in text.splitlines() if line.startswith("  rollout: waiting; serves, for 0 s"))
+    assert "; in " in next(
+        line for line in text.splitlines() if line.startswith("  rollout: sleeping; serving, for 0 s")
+    )
     nothing_is_left(run_dir, started)
 
 
@@ -164,7 +166,7 @@ def test_agent_that_blocks_the_event_loop_is_named_with_its_line(
     with start(run_dir, *overrides) as process:
         code, text = finish(process, run_dir, 120)
     assert code == 1, text
-    assert "rollout hangs: the last that it told is 'serves'" in text
+    assert "rollout makes no progress: its last report is 'serving'" in text
     (state,) = (line for line in text.splitlines() if line.startswith("  rollout: "))
     assert "; in blocks_the_loop (blocking.py:12)" in state
     nothing_is_left(run_dir)

@@ -51,7 +51,7 @@ def test_a_run_that_executes_code_of_the_model_is_refused_with_the_remedy(
 
 @needs_root_of_a_namespace
 def test_allowed_by_name_it_says_what_is_not_protected(tmp_path: Path) -> None:
-    code, text = command(tmp_path, ALLOWED, "--check")
+    code, text = command(tmp_path, ALLOWED, "model=smollm2-135m", "--check")
     assert code == 0, text
     assert "warning sandbox no isolation (allow_unsafe=true)" in text
     assert "files not: whatever its uid may read and write" in text

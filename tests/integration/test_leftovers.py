@@ -59,6 +59,8 @@ def test_run_that_was_killed_with_all_its_processes_is_cleaned_up_by_the_next(te
     assert any(file.exists() for file in mapped)
     assert len(list(temporary.glob(f"{PREFIX}*"))) == 1
     run(tmp_path / "next", "run.max_steps=1", "eval.questions=0")
+    logs = {log.name: log.read_text() for log in (tmp_path / "next" / "logs").iterdir()}
+    assert [name for name, text in logs.items() if "Traceback" in text or " ERROR" in text or "leaked" in text] == []
     assert [file for file in mapped if file.exists()] == []
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("asyncrl-ports-")] == []
 
@@ -82,4 +84,4 @@ def test_full_disk_is_named_although_no_process_could_write_why(tmp_path: Path) 
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=300, check=False)
     text = out.read_text()
     assert done.returncode == 1, text
-    assert f"No space left on device: {folder}/run. Make room there" in text, text
+    assert f"No space left on device: {folder}/run. Free some space there" in text, text

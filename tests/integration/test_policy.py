@@ -42,7 +42,7 @@ Change = Callable[[TokenTable], TokenTable]
 class Bigrams:
     """Logits of the next token by the last one; counts its passes."""
 
-    def __init__(self, trainer: Any = None, _: Path | None = None, parallel: Any = None) -> None:
+    def __init__(self, trainer: Any = None, _: Path | None = None, parallel: Any = None, **__: Any) -> None:
         self.weights, self.hf = None, {"vocab_size": VOCAB}
         self._place = trainer, parallel
         self.logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5)).requires_grad_()

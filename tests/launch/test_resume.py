@@ -17,6 +17,7 @@ from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.shelf import Shelf
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.launch import resume
+from asyncrl.launch.replay import differing
 from asyncrl.launch.resume import Resume, choose, lock, roll_back
 from tests.fakes import tiny_config
 
@@ -214,3 +215,12 @@ def test_two_launchers_do_not_share_a_folder(tmp_path: Path) -> None:
         lock(tmp_path)
     os.close(held)
     os.close(lock(tmp_path))
+
+
+def test_changes_that_matter_to_training_are_listed_and_no_others() -> None:
+    before = json.loads(tiny_config().model_dump_json())
+    changed = {"model.path": "/other", "mode": "rollout_only", "engine.count": 2, "run.max_steps": 7, "record": True}
+    assert differing(before, tiny_config(**changed)) == [
+        "model.path: builtin:tiny -> /other",
+        "run.max_steps: 200 -> 7",
+    ]

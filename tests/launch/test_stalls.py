@@ -37,7 +37,7 @@ def waits_for_ever():
 
 progress = Progress(Path(sys.argv[1]), os.environ["NAME"], float(os.environ["PATIENCE"]))
 progress.watch()
-progress.doing("step 3, trains")
+progress.doing("step 3, training")
 progress.part("micro-batch 2 of 8")
 print("up", flush=True)
 if os.environ["HANGS"] == "yes":
@@ -85,17 +85,17 @@ def test_ranks_that_go_on_are_left_in_peace(ranks: Ranks) -> None:
 
 def test_rank_that_stands_in_one_micro_batch_is_found_when_its_time_is_over(ranks: Ranks) -> None:
     ranks.pass_time(20.0)
-    ranks.rank[1].doing("step 3, trains")
+    ranks.rank[1].doing("step 3, training")
     ranks.rank[1].part("micro-batch 2 of 8")
     assert ranks.pass_time(PATIENCE - 2 * EVERY, working=(0,)) == []
     (found,) = ranks.pass_time(4 * EVERY, working=(0,))
-    assert (found.name, found.doing, found.silent) == ("trainer-1", "step 3, trains, micro-batch 2 of 8", False)
+    assert (found.name, found.doing, found.silent) == ("trainer-1", "step 3, training, micro-batch 2 of 8", False)
     assert found.seconds == pytest.approx(PATIENCE, abs=2 * EVERY)
 
 
 def test_wait_has_the_time_that_it_asks_for(ranks: Ranks) -> None:
     for rank in ranks.rank:
-        rank.doing("waits for a batch", within=5 * PATIENCE)
+        rank.doing("waiting for a batch", within=5 * PATIENCE)
     assert ranks.pass_time(4.5 * PATIENCE, working=()) == []
     assert {one.name for one in ranks.pass_time(PATIENCE, working=())} == {"trainer-0", "trainer-1"}
 
@@ -104,10 +104,10 @@ def test_rank_that_gives_no_sign_of_life_is_named_before_those_that_wait_for_it(
     """However long it may wait: a process that is stopped renews nothing."""
     ranks.pass_time(20.0)
     for rank in ranks.rank:
-        rank.doing("waits for a batch", within=50 * PATIENCE)
+        rank.doing("waiting for a batch", within=50 * PATIENCE)
     ranks.pass_time(EVERY, working=())
     found = ranks.pass_time(2 * PATIENCE, renewing=(1,), working=())
-    assert [(one.name, one.doing, one.silent) for one in found] == [("trainer-0", "waits for a batch", True)]
+    assert [(one.name, one.doing, one.silent) for one in found] == [("trainer-0", "waiting for a batch", True)]
 
 
 def test_rank_that_has_ended_or_has_not_begun(tmp_path: Path, ranks: Ranks) -> None:
@@ -150,10 +150,10 @@ def test_message_names_the_first_and_tells_of_the_others(ranks: Ranks, tmp_path:
         'Thread 7 (idle): "MainThread"\n    all_reduce (ddp.py:12)\n    main (b.py:3)\n'
     )
     text = ranks.stalls.message(found, tmp_path)
-    assert text.startswith("trainer-1 hangs: ")
-    assert "cluster.stall_timeout, 100 s" in text
+    assert text.startswith("trainer-1 makes no progress: ")
+    assert "cluster.stall_timeout (100 s)" in text
     assert "trainer-1: stopped by a signal; starting, another, for 1" in text
-    assert text.index("; in all_reduce (ddp.py:12)") < text.index("trainer-0: does not answer; starting, another")
+    assert text.index("; in all_reduce (ddp.py:12)") < text.index("trainer-0: unknown state; starting, another")
 
 
 def test_message_of_a_thousand_ranks_is_short(tmp_path: Path, clock: Clock) -> None:
@@ -165,7 +165,7 @@ def test_message_of_a_thousand_ranks_is_short(tmp_path: Path, clock: Clock) -> N
     text = stalls.message(found, tmp_path)
     assert len(text.splitlines()) == SHOWN + 3
     assert "and 992 more" in text
-    assert "it has told nothing since it was started" in text
+    assert "it has never reported any progress" in text
 
 
 def test_files_of_an_earlier_life_are_removed(tmp_path: Path, clock: Clock) -> None:
@@ -196,7 +196,7 @@ def test_loop_that_a_user_blocks_does_not_go_on(tmp_path: Path) -> None:
     asyncio.run(serve())
     progress.end()
     (stalled,) = found
-    assert (stalled.name, stalled.doing, stalled.silent) == ("rollout", "serves", False)
+    assert (stalled.name, stalled.doing, stalled.silent) == ("rollout", "serving", False)
 
 
 def test_stack_of_a_stopped_process_is_read_from_outside(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_run_ends_and_says_what_each_was_doing(
         hangs = "yes" if rank == 1 and not stopped else "no"
         env = {"ASYNCRL_RUN_ID": run_id, "NAME": f"trainer-{rank}", "HANGS": hangs, "PATIENCE": "2"}
         argv = [sys.executable, "-c", RANK, str(tmp_path)]
-        return ProcessSpec(f"trainer-{rank}", argv, env, ends_the_run=True, tells=True)
+        return ProcessSpec(f"trainer-{rank}", argv, env, ends_the_run=True, reports=True)
 
     acted = []
 
@@ -249,12 +249,14 @@ def test_run_ends_and_says_what_each_was_doing(
         Supervisor([spec(0), spec(1)], tmp_path, run_id, 1.0, stalls=stalls).run(stop_one)
     assert time.monotonic() - began < 20.0
     text = str(raised.value)
-    assert text.startswith("trainer-1 hangs: the last that it told is 'step 3, trains, micro-batch 2 of 8'")
-    assert f"trainer-1: {'stopped by a signal' if stopped else 'waiting'}; step 3, trains, micro-batch 2 of 8" in text
+    assert text.startswith("trainer-1 makes no progress: its last report is 'step 3, training, micro-batch 2 of 8'")
+    assert (
+        f"trainer-1: {'stopped by a signal' if stopped else 'sleeping'}; step 3, training, micro-batch 2 of 8" in text
+    )
     assert "trainer-0: " in text
     log = (tmp_path / "logs" / "trainer-1.log").read_text()
     if py_spy:
-        assert "trainer-0: waiting; step 3, trains, micro-batch 2 of 8, for 0 s; in " in text
+        assert "trainer-0: sleeping; step 3, training, micro-batch 2 of 8, for 0 s; in " in text
         assert stopped or "in waits_for_ever (<string>:9)" in text
     else:
         assert "py-spy is not installed" in stack_file(tmp_path / "logs", "trainer-1").read_text()

@@ -18,7 +18,7 @@ from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.slurm.task import MARK, Task, begin_file, end_file
 from asyncrl.launch.stalls import stack_file
 from asyncrl.leases import Lease
-from asyncrl.progress import TELL
+from asyncrl.progress import DUMP_SIGNAL
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = "import time; print('up', flush=True); time.sleep(60)"
@@ -149,8 +149,8 @@ def test_task_that_is_asked_writes_down_what_its_process_is_doing(tmp_path: Path
     run = begun(tmp_path, code, logs=str(tmp_path), ranks=[{}, {}], rank=1)
     until(lambda: "up" in (tmp_path / "out").read_text())
     time.sleep(0.2)
-    run.send_signal(TELL)
-    os.kill(json.loads(begin_file(tmp_path, "it-1").read_text())["pid"], TELL)
+    run.send_signal(DUMP_SIGNAL)
+    os.kill(json.loads(begin_file(tmp_path, "it-1").read_text())["pid"], DUMP_SIGNAL)
     until(stack_file(tmp_path, "it-1").exists)
     assert "stands_here (<string>:3)" in stack_file(tmp_path, "it-1").read_text()
     assert run.poll() is None

@@ -1,4 +1,4 @@
-"""The questions of a run, looked through by a process that may import a tokenizer (rollout/questions.py)."""
+"""Check the questions of a run, in a process that may import a tokenizer (rollout/questions.py)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from asyncrl.config import Config
 from asyncrl.launch.preflight.findings import Finding, error
 
 SECONDS = 900.0
-"""For reading all questions, of which the longest are rendered."""
+"""The deadline for reading all questions."""
 LAST_LINES = 5
 
 
 def check_questions(config: Config, model: Path) -> list[Finding]:
-    """What it finds. A module of a user may do anything when it is imported: it ends, or fails, by itself."""
+    """Return what the process finds. A user's module may do anything while it is imported; if it ends the process, that
+    is reported as an error."""
     with tempfile.TemporaryDirectory() as folder:
         return _asked(config, model, Path(folder) / "found")
 
@@ -38,10 +39,10 @@ def _asked(config: Config, model: Path, out: Path) -> list[Finding]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        text = f"the questions were not read within {SECONDS:.0f} s"
-        return [error("task", text, "The rollout process would wait for them, too: see what the task does.")]
+        text = f"the questions could not be read within {SECONDS:.0f} s"
+        return [error("task", text, "The rollout process would wait as long: find out what the task does.")]
     if done.returncode:
         tail = " | ".join(done.stdout.splitlines()[-LAST_LINES:])
-        text = f"reading the questions ended with exit code {done.returncode}: {tail}"
-        return [error("task", text, "The rollout process would end so, too: see its last lines.")]
+        text = f"reading the questions failed with exit code {done.returncode}: {tail}"
+        return [error("task", text, "The rollout process would fail in the same way; these are its last lines.")]
     return [Finding(*json.loads(line)) for line in out.read_text().splitlines()]

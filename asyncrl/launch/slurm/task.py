@@ -1,7 +1,7 @@
 """One process of a run on its machine, as srun starts it: python -m asyncrl.launch.slurm.task FILE.
 
 FILE says what to start; the launcher wrote it on the shared file system. srun passes signals on: SIGUSR1 asks the
-process to stop, SIGUSR2 asks us for its stack; SIGTERM to srun makes Slurm kill the step at once. Whatever the process
+process to stop, SIGUSR2 asks for its stack; SIGTERM to srun makes Slurm kill the step at once. Whatever the process
 leaves behind on this machine is ended.
 
 waits for     FILE, on a slow file system; then the process; and for a sign of life of the launcher (leases.py), whose
@@ -28,7 +28,7 @@ from asyncrl.launch.leftovers import Scratch, die_with_parent
 from asyncrl.launch.numa import near
 from asyncrl.launch.stalls import stack_file, write_stack
 from asyncrl.leases import COUNTED_SECONDS, Watched
-from asyncrl.progress import TELL
+from asyncrl.progress import DUMP_SIGNAL
 
 FILE_SECONDS = 120.0
 COMMAND_SECONDS = 60.0
@@ -55,7 +55,7 @@ class Task:
     look_seconds: float = COUNTED_SECONDS
     """Between two looks at it."""
     logs: str = ""
-    """Folder for the stack of the process, where one asks for it (launch/stalls.py)."""
+    """The folder for the stack of the process, written on request (launch/stalls.py)."""
     orphaned: list[str] = field(default_factory=list)
     """What one of the tasks does then: a command of Slurm's."""
 
@@ -99,7 +99,7 @@ def main(path: Path) -> int:
     stopping: list[float] = []
     asked_to_tell: list[bool] = []
     signal.signal(signal.SIGUSR1, lambda *_: stopping.append(time.monotonic()))
-    signal.signal(TELL, lambda *_: asked_to_tell.append(True))
+    signal.signal(DUMP_SIGNAL, lambda *_: asked_to_tell.append(True))
     scratch = Scratch(mark, MARK)
     child = subprocess.Popen(
         task.argv,
@@ -153,7 +153,7 @@ def _orphaned(task: Task, folder: Path) -> None:
 def _prepare(visible: str) -> None:
     """Slurm signals every process of a step: these are for us alone. Who is killed takes its process along."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(TELL, signal.SIG_IGN)
+    signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
     die_with_parent()
     near(visible)
 

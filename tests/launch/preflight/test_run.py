@@ -74,11 +74,13 @@ class Game:
     [
         ((), 0, "4 of the 40 questions of file are longer than the 61 tokens"),
         (("rollout.overlong_prompts=refuse",), 1, "error rollout.overlong_prompts refuse"),
-        (("eval.questions=40",), 1, "error eval.questions 40"),
+        (("eval.questions=40",), 1, "error eval.questions 40 -> Task file has 40 questions; none would be left"),
+        (("task.train_file=same.jsonl",), 1, "error eval.questions 2 -> Task file has only 1 distinct questions"),
+        (("task.train_file=one.jsonl",), 1, "error eval.questions 2 -> Task file has 1 questions; none would be left"),
         (
             ("task.kind=breaks:Game", "task.train_file=null", "task.reward=null"),
             1,
-            "error task 0 -> The task has no such question: it raised ValueError: no such question.",
+            "error task 0 -> question(0) of the task raised ValueError: no such question.",
         ),
     ],
 )
@@ -88,6 +90,8 @@ def test_questions_are_read_as_the_run_would_read_them(
     """Over-long rows, too few, and a task of a user's that has none."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f"{json.dumps(row)}\n" for row in LONG))
+    (tmp_path / "same.jsonl").write_text(f"{json.dumps(LONG[0])}\n" * 9)
+    (tmp_path / "one.jsonl").write_text(f"{json.dumps(LONG[0])}\n")
     (tmp_path / "breaks.py").write_text(BREAKS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     task = ("task=file", f"task.train_file={rows}", "task.reward=exact", "eval.questions=2", "task.name=file")
