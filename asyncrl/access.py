@@ -1,4 +1,6 @@
-"""What a process needs to speak to the servers of its run: the key that they ask for, and how they prove to be ours."""
+"""Access to the servers of a run: the API key that they require, and the certificate authority that
+authenticates them.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Access:
-    """An empty key is not sent. `authority`: the certificate, in PEM, that has signed those of the run's servers
-    (tls.py); empty: they have none, and are trusted as they are."""
+    """An empty key is not sent. `authority` is the PEM certificate that signed those of the run's servers (tls.py); if
+    it is empty, they have none and are trusted without."""
 
     key: str
     authority: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """Headers of every request."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     @cached_property
     def context(self) -> ssl.SSLContext:
-        """In which a server of https:// is accepted: the run's own alone, at the address that it was asked at."""
+        """TLS context. With an authority it accepts only the run's own servers, at the address that was requested."""
         if not self.authority:
             return ssl.create_default_context()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -33,5 +35,6 @@ class Access:
 
     @property
     def http(self) -> dict[str, Any]:
-        """Arguments of httpx's clients. A proxy that the environment names is for other servers than the run's."""
+        """Arguments for httpx's clients. Proxies named in the environment are ignored: they are meant for other
+        servers."""
         return {"headers": self.headers, "verify": self.context if self.authority else True, "trust_env": False}

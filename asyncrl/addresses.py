@@ -1,4 +1,4 @@
-"""Where the processes of a run are: written once by the launcher, read by everyone."""
+"""Addresses of a run's processes and files: written once by the launcher, read by every process."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from asyncrl.access import Access
 
 FILE = "addresses.json"
 MACHINE = "machine.json"
-"""There the launcher notes which dtype it chose for each part and why, and how long it expects the run to take."""
+"""File in which the launcher records the dtype that it chose for each part and why, and the expected duration of the
+run.
+"""
 PATHS = ("model", "teacher", "judge", "resume")
 TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
 READY = "ready"
-"""Appears in the run folder when the router routes to every engine."""
+"""File that appears in the run folder when the router routes to every engine."""
 STOP, STOPPED = "stop", "stopped"
-"""The one appears there when the run is asked to end, with a checkpoint, and to go on later; the other when it has."""
+"""Files in the run folder: the first requests that the run pause with a checkpoint, to be resumed later; the second
+confirms it.
+"""
 PAUSED = 75
-"""Exit code of the command then: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of the command after a pause: EX_TEMPFAIL of sysexits.h."""
 ARGUMENTS = "ASYNCRL_ARGUMENTS"
-"""Environment variable of an engine or the router: further arguments of theirs, as a shell would have them."""
+"""Environment variable of an engine or the router with further command-line arguments, in shell syntax."""
 PEER_FAILED = 76
-"""Exit code of a process that ends because another one of the run has failed: EX_PROTOCOL of sysexits.h."""
+"""Exit code of a process that ends because another process of the run has failed: EX_PROTOCOL of sysexits.h."""
 LOST = "lost.jsonl"
-"""There the trainer writes which engines it has given up, and the launcher starts them again."""
+"""File in which the trainer lists the engines that it has given up, for the launcher to restart."""
 RESTARTED = "restart-"
-"""So begins what an engine says in place of a version until it has weights of the run (engine/serve.py)."""
+"""Prefix of what an engine reports as its version until it has weights of the run (engine/serve.py)."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +42,22 @@ class Addresses:
     run_id: str
     api_key: str
     model: Path
-    engines: tuple[str, ...]  # that the launcher starts
+    engines: tuple[str, ...]  # engines that the launcher starts
     router: str
     rollout: str
     gpus: int
-    started_at: float  # time.time() of the command
+    started_at: float  # time.time() at the start of the command
     teacher: Path | None = None
-    teachers: tuple[str, ...] = ()  # engines of the teacher, whoever started them
+    teachers: tuple[str, ...] = ()  # engines of the teacher, started by the launcher or by others
     judge: Path | None = None
     judges: tuple[str, ...] = ()  # engines of the judge
-    attached: tuple[str, ...] = ()  # engines of the policy that others have started (engine.urls)
-    trainers: tuple[str, ...] = ()  # addresses of the machines of trainer ranks
-    resume: Path | None = None  # the checkpoint that the run goes on from
-    authority: str = ""  # the certificate, in PEM, that has signed those of its servers; empty: they have none
+    attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
+    trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
+    resume: Path | None = None  # checkpoint from which the run resumes
+    authority: str = ""  # PEM certificate that signed those of its servers; empty if they have none
 
     def write(self, run_dir: Path) -> None:
-        """Readable by the owner only: it holds the run's API key."""
+        """Write the file, readable by the owner only, because it holds the run's API key."""
         descriptor = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             paths = {name: str(path) if (path := getattr(self, name)) else None for name in PATHS}
@@ -61,12 +65,12 @@ class Addresses:
 
     @classmethod
     def read(cls, run_dir: Path) -> Addresses:
-        """The inverse of `write`."""
+        """Read what `write` wrote."""
         values = json.loads((run_dir / FILE).read_text())
         paths = {name: Path(values[name]) if values[name] else None for name in PATHS}
         return cls(**{**values, **paths, **{name: tuple(values[name]) for name in TUPLES}})
 
     @cached_property
     def access(self) -> Access:
-        """To its servers."""
+        """Access to the run's servers."""
         return Access(self.api_key, self.authority)

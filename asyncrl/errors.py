@@ -1,22 +1,22 @@
-"""The exceptions that asyncrl raises on purpose.
+"""Exceptions that asyncrl raises on purpose.
 
 AsyncRLError
 |-- ConfigError        a setting is wrong: names the field, the value received and the remedy
 |-- CompositionError   Hydra cannot compose the settings: names the nearest field
-|-- DeadlineExceeded   a wait ended without its event: names what was waited for and who should have done it
-|-- ProcessDied        a process of the run ended: names it, its exit and its last lines
-|-- LaunchError        the machines of a job, or Slurm, do not do what they must
+|-- DeadlineExceeded   a wait timed out: names what was waited for and who should have provided it
+|-- ProcessDied        a process of the run ended: names it, its exit status and its last lines
+|-- LaunchError        Slurm, or the machines of a job, do not behave as required
 |-- EngineError        an engine or the router refused a call, or answered something impossible
-|   `-- PeerFailed     a process of the run has failed, and this one with it: the other's error says why
+|   `-- PeerFailed     another process of the run has failed: its own error says why
 |-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table: names it
 |-- EpisodeFailed      an environment's or a judge's fault: the episode is counted and replaced, never scored 0
-|-- LedgerError        a prompt, group, trajectory or token is lost or stands twice: names equation and difference
-|-- RecordError        a recording or a checkpoint that is damaged, or lacks what was asked for
+|-- LedgerError        a prompt, group, trajectory or token is lost or counted twice: names equation and difference
+|-- RecordError        a recording or a checkpoint is damaged, or lacks what was requested
 `-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
 
-Stopped and Paused end a run as well, and are no errors: a signal reached the launcher, or the run is to go on later.
+Stopped and Paused also end a run but are not errors: a signal reached the launcher, or the run will be resumed later.
 
-Anything else that escapes is a bug and ends the run with its traceback.
+Any other exception that escapes is a bug and ends the run with its traceback.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from contextlib import contextmanager
 
 
 class AsyncRLError(Exception):
-    """Base of every error that a user can cause or cure."""
+    """Base class of all errors that a user can cause or fix."""
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """One wrong setting, in the three parts that a user needs."""
+    """One wrong setting: its field, the value received, and the remedy."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
@@ -50,15 +50,15 @@ class DeadlineExceeded(AsyncRLError):
 
 
 class ProcessDied(AsyncRLError):
-    """The first process of a run that ended before its time."""
+    """The first process of a run that ended prematurely."""
 
 
 class LaunchError(AsyncRLError):
-    """Slurm refuses, or machines of a job do not answer."""
+    """Slurm refuses the job, or machines of a job do not respond."""
 
 
 class EngineError(AsyncRLError):
-    """An engine or the router refused a call, or answered what it must not."""
+    """An engine or the router refused a call, or gave an invalid answer."""
 
 
 class PeerFailed(EngineError):
@@ -66,12 +66,12 @@ class PeerFailed(EngineError):
 
 
 class WeightsError(AsyncRLError):
-    """Weights that do not fit the model, its table of names, or their checksum; names the tensor."""
+    """Weights that do not match the model, its table of names, or their checksum; names the tensor."""
 
 
 class EpisodeFailed(AsyncRLError):
-    """An episode that produced no trajectory through no fault of the policy; `reason` is its ledger entry. `retry`:
-    the same may go well if it is tried anew, as with most that lies outside of the program."""
+    """An episode that produced no trajectory through no fault of the policy; `reason` is its ledger entry. `retry` says
+    that another attempt may succeed, as with most failures outside the program."""
 
     def __init__(self, reason: str, detail: str = "", *, retry: bool = True) -> None:
         self.reason, self.detail, self.retry = reason, detail, retry
@@ -79,7 +79,7 @@ class EpisodeFailed(AsyncRLError):
 
 
 class LedgerError(AsyncRLError):
-    """The two sides of an equation of the ledger differ: batches can no longer be trusted."""
+    """The two sides of a ledger equation differ: batches can no longer be trusted."""
 
 
 class BadStep(AsyncRLError):
@@ -87,7 +87,7 @@ class BadStep(AsyncRLError):
 
 
 class RecordError(AsyncRLError):
-    """A recording or a checkpoint that is damaged, of another format, or lacks what was asked for."""
+    """A recording or a checkpoint that is damaged, of another format, or lacks what was requested."""
 
 
 class Stopped(Exception):
@@ -99,13 +99,13 @@ class Stopped(Exception):
 
 
 class Paused(Exception):
-    """The run is to go on by resume=auto: it ended as it was asked to, or something outside of it failed."""
+    """The run can be resumed with resume=auto: it was paused on request, or something outside of it failed."""
 
 
 @contextmanager
 def raised_by(reason: str, *, retry: bool = False) -> Iterator[None]:
-    """Around a user's code: whatever it raises is an EpisodeFailed of this reason, from that, SystemExit too. Our own
-    (AsyncRLError) pass: they know what they are."""
+    """Turn any exception of the user code in this context, including SystemExit, into an EpisodeFailed with this
+    reason. An AsyncRLError passes unchanged, because it is typed already."""
     try:
         yield
     except AsyncRLError:

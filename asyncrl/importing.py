@@ -1,7 +1,7 @@
-"""The first import of a process that imports much; `done` when it has.
+"""First import of a process that imports much: disables garbage collection until `done` is called.
 
-While modules are imported, Python's garbage collector looks again and again through objects of which hardly one is
-garbage: a quarter of the time that SGLang, Megatron and transformers take. So it rests until then.
+While modules are imported, Python's garbage collector repeatedly scans objects of which hardly any is garbage. That
+takes a quarter of the import time of SGLang, Megatron and transformers.
 """
 
 import gc
@@ -10,6 +10,7 @@ gc.disable()
 
 
 def done() -> None:
-    """Collect again; what is there by now stays, is looked through no more, and is shared with forked children."""
+    """Enable garbage collection again. Existing objects are frozen: they are not scanned again, and forked children
+    share them."""
     gc.freeze()
     gc.enable()

@@ -1,4 +1,4 @@
-"""A user's own functions and classes, by import path."""
+"""Loading of a user's functions and classes by import path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 
 
 def load(path: str, field: str) -> Any:
-    """What lies at an import path, module:name. Raises ConfigError for the field that named it."""
+    """Return the object at an import path, module:name. Raises ConfigError for the field that named it."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -22,7 +22,8 @@ def load(path: str, field: str) -> Any:
 
 
 def made(kind: Callable[..., Any], params: Mapping[str, Any], field: str, path: str) -> Any:
-    """What a user's class or factory makes. Raises ConfigError for whatever that raises but our own errors."""
+    """Call a user's class or factory. Raises ConfigError for any exception except asyncrl's own, which pass
+    unchanged."""
     try:
         return kind(**params)
     except AsyncRLError:

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 REPLACED = ("sglang-router",)
-"""Packages of an earlier lock that own files which a package of this one installs: both install a program `smg`."""
+"""Packages of an earlier lock whose files conflict with a package of this one: both install a program `smg`."""
 
 GPU_REMEDY = """\
 This machine has an NVIDIA GPU: install the stock SGLang and TransformerEngine with
@@ -41,7 +41,7 @@ build, whose libraries --no-deps leaves out. Name PyTorch's CPU index (its insta
 
 
 def lock_file() -> Path:
-    """requirements/cpu.txt: inside the package in a wheel, beside it in a checkout."""
+    """Return the path of requirements/cpu.txt: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent
     for folder in (package, package.parent):
         if (lock := folder / "requirements" / "cpu.txt").is_file():
@@ -50,7 +50,7 @@ def lock_file() -> Path:
 
 
 def has_gpu() -> bool:
-    """nvidia-smi may be there without a device, so its list is what counts."""
+    """Return whether nvidia-smi lists a GPU; the program alone may be installed without a device."""
     if shutil.which("nvidia-smi") is None:
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -66,7 +66,7 @@ def _installed(name: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run pip on the lock; 0 when the environment is complete, else 1 and a message on stderr."""
+    """Run pip on the lock. Returns 0 when the environment is complete, otherwise 1 with a message on stderr."""
     parser = argparse.ArgumentParser(prog="asyncrl-install", description=(__doc__ or "").partition("\n\nusage")[0])
     parser.add_argument("--cpu", action="store_true", help="install the CPU system although there is a GPU")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do nothing")

@@ -1,4 +1,6 @@
-"""JSON files of a run: lines that one process appends and another follows, and files that are replaced as a whole."""
+"""JSON files of a run: line files that one process appends to and another follows, and files that are replaced
+atomically.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,27 @@ from typing import Any
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """One object, one line, there for whoever follows the file."""
+    """Append an object as one line."""
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def replace(path: Path, record: dict[str, Any]) -> None:
-    """A reader finds the file as it was before or as it is now, never half of it."""
+    """Replace the file atomically: a reader finds the old content or the new, never a part."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(record, indent=2) + "\n")
     partial.rename(path)
 
 
 class Tail:
-    """The lines of a file that were appended since the last look; it need not be there yet."""
+    """Reader of the lines that were appended to a file since the last call; the file need not exist yet."""
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
-        """`new`: only what is appended from now on."""
+        """`new` skips what the file already contains."""
         self._path, self._read = path, path.stat().st_size if new and path.exists() else 0
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Whole lines only: the writer may be in the middle of one."""
+        """Return the new complete lines; the writer may be in the middle of the last one."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

@@ -1,9 +1,9 @@
-"""Who is there, told by files on a shared file system: a folder, and in it a file for each, written anew every few
-seconds by whoever it stands for.
+"""Liveness by files on a shared file system: a folder with one file per process, which its owner rewrites every few
+seconds.
 
-Clocks of machines differ, and a file system may be slow, show an old file for a while, or answer for minutes to nobody.
-So no moment is written: a file has a number that grows, and a reader measures by its own clock for how long it has not
-grown, counting only time in which it could read.
+Clocks of machines differ, and a file system may be slow, show an old file for a while, or not respond for minutes.
+Therefore no timestamp is written: a file holds a number that grows, and a reader measures with its own clock for how
+long the number has not changed, counting only time in which it could read.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from asyncrl import jsonl
 
 RENEW_SECONDS = 5.0
 LEASE_SECONDS = 60.0
-"""After which one that was not renewed has ended."""
+"""Time after which a lease that was not renewed has expired."""
 COUNTED_SECONDS = 2 * RENEW_SECONDS
-"""A reader that looks again later than this may have been held up, and the writer with it: no more of it counts."""
+"""Maximum time counted between two reads: a reader that returns later may have been suspended, and the writer
+with it.
+"""
 MISSED = 3
-"""Looks in a row that must miss a lease before anything is ended for it: a file may be between two names."""
+"""Number of consecutive reads that must miss a lease before it counts as ended: a file may be in the middle of a
+rename.
+"""
 SUFFIX = ".lease"
 
 
 class Lease:
-    """One's own file; `facts` are for its readers."""
+    """A process's own lease; `facts` are for its readers."""
 
     def __init__(
         self,
@@ -44,8 +48,8 @@ class Lease:
         self._failing = False
 
     def renew(self, **facts: Any) -> None:
-        """Write it when it is time, with these facts beside its own. A file system that refuses is told of once, and
-        asked again: it may come back before the lease ends."""
+        """Write the lease if a renewal is due, with these facts besides its own. A write error is reported once and
+        retried, because the file system may recover before the lease expires."""
         now = self._clock()
         if now - self._renewed_at < self._every:
             return
@@ -61,7 +65,7 @@ class Lease:
             self._failing = False
 
     def end(self) -> None:
-        """It stands for nobody any more."""
+        """Release the lease."""
         self._path.unlink(missing_ok=True)
 
 
@@ -69,11 +73,11 @@ class Lease:
 class _Seen:
     told: dict[str, Any]
     unchanged: float = 0.0
-    """Seconds in which we looked, and its number was the same."""
+    """Observed seconds in which the number did not change."""
 
 
 class Leases:
-    """Those of a folder, for one reader that looks again and again."""
+    """Leases of a folder, for one reader that polls them."""
 
     def __init__(
         self,
@@ -82,13 +86,13 @@ class Leases:
         seconds: float = LEASE_SECONDS,
         every: float = RENEW_SECONDS,
     ) -> None:
-        """Those that are not renewed for `seconds` have ended; their owners renew them `every` so many."""
+        """A lease expires when it is not renewed for `seconds`; its owner renews it every `every` seconds."""
         self._folder, self._clock, self._seconds, self._every = folder, clock, seconds, every
         self._seen: dict[str, _Seen] = {}
         self._looked_at = clock()
 
     def look(self) -> dict[str, dict[str, Any]]:
-        """Facts of those that hold, by name. What cannot be read now is as it was."""
+        """Return the facts of the valid leases by name. A lease that cannot be read now keeps its last state."""
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, 2 * self._every), now
         try:
@@ -109,7 +113,7 @@ class Leases:
     def _read(self, name: str, passed: float) -> None:
         try:
             told = json.loads((self._folder / name).read_text())
-        except (OSError, ValueError):  # slow, or in the middle of a change: no proof of anything
+        except (OSError, ValueError):  # slow, or being replaced: not evidence of an end
             return
         if name in self._seen and self._seen[name].told == told:
             self._seen[name].unchanged += passed
@@ -118,7 +122,8 @@ class Leases:
 
 
 class Watched(Leases):
-    """One lease, that of whoever must outlive the reader. It reads this file alone: thousands may watch it."""
+    """One lease, whose owner must outlive the reader. Only this file is read, because thousands of processes may watch
+    it."""
 
     def __init__(
         self,
@@ -127,7 +132,7 @@ class Watched(Leases):
         clock: Callable[[], float] = time.monotonic,
         every: float = COUNTED_SECONDS,
     ) -> None:
-        """`seconds`: it may be held up for so long. Looked at `every` so many."""
+        """The lease expires after `seconds` without renewal; it is read every `every` seconds."""
         super().__init__(path.parent, clock, seconds)
         self._look_every = every
         self._name, self._missed, self._was_there = path.name, 0, False
@@ -136,7 +141,8 @@ class Watched(Leases):
         return {self._name} if (self._folder / self._name).exists() else set()
 
     def ended(self) -> bool:
-        """Whether it was there, and is no more. To be asked again and again; it looks when it is time."""
+        """Return whether the lease existed and has ended. Call this repeatedly; it reads the file when a read is
+        due."""
         if self._clock() - self._looked_at < self._look_every:
             return False
         if self.look():

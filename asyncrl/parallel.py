@@ -1,4 +1,6 @@
-"""A trainer rank's place in the layout, as plain numbers; `trainer/parallel.py` asks Megatron for them."""
+"""Position of a trainer rank in the parallel layout, as plain numbers; `trainer/parallel.py` gets them from
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place in the layout."""
+    """Position of this rank in the parallel layout."""
 
     rank: int
     tp: int
@@ -36,20 +38,21 @@ class Parallel:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0: talks HTTP and writes files."""
+        """True for rank 0, which talks HTTP and writes files."""
         return self.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Holds logits and the loss."""
+        """True for ranks of the last pipeline stage, which hold logits and the loss."""
         return self.pp_rank == self.pp - 1
 
     @property
     def counts(self) -> bool:
-        """The one rank of each replica's last stage whose sums enter the statistics."""
+        """True for the one rank of each data-parallel replica's last stage whose sums enter the statistics."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def exports(self) -> bool:
-        """The one rank of each pipeline stage that sends and saves weights (also the first of its expert group)."""
+        """True for the one rank of each pipeline stage that sends and saves weights (also the first of its expert
+        group)."""
         return self.dp_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0

@@ -1,7 +1,7 @@
-"""Free ports of this host for others to listen on.
+"""Selection of free ports on this host for servers that start later.
 
-Between the choice and the listening lie seconds, in which another run of the host may choose: so a choice is a lease, a
-file in the host's own folder for such, which all runs of a user heed until it is too old.
+Seconds pass between the selection and the server's listen, in which another run on the host may select ports. Therefore
+a selection is a lease: a file in a folder of the host, which all runs of a user respect until it expires.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 
 from asyncrl.errors import AsyncRLError
 
-# Below Linux's ephemeral range: between the choice and the listening, seconds later, no outgoing connection can take
-# one, as happens to ports that the kernel gives (bind to 0).
+# Below Linux's ephemeral range, so that no outgoing connection can take a port in the seconds before its server
+# listens, as happens to ports that the kernel assigns (bind to 0).
 FIRST_PORT, LAST_PORT = 20000, 32000
 ATTEMPTS = 200
 FOLDERS = 100
 HOST_TMPDIR = "ASYNCRL_TMPDIR"
-"""Environment variable of a run's processes, whose TMPDIR is their own: the folder that all runs share."""
+"""Environment variable with the temporary folder that all runs share; the TMPDIR of a run's processes is their own."""
 LEASE_SECONDS = 600.0
-"""Longer than a server takes to listen."""
+"""Lifetime of a port lease, longer than a server takes to listen."""
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Distinct ports that nobody listened on a moment ago, nor was given by this function on this machine since
-    LEASE_SECONDS. Raises AsyncRLError where `host` is not of this machine."""
+    """Return distinct ports on which nobody listens and which this function has not returned on this machine within
+    LEASE_SECONDS. Raises AsyncRLError if `host` is not an address of this machine."""
     leases = _folder()
     held: list[socket.socket] = []
     try:
@@ -41,12 +41,13 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def free_port(host: str) -> int:
-    """One of them."""
+    """Return one free port."""
     return free_ports(host, 1)[0]
 
 
 def _folder() -> Path:
-    """This user's, on this machine. Another user may have made one of that name: then it is the next."""
+    """Return this user's lease folder on this machine. If another user has created a folder of that name, use the next
+    name."""
     for number in range(FOLDERS):
         folder = Path(
             os.environ.get(HOST_TMPDIR) or tempfile.gettempdir(),
@@ -78,7 +79,7 @@ def _free(host: str, held: list[socket.socket], leases: Path) -> int:
 
 
 def _leased(lease: Path) -> bool:
-    """Whether it is ours now. Meanwhile we hold the port itself: nobody else looks at its lease."""
+    """Try to take the lease. The caller holds the port itself meanwhile, so nobody else examines its lease."""
     with suppress(FileNotFoundError):
         if time.time() - lease.stat().st_mtime < LEASE_SECONDS:
             return False

@@ -2,13 +2,12 @@
 
     python -m asyncrl.probe HIDDENxINNER [HIDDENxINNER ...]
 
-`dtype: auto` decides by these rates (launch/precision.py), and the time of a run is estimated from them. A CPU without
-bfloat16 arithmetic (AVX2 alone, or AVX-512 before Cooper Lake) takes up to 40 times as long in bfloat16 as in float32;
-one with AVX-512 BF16 or AMX takes half as long or less.
+`dtype: auto` is decided by these rates (launch/precision.py), and the duration of a run is estimated from them. A CPU
+without bfloat16 arithmetic (AVX2 alone, or AVX-512 before Cooper Lake) takes up to 40 times as long in bfloat16 as in
+float32; one with AVX-512 BF16 or AMX takes half as long or less.
 
-Rates are kept in the cache folder, for each host, CPU, torch
-version and shape, so torch is imported only once on a machine. Only `measure` imports torch: the launcher reads cached
-rates without it.
+Rates are cached for each host, CPU, torch version and shape, so torch is imported only once on a machine. Only
+`measure` imports torch: the launcher reads cached rates without it.
 """
 
 from __future__ import annotations
@@ -29,18 +28,20 @@ from asyncrl.models.catalog import cache_dir
 
 DTYPES = ("bfloat16", "float32")
 TRAIN_ROWS, GENERATE_ROWS = 64, 32
-"""Tokens in a product: of a short micro-batch, and of an engine that decodes for as many requests."""
+"""Tokens per product: of a short micro-batch, and of an engine that decodes for as many requests."""
 LARGEST = 1 << 20
-"""Elements of the weight that is multiplied: the sides of a larger one are shortened, so that a probe takes ms."""
+"""Maximum number of elements of the weight in a product: a larger weight is shrunk so that a probe takes
+milliseconds.
+"""
 HOPELESS = 3.0
-"""A product this many times slower than in the other format is not repeated."""
+"""A product that is this many times slower than in the other dtype is not repeated."""
 REPEATS = 3
 WINDOW = 0.15
-"""Seconds for which two processes are counted."""
+"""Seconds for which the operations of two processes are counted."""
 MARK = "asyncrl-rates "
-"""Begins the line with the result: modules and prologs print, too."""
+"""Prefix of the result line, because modules and prologs print too."""
 SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-"""Environment variables that hide instructions from torch and its libraries."""
+"""Environment variables that hide CPU instructions from torch and its libraries."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +51,27 @@ class Rates:
     host: str
     cpu: str
     train: dict[str, float]
-    """Forward and both gradient products, TRAIN_ROWS tokens."""
+    """Forward and both gradient products, with TRAIN_ROWS tokens."""
     generate: dict[str, float]
-    """Forward alone, GENERATE_ROWS tokens."""
+    """Forward product only, with GENERATE_ROWS tokens."""
     cores: int
-    """Processors that this process may use."""
+    """Number of CPUs that this process may use."""
     two: float
-    """Float32 operations of two processes at a time over those of one: 2, or 1 where two cores share one unit."""
+    """Float32 throughput of two concurrent processes relative to one: 2, or 1 if two cores share one unit."""
 
     def faster(self, part: str) -> str:
-        """The dtype to take for a part of the run, "train" or "generate"."""
+        """Return the faster dtype for a part of the run, "train" or "generate"."""
         rates: dict[str, float] = getattr(self, part)
         return max(DTYPES, key=lambda dtype: rates[dtype])
 
     def slowdown(self, part: str, dtype: str) -> float:
-        """How many times as long a part takes in `dtype` as in the faster one."""
+        """Return how many times as long a part takes in `dtype` as in the faster dtype."""
         rates: dict[str, float] = getattr(self, part)
         return max(rates.values()) / rates[dtype]
 
     @classmethod
     def parse(cls, text: str) -> Rates:
-        """Inverse of the line that the program prints, without its mark. Raises ValueError for anything else."""
+        """Parse the line that the program prints, without its mark. Raises ValueError for anything else."""
         try:
             found = cls(**json.loads(text))
             rates = [one[dtype] for one in (found.train, found.generate) for dtype in DTYPES]
@@ -82,12 +83,12 @@ class Rates:
         return found
 
     def line(self) -> str:
-        """What the program prints."""
+        """Return the rates as the program prints them."""
         return json.dumps(asdict(self))
 
 
 def cached(hidden: int, inner: int) -> Rates | None:
-    """Rates of this machine that were measured before, or None."""
+    """Return the cached rates of this machine, or None."""
     try:
         return Rates.parse(_cache_file(hidden, inner).read_text())
     except (OSError, ValueError):
@@ -95,7 +96,7 @@ def cached(hidden: int, inner: int) -> Rates | None:
 
 
 def rates(hidden: int, inner: int) -> Rates:
-    """Rates of this machine for a model with such an MLP: from the cache, else measured and kept there."""
+    """Return the rates of this machine for a model with such an MLP, measuring and caching them if necessary."""
     if known := cached(hidden, inner):
         return known
     found = measure(hidden, inner)
@@ -105,13 +106,13 @@ def rates(hidden: int, inner: int) -> Rates:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(found.line())
         partial.rename(file)
-    except OSError as error:  # a probe without a cache is only slower
+    except OSError as error:  # without a cache, probing is only slower
         print(f"asyncrl.probe: cannot keep the rates in {file.parent}: {error}", file=sys.stderr)
     return found
 
 
 def measure(hidden: int, inner: int) -> Rates:
-    """Measure them now: about 0.5 s after the import of torch."""
+    """Measure the rates now: about 0.5 s after the import of torch."""
     import torch
 
     torch.set_num_threads(1)
@@ -131,7 +132,7 @@ def measure(hidden: int, inner: int) -> Rates:
 
         return multiply
 
-    for dtype in reversed(DTYPES):  # float32 first: it is slow nowhere
+    for dtype in reversed(DTYPES):  # float32 first: no CPU is slow in it
         for found, rows, gradients in ((train, TRAIN_ROWS, True), (generate, GENERATE_ROWS, False)):
             flops = (3 if gradients else 1) * 2 * rows * hidden * inner
             limit = HOPELESS * flops / max(found.values()) if found else float("inf")
@@ -142,10 +143,11 @@ def measure(hidden: int, inner: int) -> Rates:
 
 
 def _seconds(work: Callable[[], None], limit: float) -> float:
-    """Least CPU time of REPEATS calls after a first one; a call that takes longer than `limit` is not repeated."""
+    """Return the minimum CPU time of REPEATS calls after a warm-up; a call that takes longer than `limit` is not
+    repeated."""
     found: list[float] = []
     for _ in range(1 + REPEATS):
-        began = time.process_time()  # what other processes take is not counted
+        began = time.process_time()  # excludes the time of other processes
         work()
         found.append(time.process_time() - began)
         if len(found) > 1 and found[-1] > limit:
@@ -154,8 +156,8 @@ def _seconds(work: Callable[[], None], limit: float) -> float:
 
 
 def _two_over_one(work: Callable[[], None]) -> float:
-    """Rate of this process and a fork of it together, over its rate alone; between 1 and 2. Rates are per second of CPU
-    time, so what only waits for a busy core does not look like a shared unit."""
+    """Return the throughput of this process and a fork of it together, relative to this process alone; between 1 and 2.
+    Rates are per second of CPU time, so that waiting for a busy core does not look like a shared unit."""
 
     def rate() -> float:
         count, began, end = 0, time.process_time(), time.perf_counter() + WINDOW
@@ -179,13 +181,13 @@ def _two_over_one(work: Callable[[], None]) -> float:
 
 
 def shortened(hidden: int, inner: int) -> tuple[int, int]:
-    """Sides of the weight that is measured: the model's own, unless it has more than LARGEST elements."""
+    """Return the shape of the weight that is measured: the model's own, unless it has more than LARGEST elements."""
     factor = min(1.0, (LARGEST / (hidden * inner)) ** 0.5)
     return max(1, round(hidden * factor)), max(1, round(inner * factor))
 
 
 def cpu_name() -> str:
-    """Model of the CPU as the kernel names it."""
+    """Return the CPU model as the kernel names it."""
     return _cpu_field("model name") or platform.processor() or platform.machine()
 
 
@@ -198,7 +200,8 @@ def _cpu_field(name: str) -> str:
 
 
 def _cache_file(hidden: int, inner: int) -> Path:
-    """One file for each machine, library and shape; what the environment hides from torch is part of its name."""
+    """Return the cache file of a machine, library and shape. Its name includes what the environment hides from
+    torch."""
     hidden_by = [os.environ.get(name, "") for name in SWITCHES]
     facts = [socket.gethostname(), cpu_name(), _cpu_field("flags"), version("torch"), *shortened(hidden, inner)]
     digest = hashlib.sha256(json.dumps([*facts, *hidden_by]).encode()).hexdigest()[:16]
@@ -206,7 +209,7 @@ def _cache_file(hidden: int, inner: int) -> Path:
 
 
 def main(shapes: list[str]) -> int:
-    """Print a line for each shape: the shape, the machine's name in Slurm or nothing, and the rates."""
+    """Print a line for each shape: the shape, the machine's name in Slurm if any, and the rates."""
     for shape in shapes:
         hidden, _, inner = shape.partition("x")
         found = rates(int(hidden), int(inner))

@@ -1,8 +1,8 @@
-"""Where the ranks of torch.distributed find each other: at one address, not on every interface of the machine.
+"""Rendezvous of torch.distributed on one address, instead of every interface of the machine.
 
-torch's TCPStore asks nobody for a key, and listens on all interfaces whatever its host is called. Who can reach it can
-read and change what ranks tell each other. `bind` has the stores of this process listen at their host alone: at
-127.0.0.1 with cluster=local, in a job at the address of the machine's interface (cluster.interface).
+torch's TCPStore needs no key, and listens on all interfaces whatever its host is. Whoever can reach it can read and
+change what ranks tell each other. `bind` makes the stores of this process listen on their host only: on 127.0.0.1 with
+cluster=local, in a job on the address of the machine's interface (cluster.interface).
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ import sys
 from typing import Any
 
 BACKLOG = 4096
-"""Ranks that may knock at once."""
+"""Number of ranks that may connect at once."""
 
 
 def bind() -> None:
-    """For the stores that torch makes from now on in this process, by env:// and tcp://, ours and SGLang's."""
+    """Make all stores that torch creates in this process from now on listen on their host only: those of env:// and
+    tcp://, asyncrl's and SGLang's."""
 
-    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # the package has a function of that name
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # the package has a function of that name, too
     if not isinstance(rendezvous.TCPStore, _Bound):
         rendezvous.TCPStore = _Bound(rendezvous.TCPStore)
 
 
 class _Bound:
-    """Makes stores, as the class does in whose place it stands."""
+    """Creates stores in place of the TCPStore class."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
-        self._ports: set[int] = set()  # where this process serves one: torch shares it (multi_tenant)
+        self._ports: set[int] = set()  # ports on which this process serves a store: torch shares it (multi_tenant)
 
     def __call__(self, host_name: str, port: int, *arguments: Any, is_master: bool = False, **options: Any) -> Any:
-        """Raises OSError where the host is no address of this machine, or the port is taken."""
+        """Create a store. Raises OSError if the host is not an address of this machine, or the port is taken."""
         if is_master and port not in self._ports:
             options["master_listen_fd"] = _listening(host_name, port)
             self._ports.add(port)

@@ -1,10 +1,11 @@
-"""Who answers at an address of the run: each run has a certificate authority of its own.
+"""Authentication of a run's servers: each run has a certificate authority of its own.
 
-Ports are no secret, and between the choice of a port and the listening lie seconds: another user of the machine may
-listen there first, and again whenever a server dies. So every server of the run shows a certificate that the run's
-authority has signed, whose key nobody else can read, and no process of the run sends anything to a server without one.
+Ports are not secret, and seconds pass between the selection of a port and the server's listen. Another user of the
+machine may listen there first, and again whenever a server dies. Therefore every server of the run presents a
+certificate signed by the run's authority, whose key nobody else can read, and no process of the run sends anything to a
+server without one.
 
-The folder `tls` of the run, which its owner alone can read:
+The folder `tls` of the run is readable by its owner only:
 
     ca.pem, ca.key      the authority
     HOST.pem            certificate and key of the servers at that address
@@ -27,9 +28,9 @@ from cryptography.x509.oid import NameOID
 
 FOLDER = "tls"
 LIFETIME = datetime.timedelta(days=3650)
-"""Longer than any run. Nobody outside of the run trusts its authority, and each command makes a new one."""
+"""Longer than any run. Nobody outside of the run trusts its authority, and each command creates a new one."""
 SLACK = datetime.timedelta(days=1)
-"""By so much the clocks of two machines may differ."""
+"""Maximum difference between the clocks of two machines."""
 UNUSED = dict.fromkeys(
     ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
     False,
@@ -38,7 +39,7 @@ UNUSED = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Signed:
-    """Files in PEM: what a server shows, with its key, and who has signed it."""
+    """PEM files of a server: its certificate with its key, and the authority's certificate."""
 
     server: Path
     authority: Path
@@ -48,13 +49,13 @@ class Authority:
     """Signs the certificates of one run's servers."""
 
     def __init__(self, run_dir: Path) -> None:
-        """That of a run which has one: `create` makes it."""
+        """Use the existing authority of a run; `create` makes a new one."""
         self._folder = run_dir / FOLDER
         self._own, self._key = self._folder / "ca.pem", self._folder / "ca.key"
 
     @classmethod
     def create(cls, run_dir: Path) -> Authority:
-        """Anew, also where there is one: what that one has signed is worth nothing from now on."""
+        """Create a new authority. It replaces an existing one, whose certificates become invalid."""
         made = cls(run_dir)
         made._folder.mkdir(mode=0o700, exist_ok=True)
         made._folder.chmod(0o700)
@@ -72,7 +73,7 @@ class Authority:
         return made
 
     def sign(self, urls: Iterable[str]) -> None:
-        """For the servers at the addresses of these URLs, names or IP addresses, where that is not done yet."""
+        """Create certificates for the servers at the hosts of these URLs (names or IP addresses) that have none yet."""
         authority = x509.load_pem_x509_certificate(self._own.read_bytes())
         signing = serialization.load_pem_private_key(self._key.read_bytes(), None)
         assert isinstance(signing, ec.EllipticCurvePrivateKey)
@@ -91,13 +92,12 @@ class Authority:
 
     @property
     def certificate(self) -> str:
-        """What clients trust, in PEM."""
+        """PEM certificate that clients trust."""
         return self._own.read_text()
 
 
 def signed(run_dir: Path, url: str) -> Signed | None:
-    """Where the authority left it for the run's server at this URL; None where it is one of http://, which shows
-    nothing."""
+    """Return the certificate files for the run's server at this URL, or None for an http:// URL, which needs none."""
     address, folder = urlsplit(url), run_dir / FOLDER
     return Signed(folder / f"{address.hostname}.pem", folder / "ca.pem") if address.scheme == "https" else None
 
@@ -133,7 +133,7 @@ def _encoded(value: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: another process may do the same at this moment."""
+    """Write the file atomically: another process may do the same at this moment."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""A conversation in exact token ids: what a multi-turn agent is written with.
+"""A conversation in exact token ids, the building block of multi-turn agents.
 
 async def twice(prompt, generate):
     chat = Chat.of(prompt, generate)
@@ -28,7 +28,7 @@ class Chat:
         role: str = "",
         prompt_ids: list[int] | None = None,
     ) -> None:
-        """From these messages, with what the template says of the tools; or from a prompt's ids."""
+        """Start a conversation from messages, rendered with the tools, or from a prompt's token ids."""
         self._generate, self._role, self._tools = generate, role, tools
         self._prompt = self._context = prompt_ids or []
         self._said: list[Message] = []
@@ -40,33 +40,38 @@ class Chat:
 
     @classmethod
     def of(cls, prompt: Prompt, generate: Generate, *, role: str = "") -> Chat:
-        """That goes on from a prompt."""
+        """Return a conversation that continues a prompt."""
         return cls(generate, role=role, prompt_ids=prompt.token_ids)
 
     @property
     def ended(self) -> bool:
-        """The last answer was cut off, by its own limit or as the model's context is full: a further turn would answer
-        half a sentence."""
+        """True if the last answer was truncated, by its own limit or because the model's context is full.
+
+        A further turn would respond to half a sentence.
+        """
         return bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
 
     @property
     def length(self) -> int:
-        """Tokens of the context, up to the last answer."""
+        """Number of tokens in the context, including the last answer."""
         return len(self._context)
 
     def say(self, content: str | Sequence[Message], role: str = "user") -> None:
-        """What the model reads next: one message, or several."""
+        """Add what the model reads next: the text of one message, or several messages."""
         messages = [{"role": role, "content": content}] if isinstance(content, str) else content
         if self._begins is not None or not self.turns:
             raise ValueError("the model has not answered yet: what it reads first is given to Chat, or to restart")
         self._said += messages
 
     async def answer(self, *, max_new_tokens: int | None = None, state: str = "") -> str:
-        """The model's next turn, as text. `state` names the environment's, for step-level groups."""
+        """Generate the model's next turn and return its text.
+
+        `state` names the state of the environment, for step-level groups.
+        """
         return self._generate.template.decode((await self.complete(max_new_tokens, state)).token_ids)
 
     async def complete(self, max_new_tokens: int | None = None, state: str = "") -> Completion:
-        """The model's next turn, in tokens."""
+        """Generate the model's next turn and return its completion."""
         observation, begins = self._read(), self._begins is not None
         context = [*self._context, *observation]
         completion = await self._generate(context, max_new_tokens=max_new_tokens, role=self._role)
@@ -76,7 +81,7 @@ class Chat:
         return completion
 
     def _read(self) -> list[int]:
-        """What the model has not read yet."""
+        """Return the tokens that the model has not read yet."""
         if self._begins is not None:
             return self._begins
         if not self.turns:
@@ -87,22 +92,26 @@ class Chat:
         return self._generate.template.extend(self._said, last=last)
 
     def reward(self, reward: float, token_rewards: Sequence[float] = ()) -> None:
-        """Of the last turn, beside that of the episode: added to what it has. `token_rewards`: one for each token."""
+        """Add a reward to the last turn, besides the reward of the episode. `token_rewards` has one value per token."""
         last = self.turns[-1]
         self.turns[-1] = msgspec.structs.replace(
             last, reward=last.reward + reward, token_rewards=list(token_rewards) or last.token_rewards
         )
 
     def restart(self, messages: Sequence[Message]) -> None:
-        """A context of its own from here on, such as a summary: what was written before stays in the trajectory, as a
-        sample of its own."""
+        """Start a new context, for example from a summary.
+
+        The turns so far stay in the trajectory, as a separate sample.
+        """
         self._context, self._said = [], []
         self._begins = self._generate.template.begin(messages, self._tools)
 
     def branch(self, turn: int) -> Chat:
-        """Another way to go on, from where this turn was asked for, in the very same context: a chat that has yet to
-        answer. In a trajectory the turns of this chat come first, and from its own beginning on, and then the branch's:
-        Trajectory([*chat.turns, *branch.turns], reward)."""
+        """Return a new chat that branches off before this turn, with exactly the same context and no answer yet.
+
+        A trajectory must hold all turns of this chat first and then those of the branch:
+        Trajectory([*chat.turns, *branch.turns], reward).
+        """
         context = list(self._prompt)
         for one in self.turns[:turn]:
             context = [*([] if one.begins else context), *one.observation, *one.completion.token_ids]
@@ -113,5 +122,5 @@ class Chat:
         return branch
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
-        """What was said so far. Without a reward the task's own reward function scores it."""
+        """Return the turns so far as a trajectory. Without a reward, the task's own reward function scores it."""
         return Trajectory(list(self.turns), reward)

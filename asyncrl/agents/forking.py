@@ -1,14 +1,15 @@
-"""An episode that is played to its end, and then again from some of its turns on: for advantage=turn_loo, which
-compares the ways that begin in one context.
+"""Agent that plays an episode to its end and then again from some of its turns on.
+
+It serves advantage=turn_loo, which compares branches that start from the same context.
 
     trunk      P | a o b o c
     branches   P a o | d o e,  P a o | f        fork_at=1, branches=2
 
-A branch has an environment of its own, which is brought to the fork by the trunk's own actions and must tell the model
-the same again: EpisodeFailed("environment_replay") where it does not. Where to fork is settled before the episode
-begins; to choose turns by how it went would bias what is learnt (algo/credit.py).
+A branch has its own environment. The trunk's actions are replayed in it up to the fork, and its observations must be
+the same again; otherwise EpisodeFailed("environment_replay") is raised. The fork turns are chosen before the episode
+begins: to choose them by its outcome would bias the gradient (algo/credit.py).
 
-waits for     environments: never for one while it has another, so that episodes cannot hold each other up
+waits for     environments, but never for one while it holds another, so that episodes cannot deadlock
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ Way = tuple[list[Turn], list[Action]]
 
 
 class Forking(Player):
-    """`branches` more ways to go on from before each of the turns `fork_at` (0 is the first) that an episode gets to;
-    or, without these, from before one of the first `within` turns, drawn for each prompt, the same for all siblings."""
+    """Agent that plays `branches` additional branches from before each of the turns `fork_at` that an episode reaches.
+
+    Turn 0 is the first. Without `fork_at`, it forks before one of the first `within` turns, drawn for each prompt and
+    the same for all siblings.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,7 @@ class Forking(Player):
             raise ConfigError("agent_params", params, f"Turns are numbered from 0 to {max_turns - 1} (max_turns).")
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """One episode, its trunk first."""
+        """Play one episode, the trunk first."""
         async with self._environments() as env:
             messages = await opened(env, prompt.question)
             chat = chat_of(prompt, messages, generate)
@@ -77,7 +81,10 @@ class Forking(Player):
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, Way]]) -> list[Way]:
-    """All at once, in their order; where one fails the others are ended before that is heard."""
+    """Run all coroutines concurrently and return their results in order.
+
+    When one fails, cancel the others and wait for them before its error is raised.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

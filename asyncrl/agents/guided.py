@@ -1,21 +1,22 @@
-"""A task that failed is tried again with guidance: what a teacher, a test's output or a plan has to say about the
-attempt (Agent-RLVR, arXiv 2506.11425).
+"""Agent that retries a failed task with guidance (Agent-RLVR, arXiv 2506.11425).
 
-The paper lets agents try first, has the attempt checked by tests, adds guidance to the ones that failed, lets them try
-again, and updates the policy with the rewards of these guided trajectories.
+The guidance comments on the attempt: a teacher's remarks, a test's output or a plan. In the paper, agents try first,
+tests check the attempt, guidance is added to those that failed, the agents try again, and the policy is updated with
+the rewards of these guided trajectories.
 
     first attempt     question                | a o b          role ""
     guided            question + guidance     | c o d          role "guided", then "guided2", ...
 
-Here all attempts are trained, each behind the very tokens that it was written behind: guidance is context, and never
-trained. Each attempt is a role: it gets its own reward alone, and is compared with the same attempt of siblings. So a
-first attempt is not rewarded for what was done with help after it failed, and an attempt with help is no measure for
-one without. What the model learns from guided attempts is to follow guidance; to score them without the guidance that
-they were written with would be off the policy.
+Here all attempts are trained, each in the exact context in which it was generated; guidance is context and is never
+trained. Each attempt is a role: it gets only its own reward, and is compared with the same attempt of its siblings. So
+a first attempt is not rewarded for the success of a later attempt with help, and an attempt with help is no baseline
+for one without. From guided attempts the model learns to follow guidance; to score them without the guidance that was
+in their context would be off-policy.
 
-The reward of the whole trajectory, as figures show it, is the sum over attempts: evaluation sets should play MultiTurn.
+The reward of the whole trajectory in the metrics is the sum over attempts, so evaluation sets should use MultiTurn.
 
-waits for     the guide, too: rollout.agent_timeout; whatever it raises costs the episode its group
+waits for     the model and the environment; the guide (rollout.agent_timeout)
+on an error   of the guide: the group of the episode is lost
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ from asyncrl.imports import load
 from asyncrl.types import Generate, Message, Prompt, Trajectory
 
 Guide = Callable[[Question, list[Message]], str | Awaitable[str]]
-"""(question, the chat of the failed attempt) -> what to add to the question; nothing where it knows nothing, and then
-there is no further attempt. A plain function must not block."""
+"""(question, the chat of the failed attempt) -> the text to add to the question. An empty text means that there is no
+guidance, and ends the attempts. A plain function must not block."""
 
 ROLE = "guided"
 
 
 class Guided(Player):
-    """Up to `tries` more attempts, as long as the last one's reward is below `threshold`; `guide` is the import path of
-    a function."""
+    """Agent that makes up to `tries` more attempts while the last one's reward is below `threshold`.
+
+    `guide` is the import path of a Guide function.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Guided(Player):
         self._threshold, self._tries = threshold, tries
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """One episode: all of its attempts."""
+        """Play one episode with all of its attempts."""
         turns, guidance = [], ""
         for attempt in range(1 + self._tries):
             role = f"{ROLE}{attempt if attempt > 1 else ''}" if attempt else ""

@@ -1,13 +1,13 @@
-"""From what an agent asked and was answered to the turns of a trajectory, and back: token in, token out.
+"""Conversion of an agent's requests and completions into the turns of a trajectory, and the check of the result.
 
-An answer goes on from the sample whose tokens, up to here, are the longest beginning of what was asked; else it begins
-a sample. So an agent that keeps its context has one sample, and one that edits it, or asks on behalf of others, has
-several: nothing is tokenised again, and what was written is trained once.
+A completion continues the sample whose tokens so far are the longest prefix of the request; if there is none, it begins
+a new sample. So an agent that keeps its context produces one sample, and one that edits it, or makes requests for
+several agents, produces more. Nothing is tokenized again, and every generated token is trained once.
 
-    asked P          answered a     sample 1: P | a
-    asked P a o      answered b     sample 1: P | a o b
-    asked P a q      answered c     sample 2: P a q | c      (a branch: a stands in its context, not trained twice)
-    asked S          answered d     sample 3: S | d           (the context was reset)
+    request P          completion a     sample 1: P | a
+    request P a o      completion b     sample 1: P | a o b
+    request P a q      completion c     sample 2: P a q | c      (a branch: a is context here, not trained twice)
+    request S          completion d     sample 3: S | d          (the context was reset)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.types import Completion, Trajectory, Turn
 
 @dataclass(frozen=True)
 class Asked:
-    """One request of an agent, and its answer."""
+    """One request of an agent and its completion."""
 
     context: list[int]
     completion: Completion
@@ -35,7 +35,7 @@ class _Sample:
 
 
 def link(prompt_ids: list[int], asked: Sequence[Asked]) -> list[Turn]:
-    """The turns of everything that was asked, in the order of asking; sample after sample."""
+    """Return the turns of all requests, sample after sample; `asked` is in the order of the requests."""
     samples: list[_Sample] = []
     for one in asked:
         goes_on = [sample for sample in samples if sample.role == one.role and _begins(one.context, sample.ids)]
@@ -54,8 +54,10 @@ def link(prompt_ids: list[int], asked: Sequence[Asked]) -> list[Turn]:
 
 
 def check(trajectory: Trajectory, prompt_ids: list[int], asked: Sequence[Asked]) -> None:
-    """Whether engines wrote every turn, and read before it just what the trajectory says, and each is told once.
-    ValueError where not."""
+    """Check that engines generated every turn in exactly the context that the trajectory states, and each turn once.
+
+    Raises ValueError otherwise.
+    """
     if not trajectory.turns:
         raise ValueError("a trajectory without a turn")
     left = list(asked)

@@ -1,13 +1,12 @@
-"""An episode that is longer than a context: when that is full the model writes notes, and goes on from the question and
-these alone.
+"""Agent for episodes longer than a context: the model writes notes, and continues from the question and the notes.
 
     question         | a o b o           notes?  n       sample 1
     question + n     | c o d o           notes?  m       sample 2
     question + m     | e                                 sample 3
 
-Each context is a sample; the notes are turns like all others, and everything is trained with what the episode came to
-(SUPO, arXiv 2510.06727; MemAgent, arXiv 2507.02259). Actions and notes of one episode are one role, so that its samples
-together are compared with those of its siblings.
+Each context is a sample. The notes are turns like all others, and every turn is trained with the outcome of the episode
+(SUPO, arXiv 2510.06727; MemAgent, arXiv 2507.02259). Actions and notes of one episode have the same role, so that all
+of its samples together are compared with those of its siblings.
 """
 
 from __future__ import annotations
@@ -25,9 +24,13 @@ NOTES = "Your notes on what happened so far:\n{notes}"
 
 
 class Memory(Player):
-    """Notes are written as soon as a context has more than `context_tokens`, which must leave room for one more
-    observation and for the notes, of at most `note_tokens`; 0: after every turn. They are none of the `max_turns`.
-    `ask` is what the model is told then, and `notes` how its answer stands behind the question."""
+    """Agent that has the model write notes and then restarts the context from the question and these notes.
+
+    context_tokens   request notes once a context exceeds this many tokens (0: after every turn); it must leave room for
+                     one more observation and for the notes
+    note_tokens      maximum length of the notes, which do not count towards `max_turns`
+    ask, notes       the request for notes, and the template that puts them behind the question
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class Memory(Player):
         self._ask, self._notes = ask, notes
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """One episode."""
+        """Play one episode."""
         async with self._environments() as env:
             question = await opened(env, prompt.question)
             chat, state, step = chat_of(prompt, question, generate), initial_state(prompt.question), Step()
@@ -59,7 +62,7 @@ class Memory(Player):
                 chat.say(with_text(said, self._ask) if said else self._ask)
                 notes = await chat.answer(max_new_tokens=self._note_tokens)
                 if not chat.turns[-1].completion.token_ids:
-                    break  # no room was left for any
+                    break  # the context had no room for notes
                 chat.restart(with_text(question, self._notes.format(notes=notes)))
             await finished(env, chat, step)
         return chat.trajectory(reward=None if step.score else 0.0)

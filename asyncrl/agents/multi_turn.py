@@ -1,4 +1,4 @@
-"""An episode in an environment, turn by turn, in one growing context."""
+"""Agent that plays an environment turn by turn in one growing context."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from asyncrl.types import Generate, Prompt, Trajectory
 
 
 class MultiTurn(Player):
-    """Plays until the environment is done, an answer is cut off, or `max_turns`. The reward of an episode is what its
-    environment gave, turn by turn, and where that says so (Step.score) the task's score of the last answer."""
+    """Agent that plays until the environment is done, an answer is truncated, or `max_turns` is reached.
+
+    The reward of an episode is what its environment gave turn by turn, plus the task's score of the last answer if the
+    environment requests it (Step.score).
+    """
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """One episode."""
+        """Play one episode."""
         async with self._environments() as env:
             chat = chat_of(prompt, await opened(env, prompt.question), generate)
             actions = await played(env, chat, initial_state(prompt.question), self._max_turns)

@@ -1,6 +1,7 @@
-"""An agent that knows the openai package alone, and a calculator; experiment=openai_agent trains it through the proxy.
+"""Example of an agent that uses only the openai package and a calculator.
 
-Nothing in it is asyncrl's. It would run as it is against any endpoint that speaks OpenAI's API.
+experiment=openai_agent trains it through the proxy. It does not depend on asyncrl's agent API, and would run unchanged
+against any endpoint with the OpenAI API.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TOOL: dict[str, Any] = {
 
 
 async def solve(question: dict[str, Any], base_url: str, api_key: str, max_turns: int = 3) -> float:
-    """Asks, calculates what it is asked to, and is right if the answer's last word is."""
+    """Answer a question, with calculator calls, and return 1.0 if the last word of the answer is correct, else 0.0."""
     messages: list[Any] = list(question["messages"])
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         for _ in range(max_turns):

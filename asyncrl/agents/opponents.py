@@ -1,8 +1,9 @@
-"""Who plays a role in the policy's place: a model behind an OpenAI-compatible endpoint, or a function. Nothing that
-they write is trained.
+"""Fixed opponents that play a role in place of the policy: a model behind an OpenAI-compatible endpoint, or a function.
+
+Nothing that they write is trained.
 
 waits for     the endpoint: `timeout` seconds for an answer, 1 + `max_retries` times
-on a hang     EpisodeFailed("opponent"): the episode is lost, and nobody is rewarded for it
+on a hang     EpisodeFailed("opponent"): the episode is lost, and no role is rewarded for it
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 Opponent = Callable[[Sequence[Message]], str | Awaitable[str]]
-"""Of what a role was told and has answered so far, its next answer. One serves all episodes, many at once."""
+"""Function from a role's observations and answers so far to its next answer. One opponent serves all episodes, many of
+them concurrently."""
 
 
 class Endpoint:
-    """A model behind /v1/chat/completions."""
+    """Opponent that is a model behind /v1/chat/completions."""
 
     def __init__(
         self,
@@ -35,8 +37,12 @@ class Endpoint:
         max_retries: int = 2,
         **fields: Any,
     ) -> None:
-        """`api_key_env`: the environment variable that holds the key; unset: the endpoint needs none. `timeout`:
-        seconds for an answer; `fields`: of every request, as temperature and max_tokens."""
+        """Create an opponent. Raises ConfigError when the environment variable of the key is not set.
+
+        api_key_env: environment variable that holds the key; None when the endpoint needs no key
+        timeout: seconds for an answer
+        fields: further fields of every request, such as temperature and max_tokens
+        """
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ConfigError("api_key_env", api_key_env, "There is no such environment variable: set it to the key.")
         self._base_url, self._model, self._fields = base_url, model, fields
@@ -45,10 +51,10 @@ class Endpoint:
         self._client: AsyncOpenAI | None = None
 
     async def __call__(self, messages: Sequence[Message]) -> str:
-        """Raises EpisodeFailed where it cannot answer."""
+        """Return the opponent's answer. Raises EpisodeFailed when the endpoint cannot answer."""
         from openai import AsyncOpenAI, OpenAIError
 
-        if self._client is None:  # made where its event loop runs
+        if self._client is None:  # created here, inside its event loop
             self._client = AsyncOpenAI(base_url=self._base_url, api_key=self._key, **self._limits)
         try:
             chat: Any = list(messages)
@@ -59,7 +65,7 @@ class Endpoint:
 
 
 def opponent(settings: Mapping[str, Any], field: str) -> Opponent:
-    """As agent_params describe one: {function: module:name}, or the arguments of Endpoint. Raises ConfigError."""
+    """Build an opponent from agent_params: {function: module:name} or arguments of Endpoint. Raises ConfigError."""
     if settings.keys() == {"function"}:
         function: Opponent = load(settings["function"], f"{field}.function")
         return function

@@ -1,7 +1,7 @@
-"""What agents that play environments have in common: how an episode begins, its turns, and how it is played again.
+"""Common parts of agents that play environments: the start of an episode, its turns, and its replay.
 
 waits for     the model and the environment, whose pool has deadlines for each call (asyncrl/envs/pool.py)
-on a fault    EpisodeFailed, as the pool raises it, or "environment_replay": it does not do the same again
+on a fault    EpisodeFailed from the pool, or "environment_replay" when a replayed environment behaves differently
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from asyncrl.types import Generate, Message, Prompt
 
 
 class Player:
-    """An agent with environments."""
+    """Base class of agents that play environments."""
 
     def __init__(self, environments: Environments, *, max_turns: int = 32) -> None:
         self._environments, self._max_turns = environments, max_turns
 
     async def start(self) -> None:
-        """Before the first episode."""
+        """Start the environments. Called before the first episode."""
         await self._environments.start()
 
     async def close(self) -> None:
-        """After the last one."""
+        """Close the environments. Called after the last episode."""
         await self._environments.close()
 
 
 @dataclass(frozen=True)
 class Action:
-    """What the model wrote, and what it led to."""
+    """Text of the model, and the step of the environment that it led to."""
 
     text: str
     step: Step
 
 
 async def opened(env: Env, question: Question) -> list[Message]:
-    """The chat that an episode begins with."""
+    """Reset the environment and return the messages with which the episode begins."""
     more: Sequence[Message] | None = await awaited(env.reset(question))
     return [*question["messages"], *(more or [])]
 
 
 def chat_of(prompt: Prompt, messages: Sequence[Message], generate: Generate, *, role: str = "") -> Chat:
-    """It goes on from the prompt, if it is the prompt's."""
+    """Return a chat that starts with these messages; it reuses the prompt's token ids if they are the prompt's own."""
     if list(messages) == list(prompt.question["messages"]):
         return Chat.of(prompt, generate, role=role)
     return Chat(generate, messages, tools=prompt.question.get("tools", ()), role=role)
 
 
 async def played(env: Env, chat: Chat, state: str, turns: int) -> list[Action]:
-    """Turn after turn until the environment is done, an answer is cut off, or there were so many (1 or more)."""
+    """Play until the environment is done, an answer is truncated, or `turns` (1 or more) is reached."""
     found: list[Action] = []
     for _ in range(turns):
         found.append(await acted(env, chat, state))
@@ -68,7 +68,7 @@ async def played(env: Env, chat: Chat, state: str, turns: int) -> list[Action]:
 
 
 async def acted(env: Env, chat: Chat, state: str) -> Action:
-    """One turn, and its reward."""
+    """Play one turn and record its reward."""
     text = await chat.answer(state=state)
     step: Step = await awaited(env.step(text))
     chat.reward(step.reward)
@@ -76,19 +76,21 @@ async def acted(env: Env, chat: Chat, state: str) -> Action:
 
 
 async def finished(env: Env, chat: Chat, step: Step) -> None:
-    """Behind the last turn: what is due where the environment was not done."""
+    """Add the reward of the environment's `finish`, if it has one and the episode ended before it was done."""
     if not step.done and (finish := getattr(env, "finish", None)):
         chat.reward(await awaited(finish()))
 
 
 def of_task(actions: Sequence[Action]) -> bool:
-    """Whether an episode that ends so is the task's to score."""
+    """Return whether the last step leaves the score of the episode to the task."""
     return actions[-1].step.score
 
 
 async def replayed(env: Env, question: Question, messages: Sequence[Message], actions: Sequence[Action]) -> None:
-    """Bring a new environment to where these actions led another. Raises EpisodeFailed where it tells the model
-    something else."""
+    """Replay actions in a new environment, to bring it to the state of another.
+
+    Raises EpisodeFailed when its observations differ.
+    """
     if await opened(env, question) != list(messages):
         raise EpisodeFailed("environment_replay", "reset told something else than the first time", retry=False)
     for number, action in enumerate(actions):
@@ -99,18 +101,17 @@ async def replayed(env: Env, question: Question, messages: Sequence[Message], ac
 
 
 def initial_state(question: Question) -> str:
-    """Name of the environment's state before the first turn, for step-level groups: the question's own "state"."""
+    """Return the question's "state": the name of the state before the first turn, for step-level groups."""
     return str(question.get("state", ""))
 
 
 def messages_of(said: Sequence[Message] | str) -> list[Message]:
-    """A text is one message of the user's."""
+    """Return a list of messages; a text becomes one user message."""
     return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
 
 
 def with_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages with this behind them: in the last one, if it is a text of the user's, for templates want roles to
-    take turns."""
+    """Append a text to messages: to the last one if it is a user's text, since templates want alternating roles."""
     *before, last = messages
     if last["role"] == "user" and isinstance(last["content"], str):
         return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
@@ -118,7 +119,7 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 async def awaited(result: Any) -> Any:
-    """Of a plain method or of an async one."""
+    """Return the result of a plain or an async call."""
     return await result if inspect.isawaitable(result) else result
 
 

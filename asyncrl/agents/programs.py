@@ -1,10 +1,10 @@
-"""Programs of users, beside an event loop that must not stop: run to their end, with a bounded memory of their output.
+"""Runs users' programs to their end without blocking the event loop, and keeps a bounded part of their output.
 
 waits for     the program's exit
-on a hang     none of its own: whoever cancels `run` has the group killed
+on a hang     no deadline of its own: cancelling `run` kills the process group
 leaves        nothing of its process group, however it ends: the group is killed before its leader is reaped, while its
-              number cannot be another's. What a program moves to a session of its own carries the run's mark, and is
-              ended with the run (launch/leftovers.py)
+              id cannot be reused. A process that the program moves to another session carries the run's mark, and is
+              killed with the run (launch/leftovers.py)
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from pathlib import Path
 from asyncrl.errors import EpisodeFailed
 
 KEPT_BYTES = 64 << 10
-"""Of each stream, its end."""
+"""Number of bytes kept from the end of each stream."""
 LAST_LINES, LAST_CHARACTERS = 10, 2000
 KILL_SECONDS = 5.0
 FLUSH_SECONDS = 2.0
-"""For the rest of its output, after the group's death. Who left the group may hold a pipe open for ever."""
+"""Deadline for the rest of the output after the group's death. A process outside the group may hold a pipe open
+forever."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A program that has."""
+    """Result of a program that has ended."""
 
-    status: int  # as subprocess has it: negative for a signal
-    stdout: bytes  # the end of it
+    status: int  # as in subprocess: negative for a signal
+    stdout: bytes  # its last bytes
     stderr: bytes
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """Description of the exit status."""
         return f"exited with status {self.status}" if self.status >= 0 else f"was killed by signal {-self.status}"
 
     def last_lines(self) -> str:
-        """Of stderr."""
+        """Return the last lines of stderr."""
         lines = self.stderr.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
         return "\n".join(lines)[-LAST_CHARACTERS:] or "(it wrote nothing to stderr)"
 
 
 class _Tail(asyncio.Protocol):
-    """The end of a stream."""
+    """Protocol that keeps the last bytes of a stream."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -64,7 +65,7 @@ class _Tail(asyncio.Protocol):
 
 
 async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: Path | None = None) -> Ended:
-    """From its start to its end. Raises OSError where it cannot be started."""
+    """Run a program to its end. Raises OSError when it cannot be started, EpisodeFailed when it survives SIGKILL."""
     loop, tails = asyncio.get_running_loop(), list[_Tail]()
     with ExitStack() as held:
         process = _start(argv, stdin, env, cwd)
@@ -90,7 +91,7 @@ async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd:
 
 
 def _start(argv: Sequence[str], stdin: bytes, env: Mapping[str, str], cwd: Path | None) -> subprocess.Popen[bytes]:
-    """Its stdin is a file in memory, which no program can leave half-read."""
+    """Start the program. Its stdin is a file in memory, so a program that does not read all of it cannot block us."""
     with open(os.memfd_create("stdin"), "w+b") as given:
         given.write(stdin)
         given.seek(0)
@@ -101,7 +102,7 @@ def _start(argv: Sequence[str], stdin: bytes, env: Mapping[str, str], cwd: Path 
 
 
 def _exit_of(pid: int, held: ExitStack) -> asyncio.Future[None]:
-    """Done when a child has ended; it stays to be reaped."""
+    """Return a future that is done when the child has exited. It does not reap the child."""
     loop = asyncio.get_running_loop()
     exited: asyncio.Future[None] = loop.create_future()
     descriptor = os.pidfd_open(pid)

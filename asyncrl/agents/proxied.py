@@ -1,4 +1,4 @@
-"""Agents that know the OpenAI API alone, trained through the proxy (asyncrl/agents/proxy).
+"""Agents that use only the OpenAI API, trained through the proxy (asyncrl/agents/proxy).
 
     agent=asyncrl.agents.proxied:Proxied agent_params.agent=my_module:solve
         async def solve(question, base_url, api_key) -> float | None
@@ -6,12 +6,13 @@
     agent=asyncrl.agents.proxied:Command 'agent_params.argv=[python, my_agent.py]'
         any program, which finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, and its question on stdin
 
-The reward is what the function returned, or the program's last line says (reads_reward), or was posted to /v1/reward;
-else the task's.
+The reward is the function's return value, the one in the program's last line (reads_reward), or the one posted to
+/v1/reward; without any of these, the task scores the episode.
 
-waits for     the function or the program; both are cancelled or killed when the episode ends, by its deadlines at last
-on death      of a program: EpisodeFailed("agent_error") with the end of what it wrote to stderr; where an engine failed
-              before, the engine's error
+waits for     the function or the program, which is cancelled or killed when the episode ends, at the latest at its
+              deadlines
+on death      of a program: EpisodeFailed("agent_error") with the end of its stderr, or the engine's error if an engine
+              failed before
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ RUN_ID = "ASYNCRL_RUN_ID"
 
 
 class ThroughTheProxy:
-    """What both have: a server, from the first episode on."""
+    """Base class of agents behind the proxy. Its server runs from the first episode on."""
 
     def __init__(self, tool_format: str, host: str, port: int) -> None:
         self._proxy = Proxy(host=host, port=port, tool_format=tool_format)
 
     @property
     def figures(self) -> Figures:
-        """Counts of what was asked; contexts_begun beyond one an episode are samples that edited histories cost."""
+        """Request counts. contexts_begun beyond one per episode counts extra samples from edited histories."""
         return self._proxy.figures
 
     async def start(self) -> None:
-        """Listen; the first episode does it otherwise. Raises OSError where the address is taken."""
+        """Start the server; otherwise the first episode does. Raises OSError when the address is taken."""
         self._proxy.start()
 
     async def close(self) -> None:
-        """End the server, and whatever is asked of it."""
+        """Stop the server and cancel its open requests."""
         await self._proxy.close()
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """One episode."""
+        """Play one episode."""
         async with self._proxy.session(generate) as session:
             reward = await self._play(prompt, session)
         return session.trajectory(prompt.token_ids, session.posted if reward is None else reward)
@@ -67,7 +68,7 @@ class ThroughTheProxy:
 
 
 class Proxied(ThroughTheProxy):
-    """A function of a user's, in this process's event loop: it must not block it."""
+    """Agent that is a user's async function. It runs in this process's event loop and must not block it."""
 
     def __init__(
         self,
@@ -78,8 +79,10 @@ class Proxied(ThroughTheProxy):
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """`agent`: import path, module:name, of an async function of (question, base_url, api_key) and `params`. Raises
-        ConfigError."""
+        """Load the function. Raises ConfigError.
+
+        agent: import path, module:name, of an async function of (question, base_url, api_key) and `params`
+        """
         super().__init__(tool_format, host, port)
         self._solve, self._params = load(agent, "agent_params.agent"), dict(params or {})
         if not inspect.iscoroutinefunction(self._solve):
@@ -91,7 +94,7 @@ class Proxied(ThroughTheProxy):
             raise ConfigError("agent_params.params", self._params, f"{agent} does not take them: {error}.") from None
 
     async def _play(self, prompt: Prompt, session: Session) -> float | None:
-        question = copy.deepcopy(prompt.question)  # siblings have the same, and functions append to its messages
+        question = copy.deepcopy(prompt.question)  # siblings share it, and functions append to its messages
         reward = await self._solve(
             question=question, base_url=self._proxy.base_url, api_key=session.key, **self._params
         )
@@ -99,7 +102,7 @@ class Proxied(ThroughTheProxy):
 
 
 class Command(ThroughTheProxy):
-    """A program for each episode, in a process group of its own, which is killed when the episode ends."""
+    """Agent that runs a program per episode, in its own process group, which is killed when the episode ends."""
 
     def __init__(
         self,
@@ -112,8 +115,12 @@ class Command(ThroughTheProxy):
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """`env` is added to this process's environment, less what is asyncrl's own; "python" is this process's.
-        `reads_reward`: the last line that it writes to stdout is {"reward": x}. Raises ConfigError."""
+        """Check the command. Raises ConfigError.
+
+        env: added to this process's environment, from which asyncrl's own variables are removed; PATH begins with the
+            folder of this process's python
+        reads_reward: the last line that the program writes to stdout is {"reward": x}
+        """
         super().__init__(tool_format, host, port)
         if isinstance(argv, str) or not argv:
             raise ConfigError("agent_params.argv", argv, "Must be a list: the program, then its arguments.")
@@ -132,7 +139,7 @@ class Command(ThroughTheProxy):
         return _reward(ended.stdout) if self._reads_reward else None
 
     def _environment(self, key: str) -> dict[str, str]:
-        """With the run's mark, by which the launcher finds what is left of it; without the run's secrets."""
+        """Return the program's environment: with the run's mark, by which the launcher finds leftovers; no secrets."""
         found = {name: value for name, value in os.environ.items() if not name.startswith(OWN) or name == RUN_ID}
         direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), self._host]))
         found |= {"no_proxy": direct, "NO_PROXY": direct}
@@ -141,7 +148,7 @@ class Command(ThroughTheProxy):
 
 
 def _reward(stdout: bytes) -> float:
-    """Of the last line. Raises EpisodeFailed where it says none."""
+    """Return the reward in the last line. Raises EpisodeFailed when it holds none."""
     line = stdout.strip().rpartition(b"\n")[2]
     try:
         reward = float(json.loads(line)["reward"])

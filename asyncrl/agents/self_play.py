@@ -1,8 +1,8 @@
-"""An episode of several roles: the policy plays all of them, or some against fixed opponents.
+"""Agent for episodes with several roles: the policy plays all of them, or some against fixed opponents.
 
-Each role has a conversation of its own, and so samples of its own; what it wrote is rewarded with what it got. Siblings
-are compared role by role (algo/table.py), never the winner with the loser of one game. Moves that are made at once are
-asked for one after the other, and told when all are made.
+Each role has its own conversation and so its own samples, and receives its own rewards. Siblings are compared role by
+role (algo/table.py), never the winner with the loser of one game. Simultaneous moves are requested one after the other,
+and revealed when all are made.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from asyncrl.types import Generate, Message, Prompt, Trajectory, Turn
 
 
 class SelfPlay(Player):
-    """Plays until the environment is done, an answer is cut off, or `max_turns` of all roles.
+    """Agent that plays until the environment is done, an answer is truncated, or `max_turns` of all roles is reached.
 
-    fixed     by role, who plays it in the policy's place (agents/opponents.py)
-    cut_off   reward of a role whose answer was cut off, which the environment does not see: no more than that of
-              losing, or to be cut off would be the better way to lose
+    fixed     opponents by role, which play in place of the policy (agents/opponents.py)
+    cut_off   reward of a role whose answer was truncated, which the environment does not see. It must not exceed the
+              reward of losing, or truncation would be the better way to lose
     """
 
     def __init__(
@@ -36,7 +36,10 @@ class SelfPlay(Player):
         max_turns: int = 64,
         cut_off: float = -1.0,
     ) -> None:
-        """`roles`: all that the environment has. Raises ConfigError where `fixed` leaves none, or names another."""
+        """Create the agent. `roles` are all roles of the environment.
+
+        Raises ConfigError when `fixed` leaves no role to the policy or names an unknown one.
+        """
         super().__init__(environments, max_turns=max_turns)
         self._cut_off = cut_off
         field, fixed = "agent_params.fixed", fixed or {}
@@ -45,7 +48,7 @@ class SelfPlay(Player):
         self._fixed = {role: opponent(settings, f"{field}.{role}") for role, settings in fixed.items()}
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """One episode. All rewards are of single turns: none is shared."""
+        """Play one episode. All rewards belong to single turns; none is shared."""
         async with self._environments() as env:
             table = _Table(prompt, generate, self._fixed)
             role, state = str(prompt.question["role"]), initial_state(prompt.question)
@@ -70,10 +73,10 @@ class _Table:
         self._prompt, self._generate, self._fixed = prompt, generate, fixed
         self._chats: dict[str, Chat] = {}
         self._heard: dict[str, list[Message]] = {role: [] for role in fixed}
-        self._order: list[tuple[str, int]] = []  # role, and which of its turns
+        self._order: list[tuple[str, int]] = []  # role, and the number of its turn
 
     async def ask(self, role: str, told: list[Message], state: str) -> str | None:
-        """The next answer of a role; None: it was cut off."""
+        """Return the next answer of a role, or None when it was truncated."""
         if role in self._fixed:
             return await self._ask_fixed(role, told)
         if role in self._chats:
@@ -93,13 +96,13 @@ class _Table:
         return answer
 
     def reward(self, rewards: Mapping[str, float]) -> None:
-        """Of the last turn of each role that the policy plays, and that has acted."""
+        """Reward the last turn of each role that the policy plays and that has acted."""
         for role, reward in rewards.items():
             if role in self._chats:
                 self._chats[role].reward(reward)
 
     def trajectory(self) -> Trajectory:
-        """All turns of the policy, in the order of acting."""
+        """Return all turns of the policy in the order of play. Raises EpisodeFailed when there are none."""
         turns: list[Turn] = [self._chats[role].turns[number] for role, number in self._order]
         if not turns:
             raise EpisodeFailed("environment_error", "it was done before the policy was asked")

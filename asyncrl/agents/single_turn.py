@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""Agent that answers a question in one turn."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from asyncrl.types import Generate, Prompt, Trajectory, Turn
 
 
 class SingleTurn:
-    """Asks the model once."""
+    """Agent that calls the model once."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """One turn, whose context is the prompt."""
+        """Generate one turn, whose context is the prompt."""
         return Trajectory([Turn([], await generate(prompt.token_ids))])

@@ -1,14 +1,14 @@
-"""A model's chat template, applied piece by piece: what was written is never rendered, nor tokenised, again.
+"""Incremental application of a model's chat template, which never renders or tokenizes the model's output again.
 
-A turn's context is the exact ids of the turn before, what the model wrote, and what the template puts after it:
+A turn's context is the exact ids of the turn before, the model's output, and what the template puts after it:
 
     begin     <|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n
     written   4<|im_end|>
     extend    \\n<|im_start|>user\\nsure?<|im_end|>\\n<|im_start|>assistant\\n
 
-To render the whole chat anew would change ids: text does not tell how it was tokenised, and templates rewrite earlier
-turns (Qwen3's takes their thoughts out). So `extend` renders the new messages behind a placeholder, and takes what
-comes after it. (slime and miles call this token-in-token-out; TRL #5224 and verl #6719 show what its lack does.)
+Rendering the whole chat again would change ids: text does not determine its tokenization, and templates rewrite earlier
+turns (Qwen3's removes their thoughts). So `extend` renders the new messages after a placeholder, and takes what follows
+it. (slime and miles call this token-in-token-out; TRL #5224 and verl #6719 show the bugs that occur without it.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = "\u241ewritten\u241e"
-"""Stands where the model wrote; no template changes it, and no message holds it."""
+"""Placeholder for the model's output. No template changes it, and no message contains it."""
 
 
 class ChatTemplate:
@@ -32,15 +32,17 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
-        """A chat from its start, up to where the model writes; `tools` are functions as the OpenAI API has them."""
+        """Return the tokens of a new chat up to the generation prompt. `tools` have the OpenAI API's format."""
         ids: list[int] = self._tokenizer.apply_chat_template(
             list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         return list(ids)
 
     def extend(self, messages: Sequence[Message], *, last: int | None) -> list[int]:
-        """What follows a completion whose last token is `last`: the end that the template gives it, unless that is it,
-        and these messages, up to where the model writes again."""
+        """Return the tokens that follow a completion whose last token is `last`, up to the next generation prompt.
+
+        These are the template's end of the completion, unless `last` is that token already, and the new messages.
+        """
         head: list[Any] = [{"role": "user", "content": "."}, {"role": "assistant", "content": PLACEHOLDER}]
         text: str = self._tokenizer.apply_chat_template(
             [*head, *messages], add_generation_prompt=True, tokenize=False, return_dict=False
@@ -52,17 +54,20 @@ class ChatTemplate:
         return ids[1:] if ids and ids[0] == last else ids
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        """A text; one that begins a context gets what the tokenizer begins with, unless it says so itself: a chat that
-        was rendered elsewhere does."""
+        """Return the tokens of a text.
+
+        A text that `begins` a context gets the tokenizer's special tokens. A second BOS token is dropped, since a chat
+        that was rendered elsewhere has one already.
+        """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=begins)
         twice = begins and len(ids) > 1 and ids[0] == ids[1] == self._tokenizer.bos_token_id
         return ids[1:] if twice else ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text, without special tokens."""
+        """Return the text of tokens, without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     @property
     def end(self) -> str:
-        """The tokenizer's own end; engines may stop at further tokens, which the model's generation config names."""
+        """The tokenizer's EOS token. Engines may stop at further tokens, which the model's generation config names."""
         return str(self._tokenizer.eos_token)

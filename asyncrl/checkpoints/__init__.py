@@ -1,1 +1,1 @@
-"""Folders of checkpoints: which are whole, which is the newest, which may go. Open to all processes of a run."""
+"""Checkpoint folders: which are complete, which is the newest, which may be removed. Used by all processes of a run."""

@@ -1,15 +1,15 @@
-"""A checkpoint is a folder with a manifest, which is written last: its files, their sizes and their SHA-256.
+"""Checkpoint format: a folder with a manifest, written last, that lists its files with their sizes and SHA-256.
 
     RUN/checkpoints/00000040/
         policy/        Megatron's torch_dist format: weights and moments, float32           (trainer/sharded.py)
         critic/        likewise, with algo.advantage=gae
         trainer.json   counters of the optimizers, the stop rule and the log                (trainer/checkpoint.py)
         samples.msgpack  groups that may be trained again, with algo.replay_groups
-        rollout.msgpack  everything of the rollout side                                     (rollout/snapshot.py)
+        rollout.msgpack  state of the whole rollout side                                    (rollout/snapshot.py)
         manifest.json
 
-What has no manifest was cut short; what differs from its manifest is damaged. Nothing in a folder is read before its
-manifest was checked.
+A folder without a manifest is incomplete; one that differs from its manifest is damaged. The manifest is checked before
+anything else in a folder is read.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from asyncrl.errors import RecordError
 
 NAME = "manifest.json"
 COUNTERS, SAMPLES, ROLLOUT = "trainer.json", "samples.msgpack", "rollout.msgpack"
-"""Files of a checkpoint beside those of its networks."""
+"""Files of a checkpoint besides those of its networks."""
 FORMAT = 1
 _BLOCK = 4 << 20
 _READERS = 16
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file."""
+    """Size and checksum of one file."""
 
     bytes: int
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a whole checkpoint holds."""
+    """Contents of a complete checkpoint."""
 
     format: int
-    version: int  # that the engines served
+    version: int  # served by the engines
     run_id: str  # of the launch that wrote it
     time: float  # time.time()
     config: dict[str, Any]
@@ -52,12 +52,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Entries of these files, read anew."""
+    """Read these files and return their entries."""
     return {name: _entry(folder / name) for name in names}
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Make the folder a checkpoint: it is one after this, or not at all."""
+    """Turn the folder into a checkpoint, atomically."""
     partial = folder / f"{NAME}.partial"
     with partial.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)))
@@ -69,7 +69,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """Raises RecordError when there is none that can be read; looks at no other file."""
+    """Read the manifest, and no other file. Raises RecordError if there is none that can be read."""
     try:
         manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -84,8 +84,8 @@ def read(folder: Path) -> Manifest:
 
 
 def verified(folder: Path) -> Manifest:
-    """The manifest of a folder whose every file is as it was written. Raises RecordError, naming the first that is
-    not."""
+    """Return the manifest of a folder after checking that every file is as it was written. Raises RecordError for the
+    first file that is not."""
     manifest = read(folder)
     outside = [name for name in manifest.files if name.startswith("/") or ".." in Path(name).parts]
     if outside:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the newest that is whole, room for another, and those that may go."""
+"""Checkpoints of a run: find the newest complete one, make room for another, remove old ones."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from asyncrl.errors import RecordError
 
 FOLDER = "checkpoints"
 SPARE_BYTES = 64 << 20
-"""What is left of a disk beside a checkpoint: the run writes other things, too."""
+"""Disk space that must remain free after a checkpoint: the run writes other files, too."""
 
 
 class Shelf:
-    """RUN/checkpoints; it need not be there."""
+    """The folder RUN/checkpoints; it need not exist yet."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / FOLDER
 
     def path(self, version: int) -> Path:
-        """Of a version's checkpoint."""
+        """Return the folder of a version's checkpoint."""
         return self.folder / f"{version:08d}"
 
     def versions(self) -> list[int]:
-        """Ascending, of whatever has a manifest; whether it is whole is another question."""
+        """Return the versions of all folders with a manifest, ascending; they may still be damaged."""
         return sorted(int(path.parent.name) for path in self.folder.glob(f"[0-9]*/{manifest.NAME}"))
 
     def newest(self, tell: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-        """The newest that is whole, or None; of every damaged one that is passed over it tells."""
+        """Return the newest undamaged checkpoint, or None. `tell` receives a message for each damaged one that is
+        skipped."""
         for version in reversed(self.versions()):
             try:
                 return self.path(version), manifest.verified(self.path(version))
@@ -39,7 +40,7 @@ class Shelf:
         return None
 
     def lacks(self, size: int) -> str | None:
-        """Why no checkpoint of so many bytes fits on the disk, or None."""
+        """Say why a checkpoint of so many bytes does not fit on the disk; return None if it does."""
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if free >= size + SPARE_BYTES:
@@ -47,14 +48,15 @@ class Shelf:
         return f"it takes {size / 1e9:.2f} GB, and the disk of {self.folder} has {free / 1e9:.2f} GB left"
 
     def make_room(self, version: int) -> Path:
-        """An empty folder for this version; what stood there was rolled back, or never whole."""
+        """Create an empty folder for this version. An existing one was rolled back or never completed, and is
+        removed."""
         path = self.path(version)
         self.remove(path)
         path.mkdir(parents=True)
         return path
 
     def prune(self, keep_last: int, keep_every: int | None) -> None:
-        """Remove what need not be kept, and what was cut short."""
+        """Remove checkpoints that need not be kept, and incomplete ones."""
         versions = self.versions()
         kept = set(versions[-keep_last:])
         kept |= {version for version in versions if keep_every and version % keep_every == 0}
@@ -63,7 +65,7 @@ class Shelf:
                 self.remove(path)
 
     def remove(self, path: Path) -> None:
-        """Its manifest first: half a checkpoint must not look like one."""
+        """Remove a checkpoint, its manifest first: a partial checkpoint must not look complete."""
         (path / manifest.NAME).unlink(missing_ok=True)
         if path.exists():
             shutil.rmtree(path)

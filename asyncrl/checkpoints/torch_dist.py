@@ -1,8 +1,9 @@
-"""The frame of a folder in Megatron's `torch_dist` format, around the chunks that torch.distributed.checkpoint writes.
+"""Metadata files of Megatron's `torch_dist` format, which accompany the chunks that torch.distributed.checkpoint
+writes.
 
-`.metadata` says for every key its whole shape and in which file, at which byte, each chunk of it lies; `metadata.json`
-names the format, `common.pt` holds what is not sharded. `.metadata` is a pickle: it is read here by an unpickler that
-builds the classes of the format and nothing else. Read from megatron-core 0.16.1, core/dist_checkpointing/.
+`.metadata` holds for every key its global shape and the file and byte offset of each of its chunks; `metadata.json`
+names the format, and `common.pt` holds what is not sharded. `.metadata` is a pickle: it is read here by an unpickler
+that builds the classes of the format and nothing else. Based on megatron-core 0.16.1, core/dist_checkpointing/.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ METADATA = ".metadata"
 
 
 def _member(enumeration: type, name: str) -> Any:
-    """Stand in for the getattr by which Python 3.11.0 to 3.11.3 pickles the member of an enumeration."""
+    """Replace the getattr by which Python 3.11.0 to 3.11.3 pickles the member of an enumeration."""
     if enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
         return enumeration[name]  # type: ignore[index]
     raise pickle.UnpicklingError("it calls getattr for something other than a memory format or a kind of item")
 
 
 class _OldMetadata(Metadata):
-    """megatron-core wrote a subclass of its own before 0.16."""
+    """Metadata subclass that megatron-core wrote before 0.16."""
 
 
 class _OldPlan:
-    """Likewise."""
+    """Save plan class that megatron-core wrote before 0.16."""
 
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -60,7 +61,7 @@ _ALLOWED = {
             "_MEM_FORMAT_ENCODING",
         )
     },
-    **{  # Megatron leaves in it how its ranks shared the writing
+    **{  # Megatron also stores how its ranks divided the writing
         (planner.__name__, name): getattr(planner, name)
         for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
     },
@@ -85,7 +86,7 @@ _DAMAGED = (
     TypeError,
     ValueError,
 )
-"""What the bytes of a damaged pickle may raise."""
+"""Exceptions that unpickling damaged bytes may raise."""
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -99,7 +100,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Raises RecordError for anything but what the format says."""
+    """Read a folder's `.metadata`. Raises RecordError for anything that the format does not allow."""
     path = folder / METADATA
     try:
         return parse(path.read_bytes())
@@ -110,7 +111,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def parse(data: bytes) -> Metadata:
-    """What a `.metadata` holds. Raises RecordError for anything but what the format says."""
+    """Parse the bytes of a `.metadata`. Raises RecordError for anything that the format does not allow."""
     try:
         found = _Unpickler(io.BytesIO(data)).load()
     except _DAMAGED as error:
@@ -121,8 +122,8 @@ def parse(data: bytes) -> Metadata:
 
 
 def write_frame(folder: Path, version: int) -> None:
-    """What stands beside the chunks."""
+    """Write the files that accompany the chunks: metadata.json and common.pt."""
     (folder / "metadata.json").write_text(json.dumps(FORMAT))
-    buffer = io.BytesIO()  # torch.save meets a full disk with words of its own
+    buffer = io.BytesIO()  # torch.save to a full disk raises an error of its own
     torch.save({"checkpoint_version": 3.0, "iteration": version}, buffer)
     (folder / "common.pt").write_bytes(buffer.getvalue())

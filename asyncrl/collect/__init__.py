@@ -1,1 +1,1 @@
-"""mode=rollout_only: what stands in the trainers' place when nothing is trained."""
+"""mode=rollout_only: the process that replaces the trainers when nothing is trained."""

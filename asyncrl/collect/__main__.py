@@ -1,6 +1,7 @@
-"""Entry of mode=rollout_only: python -m asyncrl.collect RUN_DIR, in the trainers' place.
+"""Entry point of mode=rollout_only: python -m asyncrl.collect RUN_DIR, in place of the trainers.
 
-Batches are taken, and so recorded, and nothing is trained: versions go by, and the engines keep their weights.
+Batches are taken, and thereby recorded, but nothing is trained: the version advances, and the engines keep their
+weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(run_dir: Path) -> None:
     stop = StopRule(config.run)
 
     def publish(version: int) -> dict[str, float]:
-        """The engines serve the weights that they have, under the next name."""
+        """Make the engines serve their unchanged weights as the next version."""
         fleet.reconcile()
         door.hold()
         with update.paused() as pause:
@@ -44,7 +45,7 @@ def main(run_dir: Path) -> None:
     while True:
         with log.span("wait_batch"):
             while not (data := door.batch(version, interrupt=fleet.needs_weights)):
-                publish(version)  # engines that came back hold the weights of the start, which are these
+                publish(version)  # restarted engines hold the initial weights, which are still the current ones
         version += 1
         with log.span("publish"):
             sent = publish(version)
@@ -62,5 +63,5 @@ def _sinks(config: Config, run_dir: Path) -> list:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the launcher decides the order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
     main(Path(sys.argv[1]))

@@ -1,1 +1,1 @@
-"""The SGLang fleet, seen through its command line and its HTTP."""
+"""The SGLang fleet, driven through its command line and its HTTP API."""

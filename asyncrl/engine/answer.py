@@ -1,4 +1,4 @@
-"""What an engine streams for one sample, put together; and the continuations of what was cut short."""
+"""Assembly of the streaming chunks of one sample, and of the continuations of a sample that was interrupted."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    routed_experts: bytes | None = None  # base64 on the wire; only the last piece tells them
+    routed_experts: bytes | None = None  # base64 on the wire; only the last chunk has them
 
 
 class Piece(msgspec.Struct):
-    """One server-sent event of /generate."""
+    """One streaming chunk: a server-sent event of /generate."""
 
     output_ids: list[int] = []
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
@@ -46,21 +46,23 @@ decode_piece = msgspec.json.Decoder(Piece).decode
 
 @dataclass
 class Answer:
-    """A completion in the making, asked for when every engine served `asked_at`."""
+    """A partial completion. Every engine served weight version `asked_at` when it was requested."""
 
     asked_at: int
-    routed_from: int = 0  # position of the first token whose experts it was asked for
+    routed_from: int = 0  # position of the first token whose experts were requested
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     last: _Meta | None = None
     broken: str | None = None
-    """Why its stream ended before its last piece, which tells the versions: they are inferred then."""
+    """Reason why the stream ended before its last chunk. The versions come with that chunk, so they are inferred."""
     _ended: str | None = None
     _spans: list[VersionSpan] | None = None
 
     def add(self, piece: Piece) -> int:
-        """The next piece; returns how many tokens it brought. That of an aborted request which waited tells again what
-        it had sent."""
+        """Add the next chunk and return the number of new tokens in it.
+
+        The chunk of an aborted request that was waiting in the queue repeats tokens that were already sent.
+        """
         meta = piece.meta_info
         token_ids, entries = piece.output_ids, meta.output_token_logprobs or []
         if meta.finish_reason and meta.finish_reason.type == "abort":
@@ -76,13 +78,16 @@ class Answer:
         return len(token_ids)
 
     def _disown(self) -> None:
-        """An engine that somebody else started again: nobody knows the weights that wrote it."""
+        """Discard the tokens of an engine whose version labels are not numbers.
+
+        Somebody restarted the engine, and the weights that generated the tokens are unknown.
+        """
         self.token_ids, self.logprobs, self.last = [], [], None
         self.broken = "its engine has no weights of this run"
 
     @classmethod
     def recalled(cls, completion: Completion, routed_from: int) -> Answer:
-        """As far as it had come when the state of a run was saved."""
+        """Restore a partial completion from the saved state of a run."""
         asked_at = completion.versions[0].version if completion.versions else 0
         broken = "the run was resumed"
         return cls(
@@ -95,7 +100,10 @@ class Answer:
         )
 
     def stop_at(self, reason: str) -> None:
-        """Its stream ended before its last piece came, unless it was whole."""
+        """Mark the stream as broken, unless its last chunk has arrived.
+
+        Drop tokens without log-probabilities, and log-probabilities without tokens.
+        """
         if self.last is None:
             self.broken = self.broken or reason
             whole = min(len(self.token_ids), len(self.logprobs))
@@ -103,8 +111,10 @@ class Answer:
 
     @property
     def cut(self) -> str | None:
-        """Why it must be continued: its stream broke, an update of the weights or the loss of its engine aborted it, or
-        the engine was overloaded. None when it is whole, or was refused."""
+        """Reason why the answer must be continued, or None when it is complete or was refused.
+
+        The stream broke, a weight update or the loss of the engine aborted it, or the engine was overloaded.
+        """
         if self._ended:
             return None
         if self.broken is not None:
@@ -117,17 +127,17 @@ class Answer:
         return f"{reason.status_code} {reason.message}" if reason.status_code in PASSING else None
 
     def end_with(self, reason: str) -> None:
-        """It was whole when it was cut."""
+        """Mark an interrupted answer as complete, with this finish reason."""
         self._ended = reason
 
     @property
     def ended_when_cut(self) -> bool:
-        """It was whole, but its last piece did not say so."""
+        """True if the answer was complete when it was interrupted, although no last chunk said so."""
         return self._ended is not None
 
     @property
     def finish_reason(self) -> str:
-        """ "stop" or "length". Raises EngineError when it ended otherwise."""
+        """Finish reason, "stop" or "length". Raises EngineError for any other end."""
         if self._ended:
             return self._ended
         reason = self.last.finish_reason if self.last else None
@@ -137,10 +147,10 @@ class Answer:
         return reason.type
 
     def spans(self) -> list[VersionSpan]:
-        """Which versions wrote it. Raises EngineError when the engine does not say.
+        """Return the weight versions that generated the tokens. Raises EngineError when the engine reports none.
 
-        The spans come with the last piece: tokens of a broken stream take the oldest version that they can have, that
-        which every engine served when they were asked for.
+        The spans come with the last chunk. The tokens of a broken stream get the oldest version that they can have: the
+        one that every engine served when the request was sent.
         """
         if self._spans is not None:
             return self._spans
@@ -155,27 +165,30 @@ class Answer:
 
 
 PASSING = frozenset({408, 429, 500, 502, 503, 504})
-"""HTTP's answers to a request that may succeed later, or elsewhere; any other is the request's own fault."""
+"""HTTP status codes of requests that may succeed later or elsewhere. Any other error is the request's own fault."""
 
 
 def joined(parts: list[Answer]) -> Completion:
-    """One completion from an answer and its continuations. Raises EngineError when it is not whole."""
+    """Join an answer and its continuations into one completion. Raises EngineError when it is not complete."""
     return _joined(parts, parts[-1].finish_reason)
 
 
 @dataclass(eq=False)
 class Exchange:
-    """What an episode asked, and what it was answered so far."""
+    """One request of an episode and the answer received so far."""
 
     context: list[int]
     limit: int  # tokens
     seed: int | None = None
-    parts: list[Answer] = field(default_factory=list)  # that have ended, whole or cut
-    live: Answer | None = None  # whose pieces come now
-    completion: Completion | None = None  # once it is whole
+    parts: list[Answer] = field(default_factory=list)  # ended parts, complete or interrupted
+    live: Answer | None = None  # the part that is streaming now
+    completion: Completion | None = None  # set once the answer is complete
 
     def so_far(self) -> Completion:
-        """Whole, or without a finish reason. Of what is under way the versions are inferred."""
+        """Return the completion, or the partial one with an empty finish reason.
+
+        The versions of a part that is still streaming are inferred.
+        """
         if self.completion:
             return self.completion
         parts = list(self.parts)

@@ -1,12 +1,12 @@
-"""Attention of many short requests over a paged key-value cache, as a few padded products. Pure torch.
+"""Attention of many short requests over a paged key-value cache as a few padded matrix products, in pure torch.
 
-A request with one new token (decoding, or a sibling behind a cached prompt) is a row of these products. Neighbouring
+A request with one new token (decoding, or a sibling whose prompt is cached) is a row of these products. Neighbouring
 requests that begin with the same cache entries, as the siblings of a group do, read those entries once (cascade
 attention: Ye et al., FlashInfer, arXiv 2501.01005, section 3.1.2). Query heads that share a key-value head are rows of
 one product, so no key is repeated. Prefills of several tokens run one by one.
 
-On a CPU this is bound by memory: at 64 requests of 200 tokens in groups of 8 it reads a seventh of what attending
-request by request would.
+On a CPU, attention is memory-bound: for 64 requests of 200 tokens in groups of 8, this code reads a seventh of the
+memory that attention per request would read.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIKE = 0.75
-"""Neighbours form a run when they share at least this part of their entries."""
+"""Neighbours form a run when they share at least this fraction of their cache entries."""
 
 
 @dataclass
 class Plan:
-    """How the requests of one forward pass attend; made once, used by every layer. C is the KV cache's size."""
+    """Attention plan of one forward pass, made once and used by every layer. C is the KV cache's size."""
 
     rows: Tensor  # [S] query rows of the requests with one new token
     members: Tensor  # [R, M] requests of each run of neighbours, padded with its first one
-    place: Tensor  # [S] where each request stands in `members`, flattened
+    place: Tensor  # [S] index of each request in the flattened `members`
     shared: Tensor  # [R, P] cache slots that a run shares, padded with 0
     own: Tensor  # [S, O] the other slots of each request, padded with 0
     hidden: Tensor  # [S, 1, 1, P + O] bool: padding
-    longer: list[tuple[int, int, Tensor, Tensor]]  # (first row, end, slots [K], visible [new, K]) of the others
+    longer: list[tuple[int, int, Tensor, Tensor]]  # other requests: (first row, end, slots [K], visible [new, K])
 
 
 def make_plan(slots: Tensor, lengths: list[int], new: list[int]) -> Plan:
-    """slots [requests, longest]: where each request's tokens lie in the cache; `new` of its `lengths` are queries."""
+    """Plan the attention of one forward pass.
+
+    `slots` [requests, longest] are the cache slots of each request's tokens. The last `new` of its `lengths` tokens are
+    queries.
+    """
     single: list[int] = []
     rows: list[int] = []
     longer = []
@@ -53,7 +57,7 @@ def make_plan(slots: Tensor, lengths: list[int], new: list[int]) -> Plan:
 
 
 def _plan_runs(slots: Tensor, lengths: list[int], single: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """members, place, shared, own and hidden of a Plan."""
+    """Return `members`, `place`, `shared`, `own` and `hidden` of a Plan."""
     length_of = torch.tensor([lengths[request] for request in single], dtype=torch.int64)
     longest = int(length_of.max()) if single else 0
     slots = slots[torch.tensor(single, dtype=torch.int64), :longest].long()
@@ -75,7 +79,10 @@ def _plan_runs(slots: Tensor, lengths: list[int], single: list[int]) -> tuple[Te
 
 
 def _runs(slots: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Neighbours that begin alike, and how many slots each run shares; a request that stands alone shares none."""
+    """Return the runs of neighbours with a common prefix, and the number of slots that each run shares.
+
+    A run of one request shares none.
+    """
     both = torch.minimum(lengths[1:], lengths[:-1])
     equal = (slots[1:] == slots[:-1]) & (torch.arange(slots.shape[1]) < both[:, None])
     agreeing = equal.long().cumprod(1).sum(1)
@@ -94,7 +101,7 @@ def _runs(slots: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
 
 
 def attend(plan: Plan, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
-    """query and output [T, heads, d], caches [C, kv heads, d] -> output, filled."""
+    """Fill and return `output`. Shapes: query and output [T, heads, d], caches [C, kv heads, d]."""
     kv_heads = k_cache.shape[1]
     if len(plan.rows):
         q = query[plan.rows].unflatten(1, (kv_heads, -1))  # [S, kv, heads per kv, d]
@@ -110,7 +117,7 @@ def attend(plan: Plan, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: 
 
 
 def _attend_runs(plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-    """Scaled queries [S, kv, h, d] -> [S, kv, h, d]: keys of the run and keys of its own under one softmax."""
+    """Attend from scaled queries [S, kv, h, d] to the shared and the own keys under one softmax -> [S, kv, h, d]."""
     shared_k, shared_v, own_k, own_v = (
         cache[slots].transpose(1, 2).to(q.dtype) for slots in (plan.shared, plan.own) for cache in (k_cache, v_cache)
     )  # [R, kv, P, d] twice, [S, kv, O, d] twice
@@ -121,10 +128,10 @@ def _attend_runs(plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Ten
 
 
 def _by_run(plan: Plan, values: Tensor) -> Tensor:
-    """[S, kv, h, n] -> [R, kv, M * h, n]."""
+    """Gather per-request values into runs: [S, kv, h, n] -> [R, kv, M * h, n]."""
     return values[plan.members].transpose(1, 2).flatten(2, 3)
 
 
 def _by_request(plan: Plan, values: Tensor, q: Tensor) -> Tensor:
-    """[R, kv, M * h, n] -> [S, kv, h, n]; `q` [S, kv, h, d] tells h."""
+    """Scatter per-run values back to requests: [R, kv, M * h, n] -> [S, kv, h, n], with h from `q` [S, kv, h, d]."""
     return values.unflatten(2, (-1, q.shape[2])).transpose(1, 2).flatten(0, 1)[plan.place]

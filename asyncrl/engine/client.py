@@ -1,11 +1,12 @@
-"""Generate over HTTP: token ids in; token ids, log-probabilities and weight versions out.
+"""Client for generation over HTTP: token ids in; token ids, log-probabilities and weight versions out.
 
-Siblings that ask for the same prompt at once become one request of n samples. Answers stream as disjoint pieces, so the
-client holds every token that an engine has sent: whatever cuts an answer short (an update that aborts, an engine's or
-the router's death, a reset, a 503), the rest is asked for anew, from the last token on.
+Siblings that request the same prompt at the same time become one request of n samples. Answers stream as disjoint
+chunks, so the client holds every token that an engine has sent. When an answer is interrupted (by an update that
+aborts, the death of an engine or of the router, a reset, a 503), the client requests the rest from the last token on.
 
-    waits for     an open request (engine/inflight.py), and after a failure some moments, until no token has come for
-                  retry_timeout: then the request fails, with the reason
+    waits for     an open request (engine/inflight.py)
+    on a failure  the client retries after growing delays; when no token has come for retry_timeout, the request fails
+                  with the reason
 """
 
 from __future__ import annotations
@@ -32,46 +33,51 @@ from asyncrl.types import Completion
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 RESERVED = 7
-"""Tokens of its context that an engine takes in no request: it refuses one of context - 6 (SGLang 0.5.21,
+"""Tokens of its context that an engine accepts in no request: it refuses a prompt of context - 6 tokens (SGLang 0.5.21,
 managers/tp_worker.py, get_worker_info, and managers/utils.py, validate_input_length)."""
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """What an episode asked, and what it was answered: whole, or as far as it had come (no finish reason)."""
+    """A saved request of an episode and its completion. A partial completion has no finish reason."""
 
     context: list[int]
     completion: Completion
 
 
 class Session:
-    """The policy as one episode sees it. Sessions of a group share an engine, and with it the prompt's cache."""
+    """The policy as one episode sees it. Sessions of a group share an engine, and with it the cached prompt."""
 
     def __init__(
         self, client: Client, group: str, temperature: float, purpose: Purpose, seed: int | None = None
     ) -> None:
         self._client, self.group, self.temperature, self.purpose = client, group, temperature, purpose
         self.seed = seed
-        self.received = 0  # tokens that engines sent for it, whether they were kept or not
+        self.received = 0  # tokens that engines sent for this session, kept or not
         self.closed = False
-        self.cached = ("", 0)  # under which key engines may hold how many of its tokens
-        self.routed: list[int] = []  # the tokens of its last request and answer, whose experts it was told
+        self.cached = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
+        self.routed: list[int] = []  # tokens of the last request and answer whose experts are known
         self.exchanges: list[Exchange] = []
         self.recalled: list[Said] = []
-        """Answers of the run that is resumed, to requests that its agent makes once more."""
+        """Completions saved by the resumed run, for requests that the agent makes again."""
         self.waits_for, self.since = "", time.monotonic()
 
     @property
     def trained_at(self) -> float:
-        """The temperature of what is trained, whichever this session has."""
+        """Sampling temperature of training samples; it may differ from this session's."""
         return self._client.temperature
 
     async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
-        """Continue exactly these tokens, by at most so many: nothing where the context has no room. Raises EngineError
-        when the fleet cannot."""
+        """Continue exactly these tokens by at most `max_new_tokens`.
+
+        The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer.
+        """
         return await self._client.submit(self, token_ids, max_new_tokens)
 
     def asks(self, token_ids: list[int], limit: int) -> Exchange:
-        """Its next request. Each has a seed of its own: an agent that asks the same twice gets two answers."""
+        """Register and return the session's next request.
+
+        Each request has its own seed, so an agent that makes the same request twice gets two different answers.
+        """
         seed, number = self.seed, len(self.exchanges)
         if seed is not None and number:
             seed = _seed(f"{seed} {number}")
@@ -79,22 +85,24 @@ class Session:
         return self.exchanges[-1]
 
     def wait_for(self, event: str) -> None:
-        """What its episode waits for from now on, for whoever asks."""
+        """Record what the session is waiting for, and since when."""
         self.waits_for, self.since = event, time.monotonic()
 
     def hear(self, tokens: int) -> None:
-        """A piece came."""
+        """Count the tokens of a chunk that arrived."""
         self.received += tokens
         self.wait_for(NEXT)
 
     def said(self) -> list[Said]:
-        """Every token that it was answered so far, for a run that goes on from here; what was recalled and not asked
-        for yet, too."""
+        """Return every request and its completion so far, for the saved state of the run.
+
+        This includes recalled completions that the agent has not requested yet.
+        """
         said = [Said(one.context, one.so_far()) for one in self.exchanges]
         return [*(one for one in said if one.completion.token_ids), *self.recalled]
 
     def recall(self, token_ids: list[int]) -> Completion | None:
-        """What it was answered to this before the run was resumed, once."""
+        """Remove and return the completion of this request from before the run was resumed, or None."""
         for one in self.recalled:
             if one.context == token_ids:
                 self.recalled.remove(one)
@@ -102,17 +110,20 @@ class Session:
         return None
 
     def forget(self) -> None:
-        """Its episode begins anew: what was asked so far is of no use to it, but counts as received."""
+        """Drop the requests so far because the episode starts over. Their tokens still count as received."""
         self.exchanges = []
 
     def close(self) -> int:
-        """Its episode has ended: what still comes is counted, but no longer as its own. Returns what was received."""
+        """Close the session at the end of its episode and return the number of tokens received.
+
+        Tokens that still arrive are counted as late tokens, not for this session.
+        """
         self.closed = True
         return self.received
 
 
 class Client:
-    """The only way to the model. One per rollout process."""
+    """Client of the policy's engines. A rollout process has one, and reaches the model only through it."""
 
     def __init__(
         self,
@@ -134,9 +145,12 @@ class Client:
         context: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`routing`: ask for the experts of every token that is read for training. `seed`: every sample is drawn from a
-        seed of its own, made of this and its name; none then shares a request. `context`: tokens of one sequence that
-        an engine can hold."""
+        """Create a client of the router at `router`.
+
+        routing: request the experts of every token that is read for training
+        seed: draw every sample from its own seed, derived from this one and its name; no samples share a request then
+        context: maximum number of tokens of one sequence that an engine can hold
+        """
         self._http = httpx.AsyncClient(
             base_url=router,
             **access.http,
@@ -163,15 +177,21 @@ class Client:
     def generate(
         self, temperature: float | None = None, *, group: str = "", purpose: Purpose = "training", sample: str = ""
     ) -> Session:
-        """What an agent calls; a temperature of 0 is greedy. Siblings give the same `group`; `sample` names each."""
+        """Return a session for one episode. A temperature of 0 is greedy.
+
+        Siblings have the same `group`; `sample` names each of them.
+        """
         seed = None
         if self._seed is not None:
             seed = _seed(f"{self._seed} {purpose} {sample}")
         return Session(self, group, self.temperature if temperature is None else temperature, purpose, seed)
 
     def resume(self, group: str, sample: str, received: int, said: list[Said]) -> Session:
-        """What an episode of a saved run was, and was told. Where samples have seeds it is asked for again from its
-        start: an engine that reads a token has other last bits than one that writes it."""
+        """Restore the session of an episode of a saved run.
+
+        With seeds, the saved completions are dropped and requested again from their start: the last bits of the numbers
+        differ between an engine that prefills a token and one that generates it.
+        """
         session = self.generate(group=group, sample=sample)
         session.received, session.recalled = received, [] if self._seed is not None else list(said)
         return session
@@ -183,7 +203,10 @@ class Client:
     # -- one prompt, its siblings --------------------------------------------------------------------------
 
     def submit(self, session: Session, token_ids: list[int], most: int | None = None) -> asyncio.Future[Completion]:
-        """Siblings ask for the same prompt in the same turn of the event loop; they become one request."""
+        """Submit a request and return the future of its completion.
+
+        Siblings that submit the same prompt in the same iteration of the event loop share one request.
+        """
         loop = asyncio.get_running_loop()
         limit = self._limit(len(token_ids), most)
         if (recalled := session.recall(token_ids)) is not None:
@@ -205,7 +228,7 @@ class Client:
         return future
 
     def _limit(self, asked: int, most: int | None) -> int:
-        """Tokens that an answer to a request of so many may have."""
+        """Return the maximum length of an answer to a prompt of `asked` tokens; 0 or less means no room."""
         limit = self._longest if most is None else min(most, self._longest)
         if self._context is None:
             return limit
@@ -219,11 +242,11 @@ class Client:
         task = asyncio.get_running_loop().create_task(answering)
         self._tasks.add(task)  # the event loop keeps only a weak reference
         task.add_done_callback(lambda task: self._settle(task, futures))
-        for future in futures:  # when nobody listens any more: end the request too
+        for future in futures:  # end the request too when nobody waits for it any more
             future.add_done_callback(lambda _: task.cancel() if _left_alone(futures) else None)
 
     def _go_on(self, session: Session, exchange: Exchange, recalled: Completion) -> asyncio.Future[Completion]:
-        """An answer of the run that is resumed: as it was, or continued from its last token on."""
+        """Return a recalled completion: as it was if complete, otherwise continued from its last token."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         token_ids = exchange.context
         if recalled.finish_reason:
@@ -242,7 +265,7 @@ class Client:
         return future
 
     async def _answer(self, asking: list[_Asking], token_ids: list[int]) -> None:
-        """Send one request, with a sample for each sibling, who goes on as soon as his own is whole."""
+        """Send one request with a sample for each sibling. A sibling proceeds as soon as its own sample is complete."""
         async with asyncio.TaskGroup() as answers:
 
             def asker(session: Session, exchange: Exchange, future: asyncio.Future[Completion]) -> Asker:
@@ -257,7 +280,10 @@ class Client:
             await self.inflight.stream([asker(*one) for one in asking], token_ids, begun=0, routed_from=known)
 
     def _settle(self, task: asyncio.Task[None], futures: list[asyncio.Future[Completion]]) -> None:
-        """Give the error to each sibling that has no answer yet. A bug of ours is no fault of the agent that asked."""
+        """Pass the error of a request to each sibling that has no answer yet.
+
+        An EngineError stays an EngineError; anything else is reported as a bug of ours, not as the agent's failure.
+        """
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -273,13 +299,13 @@ class Client:
     # -- one answer, its continuations ---------------------------------------------------------------------
 
     async def _whole(self, session: Session, exchange: Exchange) -> Completion:
-        """The answer, with what had to be asked for anew."""
+        """Return the complete answer; request continuations until nothing is missing."""
         token_ids, parts, patience = exchange.context, exchange.parts, _Patience(self._retry_timeout)
         routed = Routed(self._routing if session.purpose == "training" else None, parts[0])
         while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
             self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
-            if ended := self._ended(begun, exchange.limit):  # a cut hides that the last token was the last
+            if ended := self._ended(begun, exchange.limit):  # it was complete, but the interruption hid that
                 parts[-1].end_with(ended)
                 break
             session.wait_for(f"another attempt ({reason})")
@@ -296,7 +322,7 @@ class Client:
         return completion
 
     def _ended(self, token_ids: list[int], limit: int) -> str | None:
-        """Why an answer of these tokens needs no more."""
+        """Return the finish reason of an answer of these tokens, or None when it is not complete."""
         if token_ids and token_ids[-1] in self._stop:
             return "stop"
         return "length" if len(token_ids) >= limit else None
@@ -310,20 +336,20 @@ def _seed(name: str) -> int:
 
 
 def _left_alone(futures: list[asyncio.Future[Completion]]) -> bool:
-    """Some were cancelled, and nobody waits for one of the others."""
+    """Return whether no future is pending and at least one was cancelled."""
     return all(future.done() for future in futures) and any(future.cancelled() for future in futures)
 
 
 class _Patience:
-    """How long an answer is asked for anew while no token comes; each wait about twice as long as the one before."""
+    """Retry policy of one answer: exponential backoff until no token has come for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._fruitless = 0
-        self._since: float | None = None  # no token has come
+        self._since: float | None = None  # start of the time without a token
 
     async def before_retry(self, reason: str, *, progressed: bool) -> None:
-        """Raises EngineError with the reason when it has run out."""
+        """Wait before the next attempt. Raises EngineError with the reason when no token came for too long."""
         now = asyncio.get_running_loop().time()
         if progressed or self._since is None:
             self._fruitless, self._since = 0, now
@@ -334,4 +360,4 @@ class _Patience:
         self._fruitless += 1
         if self._fruitless > 1:
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(self._fruitless - 2, 16))
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # not all at once
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # jitter, so that clients do not retry all at once

@@ -1,9 +1,9 @@
-"""The control plane of every engine, spoken directly (the router answers these paths with 404).
+"""The control plane of every engine, called directly because the router answers these paths with 404.
 
-Every call goes to all engines at once, is checked for `success`, and bounded by a deadline. An engine that fails a call
-is lost: it leaves the fleet and the router, and the others go on; when none is left the error ends the run. Connections
-are kept for the calls of one publish only: uvicorn drops idle ones after 5 s, and a dead connection half-way through a
-publish would be a lost engine.
+Every call goes to all engines at once, is checked for `success`, and has a deadline. An engine that fails a call is
+lost: it is removed from the fleet and the router, and the others go on. When none is left, the error ends the run.
+Connections are kept only for the calls of one publish: uvicorn drops idle ones after 5 s, and a dead connection in the
+middle of a publish would cost an engine.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from asyncrl.access import Access
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
 
 PROBE_SECONDS = 5.0
-"""How long an engine may take to say that it lives, or to let go of the requests of a fleet that it has left."""
+"""Deadline of a liveness probe, and of aborting the requests of an engine that has left the fleet."""
 KEPT_SECONDS = 1.0
-"""How long an idle connection may be used again."""
+"""Seconds for which an idle connection may be reused."""
 
 Answer = dict[str, Any]
 Calls = dict[str, "Future[Answer]"]
 
 
 class Refusal(EngineError):
-    """An engine answered, but not with success; `status` is HTTP's."""
+    """An engine answered, but without success. `status` is the HTTP status code."""
 
     def __init__(self, message: str, status: int) -> None:
         self.status = status
@@ -37,44 +37,44 @@ class Refusal(EngineError):
 
 
 class Membership(Protocol):
-    """Who routes requests to engines (engine/router.py)."""
+    """Interface to the router's list of workers (engine/router.py)."""
 
     def add(self, url: str) -> None:
-        """Requests may go to this engine."""
+        """Start routing requests to this engine."""
         ...
 
     def remove(self, url: str) -> None:
-        """No request goes there any more."""
+        """Stop routing requests to this engine."""
         ...
 
     def keep(self, urls: Sequence[str]) -> None:
-        """Add those of these engines that it has forgotten."""
+        """Add those of these engines that the router does not know."""
         ...
 
 
 class Register(Protocol):
-    """Who tells of engines that come and go (engine/registry.py)."""
+    """Interface to the registry of engines that join and leave a run (engine/registry.py)."""
 
     def joined(self) -> Mapping[str, Any]:
-        """By URL, those that others have started."""
+        """Return the engines that others have started, by URL."""
         ...
 
     def leaving(self) -> set[str]:
-        """Those that are asked to leave."""
+        """Return the URLs of the engines that are asked to leave."""
         ...
 
     def let_go(self, url: str) -> None:
-        """This one may be stopped."""
+        """Declare that this engine may be stopped."""
         ...
 
 
 class Fleet:
     """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
 
-    Only rank 0 has `router` and `register`, and with them the word over who serves; other ranks send weights and report
-    whom they lost. Engines that are `attached` were started by others, and wait for weights from the first.
-    `on_lost` is told of every engine that is lost, and which of its incarnations; with it the last engine may go, too:
-    it will be started again.
+    Only rank 0 has `router` and `register`, and decides which engines serve. Other ranks send weights and report the
+    engines that they lost. `attached` engines were started by others, and wait for their weights at first. `on_lost` is
+    called with the URL, the incarnation and the reason of every lost engine. With `on_lost`, losing the last engine is
+    no error, because the engine is started again.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Fleet:
         self._configured, self._attached = (*urls, *attached), set(attached)
         self.serving, self.joining = list(urls), list(attached)
         self.lost: dict[str, str] = {}
-        self.changes = 0  # how often an engine came or went: the same URLs may be other processes
+        self.changes = 0  # number of joins and losses: the same URLs may be other processes
         self.timeout = timeout
         self._router, self._register, self._on_lost = router, register, on_lost
-        self._incarnations: dict[str, str] = {}  # what an engine without weights of the run said when it came
+        self._incarnations: dict[str, str] = {}  # version label of each engine when it came without weights of the run
         self._http = httpx.Client(
             **access.http,
             timeout=timeout,
@@ -104,32 +104,32 @@ class Fleet:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Every engine that gets weights."""
+        """URLs of all engines that receive weights."""
         return (*self.serving, *self.joining)
 
     # -- calls ---------------------------------------------------------------------------------------------
 
     def call(self, path: str, body: Answer | None = None) -> dict[str, Answer]:
-        """POST to every engine and wait for all. Returns the answers by engine; loses those that failed."""
+        """POST to every engine, wait for all, and return the answers by engine. Engines that fail are lost."""
         return self.on_each(lambda url: self.post(url, path, body))
 
     def on_each(self, step: Callable[[str], Answer]) -> dict[str, Answer]:
-        """Take a step with every engine at once; loses those with which it failed."""
+        """Run a step for every engine at once and return the answers. Engines whose step fails are lost."""
         return self.finish({url: self._pool.submit(step, url) for url in self.urls})
 
     def start(self, path: str, bodies: Mapping[str, Answer]) -> Calls:
-        """POST without waiting, with a body for each engine: a broadcast needs its receivers under way."""
+        """POST a body to each engine without waiting: a broadcast needs its receivers to be running."""
         return {url: self._pool.submit(self.post, url, path, body) for url, body in bodies.items()}
 
     def finish(self, calls: Calls) -> dict[str, Answer]:
-        """Wait for calls that `start` began; loses engines that failed theirs."""
+        """Wait for the calls that `start` began and return the answers. Engines that fail are lost."""
         answers, problems = self.settle(calls)
         for url, problem in problems.items():
             self.lose(url, str(problem))
         return answers
 
     def settle(self, calls: Calls) -> tuple[dict[str, Answer], dict[str, AsyncRLError]]:
-        """Wait for calls that `start` began; answers and problems by engine."""
+        """Wait for the calls that `start` began and return the answers and the errors, both by engine."""
         answers: dict[str, Answer] = {}
         problems: dict[str, AsyncRLError] = {}
         for url, call in calls.items():
@@ -140,11 +140,11 @@ class Fleet:
         return answers, problems
 
     def post(self, url: str, path: str, body: Answer | None = None, timeout: float | None = None) -> Answer:
-        """One call to one engine. Raises EngineError, or Refusal when the engine answered."""
+        """POST to one engine. Raises EngineError, or Refusal when the engine answered without success."""
         return self._checked("POST", url + path, body or {}, timeout)
 
     def get(self, url: str, path: str, timeout: float | None = None) -> Answer:
-        """The same with GET."""
+        """GET from one engine. Raises the same errors as `post`."""
         return self._checked("GET", url + path, None, timeout)
 
     def _checked(self, method: str, url: str, body: Answer | None = None, timeout: float | None = None) -> Answer:
@@ -159,18 +159,20 @@ class Fleet:
         return answer
 
     def versions(self) -> dict[str, str]:
-        """The version that each engine serves; loses those that do not say."""
+        """Return the weight version that each engine serves. Engines that do not report one are lost."""
         answers = self.on_each(lambda url: self.get(url, "/model_info"))
         return {url: str(answer.get("weight_version")) for url, answer in answers.items()}
 
     # -- membership ----------------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Find engines that have come, or were started again: they join; those that leave are let go. A router that was
-        started again learns who serves."""
+        """Update the fleet: new and restarted engines join, and leaving engines are released.
+
+        A router that was restarted learns which engines serve.
+        """
         members = self._members()
         asked = {url: self._pool.submit(self.get, url, "/model_info", PROBE_SECONDS) for url in members}
-        answers, _ = self.settle(asked)  # who does not answer may be busy, or dead: the next call of a publish tells
+        answers, _ = self.settle(asked)  # no answer: busy or dead, which the next call of a publish shows
         for url, answer in answers.items():
             label = str(answer.get("weight_version"))
             if not label.isdigit() and self._is_new(url, label):
@@ -178,11 +180,11 @@ class Fleet:
                 self._incarnations[url] = label
                 self.join(url)
         if self._router:
-            with suppress(EngineError):  # a router that is dead is started again, and learns it then
+            with suppress(EngineError):  # a dead router is restarted, and learns them then
                 self._router.keep([url for url in self.serving if url in answers])
 
     def _members(self) -> list[str]:
-        """Who may serve. The others are let go."""
+        """Return the URLs of the engines that may serve, and remove the others from the fleet."""
         if self._register is None:
             return list(self._configured)
         joined, leaving = self._register.joined(), self._register.leaving()
@@ -195,8 +197,11 @@ class Fleet:
         return members
 
     def _is_new(self, url: str, label: str) -> bool:
-        """Whether an engine that has no weights of the run has begun to be so. Nobody starts an attached one again:
-        what it failed of may have passed."""
+        """Return whether an engine without weights of the run is new or was restarted.
+
+        A lost engine that is attached counts as new even with the same label: nobody restarts it, and the cause of its
+        failure may have passed.
+        """
         if url in self.serving:
             return True
         if url in self.joining and url not in self._incarnations:
@@ -204,30 +209,30 @@ class Fleet:
         return self._incarnations.get(url) != label or (url in self._attached and url not in self.joining)
 
     def needs_weights(self) -> bool:
-        """Whether nobody serves, but engines that were started again would: without weights no batch will come."""
+        """Return whether no engine serves but some wait for weights. Without weights no batch would ever arrive."""
         self.reconcile()
         return bool(self.joining and not self.serving)
 
     def join(self, url: str) -> None:
-        """An engine that started: it gets the next publish, and serves once its checksum is confirmed."""
+        """Add a started engine. It receives the next publish, and serves once its checksum is confirmed."""
         self.lost.pop(url, None)
         if url not in self.urls:
             self.joining.append(url)
             self.changes += 1
 
     def admit(self) -> None:
-        """Those that joined hold the weights: requests may go to them."""
+        """Let the engines that joined serve requests, now that they hold the weights."""
         for url in list(self.joining):
             self.joining.remove(url)
             self.serving.append(url)
             if self._router:
-                with suppress(EngineError):  # a router that is being started again learns it from `reconcile`
+                with suppress(EngineError):  # a router that is restarting learns it from `reconcile`
                     self._router.add(url)
 
     def lose(self, url: str, reason: str) -> None:
-        """Take an engine out. Raises EngineError when it was the last one and none comes back.
+        """Remove an engine from the fleet. Raises EngineError when it was the last one and none is started again.
 
-        Its requests come back aborted, to be asked again elsewhere: what it holds is not known.
+        Its requests are aborted, and the clients send them to other engines: which weights it holds is unknown.
         """
         if url not in self.urls:
             return
@@ -241,7 +246,7 @@ class Fleet:
             try:
                 self._router.remove(url)
             except EngineError:
-                if self._on_lost is None:  # else the launcher sees to it before it starts the engine again
+                if self._on_lost is None:  # otherwise the launcher removes it before it restarts the engine
                     raise
             self._pool.submit(self._let_go, url)
         if self._on_lost:
@@ -250,20 +255,20 @@ class Fleet:
             raise EngineError("no engine is left: " + "; ".join(self.lost.values()))
 
     def _let_go(self, url: str) -> None:
-        with suppress(EngineError):  # one that is dead or hangs: its connections end, or reach the client's deadline
-            for mode in ("retract", "abort"):  # a frozen batch is never aborted, but its requests are once they wait
+        with suppress(EngineError):  # a dead or hung engine: its connections end or time out in the client
+            for mode in ("retract", "abort"):  # "abort" skips a frozen batch, so retract its requests to the queue
                 self.post(url, "/pause_generation", {"mode": mode}, PROBE_SECONDS)
 
     def lose_the_dead(self) -> None:
-        """Ask every engine's scheduler whether it lives; loses those that do not say so in time."""
+        """Probe every engine's scheduler. Engines that do not answer in time are lost."""
         self.on_each(lambda url: self.get(url, "/server_info", PROBE_SECONDS))
 
     def adopt(self, serving: Sequence[str], joining: Sequence[str], changes: int) -> None:
-        """Take over rank 0's view; an engine that was lost before may be among them again."""
+        """Adopt rank 0's view of the fleet. It may include engines that this rank has lost before."""
         self.serving, self.joining, self.lost = list(serving), list(joining), {}
         self.changes = changes
 
     def close(self) -> None:
-        """End the connections and threads."""
+        """Close the connections and stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._http.close()

@@ -1,8 +1,8 @@
-"""The import shim: lets the unmodified SGLang import and run on a machine without CUDA.
+"""Import shim that lets the unmodified SGLang run on a machine without CUDA.
 
-Nothing of SGLang is re-implemented. Its kernel packages (triton, sgl_kernel) have no CPU wheels, yet its modules name
-them at import; on CPU every layer then takes SGLang's own pure-PyTorch path. `install` must run before sglang is
-imported, in every process of a server (`serve.py` does it at module level, which spawned children repeat).
+SGLang's kernel packages (triton, sgl_kernel) have no CPU wheels, yet its modules import them. With stubs in their
+place, every layer takes SGLang's own pure-PyTorch path on a CPU. `install` must run before sglang is imported, in every
+process of a server (`serve.py` calls it at module level, which spawned children repeat).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 KEPT_MAPPINGS = 16
-"""Enough for every bucket of a small model; those of a trainer that died are let go after as many new ones."""
+"""Number of shared-memory mappings to keep: enough for every bucket of a small model. The mappings of a trainer that
+died are released after as many new ones."""
 
 
 def install() -> None:
-    """Make `import sglang` work; does nothing where CUDA is there."""
+    """Make `import sglang` work on a machine without CUDA. No-op where CUDA is available."""
     import torch
 
     if torch.cuda.is_available():
@@ -45,7 +46,7 @@ def install() -> None:
 
 
 def _stub_triton(torch: Any) -> None:
-    """SGLang carries a triton stub for Apple machines; run its installer as if this were one."""
+    """Install SGLang's triton stub for Apple machines by pretending that this is one."""
     if importlib.util.find_spec("triton") is not None:
         return
     package = next(Path(entry, "sglang") for entry in sys.path if Path(entry, "sglang", "_platform_stubs.py").is_file())
@@ -85,13 +86,13 @@ def _stub_triton(torch: Any) -> None:
 
 
 def _stub_image_processors() -> None:
-    """SGLang's vision configs call AutoImageProcessor.register at import, which needs torchvision."""
+    """Stub AutoImageProcessor: SGLang's vision configs call its `register` at import, which needs torchvision."""
     import transformers.processing_utils  # noqa: F401  (it re-executes transformers/__init__: patch what it leaves)
 
     class AutoImageProcessor:
         @classmethod
         def register(cls, *_: Any, **__: Any) -> None:
-            """Registered and never used: there are no vision models here."""
+            """Ignore the registration: no vision models run here."""
 
         @classmethod
         def from_pretrained(cls, *_: Any, **__: Any) -> None:
@@ -104,7 +105,7 @@ def _stub_image_processors() -> None:
 
 
 class _Absent:
-    """A name of a missing kernel package: importable, and loud when anything calls it."""
+    """A name in a missing kernel package. It can be imported; calling it raises NotImplementedError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -119,7 +120,7 @@ class _Absent:
 
 
 class _AbsentKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds sgl_kernel and torchvision as modules whose every name is an _Absent."""
+    """Import finder that provides sgl_kernel and torchvision as modules in which every name is an _Absent."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] in ("sgl_kernel", "torchvision"):
@@ -136,7 +137,7 @@ class _AbsentKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Runs `patch` on one module, right after its own code."""
+    """Import hook that runs `patch` on one module right after the module's own code."""
 
     def __init__(self, name: str, patch: Callable[[types.ModuleType], None]) -> None:
         self._name, self._patch = name, patch
@@ -159,34 +160,46 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _register_attention(registry: Any) -> None:
-    """Through SGLang's own registry; under its name for CPU, because other modules decide by that name."""
+    """Register our attention backend in SGLang's own registry.
+
+    It takes the name of SGLang's CPU backend, because other modules make decisions by that name.
+    """
 
     @registry.register_attention_backend("torch_native")
     def create(runner: Any) -> Any:
-        from asyncrl.engine.cpu_attention import BatchedAttention  # only a scheduler needs it; by then sglang is whole
+        from asyncrl.engine.cpu_attention import BatchedAttention  # only a scheduler needs it, after sglang
 
         return BatchedAttention(runner)
 
 
 def _allow_deterministic(choices: Any) -> None:
-    """--enable-deterministic-inference, which alone makes SGLang heed sampling_seed, knows no attention for CPU."""
+    """Allow the CPU attention backend with --enable-deterministic-inference.
+
+    SGLang honours sampling_seed only with that flag, which supports no attention backend for CPU.
+    """
     choices.add_deterministic_attention_backend_choices(["torch_native"])
 
 
 def _without_invariant_kernels(module: Any) -> None:
-    """They are triton's. On CPU a product's last bits do depend on how many rows it has: one request at a time."""
+    """Disable the batch-invariant kernels, which are written in triton.
+
+    On a CPU the last bits of a matrix product depend on its number of rows, so determinism needs one request at a time.
+    """
     module.enable_batch_invariant_mode = lambda *_, **__: None
 
 
 def _hash_in_torch(module: Any) -> None:
-    """SGLang's own is a kernel of sgl_kernel."""
+    """Replace SGLang's murmur_hash32, which is a compiled kernel, with the one in torch."""
     from asyncrl.engine.cpu_sampling import murmur_hash32
 
     module.murmur_hash32 = murmur_hash32
 
 
 def _sample_by_inversion(module: Any) -> None:
-    """SGLang's own draws as many random numbers as the vocabulary has entries. Requests with a seed keep its way."""
+    """Sample by inverting the cumulative distribution; requests with a seed keep SGLang's own method.
+
+    SGLang's method draws as many random numbers as the vocabulary has entries.
+    """
     from asyncrl.engine.cpu_sampling import sample
 
     by_sglang = module.sampling_from_probs_torch
@@ -198,8 +211,11 @@ def _sample_by_inversion(module: Any) -> None:
 
 
 def _keep_mappings() -> None:
-    """Buckets of weights come in the same shared memory at every publish, and mapping it anew costs more than reading
-    it: the last ones stay mapped. (torch uses a mapping that is still alive of its own accord.)"""
+    """Keep the most recent shared-memory mappings alive.
+
+    Weight buckets arrive in the same shared memory at every publish, and mapping it again costs more than reading it.
+    torch reuses a mapping that is still alive by itself.
+    """
     from torch.multiprocessing import reductions
 
     rebuild = reductions.rebuild_storage_filename
@@ -217,8 +233,11 @@ def _keep_mappings() -> None:
 
 
 def _fork_children() -> None:
-    """SGLang spawns its scheduler and detokenizer for CUDA's sake, and each would import everything once more: most of
-    the time that an engine takes to start on a CPU. Nothing here forbids a fork: no thread runs yet."""
+    """Fork SGLang's scheduler and detokenizer instead of spawning them.
+
+    SGLang spawns them because of CUDA, and each would import everything again, which is most of an engine's start-up
+    time on a CPU. A fork is safe here because no thread runs yet.
+    """
     set_start_method = multiprocessing.set_start_method
 
     def fork(method: str | None, force: bool = False) -> None:
@@ -228,5 +247,5 @@ def _fork_children() -> None:
 
 
 def _no_host_registration(module: types.ModuleType) -> None:
-    """The buffer of routed experts is registered with CUDA even where there is none."""
+    """Disable the registration of the routed-experts buffer with CUDA, which SGLang attempts even without CUDA."""
     module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""An attention backend for SGLang on CPU, entered in SGLang's own registry: one call per layer, not one per request.
+"""Attention backend for SGLang on CPU, with one call per layer instead of one per request.
 
-SGLang's torch_native backend attends request by request, repeats key-value heads, and computes a sibling's one token
-as a whole sequence. At 64 short requests that was 62 % of the engine's time, against 18 % in all matrix products.
+SGLang's torch_native backend attends request by request, repeats key-value heads, and computes a sibling's single token
+as a whole sequence. With 64 short requests that took 62 % of the engine's time, against 18 % in all matrix products.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from asyncrl.engine.batched_attention import Plan, attend, make_plan
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """Causal self-attention over SGLang's paged cache; anything else is left to the parent."""
+    """Causal self-attention over SGLang's paged cache. The parent class computes everything else."""
 
     plan: Plan
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """SGLang calls it once before the layers of every pass."""
+        """Make the attention plan of a forward pass. SGLang calls this once before the layers of every pass."""
         super().init_forward_metadata(forward_batch)
         lengths = forward_batch.seq_lens.tolist()
         decoding = forward_batch.forward_mode.is_decode_or_idle()

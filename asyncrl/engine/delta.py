@@ -1,8 +1,8 @@
-"""The engine's half of weights/delta.py: runs inside SGLang's scheduler, as a custom weight loader.
+"""The engine's half of weights/delta.py: a custom weight loader that runs inside SGLang's scheduler.
 
-SGLang ends an engine whose loader raises, so whatever goes wrong becomes a receipt in the update's folder, written by
-every tensor-parallel rank; the trainer reads them. Nothing is changed before every file's checksum and the version that
-the update builds upon are found right, so a refused update leaves the weights as they were.
+SGLang ends an engine whose loader raises. Every tensor-parallel rank therefore writes a receipt with the error, if any,
+into the update's folder, and the trainer reads the receipts. The loader changes nothing before it has verified every
+file's checksum and the version that the update builds upon, so a refused update leaves the weights as they were.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Refused(Exception):
-    """The update does not fit what this engine holds."""
+    """Raised when the update does not fit the weights that this engine holds."""
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's signature of a custom loader; the only name is the order, as JSON."""
+    """Apply one update and write a receipt. SGLang calls this as a custom loader.
+
+    The only tensor's name is the order (folder, engine, version, base) as JSON.
+    """
     order = json.loads(named_tensors[0][0])
     refused = None
     try:
         apply(model, order)
-    except Exception as error:  # noqa: BLE001  told in the receipt: raising would end the engine
+    except Exception as error:  # noqa: BLE001  reported in the receipt: raising would end the engine
         refused = f"{type(error).__name__}: {error}"
     receipt = Path(order["folder"]) / "receipts" / f"{order['engine']}-{_rank()}.json"
     partial = receipt.with_suffix(".partial")
@@ -39,7 +42,10 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def apply(model: Any, order: dict[str, Any]) -> None:
-    """Load a full update, or the changes from version `base` to `version`. Raises Refused and leaves all as it was."""
+    """Load a full update, or the changes from version `base` to `version`.
+
+    Raises Refused, before anything is changed, when the update does not fit or a file is damaged.
+    """
     held, version, base = getattr(model, "asyncrl_version", None), order["version"], order["base"]
     if held == version and base is not None:
         raise Refused(f"version {version} is already applied")
@@ -49,7 +55,7 @@ def apply(model: Any, order: dict[str, Any]) -> None:
     headers = [_checked(file) for file in files]
     if base is None and any(header["kind"] != "full" for header in headers):
         raise Refused("a full update that holds changes only")
-    model.asyncrl_version = None  # until the last tensor is in place
+    model.asyncrl_version = None  # unknown until the last tensor is in place
     for file, header in zip(files, headers, strict=True):
         if header["kind"] == "full":
             with safe_open(file, framework="pt") as tensors:
@@ -61,7 +67,7 @@ def apply(model: Any, order: dict[str, Any]) -> None:
 
 
 def _checked(file: Path) -> dict[str, str]:
-    """A file's own header. Raises Refused when its bytes are not those that were written."""
+    """Return a file's header. Raises Refused when the checksum of its content does not match."""
     with safe_open(file, framework="pt") as tensors:
         header: dict[str, str] = tensors.metadata()
     with file.open("rb") as content:
@@ -73,7 +79,7 @@ def _checked(file: Path) -> dict[str, str]:
 
 
 def _sparse(file: Path, of: dict[str, tuple[str, list[int]]]) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors of NaN, with the new values where they changed."""
+    """Yield full tensors that hold the new values where they changed, and NaN elsewhere."""
     with safe_open(file, framework="pt") as tensors:
         names = [name.removesuffix("|at") for name in tensors.keys() if name.endswith("|at")]  # noqa: SIM118
         for name in names:
@@ -81,17 +87,20 @@ def _sparse(file: Path, of: dict[str, tuple[str, list[int]]]) -> Iterator[tuple[
             full = torch.full(shape, float("nan"), dtype=dtype)
             at, to = tensors.get_tensor(f"{name}|at"), tensors.get_tensor(f"{name}|to")
             full.view(-1)[at.long()] = to.view(dtype)
-            full._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]  # loaded in this thread: the mode holds in no other
+            full._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]  # the mode is per thread
             yield name, full
 
 
 class KeepWhereNaN(TorchDispatchMode):
-    """Copies leave the target's value where the source is NaN: so a model's own loader applies a sparse update."""
+    """Dispatch mode in which copies keep the target's value where the source is NaN.
+
+    With it, a model's own loader applies a sparse update.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Only aten.copy_ is changed."""
+        """Run an operation. Only aten.copy_ behaves differently."""
         if func is torch.ops.aten.copy_.default and args[1].is_floating_point():
             target, source = args[0], args[1].to(args[0].device)
             args = (target, torch.where(source.isnan(), target, source.to(target.dtype)))

@@ -1,4 +1,4 @@
-"""The fleet of a run, for the process that decides who serves and for those that follow it."""
+"""Construction of a run's fleet, for the rank that decides which engines serve and for the ranks that follow it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from asyncrl.engine.router import Workers
 
 
 def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool) -> Fleet:
-    """One process `decides`: it alone speaks to the router, and asks the launcher to start others again."""
+    """Build the fleet of one process.
+
+    Exactly one process `decides`: only it talks to the router, and only it asks the launcher to restart lost engines.
+    """
     timeout = config.weights.timeout
     router = Workers(addresses.router, addresses.access, timeout) if decides else None
 

@@ -1,9 +1,9 @@
-"""Requests in flight: each runs under one prefix-cache key, and none while weights change.
+"""Requests in flight. Each runs under one prefix-cache key, and none is sent while weights change.
 
-tokens     every token is counted where it comes in, apart from what its session makes of it: one side of the ledger
-hold       new requests wait from before the engines pause until every one of them serves the new version, so that
-           none runs under a key older than its weights
-waits for  the next piece (request_timeout), the next publish (the trainer's deadline)
+tokens     every token is counted on arrival, whether or not its session keeps it; the token accounting compares both
+hold       new requests wait from before the engines pause until all engines serve the new version, so that no request
+           runs under a prefix-cache key that is older than its weights
+waits for  the next chunk (request_timeout), the next publish (the trainer's deadline)
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from asyncrl.errors import EngineError
 
 CacheKey = Literal["version", "group"]
 Purpose = Literal["training", "evaluation"]
-"""What tokens are counted for."""
+"""Purpose under which tokens are counted."""
 HELD, FIRST, NEXT = "the end of a publish", "the first piece of an engine", "the next piece of an engine"
-"""What a session waits for."""
+"""Events that a session waits for."""
 CAUSES = ("aborted", "broken", "overtaken")
-"""Why an answer is asked for anew: aborted by an update or its engine's loss, broken, or overtaken by a publish."""
+"""Causes of a repeated request: aborted by an update or by its engine's loss, broken, or overtaken by a publish."""
 
 
 @dataclass
 class Figures:
-    """What the rollout side saw of the engines since it last asked."""
+    """Engine statistics of the rollout side since the last call of `take_figures`."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     seconds_busy: float = 0.0
-    """At least one request in flight."""
+    """Time with at least one request in flight."""
     continued: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(CAUSES, 0)))
-    """Answers that were asked for anew, by cause."""
+    """Number of answers that were requested again, by cause."""
     refilled_tokens: int = 0
-    """Tokens whose KV cache was computed anew for these, or by the engine under pause_mode=retract."""
+    """Tokens prefilled again for these requests, or by the engine under pause_mode=retract."""
     inferred_tokens: int = 0
-    """Tokens of broken streams, whose version is inferred."""
+    """Tokens of broken streams, whose weight versions are inferred."""
 
 
 class Listener(Protocol):
-    """Who gets a sample of a request."""
+    """The session that receives a sample of a request."""
 
     group: str
     temperature: float
@@ -57,22 +57,22 @@ class Listener(Protocol):
     cached: tuple[str, int]
 
     def wait_for(self, event: str) -> None:
-        """From now on."""
+        """Record what the session is waiting for."""
         ...
 
     def hear(self, tokens: int) -> None:
-        """A piece came, of so many tokens."""
+        """Count the tokens of a chunk that arrived."""
         ...
 
 
 @dataclass(eq=False)
 class Asker:
-    """Who waits for a sample of a request."""
+    """A pending sample of a request: its session and its exchange."""
 
     session: Listener
     exchange: Exchange
     hand_over: Callable[[], object] = lambda: None
-    """Called as soon as the sample is over, whole or cut: siblings do not wait for the longest of them."""
+    """Called as soon as the sample has ended, complete or not: siblings do not wait for the longest of them."""
     answered: bool = False
 
 
@@ -81,13 +81,13 @@ class _Request:
     """One request in flight."""
 
     scope: asyncio.Timeout
-    tokens: int  # of its prompt, and those that came
+    tokens: int  # of its prompt and received so far
     answered: bool = False
-    overtaken: bool = False  # by a publish, before its first piece
+    overtaken: bool = False  # by a publish, before its first chunk
 
 
 class InFlight:
-    """Sends requests; knows which are open."""
+    """Sends requests and tracks those that are open."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class InFlight:
         fields: dict[str, Any],
         routing: bool = False,
     ) -> None:
-        """`routing`: ask for the experts of every token that is read for training."""
+        """Create the tracker. With `routing`, training requests return the experts of every token that is read."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._routing = routing
         self._cache_key, self._pause_mode = cache_key, pause_mode
@@ -113,15 +113,15 @@ class InFlight:
         self.version = 0
         self.figures = Figures()
         self.tokens: Counter[str] = Counter()
-        """That came in so far, by purpose."""
+        """Tokens received so far, by purpose."""
         self.late_tokens = 0
-        """Of these, for sessions that were closed."""
+        """Tokens among these that arrived for closed sessions."""
         self._needed = 0
 
     # -- a publish -----------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Keep new requests back: weights are about to change."""
+        """Hold back new requests because the weights are about to change."""
         self._open.clear()
         for sent in self._requests:
             sent.overtaken = not sent.answered
@@ -130,10 +130,10 @@ class InFlight:
                 self._needed += sent.tokens
 
     def release(self, version: int) -> None:
-        """Every engine serves `version`: let requests go, under its prefix-cache key.
+        """Send requests again, under the prefix-cache key of `version`, which every engine now serves.
 
-        Without a flush of the caches, a request that was on its way or in an engine's queue when it was paused may run
-        under the new weights and find its prompt in the cache of the old: it is asked anew.
+        When the caches are not flushed, a request that was in transit or in an engine's queue during the pause may run
+        under the new weights and find its prompt in the cache of the old ones. Such a request is sent again.
         """
         self.version = version
         self._open.set()
@@ -143,22 +143,22 @@ class InFlight:
                     sent.scope.reschedule(0.0)
 
     def resume(self, version: int, tokens: Mapping[str, int], late: int) -> None:
-        """As it was when the state of a run was saved; nothing is sent until every engine serves that version."""
+        """Restore the saved version and token counts. Requests wait until every engine serves that version."""
         self.version, self.tokens, self.late_tokens = version, Counter(tokens), late
         self.hold()
 
     @property
     def holding(self) -> bool:
-        """Weights change."""
+        """True while new requests are held back because the weights change."""
         return not self._open.is_set()
 
     @property
     def in_flight(self) -> int:
-        """Open requests."""
+        """Number of open requests."""
         return len(self._requests)
 
     async def drained(self, seconds: float) -> bool:
-        """Wait until no request is in flight; whether that came to pass."""
+        """Wait until no request is in flight. Return False when that takes longer than `seconds`."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -168,8 +168,11 @@ class InFlight:
     # -- one request ---------------------------------------------------------------------------------------
 
     async def stream(self, askers: Sequence[Asker], token_ids: list[int], *, begun: int, routed_from: int = 0) -> None:
-        """A sample for each asker; who has none yet when a publish overtakes them asks anew. `routed_from`: the experts
-        of the tokens before are known."""
+        """Stream one sample for each asker. A request that a publish overtakes is sent again for those without one.
+
+        begun: number of tokens at the end of `token_ids` that belong to the answer
+        routed_from: position of the first token whose experts are not known
+        """
         while asking := [asker for asker in askers if not asker.answered]:
             sessions = [asker.session for asker in asking]
             _all_wait_for(HELD, sessions)
@@ -215,7 +218,7 @@ class InFlight:
                 self._end(asker, answer, request)
 
     def _end(self, asker: Asker, answer: Answer, request: dict[str, Any]) -> None:
-        """It is over, whole or cut; the others may go on for long."""
+        """End one sample, complete or not, while the others may go on for long."""
         asker.session.cached = (request["extra_key"], len(request["input_ids"]) + len(answer.token_ids))
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
@@ -269,12 +272,12 @@ class InFlight:
             self._idle.set()
 
     def take_needed(self) -> int:
-        """Tokens of requests, since the last call, that no cache could hold: what is prefilled beyond them is waste."""
+        """Return the number of tokens since the last call that no cache could hold. Any further prefill is waste."""
         needed, self._needed = self._needed, 0
         return needed
 
     def take_figures(self) -> Figures:
-        """The figures since the last call."""
+        """Return the statistics since the last call and reset them."""
         if self._requests:
             now = asyncio.get_running_loop().time()
             self.figures.seconds_busy += now - self._busy_since
@@ -284,7 +287,7 @@ class InFlight:
 
 
 def _needed(sessions: Sequence[Listener], request: dict[str, Any], begun: int) -> int:
-    """Tokens that an engine must prefill for a request, however large its cache."""
+    """Return the number of tokens that an engine must prefill for a request, however large its cache is."""
     key, known = sessions[0].cached
     found = known if key == request["extra_key"] and not begun else 0
     return len(request["input_ids"]) - found + len(sessions) - 1  # each sample prefills its last token itself

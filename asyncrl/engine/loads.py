@@ -1,4 +1,4 @@
-"""What engines say of their load: GET /v1/loads, which SGLang answers from shared memory, without its scheduler."""
+"""Load of the engines (GET /v1/loads), which SGLang reports from shared memory without involving its scheduler."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from asyncrl.access import Access
 from asyncrl.errors import EngineError
 
 TIMEOUT = 5.0
-"""Seconds; an engine that says nothing in time is left out."""
+"""Seconds. An engine that does not answer in time is left out."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One engine, as it tells."""
+    """Load of one engine, as the engine reports it."""
 
     running: int
     waiting: int
     used: float
-    """Tokens that running requests hold in its cache."""
+    """Tokens that running requests hold in the KV cache."""
     capacity: float
-    """Tokens of its cache."""
+    """Size of the KV cache in tokens."""
     prefilled: float
-    """Tokens that it has prefilled so far, without those that it found in its cache."""
+    """Tokens prefilled so far, without those found in the cache."""
     prefill_seconds: float
-    """Time that it spent on them."""
+    """Time spent on prefilling them."""
 
 
 class Loads:
-    """Asks every engine that the router knows: they come and go."""
+    """Client that queries every engine that the router currently knows."""
 
     def __init__(self, router: str, access: Access, transport: httpx.AsyncBaseTransport | None = None):
         self._router = router
         self._http = httpx.AsyncClient(**access.http, timeout=TIMEOUT, transport=transport)
 
     async def ask(self) -> list[Load]:
-        """The engines that answer. Raises EngineError when one does not know the question."""
+        """Return the loads of the engines that answer. Raises EngineError when one does not have the endpoint."""
         try:
             response = await self._http.get(f"{self._router}/workers")
         except httpx.TransportError:
-            return []  # it is dead, or starts again
+            return []  # the router is dead or restarting
         urls = [worker["url"] for worker in response.json()["workers"]] if response.status_code == 200 else []
         found = await asyncio.gather(*[self._ask(url) for url in urls])
         return [load for load in found if load]
@@ -53,7 +53,7 @@ class Loads:
         try:
             response = await self._http.get(f"{url}/v1/loads", params={"include": "core"})
         except httpx.TransportError:
-            return None  # it is dead, or starts again
+            return None  # the engine is dead or restarting
         if response.status_code == 404:
             raise EngineError(f"{url} does not tell its load (GET /v1/loads): SGLang 0.5.20 or newer is needed")
         if response.status_code != 200:
@@ -66,7 +66,7 @@ class Loads:
 
 
 def load_of(ranks: Sequence[dict[str, Any]]) -> Load:
-    """An engine is the sum of its data-parallel ranks."""
+    """Return an engine's load: the sum over its data-parallel ranks."""
 
     def total(name: str) -> float:
         return float(sum(rank[name] for rank in ranks))

@@ -1,11 +1,12 @@
-"""Engines that come and go while a run is under way: the folder leases/ of the run, on a file system that all see.
+"""Registry of engines that join and leave a running run: the folder leases/ of the run, on a shared file system.
 
-    run.lease          the launcher's: the run is under way
-    HOST-PORT.lease    of an engine that somebody else started for this run (asyncrl-engines add)
-    HOST-PORT.leave    an engine, whoever started it, is asked to leave
-    HOST-PORT.left     it has: the trainer sends it no weights, the router no requests
+    run.lease          the launcher's lease: the run is under way
+    HOST-PORT.lease    lease of an engine that somebody else started for this run (asyncrl-engines add)
+    HOST-PORT.leave    the engine, whoever started it, is asked to leave
+    HOST-PORT.left     the engine has left: the trainer sends it no weights, and the router no requests
 
-An engine may be stopped only then: one that ends in the middle of a broadcast over NCCL takes the trainer along.
+An engine may be stopped only after it has left: one that ends in the middle of an NCCL broadcast takes the trainer down
+with it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ LEAVE, LEFT = ".leave", ".left"
 
 
 class Registry:
-    """That of a run."""
+    """The registry of one run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._leases = Leases(self._folder)
 
     def clear(self) -> None:
-        """Forget whoever was there in an earlier life of the run: what they hold is another key."""
+        """Delete the files of an earlier start of the run, whose engines hold another API key."""
         self._folder.mkdir(exist_ok=True)
         for file in self._folder.iterdir():
             file.unlink(missing_ok=True)
@@ -38,60 +39,60 @@ class Registry:
     # -- who is there --------------------------------------------------------------------------------------
 
     def lease_of_run(self, **facts: Any) -> Lease:
-        """The launcher's own."""
+        """Return the launcher's own lease."""
         return Lease(self.file_of_run, facts)
 
     @property
     def file_of_run(self) -> Path:
-        """Where it is."""
+        """Path of the launcher's lease."""
         return self._folder / f"{RUN}{SUFFIX}"
 
     def lease_of(self, url: str, **facts: Any) -> Lease:
-        """Of an engine."""
+        """Return the lease of an engine."""
         return Lease(self.file_of(url), {"url": url, **facts})
 
     def file_of(self, url: str) -> Path:
-        """Where it is."""
+        """Return the path of an engine's lease."""
         return self._folder / f"{_name(url)}{SUFFIX}"
 
     def run(self) -> dict[str, Any] | None:
-        """What the launcher tells of the run; None when it has ended."""
+        """Return the facts in the launcher's lease, or None when the run has ended."""
         return self._leases.look().get(RUN)
 
     def joined(self) -> dict[str, dict[str, Any]]:
-        """What is told of engines that others started, by URL."""
+        """Return the facts in the leases of engines that others started, by URL."""
         return {told["url"]: told for name, told in self._leases.look().items() if name != RUN}
 
     # -- who leaves ----------------------------------------------------------------------------------------
 
     def ask_to_leave(self, url: str) -> None:
-        """Whoever started it will stop it."""
+        """Ask an engine to leave. Whoever started it then stops it."""
         (self._folder / f"{_name(url)}{LEAVE}").write_text(url)
 
     def leaving(self) -> set[str]:
-        """URLs of engines that are asked to."""
+        """Return the URLs of the engines that are asked to leave."""
         found = set()
         for name in self._names(LEAVE):
             try:
                 found.add((self._folder / name).read_text())
-            except OSError:  # it has gone meanwhile
+            except OSError:  # the file was deleted in the meantime
                 continue
         return found - {""}
 
     def let_go(self, url: str) -> None:
-        """The trainer's word."""
+        """Record that an engine has left. The trainer calls this."""
         (self._folder / f"{_name(url)}{LEFT}").touch()
 
     def has_left(self, url: str) -> bool:
-        """Whether the trainer has said so."""
+        """Return whether the trainer has recorded that an engine has left."""
         return f"{_name(url)}{LEFT}" in self._names(LEFT)
 
     def stopped(self, url: str) -> None:
-        """It was asked to leave, and runs no more."""
+        """Withdraw the request to leave, now that the engine has stopped."""
         (self._folder / f"{_name(url)}{LEAVE}").unlink(missing_ok=True)
 
     def starts(self, url: str) -> None:
-        """What was asked of another at this address is not meant for it."""
+        """Delete the requests to leave that were meant for an earlier engine at this address."""
         for suffix in (LEAVE, LEFT):
             (self._folder / f"{_name(url)}{suffix}").unlink(missing_ok=True)
 

@@ -1,15 +1,16 @@
-"""The experts of an answer's tokens, put together from its parts.
+"""Assembly of the routed experts of an answer's tokens from the answer's parts.
 
-SGLang (0.5.21: srt/state_capturer, srt/managers/scheduler_components) keeps them beside its KV cache, and tells with
-the last piece of a sample those of the positions from routed_experts_start_len to the last token that it read: all
-tokens but the last that it wrote. So each part is asked for what the parts before it have not told:
+SGLang (0.5.21: srt/state_capturer, srt/managers/scheduler_components) stores the experts beside its KV cache. The last
+chunk of a sample carries those of the positions from routed_experts_start_len to the last token that the engine read,
+which is every token except the last one that it generated. Each part requests what the earlier parts do not have:
 
     prompt p p p, answer a a a a, cut after two
     first part    0 .. 4    p p p a        (none at all when its stream broke, or it waited in the queue)
-    second part   4 .. 6    a a            asked with routed_experts_start_len=4, of a prompt of 5 tokens
+    second part   4 .. 6    a a            requested with routed_experts_start_len=4, for a prompt of 5 tokens
 
-Of the tokens before a cut these are the experts that really read them when the next one was written. A request that an
-engine retracts (memory, or weights.pause_mode=retract) is the exception: it is read anew, and told as it was read then.
+The experts of the tokens before a cut are those that read them when the next token was generated. The exception is a
+request that an engine retracts (memory, or weights.pause_mode=retract): it is prefilled again, and the engine reports
+the experts of that prefill.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from asyncrl.types import Completion, Routing
 
 
 def known_rows(routed: list[int], token_ids: list[int]) -> int:
-    """How many of these tokens begin `routed`, and are not its last: their experts were told with an earlier turn."""
+    """Return the number of tokens whose experts are known from an earlier turn.
+
+    These are all of `routed` except its last token if `token_ids` begins with `routed`, and none otherwise.
+    """
     return max(0, len(routed) - 1) if token_ids[: len(routed)] == routed else 0
 
 
 class Routed:
-    """The rows of one answer so far; of nothing where `shape` is None."""
+    """Expert rows of one answer so far. It collects nothing when `shape` is None."""
 
     def __init__(self, shape: RoutingShape | None, first: Answer) -> None:
         self._shape, self._start, self._rows = shape, first.routed_from, bytearray()
@@ -40,7 +44,7 @@ class Routed:
         return self._start + len(self._rows) // self._shape.width if self._shape else 0
 
     def add(self, part: Answer) -> None:
-        """The next part. Raises EngineError when it tells of another model."""
+        """Add the rows of the next part. Raises EngineError when they do not fit the model's shape."""
         if self._shape is None or part.last is None or part.last.routed_experts is None:
             return
         try:
@@ -50,8 +54,11 @@ class Routed:
         self._rows += rows[(self.end - part.routed_from) * self._shape.width :]
 
     def into(self, completion: Completion, prompt: int, last: Answer) -> Completion:
-        """The completion of a prompt of so many tokens, with its rows. Raises EngineError when an engine that came to
-        its end told fewer; of what was cut after its last token some may be missing, and the trainer chooses."""
+        """Return the completion of a prompt of `prompt` tokens with its expert rows.
+
+        Raises EngineError when an engine finished the answer but reported too few rows. When the answer was interrupted
+        after its last token, rows may be missing, and the trainer routes those tokens itself.
+        """
         if self._shape is None:
             return completion
         read = prompt + len(completion.token_ids) - 1

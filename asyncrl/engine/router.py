@@ -1,6 +1,6 @@
-"""Command line of the router (the package `smg`), and the registration of its workers through its API.
+"""Command line of the router (the package `smg`), and registration of its workers through its API.
 
-`python -m asyncrl.engine.router ARGUMENTS` starts it with the run's API key and its ports from the environment.
+`python -m asyncrl.engine.router ARGUMENTS` starts it, with the run's API key and ports from the environment.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from asyncrl.tls import Signed
 
 POLL_SECONDS = 0.2
 KEY_SECONDS = 3600
-"""How long the router remembers where an idle group belongs."""
+"""Seconds for which the router remembers the engine of an idle group."""
 ACCEPTED = (200, 201, 202, 409)
-"""Status codes of success. 409: the router is adding this engine already."""
+"""Status codes of success. 409 means that the router is already adding this engine."""
 
 
 def router_argv(engine: Engine, url: str, metrics_port: int, signed: Signed | None = None) -> list[str]:
-    """The client owns retries: with the router's own it would see neither duplicates nor the reason."""
+    """Return the router's command line.
+
+    The client does the retries: with retries in the router, it would see neither duplicates nor the reason.
+    """
     address = urlsplit(url)
     return [
         sys.executable,
@@ -56,21 +59,21 @@ def router_argv(engine: Engine, url: str, metrics_port: int, signed: Signed | No
         "--health-check-interval-secs",
         "5",
         "--health-check-timeout-secs",
-        "30",  # a dead engine refuses at once; a busy machine may be slow
+        "30",  # a dead engine refuses the connection at once; a busy machine may be slow
         "--request-timeout-secs",
         str(int(engine.request_timeout)),
         "--disable-retries",
         "--disable-circuit-breaker",
         "--max-concurrent-requests",
-        "0",  # no limit: it would answer 429 from 4,096 requests in flight on
-        "--disable-worker-overload-protection",  # a long queue is normal here; leaving its engine would lose the cache
+        "0",  # no limit: by default it answers 429 from 4,096 requests in flight on
+        "--disable-worker-overload-protection",  # a long queue is normal here; another engine would not have the cache
         "--worker-wedge-secs",
-        str(KEY_SECONDS),  # an engine that is paused for an update writes nothing
+        str(KEY_SECONDS),  # an engine that is paused for an update generates nothing
         "--disable-load-monitoring",
         "--sse-keepalive-secs",
-        "0",  # its comments are no events of /generate
+        "0",  # keepalive comments are not events of /generate
         "--header-read-timeout-secs",
-        "0",  # a busy client that opens 10,000 connections may take longer than its 30 s to send the first request
+        "0",  # a busy client that opens 10,000 connections may need more than the default 30 s for its first request
         "--disable-tokenizer-autoload",  # token ids in, token ids out
         "--history-backend",
         "none",
@@ -81,7 +84,7 @@ def router_argv(engine: Engine, url: str, metrics_port: int, signed: Signed | No
 
 
 def _tls(signed: Signed) -> list[str]:
-    """It shows this certificate, and trusts engines whose certificates the same authority has signed."""
+    """Return the TLS arguments: the router's certificate, and the authority that signed those of the engines."""
     return [
         "--tls-cert-path",
         str(signed.server),
@@ -93,20 +96,23 @@ def _tls(signed: Signed) -> list[str]:
 
 
 def _worker(url: str, api_key: str) -> dict[str, Any]:
-    """Return the body of POST /workers. Without `drain_settle_secs` a deleted worker stays in the list for 5 s, and one
-    that is added again in that time is deleted all the same. Its open requests finish either way."""
+    """Return the body of POST /workers.
+
+    Without `drain_settle_secs` a deleted worker stays in the list for 5 s, and a worker that is added again within that
+    time is deleted nevertheless. Its open requests finish either way.
+    """
     return {"url": url, "api_key": api_key, "health": {"drain_settle_secs": 0}}
 
 
 async def register(http: httpx.AsyncClient, engine_url: str, api_key: str) -> None:
-    """Add one engine to the router's workers (the router accepts at once and checks its health itself)."""
+    """Add one engine to the router's workers. The router accepts it at once and checks its health itself."""
     response = await http.post("/workers", json=_worker(engine_url, api_key))
     if response.status_code not in ACCEPTED:
         raise EngineError(f"the router refused the engine {engine_url}: {response.status_code} {response.text[:300]}")
 
 
 class Workers:
-    """The router's engines, as the trainer changes them while a run goes on."""
+    """The router's list of workers, which the trainer changes while the run goes on."""
 
     def __init__(self, router: str, access: Access, timeout: float) -> None:
         self._api_key = access.key
@@ -118,17 +124,17 @@ class Workers:
         )
 
     def add(self, url: str) -> None:
-        """Route to this engine, once the router finds it healthy."""
+        """Add this engine. The router sends it requests once it finds it healthy."""
         self._request("POST", "/workers", json=_worker(url, self._api_key))
 
     def remove(self, url: str) -> None:
-        """Route no more requests to this engine; an engine that the router does not know is fine."""
+        """Stop routing requests to this engine. No-op for an engine that the router does not know."""
         for worker in self._request("GET", "/workers").json().get("workers", []):
             if worker.get("url") == url:
                 self._request("DELETE", f"/workers/{worker['id']}")
 
     def keep(self, urls: Sequence[str]) -> None:
-        """Add those of these engines that it has forgotten: it was started again."""
+        """Add those of these engines that the router does not know because it was restarted."""
         if urls:
             known = {worker.get("url") for worker in self._request("GET", "/workers").json().get("workers", [])}
             for url in urls:
@@ -146,8 +152,11 @@ class Workers:
 
 
 async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bool = False) -> None:
-    """Wait until the router routes to every engine; they are registered as they come up. Those that others have started
-    only if nobody will give them weights first."""
+    """Wait until the router routes to every engine; register the engines as they come up. Raises DeadlineExceeded.
+
+    With `attached`, also wait for the engines that others started. This is right only when no trainer has to send them
+    weights first.
+    """
     deadline = time.monotonic() + timeout
     engines = (*addresses.engines, *(addresses.attached if attached else ()))
     waiting = set(engines)
@@ -169,7 +178,7 @@ async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bo
 
 
 async def wait_until_healthy(urls: Sequence[str], access: Access, timeout: float, what: str) -> None:
-    """Until these servers, `what` in a message, all answer. Raises DeadlineExceeded."""
+    """Wait until all of these servers are healthy. Raises DeadlineExceeded, whose message calls them `what`."""
     deadline = time.monotonic() + timeout
     waiting = list(urls)
     async with httpx.AsyncClient(timeout=10.0, **access.http) as http:
@@ -192,7 +201,7 @@ async def _healthy_workers(router: httpx.AsyncClient) -> int:
 
 
 if __name__ == "__main__":
-    # The same as smg.launch_router, without its banner in the log.
+    # This does the same as smg.launch_router, without its banner in the log.
     import setproctitle
     from smg.router import Router
     from smg.router_args import RouterArgs

@@ -1,14 +1,14 @@
-"""Log-probabilities of given tokens, from the frozen engines of a teacher. No router stands before them.
+"""Log-probabilities of given tokens from the frozen engines of a teacher, which have no router in front of them.
 
-A request prefills its token ids and writes none (`max_new_tokens` 0). SGLang 0.5.21 divides the logits of input tokens
-by no temperature, whatever the request asks for (srt/layers/logprob_processor.py, InputLogprobProcessor): what comes is
-at temperature 1. The first entry that it returns has no log-probability, so the start is one token early.
+A request prefills its token ids and generates none (`max_new_tokens` 0). SGLang 0.5.21 does not apply a temperature to
+the logits of input tokens, whatever the request says (srt/layers/logprob_processor.py, InputLogprobProcessor), so the
+log-probabilities are at temperature 1. The first entry that it returns has none, so a request starts one token early.
 
-Requests of the same key go to the same engine while it answers, and find there what they share in its prefix cache
-(rendezvous hashing, Thaler and Ravishankar 1998); the others take over from one that fails.
+Requests with the same key go to the same engine while it answers, and find their common prefix in its cache (rendezvous
+hashing, Thaler and Ravishankar 1998). The other engines take over from one that fails.
 
     waits for     a place among `max_running` requests; an engine (request_timeout)
-    on a failure  another engine is asked at once; when all have failed, after growing delays, until retry_timeout
+    on a failure  try another engine at once; when all have failed, retry after growing delays until retry_timeout
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncrl.engine.stream import Broken
 from asyncrl.errors import DeadlineExceeded, EngineError
 
 REST_SECONDS = 5.0
-"""An engine that has failed is asked last for so long."""
+"""Seconds for which an engine that has failed is tried last."""
 POLL_SECONDS = 0.2
 
 
@@ -56,15 +56,15 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 @dataclass
 class Figures:
-    """Since they were last taken."""
+    """Statistics since the last call of `take_figures`."""
 
-    tokens: int = 0  # of the requests that were answered
-    cached: int = 0  # of them, found in an engine's cache
+    tokens: int = 0  # of the answered requests
+    cached: int = 0  # of these, found in an engine's prefix cache
     retried: int = 0
 
 
 class TeacherEngines:
-    """The only way to a teacher. One per rollout process."""
+    """Client of a teacher's engines. A rollout process has one, and reaches the teacher only through it."""
 
     def __init__(
         self,
@@ -88,8 +88,11 @@ class TeacherEngines:
         self._figures = Figures()
 
     async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
-        """log p(token | all before it) of token_ids[start:], natural logarithms at temperature 1; `start` is 1 or more.
-        Raises EngineError when an engine refuses it, answers what it must not, or none answers in time."""
+        """Return log p(token | all before it) of token_ids[start:], as natural logarithms at temperature 1.
+
+        `start` is 1 or more. Raises EngineError when an engine refuses the request, gives a wrong answer, or none
+        answers in time.
+        """
         clock = asyncio.get_running_loop().time
         failures, since = 0, math.inf
         while True:
@@ -107,12 +110,12 @@ class TeacherEngines:
                         f"{url}: {broken} (teacher.retry_timeout)"
                     ) from None
             self._figures.retried += 1
-            if failures % len(self._urls) == 0:  # all were asked
+            if failures % len(self._urls) == 0:  # every engine was tried
                 delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(failures // len(self._urls) - 1, 16))
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))
 
     async def wait_until_ready(self, timeout: float) -> None:
-        """Until every engine says that it serves. Raises DeadlineExceeded."""
+        """Wait until every engine is healthy. Raises DeadlineExceeded."""
         deadline = asyncio.get_running_loop().time() + timeout
         waiting = list(self._urls)
         while waiting := [url for url in waiting if not await self._serves(url)]:
@@ -121,7 +124,7 @@ class TeacherEngines:
             await asyncio.sleep(POLL_SECONDS)
 
     def take_figures(self) -> Figures:
-        """The figures since the last call."""
+        """Return the statistics since the last call and reset them."""
         taken, self._figures = self._figures, Figures()
         return taken
 
@@ -130,7 +133,7 @@ class TeacherEngines:
         await self._http.aclose()
 
     def _pick(self, key: str) -> str:
-        """The key's own engine; those that have failed of late come last, the latest at the very end."""
+        """Return the engine for a key. Engines that failed recently come last, the most recent failure at the end."""
         now = asyncio.get_running_loop().time()
 
         def rank(url: str) -> tuple[float, bytes]:
@@ -140,7 +143,7 @@ class TeacherEngines:
         return min(self._urls, key=rank)
 
     async def _ask(self, url: str, token_ids: list[int], start: int) -> list[float]:
-        """Raises Broken where another try may help."""
+        """Send one request to one engine. Raises Broken when a retry may help, and EngineError otherwise."""
         request = {
             "input_ids": token_ids,
             "sampling_params": {"max_new_tokens": 0},
@@ -175,8 +178,11 @@ class TeacherEngines:
 
 
 def _checked(entries: list[tuple[float | None, int, str | None]], token_ids: list[int], url: str) -> list[float]:
-    """The log-probabilities, if they are those of these tokens. SGLang tells the last id of a vocabulary as 0
-    (srt/managers/scheduler_components/logprob_result_processor.py clips it)."""
+    """Return the log-probabilities. Raises EngineError when they are not those of these tokens.
+
+    SGLang reports the last id of a vocabulary as 0 (srt/managers/scheduler_components/logprob_result_processor.py clips
+    it).
+    """
     if len(entries) != len(token_ids):
         raise EngineError(f"the teacher at {url} scored {len(entries)} tokens of {len(token_ids)}")
     found = []

@@ -1,4 +1,4 @@
-"""The command line of one SGLang server (pure), and the wait until it serves."""
+"""Command line and environment of one SGLang server. The functions are pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from asyncrl.config import Engine, Frozen, Judge, Teacher
 
-# What the pure-PyTorch path on CPU needs; SGLang's defaults name CUDA backends.
+# Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
-    "attention_backend": "torch_native",  # with cpu_attention.py registered in its place
+    "attention_backend": "torch_native",  # cpu_attention.py is registered under this name
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
@@ -21,26 +21,31 @@ CPU_ARGS: dict[str, Any] = {
 
 
 DELTA_LOADER = "asyncrl.engine.delta.load"
-"""What loads changes in an engine; SGLang takes only loaders that it was started with."""
+"""Custom weight loader of delta updates. SGLang accepts only loaders that it was started with."""
 
 
 DETERMINISTIC_ENV = {
-    "TORCHDYNAMO_DISABLE": "1",  # a compiled sampler would need a compiler, and half a minute
+    "TORCHDYNAMO_DISABLE": "1",  # a compiled sampler needs a compiler and half a minute
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
 }
 
 
 def deterministic_args(*, gpu: bool) -> dict[str, Any]:
-    """So that an answer is a function of weights, prompt and seed alone. SGLang heeds seeds only with the first, whose
-    kernels on a GPU give a request the same bits in every batch. Those of a CPU do not: there an engine has one request
-    at a time, and computes the whole of each prompt."""
+    """Return the arguments that make an answer a function of weights, prompt and seed alone.
+
+    SGLang honours seeds only with enable_deterministic_inference, whose GPU kernels give a request the same bits in
+    every batch. The CPU path does not, so a CPU engine runs one request at a time and prefills every prompt in full.
+    """
     alone = {"max_running_requests": 1, "disable_radix_cache": True}
     return {"enable_deterministic_inference": True, **({} if gpu else alone)}
 
 
 def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, **more: Any) -> list[str]:
-    """Arguments of one engine; `more` are further ones of SGLang's, `engine.server_args` wins over everything."""
+    """Return the command line of one engine.
+
+    `more` are further arguments of SGLang; `engine.server_args` overrides everything.
+    """
     return _argv(
         engine,
         model,
@@ -58,12 +63,12 @@ def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, 
 
 
 def teacher_argv(teacher: Teacher, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
-    """The same of an engine of the teacher, which prefills and writes nothing."""
+    """Return the command line of an engine of the teacher, which prefills and generates nothing."""
     return _argv(teacher, model, url, gpu=gpu, max_running_requests=teacher.max_running, **more)
 
 
 def judge_argv(judge: Judge, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
-    """The same of an engine of the judge, which reads and writes text behind OpenAI's API."""
+    """Return the command line of an engine of the judge, which reads and writes text through the OpenAI API."""
     own = {"max_running_requests": judge.max_running, "skip_tokenizer_init": False, "served_model_name": "judge"}
     return _argv(judge, model, url, gpu=gpu, **own, **more)
 
@@ -100,8 +105,11 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def server_env(engine: Engine | Frozen, *, gpu: bool) -> dict[str, str]:
-    """Environment of one engine. On a CPU nothing is compiled: SGLang compiles the embedding of several ranks, which
-    needs a C++ compiler on the machine, and takes longer than it saves."""
+    """Return the environment of one engine.
+
+    On a CPU, compilation is disabled: SGLang compiles the embedding of several ranks, which needs a C++ compiler on the
+    machine and takes longer than it saves.
+    """
     if gpu:
         return {}
     bind = "|".join(str(core) for core in range(engine.tensor_parallel))

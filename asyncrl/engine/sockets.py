@@ -1,4 +1,4 @@
-"""The client's connections to the router and the teacher's engines: any number of them."""
+"""HTTP connections of the client to the router and to the teacher's engines, without a limit on their number."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from httpx_aiohttp import AiohttpTransport
 from asyncrl.access import Access
 
 IDLE_SECONDS = 2.0
-"""A connection is kept for less than uvicorn's 5 s: one that the server is closing must not be used again."""
+"""Keep-alive time, shorter than uvicorn's 5 s: a connection that the server is closing must not be reused."""
 
 
 def transport(access: Access) -> AiohttpTransport:
-    """Return a transport for httpx. Its own pool looks through all of its connections at every request: aiohttp's takes
-    its place."""
+    """Return an httpx transport that uses aiohttp's connection pool.
+
+    The pool of httpx searches all of its connections at every request.
+    """
 
     def session() -> ClientSession:
         return ClientSession(connector=_Connector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=access.context))
@@ -25,8 +27,11 @@ def transport(access: Access) -> AiohttpTransport:
 
 
 class _Connector(TCPConnector):
-    """Whose connections end at once when they are not to be used again: under TLS aiohttp's would wait up to 30 s for
-    the other end's farewell, which may be dead, or outlive the event loop."""
+    """Connector that aborts connections that are not reused.
+
+    Under TLS, aiohttp would wait up to 30 s for the peer to close, although the peer may be dead, and the wait could
+    outlive the event loop.
+    """
 
     def _release(self, key: Any, protocol: ResponseHandler, *, should_close: bool = False) -> None:
         if (should_close or protocol.should_close) and protocol.transport is not None:

@@ -1,4 +1,4 @@
-"""One request to /generate and its server-sent events; what may be tried again, told from what may not."""
+"""One request to /generate and its server-sent events, with errors that may be retried told from those that may not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 
 
 NO_WORKER, STREAM_ERROR = "model_not_found", "stream_error"
-"""What the router calls its own errors: it has no healthy engine (smg 1.13 answers 404), or the engine broke the answer
-(smg then ends the stream with an event in place of the rest)."""
+"""Names of the router's own errors: it has no healthy engine (smg 1.13 answers 404), or the engine broke off the answer
+(smg then ends the stream with an error event)."""
 
 
 class Broken(Exception):
-    """The answer ended before its time, for a reason that is not the request's: it may be continued elsewhere."""
+    """Raised when an answer ends early through no fault of the request: it may be continued elsewhere."""
 
 
 async def pieces(http: httpx.AsyncClient, request: dict[str, Any], routing_key: str) -> AsyncIterator[Piece]:
@@ -54,8 +54,10 @@ async def pieces(http: httpx.AsyncClient, request: dict[str, Any], routing_key: 
 
 
 def _events(waiting: bytearray, chunk: bytes) -> Iterator[bytes]:
-    """The whole events that end in this chunk; `waiting` keeps the rest. An event may be of 100 MB (routed experts) in
-    a thousand chunks: it is searched and copied once."""
+    """Yield the complete events that end in this network chunk; `waiting` keeps the rest.
+
+    An event may have 100 MB (routed experts) in a thousand chunks, so it is searched and copied only once.
+    """
     search_from = max(0, len(waiting) - 1)
     waiting += chunk
     while (end := waiting.find(b"\n\n", search_from)) >= 0:

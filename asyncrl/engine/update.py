@@ -1,18 +1,18 @@
-"""One update of the fleet's weights, from pause to continue: the protocol around the bytes.
+"""Protocol of one update of the fleet's weights, from pause to continue.
 
-    pause      in_place: requests freeze and keep their KV cache; retract: they go back to the queue and are prefilled
-               anew under the new weights; abort: they return unfinished, and the client asks for the rest; drain:
-               the rollout side has waited until there are none
-    flush      not in_place: the caches of the old weights go
-    begin      SGLang 0.5.21 and later; earlier servers know no session (404) and need none. A session that a dead
-               trainer left open is closed first
-    (bytes)
-    end        post-processing in the engine
-    (verify)   checksums, when they are due
-    version    once, after the last byte, and confirmed by every engine
-    continue   and the router sends requests to those that joined
+    pause      in_place: requests freeze and keep their KV cache; retract: they return to the queue and are prefilled
+               again under the new weights; abort: they return unfinished, and the client requests the rest; drain:
+               the rollout side has waited until none is in flight
+    flush      drop the caches of the old weights, except with in_place
+    begin      open a session (SGLang 0.5.21 and later); earlier servers have no sessions (404) and need none. A session
+               that a dead trainer left open is closed first
+    (bytes)    transfer the weights
+    end        post-process the weights in the engine
+    (verify)   compare checksums, when they are due
+    version    set the version once, after the last byte; every engine confirms it
+    continue   resume generation, and let the router send requests to engines that joined
 
-On an error the engines stay paused: nobody samples from weights that nobody vouches for.
+On an error the engines stay paused, so that nothing is sampled from unverified weights.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FLUSH_PAUSE = 0.05
 
 @dataclass
 class Pause:
-    """How long the engines stood still for an update."""
+    """Time for which the engines were paused for an update."""
 
     began: float
     seconds: float = 0.0
 
 
 class Update:
-    """How this run updates its engines; knows which of them have no sessions."""
+    """Update protocol of a run's fleet. It remembers which engines have no sessions."""
 
     def __init__(self, fleet: Fleet, *, mode: str) -> None:
         self._fleet = fleet
@@ -46,8 +46,8 @@ class Update:
 
     @contextmanager
     def paused(self) -> Iterator[Pause]:
-        """Engines stand still in this block; they go on at its end, but not after an error."""
-        self._fleet.call("/pause_generation", {"mode": self._mode})  # each scheduler obeys between two steps
+        """Pause the engines in this block. They continue at its end, but not after an error."""
+        self._fleet.call("/pause_generation", {"mode": self._mode})  # each scheduler pauses between two steps
         pause = Pause(began=time.monotonic())
         if self._mode != "in_place":
             self._fleet.on_each(self._flush)
@@ -58,20 +58,20 @@ class Update:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Weights may be sent in this block."""
+        """Open an update session, so that weights may be sent in this block."""
         self._fleet.on_each(self._begin)
         yield
         self._fleet.on_each(self._end)
 
     def label(self, version: int) -> None:
-        """Give the weights their version, once all are there. Engines that do not confirm it are lost."""
+        """Set the version of the weights after all have arrived. Engines that do not confirm it are lost."""
         self._fleet.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         for url, served in self._fleet.versions().items():
             if served != str(version):
                 self._fleet.lose(url, f"{url} reports version {served} after version {version} was published")
 
     def _flush(self, url: str) -> Answer:
-        """Refused while an aborted or retracted request is still being put away."""
+        """Flush the cache; retry while the engine refuses because it still cleans up aborted or retracted requests."""
         deadline = time.monotonic() + self._fleet.timeout
         while True:
             try:

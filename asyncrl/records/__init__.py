@@ -1,1 +1,1 @@
-"""What a run did, kept so that it can be looked at, replayed and continued: docs/records.md."""
+"""Recordings of runs, for inspection, replay and resumption: docs/records.md."""

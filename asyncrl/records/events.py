@@ -1,8 +1,8 @@
-"""What a recording tells, in the order in which it happened. An event is msgpack, tagged with its kind.
+"""Events of a recording, in the order in which they happened. An event is msgpack, tagged with its kind.
 
-A group's numbers are kept as arrays: token ids as int32, log-probabilities and rewards of tokens as float32 where that
-is exact (an engine's are), else as float64; all little-endian. `packed` and `unpacked` are each other's inverse, to the
-last bit.
+A group's numbers are stored as arrays: token ids as int32, log-probabilities and token rewards as float32 if that is
+exact (an engine's are), otherwise as float64; all little-endian. `packed` and `unpacked` are exact inverses of each
+other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.types import Completion, Group, Routing, Trajectory, Turn, VersionS
 
 
 class PackedTurn(msgspec.Struct, frozen=True, array_like=True):
-    """A turn of a trajectory; a logprob array's width is told by its length."""
+    """A turn of a trajectory; the length of a logprob array gives its precision."""
 
     observation: bytes
     token_ids: bytes
@@ -36,7 +36,7 @@ class PackedTurn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group."""
+    """A group with its arrays as bytes."""
 
     uid: str
     slot: int
@@ -47,7 +47,7 @@ class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Began(msgspec.Struct, frozen=True, tag="began"):
-    """The rollout process has started, or was resumed: what follows was done under this configuration."""
+    """The rollout process has started or was resumed: the following events happened under this configuration."""
 
     run_id: str
     time: float
@@ -67,7 +67,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
-    """A group was handed in; engines also wrote `discarded` tokens that are not in it."""
+    """A group was handed in; engines also generated `discarded` tokens that are not in it."""
 
     slot: int
     attempt: int
@@ -76,7 +76,7 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """A group that must not be trained, with what was written of it, if it was played to the end."""
+    """A group was rejected; its content is included if it was played to the end."""
 
     slot: int
     attempt: int
@@ -86,7 +86,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """A batch was put together of these groups, in this order."""
+    """A batch was composed of these groups, in this order."""
 
     step: int
     uids: list[str]
@@ -94,7 +94,7 @@ class Taken(msgspec.Struct, frozen=True, tag="taken"):
 
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
-    """Every engine serves this version; the books at this instant."""
+    """Every engine serves this version; the ledger is that of this instant."""
 
     version: int
     time: float
@@ -102,13 +102,13 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """The state at this instant went into the checkpoint of this version, which a later `began` may go on from."""
+    """The state at this instant went into the checkpoint of this version, from which a later `began` may continue."""
 
     version: int
 
 
 class Scored(msgspec.Struct, frozen=True, tag="scored"):
-    """The trainer's log-probabilities of a batch's tokens, in the order of its groups; NaN where it ran none."""
+    """The trainer's log-probabilities of a batch's tokens, in the order of its groups; NaN where it computed none."""
 
     step: int
     logprobs: bytes  # [N] float32
@@ -120,31 +120,31 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(event: Event) -> bytes:
-    """One event."""
+    """Encode one event."""
     return _encode(event)
 
 
 def frame_of(encoded: Sequence[bytes]) -> bytes:
-    """What a frame holds: some events."""
+    """Join encoded events into the content of a frame."""
     return _encode([msgspec.Raw(one) for one in encoded])
 
 
 def decode(data: bytes) -> list[Event]:
-    """The events of a frame. Raises RecordError when it holds anything else."""
+    """Decode the events of a frame. Raises RecordError if it holds anything else."""
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, ValueError) as error:  # also what the records themselves refuse
+    except (msgspec.DecodeError, ValueError) as error:  # includes errors raised by the records' own validation
         raise RecordError(f"a frame holds no events: {error}") from None
 
 
 def packed(group: Group) -> PackedGroup:
-    """Its arrays as bytes."""
+    """Pack a group's arrays as bytes."""
     trajectories = [([_pack_turn(turn) for turn in one.turns], one.reward or 0.0) for one in group.trajectories]
     return PackedGroup(group.uid, group.slot, _ids(group.prompt_ids), trajectories, group.task, group.routing)
 
 
 def unpacked(group: PackedGroup) -> Group:
-    """The group itself. Raises RecordError when its arrays do not fit together."""
+    """Unpack a group. Raises RecordError if its arrays do not fit together."""
     try:
         trajectories = [
             Trajectory([_unpack_turn(turn) for turn in turns], reward) for turns, reward in group.trajectories
@@ -155,7 +155,7 @@ def unpacked(group: PackedGroup) -> Group:
 
 
 def scored(step: int, logprobs: Sequence[float]) -> Scored:
-    """Packed."""
+    """Pack the log-probabilities of a batch."""
     return Scored(step, np.array(logprobs, "<f4").tobytes())
 
 
@@ -215,7 +215,7 @@ def _floats(values: list[float]) -> bytes:
 
 
 def _floats_of(data: bytes, count: int) -> list[float]:
-    """`count` numbers, or none."""
+    """Return `count` numbers, or none."""
     if len(data) not in (0, 4 * count, 8 * count):
         raise ValueError(f"{len(data)} bytes for {count} numbers")
     found: list[float] = np.frombuffer(data, "<f4" if len(data) == 4 * count else "<f8").tolist()

@@ -4,8 +4,8 @@
     frame    stored u32, raw u32, crc u32, little-endian; then `stored` bytes: `raw` bytes, compressed with zstd
     crc      CRC-32 of the two lengths and the stored bytes
 
-A writer that was killed, or whose disk was full, leaves a last frame that is not whole: a torn tail. Readers leave it
-out and say how long it is. A bad frame before the end is damage, and refused.
+A writer that was killed, or whose disk was full, leaves an incomplete last frame: a torn tail. Readers skip it and
+report its length. A bad frame before the end is damage, and raises RecordError.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from asyncrl.errors import RecordError
 MAGIC = b"asyncrl records 1\n"
 FILE_BYTES = 64 << 20
 MAX_RAW = 1 << 30
-"""A frame that claims to hold more is damaged."""
+"""Maximum size of a frame; one that claims to hold more is damaged."""
 _HEADER = struct.Struct("<III")
 _codec = pyarrow.Codec("zstd", compression_level=1)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a frame lies."""
+    """Position of a frame."""
 
     file: int
     offset: int
@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Frame:
-    """What one holds, and where the next begins."""
+    """Content of a frame, and where the next one begins."""
 
     place: Place
     data: bytes
@@ -47,17 +47,17 @@ class Frame:
 
 
 def path_of(folder: Path, file: int) -> Path:
-    """The name of file number `file`."""
+    """Return the path of file number `file`."""
     return folder / f"{file:06d}.frames"
 
 
 def files(folder: Path) -> list[int]:
-    """Numbers of the files that are there, ascending."""
+    """Return the numbers of the existing files, ascending."""
     return sorted(int(path.stem) for path in folder.glob("*.frames") if path.stem.isdigit())
 
 
 def encode(data: bytes) -> bytes:
-    """A frame that holds `data`."""
+    """Encode `data` as a frame."""
     if len(data) > MAX_RAW:
         raise RecordError(f"a frame of {len(data)} bytes: at most {MAX_RAW} can be written")
     stored: bytes = _codec.compress(data, asbytes=True)
@@ -66,7 +66,7 @@ def encode(data: bytes) -> bytes:
 
 
 def read(folder: Path, place: Place) -> Frame:
-    """The frame that begins there. Raises RecordError when none does."""
+    """Read the frame that begins there. Raises RecordError if none does."""
     path = path_of(folder, place.file)
     try:
         with path.open("rb") as file:
@@ -76,8 +76,8 @@ def read(folder: Path, place: Place) -> Frame:
 
 
 class Frames:
-    """All whole frames from a place on, in order. Iterating raises RecordError at damage; afterwards `torn` says how
-    many bytes at the end of the last file are no whole frame."""
+    """All complete frames from a place on, in order. Iterating raises RecordError on damage; afterwards `torn` is the
+    number of bytes at the end of the last file that are not a complete frame."""
 
     def __init__(self, folder: Path, start: Place | None = None) -> None:
         self._folder, self._start = folder, start or Place(0, 0)
@@ -111,7 +111,7 @@ class Frames:
 
 
 def _ends_torn(file: BinaryIO, offset: int, size: int) -> bool:
-    """Whether the bad frame reaches to the end: then it is what was being written last."""
+    """Return whether the bad frame reaches to the end of the file: then it is the one that was being written last."""
     file.seek(offset)
     header = file.read(_HEADER.size)
     return len(header) < _HEADER.size or offset + _HEADER.size + _HEADER.unpack(header)[0] >= size

@@ -1,5 +1,8 @@
-"""Which frame holds what, one line of JSON for each: found again without reading the recording. A convenience: frames
-that it does not know, or knows wrongly, are read instead."""
+"""Index of a recording: one line of JSON per frame with its contents, so that they are found without reading all
+frames.
+
+It is only an optimization: frames that are missing from it, or listed wrongly, are read instead.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from asyncrl.records.frames import Place
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One frame."""
+    """Index entry of one frame."""
 
     file: int
     offset: int
     end: int
     groups: list[str] = []  # uids of the groups that it holds
-    steps: list[int] = []  # of the batches that it composes
-    versions: list[int] = []  # published
-    began: int = 0  # runs that start or go on within it
+    steps: list[int] = []  # steps of its batches
+    versions: list[int] = []  # versions published in it
+    began: int = 0  # number of starts and resumes in it
 
     @classmethod
     def of(cls, place: Place, end: int, held: Sequence[Event]) -> Line:
-        """Of the events of a frame."""
+        """Build the entry of a frame from its events."""
         groups = [e.group.uid for e in held if isinstance(e, Committed | Rejected) and e.group]
         steps = [event.step for event in held if isinstance(event, Taken | Scored)]
         versions = [event.version for event in held if isinstance(event, Published)]
@@ -36,22 +39,22 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def place(self) -> Place:
-        """Of the frame."""
+        """Position of the frame."""
         return Place(self.file, self.offset)
 
     @property
     def after(self) -> Place:
-        """Where the next frame begins, if it lies in the same file."""
+        """Position of the next frame, if it is in the same file."""
         return Place(self.file, self.end)
 
 
 def index_path(folder: Path) -> Path:
-    """Beside the frames."""
+    """Return the path of the index, next to the frames."""
     return folder / "index.jsonl"
 
 
 def _read(folder: Path) -> list[Line]:
-    """The lines that fit to each other, up to the first that does not."""
+    """Return the lines that are consistent with each other, up to the first that is not."""
     lines: list[Line] = []
     try:
         data = index_path(folder).read_bytes()
@@ -70,7 +73,7 @@ def _read(folder: Path) -> list[Line]:
 
 
 def usable(folder: Path) -> list[Line]:
-    """The index as far as its last frame is where it says."""
+    """Return the lines of the index, up to the last whose frame is where it says."""
     lines = _read(folder)
     while lines and not _fits(folder, lines[-1]):
         lines.pop()

@@ -1,4 +1,4 @@
-"""Which events of a recording belong to the run, where it went on from checkpoints: the others were rolled back.
+"""Lineage of a recording with resumes: which events belong to the run, and which were rolled back by a resume.
 
 began 0 . . . saved 4 . . . . . saved 8 . . . |killed| began 4 . . . saved 8 . . .
 [---------------------]                        [--------------------------------]   kept
@@ -12,8 +12,8 @@ from asyncrl.records.events import Began, Event, Saved
 
 
 def kept(events: Iterable[Event]) -> list[tuple[int, int]]:
-    """Stretches [start, end) of the numbers of events. A run that goes on from version v goes on behind the last
-    `saved` of v before it; one that began anew, from nothing."""
+    """Return the ranges [start, end) of event numbers that belong to the run. A run resumed at version v continues
+    after the last preceding `saved` of v; a run that started from scratch continues nothing."""
     stretches: list[tuple[int, int]] = []
     saved: dict[int, int] = {}
     count = 0

@@ -1,4 +1,4 @@
-"""A recording, read: its events in order, its batches by step, its groups by uid."""
+"""Reader of a recording: its events in order, its batches by step, its groups by uid."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from asyncrl.records.lineage import kept
 from asyncrl.types import Batch, Group
 
 RECORDS = "records"
-"""The recording's folder, in the folder of its run."""
+"""Folder of the recording in the run folder."""
 TRAINER = "trainer"
-"""In it, what the trainer wrote down of the same batches."""
+"""Folder in the recording for what the trainer wrote about the same batches."""
 KEPT_FRAMES = 64
-"""Decoded frames that are remembered: a batch's groups lie near each other."""
+"""Number of decoded frames in the cache: the groups of a batch are close to each other."""
 
 
 def folder_of(run: Path) -> Path:
-    """The recording of a run, or the folder itself."""
+    """Return the recording's folder in a run folder, or the folder itself."""
     inner = run / RECORDS
     return inner if inner.is_dir() else run
 
 
 class Recording:
-    """Opened at once: frames that the index knows are not read for it. Raises RecordError when there is none."""
+    """A recording. It opens fast, because frames that the index knows are not read. Raises RecordError when there is
+    none."""
 
     def __init__(self, run: Path) -> None:
         self.folder = folder_of(run)
         if not self.folder.is_dir() or not frames.files(self.folder):
             raise RecordError(f"{run} holds no recording: was it made with record=true?")
         self.torn = 0
-        """Bytes at the end that were being written when the run was killed, and are left out."""
+        """Bytes at the end that were being written when the run was killed, and are skipped."""
         self.began = 0
-        """How often the run was started, or went on from a checkpoint."""
+        """Number of times that the run was started or resumed."""
         self._scores: Recording | None = None
         self._groups: dict[str, Place] = {}
         self._steps: dict[int, Place] = {}
@@ -49,17 +50,17 @@ class Recording:
 
     @property
     def steps(self) -> list[int]:
-        """Of the batches that it holds, ascending."""
+        """Steps of its batches, ascending."""
         return sorted(self._steps)
 
     @property
     def uids(self) -> list[str]:
-        """Of the groups that it holds, in the order of their end."""
+        """Uids of its groups, in the order in which they ended."""
         return list(self._groups)
 
     def events(self) -> Iterator[Event]:
-        """In order, as if the run had never been interrupted: what was rolled back is left out (records/lineage.py).
-        Raises RecordError at damage."""
+        """Yield the events in order, as if the run had never been interrupted: those that were rolled back are left out
+        (records/lineage.py). Raises RecordError on damage."""
         if self.began <= 1:
             yield from self.all_events()
             return
@@ -69,12 +70,12 @@ class Recording:
                 yield event
 
     def all_events(self) -> Iterator[Event]:
-        """Also those that were rolled back."""
+        """Yield all events, including those that were rolled back."""
         for frame in Frames(self.folder):
             yield from events.decode(frame.data)
 
     def group(self, uid: str) -> Group:
-        """The group as it was handed in. Raises RecordError when it is not there."""
+        """Return the group as it was handed in. Raises RecordError if it is missing."""
         if uid not in self._groups:
             raise RecordError(f"{self.folder} holds no group {uid}")
         for event in reversed(self._frame(self._groups[uid])):
@@ -83,7 +84,7 @@ class Recording:
         raise RecordError(f"{self.folder}: the index is wrong about group {uid}: delete index.jsonl")
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step, as the trainer got it. Raises RecordError when it is not there."""
+        """Return the batch of a step as the trainer received it. Raises RecordError if it is missing."""
         if step not in self._steps:
             held = f"{self.steps[0]} to {self.steps[-1]}" if self._steps else "none"
             raise RecordError(f"{self.folder} holds no batch {step}, but {held}")
@@ -93,8 +94,8 @@ class Recording:
         raise RecordError(f"{self.folder}: the index is wrong about batch {step}: delete index.jsonl")
 
     def scores(self, step: int) -> dict[str, list[float]]:
-        """What the trainer made of a batch: by uid, its log-probability of each token that the policy wrote, in their
-        order; NaN where it ran none. Empty where nothing was written down. Raises RecordError for damage."""
+        """Return the trainer's log-probabilities of a batch: by uid, one for each token that the policy wrote, in
+        order; NaN where it computed none. Empty if none were recorded. Raises RecordError on damage."""
         folder = self.folder / TRAINER
         if self._scores is None and folder.is_dir() and frames.files(folder):
             self._scores = Recording(folder)
@@ -112,7 +113,7 @@ class Recording:
             raise RecordError(f"{folder}: batch {step} has {start} tokens, and {len(values)} were scored")
         return found
 
-    # -- within --------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         lines = usable(self.folder)
@@ -126,7 +127,7 @@ class Recording:
             self._leave_out_what_was_rolled_back()
 
     def _note(self, line: Line) -> None:
-        """A later group or batch of the same name takes the place of the one before."""
+        """Add an index entry; a later group or batch of the same name replaces the earlier one."""
         self._groups |= dict.fromkeys(line.groups, line.place)
         self._steps |= dict.fromkeys(line.steps, line.place)
         self.began += line.began

@@ -1,8 +1,8 @@
-"""Writes a recording beside the event loop: a thread compresses and appends what has come since it last looked.
+"""Writer of a recording: a thread compresses and appends the events, so that the event loop does not.
 
-waits for     the disk; the event loop never does, unless MOST_WAITING bytes wait for it
-deadline      PATIENCE: a disk that takes nothing for so long counts as failed
-on failure    a full disk, say: `failed` holds the error, and nothing further is written. What is on disk stays whole.
+waits for     the disk; the event loop waits for it only while MOST_WAITING bytes are queued
+deadline      PATIENCE: a disk that accepts nothing for so long counts as failed
+on failure    such as a full disk: `failed` holds the error, and nothing more is written. What is on disk stays valid.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from asyncrl.records.index import Line, index_path, usable
 
 MOST_WAITING = 256 << 20
 FRAME_BYTES = 1 << 20
-"""Encoded events of one frame, at most but for the last of them."""
+"""Minimum size of the encoded events in a full frame: a frame is closed by the event that reaches it."""
 PATIENCE = 60.0
 SPARE_BYTES = 16 << 20
-"""Recording ends while the disk still has these: what else the run writes matters more."""
+"""Recording stops when the disk has less than this left: the run's other files matter more."""
 
 
 class Writer:
-    """Appends to the recording in `folder`, which may be that of a run before."""
+    """Appends to the recording in `folder`, which may be that of an earlier run."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self.left_out = folder, repair(folder)
-        """Bytes of a torn tail, of the run before."""
+        """`left_out` is the size in bytes of the torn tail that an earlier run left."""
         self._changed = threading.Condition()
         self._waiting: list[tuple[Event, bytes]] = []
         self._bytes = 0
         self._closing = self._done = False
         self.failed: RecordError | None = None
         self.written, self.seconds = 0, 0.0
-        """Bytes on disk, and seconds of the thread's processor, so far."""
+        """Bytes written to disk, and CPU seconds of the thread, so far."""
         numbers = frames.files(folder)
         self._number = numbers[-1] + 1 if numbers else 0
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        """Soon, after all that was written before."""
+        """Queue an event, to be written after all earlier ones."""
         data = events.encode(event)
         with self._changed:
             self._wait_until(lambda: self._bytes <= MOST_WAITING)
@@ -61,12 +61,12 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Until everything has reached the operating system."""
+        """Wait until everything has reached the operating system."""
         with self._changed:
             self._wait_until(lambda: not self._bytes)
 
     def close(self) -> None:
-        """Write the rest."""
+        """Write the remaining events and stop."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -77,7 +77,7 @@ class Writer:
             problem = f"the disk of {self._folder} did not take what waited for it within {PATIENCE:.0f} s"
             self._fail(RecordError(f"{problem}: recording ends here"))
 
-    # -- the thread ----------------------------------------------------------------------------------------
+    # -- in the thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -134,7 +134,8 @@ class Writer:
 
 
 def repair(folder: Path) -> int:
-    """Cut a torn tail off, behind which nothing could be read; returns its bytes. Raises RecordError at damage."""
+    """Cut off a torn tail, after which nothing could be read, and return its size in bytes. Raises RecordError on
+    damage."""
     lines = usable(folder)
     rest = Frames(folder, lines[-1].after if lines else None)
     lines += [Line.of(frame.place, frame.end, events.decode(frame.data)) for frame in rest]

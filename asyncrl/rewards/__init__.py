@@ -1,7 +1,7 @@
-"""What scores an episode: matching, mathematics, code, reward models, judges, and what combines them (docs/rewards.md).
+"""Rewards, which score episodes: matching, math, code, reward models, judges and combinations (docs/rewards.md).
 
-A run names a reward by `use` and `params`; `build` makes it. One of your own is a function (text, record) -> float,
-sync or async, by import path.
+A run names a reward by `use` and `params`; `build` creates it. A user's own reward is a function (text, record) ->
+float, sync or async, named by its import path.
 """
 
 from __future__ import annotations

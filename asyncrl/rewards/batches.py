@@ -1,9 +1,9 @@
-"""Concurrent requests gathered into batches.
+"""Batching of concurrent requests.
 
-waits for     `max_batch` items, or `max_wait` seconds since the first of them; then whoever answers the batch
-unblocked by  the next item, a timer; the answer, for all of a batch at once
-on a failure  every item of the batch has it; whoever stops waiting leaves the others alone, the last one ends the
-request
+waits for     `max_batch` items, or `max_wait` seconds since the first of them; then the answer to the batch
+unblocked by  the next item or a timer; the answer, for all items of a batch at once
+on a failure  every item of the batch fails; a caller that stops waiting does not affect the others, and the last one to
+              stop cancels the request
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Batch = Sequence[tuple[Item, asyncio.Future[Found]]]
 
 
 class Batches(Generic[Item, Found]):
-    """Of one event loop."""
+    """Collects the items of one event loop into batches."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class Batches(Generic[Item, Found]):
         max_batch: int,
         max_wait: float,
     ) -> None:
-        """`send` answers for each item in order, be it with a failure of that item, or raises for all."""
+        """`send` answers the items in order, with an EpisodeFailed for an item that fails alone, or raises for all."""
         self._send, self._max_batch, self._max_wait = send, max_batch, max_wait
         self._waiting: list[tuple[Item, asyncio.Future[Found]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, item: Item) -> Found:
-        """What is answered for this item."""
+        """Return the answer for this item."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Found] = loop.create_future()
         self._waiting.append((item, future))
@@ -48,7 +48,7 @@ class Batches(Generic[Item, Found]):
         return await future
 
     async def close(self) -> None:
-        """Nothing more is sent; whoever waits is cancelled."""
+        """Stop sending and cancel all waiting callers."""
         if self._timer:
             self._timer.cancel()
         for _, future in self._waiting:
@@ -82,7 +82,7 @@ class Batches(Generic[Item, Found]):
                 future.set_result(one)
 
     def _settle(self, batch: Batch[Item, Found], task: asyncio.Task[None]) -> None:
-        """Give the error to each that has no answer."""
+        """Pass the error on to each item that has no answer."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         for _, future in batch:

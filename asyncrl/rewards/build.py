@@ -1,13 +1,13 @@
-"""A reward from what a configuration says of it: `use`, a registered name or an import path, and `params`.
+"""Building a reward from its configuration: `use`, a registered name or an import path, and `params`.
 
 An import path module:name may lead to
 
-    a function (text, record) -> float     sync or async; params are passed by name with every call. With an attribute
-                                           `inline` or `pure` it says so of itself (asyncrl/rewards/reward.py)
-    a class                                made with the params
+    a function (text, record) -> float     sync or async; params are passed by name with every call. It may declare
+                                           itself with attributes `inline` and `pure` (asyncrl/rewards/reward.py)
+    a class                                instantiated with the params
     a function without positional          a factory: called with the params, it returns a reward
     parameters
-    a reward                               taken as it is
+    a reward                               used as it is
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ REGISTERED = {
 }
 FORMS = "Must be a function (text, record), a class, a factory that takes its params by name, or a reward"
 Spec = Mapping[str, Any]
-"""How one reward stands in the params of another: {"use": ..., "params": {...}}."""
+"""Specification of a reward within the params of another: {"use": ..., "params": {...}}."""
 
 
 class Function:
-    """A function (text, record) -> float as a reward. Unless it says otherwise it may hang, and is not pure."""
+    """Reward that calls a function (text, record) -> float. Unless it declares otherwise it may hang and is not
+    pure."""
 
     def __init__(self, function: Callable[..., float | Awaitable[float]], params: Mapping[str, Any]) -> None:
         self._function, self._params = function, params
@@ -53,12 +54,12 @@ class Function:
         self.pure = bool(getattr(function, "pure", False))
 
     def __call__(self, answer: Answer) -> Result:
-        """What the function says of the last completion and the record."""
+        """Call the function with the last completion and the record."""
         return self._function(answer.text, answer.record, **self._params)
 
 
 def build(use: str, params: Mapping[str, Any] | None = None, field: str = "reward") -> Reward:
-    """Raises ConfigError for `field` and what stands below it: `field`.use, `field`.params.NAME."""
+    """Build a reward. Raises ConfigError for `field` and the settings below it: `field`.use, `field`.params.NAME."""
     params = params or {}
     below = f"{field}.params"
     if use not in REGISTERED and ":" not in use:
@@ -80,7 +81,7 @@ def build(use: str, params: Mapping[str, Any] | None = None, field: str = "rewar
 
 
 def part(spec: Spec | Reward, field: str) -> Reward:
-    """A reward within another's params. Raises ConfigError for what is not one."""
+    """Build a reward that is given in the params of another. Raises ConfigError if it is not one."""
     if not isinstance(spec, Mapping):
         return _reward(spec, type(spec).__name__, field)
     if "use" not in spec or spec.keys() - {"use", "params"}:
@@ -96,7 +97,7 @@ def _made(maker: Callable[..., Any], params: Mapping[str, Any], use: str, field:
     check(maker, params, below)
     try:
         return imports.made(maker, params, use_field, use)
-    except ConfigError as error:  # of a parameter: it does not know where it stands
+    except ConfigError as error:  # about a parameter: its field is relative to the params
         place = error.field if error.field == use_field else f"{below}.{error.field}"
         raise ConfigError(place, error.value, error.remedy) from error.__cause__
 

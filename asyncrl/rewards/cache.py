@@ -1,11 +1,11 @@
-"""A reward that is asked once for the same answer to the same question.
+"""Cache of a reward: it is asked once for the same answer to the same question.
 
-What is the same: a digest of the whole question and of all texts (asyncrl/rewards/reward.py, `pure`). A cache belongs
-to one reward, with its params. The least recently used scores make room for others. Whoever asks while the same is
-being asked waits for that; a failure is not kept, and neither is what cannot be encoded.
+The key is a digest of the whole question and of all texts (asyncrl/rewards/reward.py, `pure`). A cache belongs to one
+reward with its params, and evicts the least recently used scores. A caller with a key that is already being asked waits
+for that result. Failures are not cached, nor are questions that cannot be encoded.
 
-waits for     the same question, asked by another: in a thread where the reward belongs in one, else in the event loop
-on a failure  those who wait in the event loop have it too, those in threads ask for themselves
+waits for     the same question of another caller: in a thread if the reward runs in one, else in the event loop
+on a failure  callers that wait in the event loop fail too; those in threads ask for themselves
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from asyncrl.rewards.reward import Answer, Result, Score, checked, close
 
 
 class Cached:
-    """The same scores, sooner."""
+    """Reward that caches the scores of another."""
 
     def __init__(self, reward: Any, size: Count = 10_000) -> None:
-        """`reward`: one that is pure, or its {"use", "params"}. `size`: scores that are kept."""
+        """`reward` is a pure reward, or its {"use", "params"}. `size` is the number of scores that are kept."""
         self._reward = part(reward, "reward")
         if not self._reward.pure:
             raise ConfigError("reward", reward, "It is not pure: its scores must not be kept.")
@@ -44,7 +44,7 @@ class Cached:
         self.hits = self.misses = 0
 
     def __call__(self, answer: Answer) -> Result:
-        """A score that was kept, or the reward's."""
+        """Return the cached score, or ask the reward."""
         key = identity(answer)
         if key is None:
             return self._reward(answer)
@@ -71,11 +71,11 @@ class Cached:
         await close(self._reward)
 
     async def shared(self, key: bytes, answer: Answer, result: Result) -> Score:
-        """What the reward answers, to all who ask while it does."""
+        """Await the reward's score once, and return it to all concurrent callers of the same key."""
         with self._lock:
             kept = self._find(key)
         if kept is not None or key in self._asked:
-            give_up(result)  # another came first, since this call was made
+            give_up(result)  # another caller has asked since this call was made
         if kept is not None:
             return kept
         if (asked := self._asked.get(key)) is None:
@@ -88,7 +88,7 @@ class Cached:
             return _copy(await asyncio.shield(asked.task))
         finally:
             asked.waiting -= 1
-            if not asked.waiting and not asked.task.done():  # nobody listens any more
+            if not asked.waiting and not asked.task.done():  # nobody waits for it any more
                 asked.task.cancel()
                 self._forget(key, asked)
 
@@ -118,14 +118,14 @@ class Cached:
 
 
 class _Asked:
-    """A question on its way, and how many wait for it."""
+    """A pending question, and the number of its waiting callers."""
 
     def __init__(self, task: asyncio.Future[Score]) -> None:
         self.task, self.waiting = task, 0
 
 
 class _Later:
-    """A score that is awaited once, or given up."""
+    """Awaitable score; it is awaited once, or given up."""
 
     def __init__(self, cache: Cached, key: bytes, answer: Answer, result: Result) -> None:
         self._cache, self._key, self._answer, self._result = cache, key, answer, result
@@ -134,12 +134,12 @@ class _Later:
         return self._cache.shared(self._key, self._answer, self._result).__await__()
 
     def close(self) -> None:
-        """Nobody will await it."""
+        """Give the score up: nobody will await it."""
         give_up(self._result)
 
 
 def identity(answer: Answer) -> bytes | None:
-    """A digest of all that a pure reward may look at; None for a question that cannot be encoded."""
+    """Return a digest of all that a pure reward may depend on, or None for a question that cannot be encoded."""
     try:
         content = msgspec.msgpack.encode((answer.question, answer.text, list(answer.texts)), order="deterministic")
     except (TypeError, OverflowError):
@@ -148,5 +148,5 @@ def identity(answer: Answer) -> bytes | None:
 
 
 def _copy(score: Score) -> Score:
-    """Whoever gets one may change what is in it."""
+    """Copy a score, because its receiver may modify it."""
     return Score(score.reward, tuple(score.turns), dict(score.parts))

@@ -1,10 +1,10 @@
-"""Several rewards asked for one answer, whichever of them are sync and async.
+"""Calls of several rewards for one answer, sync and async mixed.
 
-What is sync is scored at once, where the call is made (in a thread of the caller's, unless all are inline); what is
-left is awaited together.
+Sync rewards are scored immediately, where the call is made (in a thread of the caller's, unless all are inline); async
+ones are awaited concurrently.
 
-waits for     the parts; how long is theirs to say, and the caller's
-on a failure  whoever fails first is heard, the others are ended
+waits for     the parts; their own timeouts and the caller's apply
+on a failure  the first failure is raised and the other parts are cancelled
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from asyncrl.rewards.reward import Answer, Result, Score, checked
 
 T = TypeVar("T")
 Call = tuple[Answer, Callable[[], Result]]
-"""What is scored, and what scores it."""
+"""An answer, and the function that scores it."""
 
 
 def combined(calls: Sequence[Call], combine: Callable[[list[Score]], Score]) -> Score | Awaitable[Score]:
-    """What `combine` makes of all the scores: now, or once those that are async are there."""
+    """Return `combine` of all scores: immediately, or as an awaitable if any of them is async."""
     with ExitStack() as undo:
         results: list[tuple[Answer, Result]] = []
         for answer, call in calls:
@@ -35,7 +35,7 @@ def combined(calls: Sequence[Call], combine: Callable[[list[Score]], Score]) -> 
 
 
 class Later:
-    """The scores of calls that were made and have yet to be awaited, once; or to be given up."""
+    """Results of calls that are still to be awaited (once) or given up."""
 
     def __init__(self, results: Sequence[tuple[Answer, Result]], combine: Callable[[list[Score]], Score]) -> None:
         self._results, self._combine = results, combine
@@ -44,11 +44,11 @@ class Later:
         return self._all().__await__()
 
     def scores(self) -> list[Score]:
-        """Where none is async."""
+        """Return the scores of the calls that are not async."""
         return [checked(result, answer) for answer, result in self._results if not inspect.isawaitable(result)]
 
     def close(self) -> None:
-        """Nobody will await it."""
+        """Give all results up: nobody will await them."""
         for _, result in self._results:
             give_up(result)
 
@@ -57,18 +57,19 @@ class Later:
 
 
 async def settled(result: Result, answer: Answer) -> Score:
-    """A call's result, once it is there. Raises what the reward raises, and EpisodeFailed for what is no score."""
+    """Await a call's result and check it. Raises what the reward raises, and EpisodeFailed for a value that is not a
+    score."""
     return checked(await result if inspect.isawaitable(result) else result, answer)
 
 
 def give_up(result: Result) -> None:
-    """Of a call whose result nobody will await: else Python warns that a coroutine was not."""
+    """Close a result that nobody will await: otherwise Python warns of a coroutine that was never awaited."""
     if closing := getattr(result, "close", None):
         closing()
 
 
 async def together(waiting: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. The first failure ends the others, and is raised as it is."""
+    """Return all results in order. The first failure cancels the others and is raised unwrapped."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in waiting]

@@ -1,18 +1,19 @@
-"""Unit tests over the code of an answer, in a sandbox, with a verdict that the code cannot write itself.
+"""Code reward: unit tests run on the code of an answer, in a sandbox, with a verdict that the code cannot forge.
 
-Tests and code run in two processes of one sandbox (code_harness.py says what keeps them apart); a new sandbox for every
-answer. Who is to blame when there is no verdict, shows when the same tests meet code that does nothing:
+Tests and code run in two processes of one sandbox (code_harness.py explains their isolation), with a new sandbox for
+every answer. If there is no verdict, the same tests are run on code that does nothing, to find out which side failed:
 
-    none, twice (once at a limit), but one for          the code ended or stopped the harness: 0, {"code/no_verdict": 1}
+    no verdict twice (once at a limit), but one for     the code ended or stopped the harness: 0, {"code/no_verdict": 1}
     the harmless code
     none for the harmless code either                   EpisodeFailed("sandbox")
     the harness cannot be protected                     EpisodeFailed("sandbox")
-    a test that is no Python, imports what is not in    EpisodeFailed("reward_error")
-    the sandbox, or hands over what is no plain data
+    a test that is not Python, imports what is not in   EpisodeFailed("reward_error")
+    the sandbox, or passes objects that are not plain
+    data
     a record without tests                              EpisodeFailed("reward_error")
 
-Forgeable remains what the tests leave open: helpers that they take from the answer by name, and whatever else would
-pass them. And whoever breaks out of the sandbox.
+What remains forgeable is what the tests themselves leave open, such as helpers that they take from the answer by name.
+Code that breaks out of the sandbox can forge anything.
 
 waits for     one of `max_running` places, then the sandbox (`total_seconds`, its time limit)
 on a hang     the harness ends each test, the sandbox ends the harness
@@ -38,7 +39,7 @@ from asyncrl.rewards.parameters import Count, Name, Seconds, check
 from asyncrl.rewards.reward import Answer, Score
 
 MARGIN_SECONDS = 10.0
-"""For the start of the harness."""
+"""Time allowed for the start of the harness."""
 HARNESS_MB = 256
 HARMLESS = "pass"
 FAULTS = {
@@ -48,7 +49,7 @@ FAULTS = {
 
 
 class Code:
-    """1 when all tests pass, or the share of those that do."""
+    """Reward of 1 when all tests pass, or the fraction of tests that pass."""
 
     inline = pure = True
 
@@ -66,9 +67,12 @@ class Code:
         memory_mb: Count = 1024,
         max_running: Count = 8,
     ) -> None:
-        """`tests` and its key: code_tests.py. `prefix_key`: a field of the record whose text stands before the code.
-        `sandbox`: a backend, or the import path of one, which gets limits with room for those here. `seconds` for each
-        test, `total_seconds` for all."""
+        """Configure the tests and the sandbox.
+
+        `tests` and `tests_key` select the tests (code_tests.py). `prefix_key` is a field of the record whose text is
+        put before the code. `sandbox` is a backend, or the import path of one, which is created with the limits given
+        here plus a margin. `seconds` applies to each test, `total_seconds` to all of them.
+        """
         self._tests = code_tests.Tests(tests, tests_key)
         self._share, self._prefix_key = reward == "share", prefix_key
         self._command = [python, "-I", "-c", BOOT, "0"]
@@ -84,7 +88,7 @@ class Code:
         self._room = asyncio.Semaphore(max_running)
 
     async def __call__(self, answer: Answer) -> Score:
-        """Raises EpisodeFailed for whatever is not the code's fault."""
+        """Score the answer's code. Raises EpisodeFailed for every failure that is not the code's fault."""
         tests = self._tests.of(answer)
         code = code_tests.code_of(answer.text)
         if not code.strip():
@@ -96,7 +100,7 @@ class Code:
                 try:
                     return self._score(await self._results(code, tests))
                 except _NoVerdictError as error:
-                    if last or error.late:  # once more would take as long again
+                    if last or error.late:  # another attempt would take as long again
                         break
             try:
                 await self._results(HARMLESS, tests)
@@ -119,7 +123,8 @@ class Code:
         return Score(share if self._share else float(share == 1.0), parts=parts)
 
     async def _results(self, code: str, tests: code_tests.Sources) -> list[str]:
-        """Of a run in a new sandbox, in the order of the tests; those after one that fails only for the share."""
+        """Return the results of a run in a new sandbox, in the order of the tests; after a failed test the rest run
+        only for reward=share."""
         nonce = secrets.token_hex(16)
         payload = {
             "nonce": nonce,
@@ -140,7 +145,8 @@ class Code:
 
 
 class _NoVerdictError(Exception):
-    """The harness ended, or was ended, before it said how the tests came out; `late`: at a limit of the sandbox."""
+    """The harness ended, or was killed, before it reported results. `late` says that it reached a limit of the
+    sandbox."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.late = outcome.reason not in ("exited", "killed")
@@ -160,12 +166,12 @@ def _verdict(outcome: Outcome, nonce: str) -> list[str]:
 
 
 def _parts(code: float = 0.0, passed: float = 0.0, timeout: float = 0.0, no_verdict: float = 0.0) -> dict[str, float]:
-    """Always all of them: a mean over episodes is then a share."""
+    """Return all parts every time, so that their means over episodes are fractions."""
     return {"code/found": code, "code/passed": passed, "code/timeout": timeout, "code/no_verdict": no_verdict}
 
 
 def _backend(sandbox: object, params: Mapping[str, Any], limits: Limits) -> SandboxBackend:
-    """`limits` are for one that is made here, unless its params say otherwise."""
+    """Return the backend; one that is created here gets `limits` unless its params override them."""
     if isinstance(sandbox, str):
         maker = imports.load(sandbox, "sandbox")
         takes = inspect.signature(maker).parameters

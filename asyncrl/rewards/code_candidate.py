@@ -1,13 +1,14 @@
-"""The process that holds the code of an answer and calls it for the tests. Sent into sandboxes as text.
+"""Process that holds the code of an answer and calls it for the tests. Its source is sent into sandboxes as text.
 
-Nothing that comes from here is trusted once that code has run: the other side (code_harness.py) takes what is written
-to the pipe for data that a function returned. The tests are never here; the arguments of their calls are.
+Nothing that comes from this process is trusted once that code has run: the harness (code_harness.py) treats whatever
+arrives on the pipe as data that a function returned. The tests never enter this process; only the arguments of their
+calls do.
 
-in     {"program": bool, "memory": bytes, "output": bytes}, {"code": text}; then, if it is none, any number of
+in     {"program": bool, "memory": bytes, "output": bytes}, {"code": text}; then, unless it is a program, any number of
        {"get": name}, {"iterate": number}, {"call": number, "args": packed, "kwargs": packed},
        {"attribute": [number, name]}
-out    {"ready": capabilities}, which must be none; then to each, from the code of functions on, {"value": packed} or
-       {"raised": [class names, text]}
+out    {"ready": capabilities}, which must be 0; then, unless it is a program, one reply to each message from the code
+       on: {"value": packed} or {"raised": [class names, text]}
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from asyncrl.rewards.code_values import KEPT, Caught, pack, unpack
 
 MOST_ITEMS = 1_000_000
 ROOM = 1 << 20
-"""Bytes that code needs at the least."""
+"""Bytes of memory that must remain free for the code."""
 
 
 class Candidate:
-    """The module that the code makes, and what of it the tests hold by number."""
+    """The module that the code defines, and the objects in it that the tests refer to by number."""
 
     def __init__(self) -> None:
         self._module = types.ModuleType("candidate")
@@ -37,12 +38,12 @@ class Candidate:
         self._kept: list[Any] = []
 
     def execute(self, code: str) -> Any:
-        """As a module that is imported: what stands under `if __name__ == "__main__"` is left out."""
+        """Execute the code as an imported module: a block under `if __name__ == "__main__"` does not run."""
         exec(compile(code, "candidate.py", "exec"), self._module.__dict__)
         return self._packed(None)
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """What a test asked for, packed. Raises what the code raises."""
+        """Return what a test asked for, packed. Raises what the code raises."""
         if "code" in request:
             return self.execute(request["code"])
         if "get" in request:
@@ -68,7 +69,7 @@ class Candidate:
 
 
 def main(channel: BinaryIO) -> None:
-    """Until the other side closes its end."""
+    """Serve requests until the other side closes its end."""
     out = os.fdopen(int(sys.argv[2]), "w", buffering=1)
     settings = json.loads(channel.readline())
     limit(settings["memory"], settings["output"])
@@ -87,16 +88,17 @@ def main(channel: BinaryIO) -> None:
 
 
 def limit(memory: int, output: int) -> None:
-    """The size of this process and of the files that it writes, for ever. Raises MemoryError when it leaves no room."""
+    """Limit the memory of this process and the files that it writes, permanently. Raises MemoryError if that leaves no
+    room."""
     for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, output), (resource.RLIMIT_CORE, 0)):
-        there = resource.getrlimit(kind)[1]  # the sandbox's, which nobody in it can raise
+        there = resource.getrlimit(kind)[1]  # the hard limit of the sandbox, which cannot be raised from inside
         most = most if there == resource.RLIM_INFINITY else min(most, there)
         resource.setrlimit(kind, (most, most))
     bytes(ROOM)
 
 
 def told(out: TextIO, function: Callable[[Any], Any], argument: Any) -> None:
-    """Answer with what a call returns or raises."""
+    """Write what a call returns or raises as a reply."""
     value = ""
     with Caught() as caught:
         value = json.dumps({"value": function(argument)})
@@ -107,6 +109,7 @@ def told(out: TextIO, function: Callable[[Any], Any], argument: Any) -> None:
 
 
 def capabilities() -> int:
-    """The process's effective ones (capabilities(7)): with them it could read the memory of others."""
+    """Return the process's effective capabilities (capabilities(7)): with any it could read the memory of other
+    processes."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1], 16) for line in status if line.startswith("CapEff"))

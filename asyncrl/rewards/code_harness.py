@@ -1,24 +1,23 @@
-"""The process that runs the tests, beside the one that holds the code of an answer. Sent into sandboxes as text.
+"""Process that runs the tests, next to the one that holds the code of an answer. Sent into sandboxes as text.
 
-The tests stand in the memory of this process alone. The code runs in a process of its own (code_candidate.py), a new
-one for every test, which sees the arguments of a call and sends back plain data. It can therefore exit, print, replace
-`assert` or `==`, walk the stack or read files, without a test taking notice; to say how the tests came out it would
-need
+The tests exist in the memory of this process only. The code runs in a separate process (code_candidate.py), a new one
+for every test, which sees the arguments of a call and sends back plain data. It may therefore exit, print, replace
+`assert` or `==`, walk the stack or read files without affecting a test. To forge the results it would need access to
 
     the memory of this process    not dumpable: no process of the same user may read or trace it (ptrace(2),
-                                  PR_SET_DUMPABLE), but one with CAP_SYS_PTRACE, and the code's has no capabilities
-    its standard output           a descriptor that the code has not, nor can open under /proc, for the same reason;
-                                  what is written there begins with a nonce, which came with the tests
-    its imports                   of nothing but files that were there, as they are, before the code was
+                                  PR_SET_DUMPABLE) without CAP_SYS_PTRACE, and the code's process has no capabilities
+    its standard output           a descriptor that the code does not have and, for the same reason, cannot open under
+                                  /proc; output begins with a nonce that arrived with the tests
+    its imports                   limited to files that existed, unchanged, before the code ran
 
-In our own sandboxes it cannot reach this process either: it runs in a process namespace of its own, or under another
-uid. Where it can end this process or stop it there is no verdict, and code.py says what follows from that.
+In asyncrl's own sandboxes the code cannot signal this process either: it runs in a process namespace of its own, or
+under another uid. Where it can end or stop this process there is no verdict, and code.py handles that case.
 
 in     on standard input, the sources of its modules in one line, then a payload (code.py)
 out    one line: the nonce, a space, {"results": [...]} or {"fault": why}. A result is
        passed, failed, timeout, died (the code's process), raised (at import),
-       unsupported (a test hands over what is no plain data), invalid (a test is no Python, or imports what is not
-       there)
+       unsupported (a test passes an object that is not plain data), invalid (a test is not Python, or imports a
+       module that does not exist)
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from asyncrl.rewards.code_values import Caught
 
 
 def run_asserts(payload: dict[str, Any], test: str) -> str:
-    """The result of a test that is Python: it passes when nothing is raised."""
+    """Return the result of a test that is Python code: it passes if nothing is raised."""
     tree = ast.parse(test)
     code = compile(tree, "test.py", "exec")
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -48,7 +47,7 @@ def run_asserts(payload: dict[str, Any], test: str) -> str:
         candidate.execute(payload["code"])
         raised_at_import = False
         namespace: dict[str, Any] = {"__name__": "test"}
-        for name in sorted(loaded - set(dir(builtins))):  # never what would stand in for Python's own
+        for name in sorted(loaded - set(dir(builtins))):  # the code must not replace Python's builtins
             with Caught() as missing:
                 namespace[name] = candidate.ask({"get": name})
             if isinstance(missing.error, (Expired, Dead)):
@@ -61,8 +60,8 @@ def run_asserts(payload: dict[str, Any], test: str) -> str:
 
 
 def run_program(payload: dict[str, Any], test: dict[str, str]) -> str:
-    """The result of a program with this input: it must end with 0 and write this output, but for white space at the
-    ends of lines and empty lines at the end."""
+    """Return the result of a program with this input. It must exit with 0 and write this output; whitespace at the ends
+    of lines and empty lines at the end are ignored."""
     stdin, stdout = os.memfd_create("stdin"), os.memfd_create("stdout")
     os.write(stdin, test["input"].encode())
     os.lseek(stdin, 0, os.SEEK_SET)
@@ -95,13 +94,14 @@ def _lines(text: str) -> list[str]:
 
 
 class Before:
-    """Finds modules as the given finders do, but for files that were made or changed since (st_ctime cannot be set)."""
+    """Finds modules as the given finders do, except files created or changed since its creation (st_ctime cannot be
+    forged)."""
 
     def __init__(self, finders: list[Any]) -> None:
         self._finders, self._since = list(finders), time.time()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Raises ImportError for a file of the code's."""
+        """Find a module. Raises ImportError for a file that the code has written."""
         found = (finder.find_spec(name, path, target) for finder in self._finders)
         spec = next((one for one in found if one is not None), None)
         for file in (spec.origin, spec.cached) if spec else ():
@@ -111,7 +111,7 @@ class Before:
 
 
 def import_all(test: str) -> None:
-    """What a test imports at its top. Raises what Python raises for what is no Python, or not there."""
+    """Import what a test imports at its top level. Raises what Python raises for invalid code or a missing module."""
     for node in ast.parse(test).body:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -121,7 +121,7 @@ def import_all(test: str) -> None:
 
 
 def run_all(payload: dict[str, Any]) -> list[str]:
-    """The results in order, up to the first that is not passed if that is all that is asked."""
+    """Return the results in order, up to the first that is not passed if the payload asks for that."""
     programs = [not isinstance(test, str) for test in payload["tests"]]
     invalid = set()
     for number, test in enumerate(payload["tests"]):
@@ -142,16 +142,16 @@ def run_all(payload: dict[str, Any]) -> list[str]:
             with Caught() as caught:
                 results.append((run_program if programs[number] else run_asserts)(payload, test))
             if isinstance(caught.error, NotStarted) and not results:
-                raise caught.error  # the code has not been anywhere yet: no fault of its
+                raise caught.error  # no code has run yet, so it is not the code's fault
             if caught.error:
-                results.append("died")  # what the code left behind takes up the sandbox, or what it wrote our memory
+                results.append("died")  # earlier code exhausted the sandbox, or its output our memory
         if payload["until_one_fails"] and results[-1] != "passed":
             break
     return results
 
 
 def main(channel: BinaryIO) -> None:
-    """One line, whatever happens."""
+    """Read the payload and write one line, whatever happens."""
     payload: dict[str, Any] = {"nonce": "", **json.loads(channel.read())}
     channel.close()
     verdict: dict[str, Any] = {"fault": protect()}
@@ -162,4 +162,4 @@ def main(channel: BinaryIO) -> None:
             verdict = {"fault": f"{type(caught.error).__name__}: {caught.error}"}
     sys.stdout.write(f"{payload['nonce']} {json.dumps(verdict)}\n")
     sys.stdout.flush()
-    os._exit(0)  # threads that a test started are not waited for
+    os._exit(0)  # do not wait for threads that a test started

@@ -1,7 +1,7 @@
-"""The code's process as the harness holds it: how it is started and talked to. Sent into sandboxes as text.
+"""The code's process as the harness sees it: how to start it and talk to it. Sent into sandboxes as text.
 
-Our own sandboxes start it beside the harness, out of its reach (envs/sandbox/beside.py); in others it is a child of the
-harness. What keeps the two apart, and what that is worth, stands in code_harness.py.
+asyncrl's own sandboxes start it next to the harness, isolated from it (envs/sandbox/beside.py); in others it is a child
+of the harness. code_harness.py explains what isolates the two, and how strongly.
 
 waits for     the process, within a Clock
 on a hang     Expired
@@ -33,19 +33,19 @@ sys.modules[names[-1]].main(channel)
 PR_GET_DUMPABLE, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 3, 4, 1, 24, 38
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 BESIDE = "ASYNCRL_BESIDE"
-"""In our environment: the descriptor of who starts processes beside us."""
+"""Environment variable with the descriptor of the supervisor that starts processes next to this one."""
 START_SECONDS = 30.0
-"""For the code's process to start, before it is given the code."""
+"""Time in which the code's process must start, before it is given the code."""
 MOST_OUTPUT = 64 << 20
-"""Bytes that a program may write."""
+"""Number of bytes that a program may write."""
 
 
 class Expired(BaseException):
-    """The time of a test is over. Not an Exception: tests may catch those."""
+    """The time limit of a test has passed. Not an Exception, because tests may catch those."""
 
 
 class Unsupported(BaseException):
-    """A test hands the code something that is no plain data."""
+    """A test passes the code an object that is not plain data."""
 
 
 class Dead(BaseException):
@@ -53,7 +53,8 @@ class Dead(BaseException):
 
 
 class Kept:
-    """What the code returned and is no plain data. It can be handed back, called, iterated and asked for attributes."""
+    """An object that the code returned and that is not plain data. It can be passed back, called and iterated, and its
+    attributes can be read."""
 
     def __init__(self, candidate: Candidate, number: int) -> None:
         self._candidate, self._number = candidate, number
@@ -72,12 +73,12 @@ class Kept:
 
 
 class NotStarted(BaseException):
-    """The code's process, before the code was in it."""
+    """The code's process could not be started, before it was given the code."""
 
 
 class Beside:
-    """Python under a BOOT that the sandbox's supervisor has started at our word; `ends`: its 0, 1 and 2, then those
-    whose numbers it is told."""
+    """Python process with BOOT that the sandbox's supervisor starts on request. `ends` are its descriptors 0, 1 and 2,
+    then those whose numbers are passed as arguments."""
 
     def __init__(self, env: dict[str, str], ends: tuple[int, ...]) -> None:
         numbers = [str(place) for place in range(3, len(ends))]
@@ -87,7 +88,7 @@ class Beside:
             socket.send_fds(supervisor, [json.dumps(order).encode()], [theirs.fileno(), *ends])
 
     def wait(self) -> int:
-        """Its exit code. Raises OSError when it could not be started."""
+        """Return its exit code. Raises OSError when it could not be started."""
         with self._stream.makefile("rb") as answers:
             line = answers.readline()
         answer = json.loads(line) if line else {"code": -signal.SIGKILL}
@@ -96,7 +97,7 @@ class Beside:
         return int(answer["code"])
 
     def end(self) -> None:
-        """With all that it started."""
+        """End it with all processes that it started."""
         self._stream.shutdown(socket.SHUT_WR)
         while self._stream.recv(4096):
             pass
@@ -104,7 +105,7 @@ class Beside:
 
 
 class Child:
-    """The same as a child of this process, where nobody starts any beside us."""
+    """The same as a child of this process, for sandboxes without such a supervisor."""
 
     def __init__(self, env: dict[str, str], ends: tuple[int, ...]) -> None:
         stdin, stdout, stderr, *others = ends
@@ -120,18 +121,18 @@ class Child:
         )
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Return its exit code."""
         return self._process.wait()
 
     def end(self) -> None:
-        """With whatever it started that is still of its session."""
+        """Kill it and all processes that are still in its session."""
         with Caught():
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 class Candidate:
-    """The code's process, as the tests see it."""
+    """The code's process as the tests see it."""
 
     def __init__(self, payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> None:
         theirs_in, ours_out = os.pipe()
@@ -143,22 +144,23 @@ class Candidate:
         for end in (null, theirs_in, theirs_out):
             os.close(end)
         self._out, self._in = os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb")
-        self.problem = ""  # a result that stands whatever the test made of it
+        self.problem = ""  # a result that takes precedence over that of the test
         self._send(payload["modules"])
         self._send({"program": program, "memory": payload["memory_mb"] << 20, "output": MOST_OUTPUT})
         if self._receive()["ready"] != 0:
             raise PermissionError("the code's process has capabilities")
 
     def begin(self, code: str) -> None:
-        """Hand over the code. A program says nothing more here."""
+        """Send the code. A program sends no reply."""
         self._send({"code": code})
 
     def execute(self, code: str) -> None:
-        """Until it stands there with its functions. Raises what it raises."""
+        """Execute the code, which defines its functions. Raises what it raises."""
         self.ask({"code": code})
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """What the code says to it. Raises what the code raised, if it is an exception of Python's own."""
+        """Return the code's reply to a request. Raises what the code raised if that is a builtin exception, else
+        RuntimeError."""
         self._send(request)
         reply = self._receive()
         if "raised" in reply:
@@ -166,15 +168,15 @@ class Candidate:
         return unpack(reply["value"], lambda number: Kept(self, int(number)))
 
     def packed(self, value: Any) -> list[Any]:
-        """Of a test's arguments."""
+        """Pack the arguments of a test's call."""
         return pack(value, self._kept)
 
     def wait(self) -> int:
-        """The exit code, once it has ended."""
+        """Wait for its end and return the exit code."""
         return self._process.wait()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         for stream in (self._out, self._in):
             with Caught():
                 stream.close()
@@ -203,7 +205,7 @@ class Candidate:
 
 
 class Clock:
-    """Raises Expired in whatever is run within, and again should that be caught."""
+    """Context manager that raises Expired in its body after `seconds`, repeatedly in case that is caught."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -218,7 +220,7 @@ class Clock:
         self.stop()
 
     def stop(self) -> None:
-        """To be called once more afterwards: it may have rung just as it was stopped."""
+        """Stop the timer. Call this again after the context: it may have fired while it was being stopped."""
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _ring(self, *_: object) -> None:
@@ -227,8 +229,8 @@ class Clock:
 
 
 def started(payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> Candidate:
-    """The code's process, before the code. Raises NotStarted: that takes no time of a test, and is no fault of the
-    code's."""
+    """Start the code's process, without the code. Raises NotStarted; the start does not count against a test's time
+    limit, and its failure is not the code's fault."""
     found: list[Candidate] = []
     with Caught() as caught, Clock(START_SECONDS) as clock:
         found.append(Candidate(payload, stdin, stdout, program))
@@ -239,22 +241,22 @@ def started(payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> 
 
 
 def protect() -> str:
-    """Out of reach for the code. Returns why not, if so."""
+    """Make this process inaccessible to the code. Returns the reason if that fails, else an empty string."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     return "" if libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 0 else "the harness cannot be made not dumpable"
 
 
 def confine() -> None:
-    """In the code's process, before it is executed. Namespaces of its own take its power over all other processes of
-    the same user: it can neither read nor signal them. Where none may be made it keeps that of a user without
-    capabilities, who cannot read this process, but can signal it."""
+    """Confine the code's process before it executes anything. New namespaces take away its access to all other
+    processes of the same user: it can neither read nor signal them. Where namespaces cannot be created it runs without
+    capabilities; it can then signal the harness, but not read it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWUSER | CLONE_NEWPID) == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        inside = os.fork()  # the namespace of processes begins with a child
+        inside = os.fork()  # only children enter the new process namespace
         if inside:
-            os.closerange(0, 1024)  # also what tells Popen that the child has begun
+            os.closerange(0, 1024)  # includes the pipe by which Popen learns that the child has started
             os._exit(int(os.waitpid(inside, 0)[1] != 0))
     elif libc.unshare(CLONE_NEWUSER) != 0 and os.geteuid() == 0:
         for capability in range(64):
@@ -264,7 +266,7 @@ def confine() -> None:
 
 
 def _exception(names: list[str], text: str) -> Exception:
-    """The nearest of Python's own exceptions."""
+    """Build the closest builtin exception."""
     for name in names:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):

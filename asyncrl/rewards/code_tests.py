@@ -1,7 +1,8 @@
 """The tests of a record and the code of an answer, as text.
 
-asserts     a list of Python texts, each a test of its own; before each stands the record's "test_setup_code" (MBPP)
-check       the text of a function check(candidate); one test, called with what "entry_point" names (HumanEval)
+asserts     a list of Python texts, each a separate test; each is preceded by the record's "test_setup_code" (MBPP)
+check       the text of a function check(candidate); one test, called with the function that "entry_point" names
+            (HumanEval)
 programs    inputs and outputs of a program: [{"input": ..., "output": ...}, ...], {"inputs": [...], "outputs": [...]},
             or either as JSON text; a list of lines counts as a text (APPS, TACO)
 """
@@ -24,13 +25,13 @@ PYTHON = ("", "python", "python3", "py")
 
 
 class Tests:
-    """Where they stand in a record."""
+    """Form and field of the tests in a record."""
 
     def __init__(self, form: Form, key: str | None) -> None:
         self._form, self._key = form, key or KEYS[form]
 
     def of(self, answer: Answer) -> Sources:
-        """Raises EpisodeFailed when the record has none, or others."""
+        """Return the tests of the answer's record. Raises EpisodeFailed if it has none, or tests of another form."""
         found = answer.field(self._key)
         tests: Sources
         if self._form == "asserts":
@@ -46,7 +47,8 @@ class Tests:
 
 
 def code_of(text: str) -> str:
-    """The last fenced block of Python, also one that the answer's end cuts off; without a fence, the whole text."""
+    """Return the last fenced block of Python, even if the end of the answer cuts it off; without a fence, the whole
+    text."""
     blocks: list[tuple[bool, list[str]]] = []  # whether it is Python, and its lines
     inside = False
     for line in text.splitlines():
@@ -63,7 +65,7 @@ def code_of(text: str) -> str:
 
 @cache
 def modules(*names: str) -> list[tuple[str, str]]:
-    """Their names and sources, to be sent into a sandbox."""
+    """Return the names and sources of these modules, to be sent into a sandbox."""
     return [(f"asyncrl.rewards.{name}", Path(__file__).with_name(f"{name}.py").read_text()) for name in names]
 
 

@@ -1,7 +1,8 @@
-"""Values between the tests and the code that they test, as JSON. Sent into sandboxes as text: Python's library alone.
+"""Encoding of the values exchanged between tests and tested code, as JSON. Sent into sandboxes as text: stdlib only.
 
-Plain data travels by value and arrives as objects of Python's own types, so that no `__eq__`, `__bool__` or subclass of
-the tested code has a say on the side of the tests. What is no plain data stays where it is and travels as a number.
+Plain data is sent by value and arrives as objects of builtin and standard-library types, so that no `__eq__`,
+`__bool__` or subclass of the tested code runs on the side of the tests. Any other object stays where it is and is sent
+as a number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 KEPT = "kept"
 _SCALARS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bool": (bool, bool, bool),
-    "int": (int, lambda value: hex(int(value)), lambda content: int(content, 16)),  # of any length: no decimal limit
+    "int": (int, lambda value: hex(int(value)), lambda content: int(content, 16)),  # hex: no digit limit
     "float": (float, float.hex, float.fromhex),
     "str": (str, str.__str__, str),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
@@ -24,7 +25,7 @@ _WRITTEN = {"Decimal": decimal.Decimal, "Fraction": fractions.Fraction}
 
 
 class Caught:
-    """Whatever is raised within, kept to be told to the other side."""
+    """Context manager that catches whatever is raised, to be reported to the other side."""
 
     error: BaseException | None = None
 
@@ -37,8 +38,8 @@ class Caught:
 
 
 def pack(value: Any, keep: Callable[[Any], list[Any]]) -> list[Any]:
-    """[kind, content]; `keep` gives that of what is no plain data."""
-    for name, (scalar, content, _) in _SCALARS.items():  # a subclass, an IntEnum too, becomes what it is made of
+    """Return [kind, content]; `keep` returns the same for an object that is not plain data."""
+    for name, (scalar, content, _) in _SCALARS.items():  # a subclass, such as an IntEnum, becomes its base type
         if isinstance(value, scalar):
             return [name, content(value)]
     if value is None:
@@ -61,7 +62,7 @@ def pack(value: Any, keep: Callable[[Any], list[Any]]) -> list[Any]:
 
 
 def unpack(packed: Any, kept: Callable[[int], Any]) -> Any:
-    """The inverse; `kept` gives what belongs to a number. Raises whatever a malformed value makes it raise."""
+    """Invert `pack`; `kept` returns the object of a number. A malformed value may raise anything."""
     kind, content = packed
     if kind == KEPT:
         return kept(content)

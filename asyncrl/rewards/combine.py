@@ -1,6 +1,6 @@
-"""Rewards of several: a weighted sum, and a gate.
+"""Combinations of rewards: a weighted sum, and a gate.
 
-The parts of a sum are named, and stand by their names in the metrics, next to what they say of themselves below them.
+The parts of a sum are named and appear under their names in the metrics, with their own parts below them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from asyncrl.rewards.reward import Answer, Result, Reward, Score, checked, close
 
 
 class Weighted:
-    """The sum of rewards by their weights; those of turns are added likewise."""
+    """Weighted sum of rewards; rewards of turns are added likewise."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
-        """`parts`, by name: {"use", "params", "weight"}, or a pair of a reward and its weight. A weight is 1 unless
-        said otherwise, and may be below 0."""
+        """`parts` maps names to {"use", "params", "weight"}, or to a pair of a reward and its weight. A weight defaults
+        to 1 and may be negative."""
         if not parts:
             raise ConfigError("parts", parts, "Must name at least one reward.")
         self._parts = {name: _weighed(spec, f"parts.{name}") for name, spec in parts.items()}
@@ -31,7 +31,7 @@ class Weighted:
         self.pure = all(reward.pure for reward in rewards)
 
     def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
-        """All parts, at the same time if they are async."""
+        """Score all parts, concurrently if they are async."""
         return combined([(answer, partial(reward, answer)) for reward, _ in self._parts.values()], self._sum)
 
     async def close(self) -> None:
@@ -51,8 +51,8 @@ class Weighted:
 
 
 class Gate:
-    """The product of two rewards: nothing unless the gate opens. Behind one that is shut nothing is asked, where that
-    can be known in time."""
+    """Product of two rewards. If the gate gives 0, the other reward is not asked, provided that this is known in
+    time."""
 
     def __init__(self, gate: Any, reward: Any) -> None:
         """Both are rewards, or their {"use", "params"}."""
@@ -61,7 +61,8 @@ class Gate:
         self.pure = self._gate.pure and self._reward.pure
 
     def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
-        """The gate first; a reward that belongs in a thread is asked for at once, as this call is made in one."""
+        """Ask the gate first. If the gate is async, a reward that needs a thread is asked immediately, because this
+        call runs in one."""
         gate = self._gate(answer)
         if inspect.isawaitable(gate):
             return self._awaited(answer, gate, None if self._reward.inline else self._reward(answer))
@@ -71,7 +72,7 @@ class Gate:
         return combined([(answer, partial(self._reward, answer))], lambda scores: _product(opened, scores[0]))
 
     async def close(self) -> None:
-        """Close both."""
+        """Close both rewards."""
         await close(self._gate)
         await close(self._reward)
 
@@ -83,7 +84,7 @@ class Gate:
 
 
 def named(name: str, score: Score) -> dict[str, float]:
-    """A score and its parts below a name."""
+    """Return a score and its parts under a name."""
     return {name: score.reward, **{f"{name}/{below}": value for below, value in score.parts.items()}}
 
 

@@ -1,13 +1,13 @@
-"""JSON over HTTP to servers that do the same: reward models, or engines that judge.
+"""JSON over HTTP to a set of equivalent servers: reward models, or engines that judge.
 
-A request goes to the server with the fewest of ours in flight; one that has failed is left out for some seconds, as
-long as there are others. Faults of the machinery (no connection, no answer in time, 408, 429, 5xx) are retried: at
-another server at once, and when all have failed after growing delays. Nothing else is: a refusal and an answer that is
-no JSON will come again.
+A request goes to the server with the fewest of our requests in flight; a server that has failed is avoided for some
+seconds while there are others. Transient faults (no connection, timeout, 408, 429, 5xx) are retried: immediately at
+another server and, when all have failed, after growing delays. Nothing else is retried: a refusal, or an answer that is
+not JSON, would be repeated.
 
 waits for     one of `max_running` places, a server (`request_timeout`), delays
 unblocked by  an answer; in any case after `deadline`
-on a failure  EpisodeFailed with the reason of whoever asks
+on a failure  EpisodeFailed with the caller's reason
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from asyncrl.errors import ConfigError, EpisodeFailed
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 REST_SECONDS = 5.0
-"""A server that has failed is left out for so long."""
+"""Time for which a server that has failed is avoided."""
 IDLE_SECONDS = 2.0
-"""A connection is kept for less than uvicorn's 5 s: one that the server is closing must not be used again."""
+"""Keep-alive of a connection. It is shorter than uvicorn's 5 s, because a connection that the server is closing must
+not be reused.
+"""
 JSON = {"Content-Type": "application/json"}
 PASSING = frozenset({408, 429, *range(500, 600)})
 
 
 class RefusedError(EpisodeFailed):
-    """The server understood, and will not (4xx)."""
+    """The server refuses the request (4xx)."""
 
 
 class _PassingError(Exception):
-    """Another try may help."""
+    """Transient error: another attempt may succeed."""
 
 
 class Endpoints:
-    """The way to some servers. Of one event loop."""
+    """Client of a set of servers, for one event loop."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class Endpoints:
         authority: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`urls` may be empty until the servers are known. `api_key_env`: the environment variable that holds the
+        """`urls` may be empty until the servers are known. `api_key_env` is the environment variable that holds the
         key."""
         if api_key_env and not os.environ.get(api_key_env):
             raise ConfigError("api_key_env", api_key_env, "No such environment variable, or it is empty.")
@@ -76,7 +78,7 @@ class Endpoints:
         )
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """What a server answers. Raises EpisodeFailed, RefusedError among them."""
+        """Return a server's answer. Raises EpisodeFailed, or its subclass RefusedError."""
         if not self.urls:
             raise ConfigError("urls", self.urls, "No server is known that could be asked.")
         content = msgspec.json.encode(body, enc_hook=str)  # a row of parquet may hold dates, bytes and more
@@ -110,7 +112,7 @@ class Endpoints:
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))
 
     def _pick(self) -> str:
-        """The one with the fewest requests in flight; those that have failed of late come last, the latest at the
+        """Return the server with the fewest requests in flight; those that failed recently come last, the latest at the
         end."""
         now = asyncio.get_running_loop().time()
 

@@ -1,12 +1,13 @@
-"""A language model that judges, behind any OpenAI-compatible endpoint (POST {url}/chat/completions).
+"""LLM judge behind any OpenAI-compatible endpoint (POST {url}/chat/completions).
 
-The prompt is a template with $question, $answer, $reference, $criterion and $mark. What stands for them is data: it is
-put in once and never read as a template, so that braces and dollars in an answer mean nothing. `$mark` is a digest of
-all of it; the templates here put it into the lines around the answer. No answer can hold the digest of itself, so none
-can close those lines and go on in the judge's voice.
+The prompt is a template with $question, $answer, $reference, $criterion and $mark. The values are substituted once and
+never read as a template, so braces and dollars in an answer mean nothing. `$mark` is a digest of all values; the
+templates here put it into the lines around the answer. No answer can contain the digest of itself, so none can close
+those lines and continue in the judge's voice.
 
-A judge may be asked for several votes at once. One that cannot be read is asked for again, not at temperature 0, as
-that would give the same; after `attempts` the judge has failed. A vote that is no vote is never a 0.
+A judge may be asked for several votes at once. A vote that cannot be parsed is requested again, at a temperature above
+0 because the same request at 0 would give the same text; after `attempts` the judge has failed. An unreadable vote
+never counts as 0.
 
 waits for     a server (endpoints.py), for all votes together
 on a failure  EpisodeFailed("judge")
@@ -36,7 +37,7 @@ REASON = "judge"
 OWN_FLEET, RUN_KEY = "ASYNCRL_JUDGES", "ASYNCRL_API_KEY"
 """Environment variables of the rollout process: addresses of the run's own judge, and its key."""
 RETRY_TEMPERATURE = 0.7
-"""Of a vote that is asked for again, at least."""
+"""Minimum temperature of a repeated vote."""
 PLACES = {"question", "answer", "reference", "criterion", "mark"}
 TEMPLATE = """You grade an answer to a question.
 
@@ -59,12 +60,12 @@ Score: N
 AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
     "median": statistics.median,
-    "majority": lambda votes: min(statistics.multimode(votes)),  # of a tie the lowest
+    "majority": lambda votes: min(statistics.multimode(votes)),  # the lowest of a tie
 }
 
 
 class Judge:
-    """From 0 to 1."""
+    """Reward from 0 to 1, given by a judge."""
 
     inline = True
 
@@ -90,10 +91,13 @@ class Judge:
         deadline: Seconds = 240.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`urls` as in OpenAI's client, with /v1; empty: the judge's engines of the run (judge=sglang), which serve
-        `model` judge, with the run's key. They may be set later, before the first answer (`Judge.urls`).
-        `answer_key`: of the record's field that is the reference; none is fine. `fields`: further ones of each request.
-        How a vote is read: verdicts.py."""
+        """Configure the servers, the prompt and the votes.
+
+        `urls` include /v1, as in OpenAI's client. If they are empty, the judge is that of the run (judge=sglang): its
+        engines serve `model` judge with the run's key. They may also be set later, before the first answer
+        (`Judge.urls`). `answer_key` names the record's field with the reference, which may be missing. `fields` are
+        added to each request. verdicts.py describes how a vote is read.
+        """
         _check(template, votes, temperature)
         authority = ""
         if not urls and (own := os.environ.get(OWN_FLEET)):
@@ -117,7 +121,7 @@ class Judge:
 
     @property
     def urls(self) -> list[str]:
-        """The engines that it asks."""
+        """URLs of the servers that the judge asks."""
         return self._servers.urls
 
     @urls.setter
@@ -125,11 +129,11 @@ class Judge:
         self._servers.urls = [url.rstrip("/") for url in urls]
 
     async def __call__(self, answer: Answer) -> Score:
-        """Raises EpisodeFailed("judge")."""
+        """Score an answer. Raises EpisodeFailed("judge")."""
         return await self.ask(answer)
 
     async def ask(self, answer: Answer, criterion: str = "") -> Score:
-        """The votes on an answer, under one criterion if the template has a place for it."""
+        """Collect the votes on an answer, for one criterion if the template has a place for it."""
         prompt = self._prompt(answer, criterion)
         voted = await together([self._vote(prompt) for _ in range(self._votes)])
         votes = [vote for vote, _ in voted]
@@ -153,7 +157,7 @@ class Judge:
         return self._template.substitute(places, mark=mark)
 
     async def _vote(self, prompt: str) -> tuple[float, int]:
-        """And how often it was asked for again."""
+        """Return a vote, and how often it was requested again."""
         text = ""
         for attempt in range(self._attempts):
             temperature = max(self._temperature, RETRY_TEMPERATURE) if attempt else self._temperature
@@ -165,7 +169,7 @@ class Judge:
 
 
 def asked(answer: Answer) -> str:
-    """The question as text: a single user's message as it is, more of them with their roles."""
+    """Return the question as text: a single user message as it is, several messages with their roles."""
     messages = [one for one in answer.question.get("messages", ()) if one.get("role") != "system"]
     if len(messages) == 1:
         return str(messages[0]["content"])
@@ -177,7 +181,7 @@ def _text(found: Any) -> str:
         content = found["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         raise EpisodeFailed(REASON, f"it answered no chat completion, but {repr(found)[:200]}") from None
-    return content if isinstance(content, str) else ""  # none when it was cut off while it was still thinking
+    return content if isinstance(content, str) else ""  # empty if it was cut off while still thinking
 
 
 def _check(template: str, votes: int, temperature: float) -> None:

@@ -1,6 +1,6 @@
-"""Answers that are compared with a reference by their text: quick, pure, and without a judge.
+"""Rewards that compare an answer's text with a reference: quick, pure, and without a judge.
 
-The reference is a field of the question's record, `answer_key`.
+The reference is the field `answer_key` of the question's record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 class Matching(ABC):
-    """1 for a match and 0 for none, or how close it comes."""
+    """Base class: 1 for a match and 0 for none, or a degree of similarity."""
 
     inline = pure = True
 
@@ -28,45 +28,45 @@ class Matching(ABC):
         self._answer_key = answer_key
 
     def __call__(self, answer: Answer) -> float:
-        """From 0 to 1."""
+        """Compare the last completion with the reference; from 0 to 1."""
         return self.match(answer.text, str(answer.field(self._answer_key)))
 
     @abstractmethod
     def match(self, text: str, reference: str) -> float:
-        """Of an answer's text."""
+        """Compare a text with a reference."""
 
 
 class Exact(Matching):
-    """The same text, but for white space around it."""
+    """Match if the texts are equal, ignoring surrounding whitespace."""
 
     def match(self, text: str, reference: str) -> float:
-        """1 or 0."""
+        """Return 1 or 0."""
         return float(text.strip() == reference.strip())
 
 
 class Contains(Matching):
-    """The reference stands somewhere in the answer. An answer that says everything gets it too."""
+    """Match if the answer contains the reference. An answer that lists every possibility matches too."""
 
     def match(self, text: str, reference: str) -> float:
-        """1 or 0."""
+        """Return 1 or 0."""
         return float(reference.strip() in text)
 
 
 class Number(Matching):
-    """The last number of the answer is the last of the reference: also for solutions that end in "#### 72" (GSM8K)."""
+    """Match if the last numbers of answer and reference are equal; also for solutions that end in "#### 72" (GSM8K)."""
 
     def match(self, text: str, reference: str) -> float:
-        """1 or 0."""
+        """Return 1 or 0."""
         found = last_number(text)
         return float(found is not None and found == last_number(reference))
 
 
 class Fuzzy(Matching):
-    """F1 of the words that answer and reference share, normalised as SQuAD does: lower case, without punctuation,
-    articles and white space (Rajpurkar et al., arXiv 1606.05250; its evaluate-v1.1.py)."""
+    """F1 of the words that answer and reference share, normalized as in SQuAD: lower case, without punctuation,
+    articles and extra whitespace (Rajpurkar et al., arXiv 1606.05250; its evaluate-v1.1.py)."""
 
     def match(self, text: str, reference: str) -> float:
-        """From 0 to 1, the same if the two change places; two texts without a word are equal."""
+        """Return a value from 0 to 1. It is symmetric in its arguments; two texts without words are equal."""
         ours, theirs = normalised(text).split(), normalised(reference).split()
         if not ours or not theirs:
             return float(ours == theirs)
@@ -75,11 +75,12 @@ class Fuzzy(Matching):
 
 
 class Choice(Matching):
-    """The letter of a multiple choice: that of the last box, else the last "answer is (C)" or "Answer: C", else a text
-    that is nothing but the letter. The reference is a letter, or the number of an option, counted from 0."""
+    """Match if the answer chooses the right letter of a multiple-choice question. The letter is that of the last box,
+    else of the last "answer is (C)" or "Answer: C", else of a text that is only the letter. The reference is a letter,
+    or the index of an option, counted from 0."""
 
     def __init__(self, answer_key: Name = "answer", options: int = 10) -> None:
-        """`options`: how many letters, from A on, are choices."""
+        """`options` is the number of letters, from A on, that are choices."""
         super().__init__(answer_key)
         if not 2 <= options <= len(LETTERS):
             raise ConfigError("options", options, f"Must be from 2 to {len(LETTERS)}.")
@@ -89,7 +90,7 @@ class Choice(Matching):
         self._alone = re.compile(rf"{letter}[\s.*]*")
 
     def match(self, text: str, reference: str) -> float:
-        """1 or 0. Raises EpisodeFailed when the reference is no choice."""
+        """Return 1 or 0. Raises EpisodeFailed if the reference is not one of the choices."""
         wanted = reference.strip().strip("()[].").upper()
         if wanted.isdecimal() and int(wanted) < len(self._letters):
             wanted = self._letters[int(wanted)]
@@ -98,7 +99,7 @@ class Choice(Matching):
         return float(self.letter(text) == wanted)
 
     def letter(self, text: str) -> str | None:
-        """The letter that an answer chooses."""
+        """Return the letter that an answer chooses, or None."""
         if (inside := last_boxed(text)) is not None:
             text = re.sub(r"^\\(?:text|mathrm|textbf)\s*\{(.*)\}$", r"\1", inside.strip())
         elif said := self._said.findall(text):
@@ -108,20 +109,22 @@ class Choice(Matching):
 
 
 class Boxed(Matching):
-    r"""What stands in the last \boxed{...} is the reference, but for white space."""
+    r"""Match if the content of the last \boxed{...} equals the reference, ignoring whitespace."""
 
     def match(self, text: str, reference: str) -> float:
-        """1 or 0; 0 without a box."""
+        """Return 1 or 0; 0 without a box."""
         inside = last_boxed(text)
         wanted = last_boxed(reference)
         return float(inside is not None and _squeezed(inside) == _squeezed(reference if wanted is None else wanted))
 
 
 class Format:
-    """1 for an answer in which a regular expression is found, with "." for line breaks too; anchor it to say more.
+    """Reward of 1 if a regular expression is found in the answer, where "." matches line breaks too; anchor it to
+    restrict it.
 
-    Python cannot end a match: an expression that backtracks for long holds up the whole process, in a thread as
-    well."""
+    Python cannot interrupt a match: an expression that backtracks for long blocks the whole process, even from a
+    thread.
+    """
 
     inline = False
     pure = True
@@ -133,7 +136,7 @@ class Format:
             raise ConfigError("pattern", pattern, f"Not a regular expression: {error}.") from None
 
     def __call__(self, answer: Answer) -> float:
-        """1 or 0."""
+        """Return 1 or 0."""
         return float(self._pattern.search(answer.text) is not None)
 
 
@@ -142,24 +145,24 @@ MATCHES: dict[str, Callable[[str, str], float]] = {
     "contains": Contains().match,
     "number": Number().match,
 }
-"""By name, for tasks that know text and reference alone."""
+"""Matching functions by name, for tasks that have only text and reference."""
 
 
 def last_number(text: str) -> float | None:
-    """The last number in decimal notation, with or without commas for thousands."""
+    """Return the last number in decimal notation, with or without thousands separators."""
     found = re.findall(r"-?\d[\d,]*\.?\d*", text)
     return float(found[-1].replace(",", "")) if found else None
 
 
 def normalised(text: str) -> str:
-    """As SQuAD compares answers."""
+    """Normalize a text as SQuAD does."""
     plain = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} that is closed, braces within it included. Linear in the text's length."""
-    open_braces: list[tuple[int, bool]] = []  # where each began, and whether it is a box's
+    r"""Return the content of the last closed \boxed{...}, including nested braces. Linear in the text's length."""
+    open_braces: list[tuple[int, bool]] = []  # where each one begins, and whether it belongs to a box
     last: tuple[int, int] | None = None
     for token in _BRACES.finditer(text):
         if token[0].endswith("{") and token[0] != r"\{":

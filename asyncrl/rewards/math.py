@@ -1,18 +1,19 @@
 """Mathematical equality by math_verify (https://github.com/huggingface/Math-Verify): numbers, expressions, sets, LaTeX.
 
-It runs in processes of its own (math_worker.py) for two reasons: it takes 10 ms where the event loop has 10,000 other
-things to do, and an answer of the policy may take it for ever (10^{10^{10}}, a sum of ten million terms). Who is to
-blame:
+It runs in separate processes (math_worker.py) for two reasons: it takes 10 ms while the event loop has 10,000 other
+things to do, and an answer of the policy may keep it busy forever (10^{10^{10}}, a sum of ten million terms). Failures
+are attributed as follows:
 
     the answer's CPU time is spent     the answer's fault: 0 and parts {"math/timeout": 1}. A failure would let a policy
-                                       choose not to be scored, and no score at all would hold up the run
-    math_verify raises at the answer   the answer's fault: 0 and {"math/error": 1}
+                                       choose not to be scored, and no score at all would stall the run
+    math_verify raises on the answer   the answer's fault: 0 and {"math/error": 1}
     nothing mathematical in it         0 and {"math/unparsed": 1}
-    all of that with the gold answer   EpisodeFailed("reward_error"): the record is at fault
-    the process dies otherwise         asked once more, then EpisodeFailed("reward_error")
-    the process gets no CPU            EpisodeFailed("reward_error") after `deadline` seconds by the clock
+    any of these on the gold answer    EpisodeFailed("reward_error"): the record is at fault
+    the process dies otherwise         one retry, then EpisodeFailed("reward_error")
+    the process gets no CPU            EpisodeFailed("reward_error") after `deadline` seconds of wall-clock time
 
-Words are no mathematics: "pairs" equals "Paris" to it, a product of the same letters. Use `exact` or `fuzzy` for them.
+Words are not mathematics: "pairs" equals "Paris" here, as a product of the same letters. Use `exact` or `fuzzy` for
+words.
 
 waits for     a free worker, then its verdict
 on a hang     the worker is killed (workers.py)
@@ -34,7 +35,7 @@ WORKER = Path(__file__).with_name("math_worker.py")
 
 
 class Math:
-    """1 when the last mathematical expression of an answer equals the reference."""
+    """Reward of 1 when the last mathematical expression of an answer equals the reference."""
 
     inline = pure = True
 
@@ -47,14 +48,14 @@ class Math:
         memory_mb: Count = 2048,
         command: Sequence[str] | None = None,
     ) -> None:
-        """`seconds`: of CPU time, for the gold answer and again for the answer. `command`: another worker, for
+        """`seconds` is the CPU time for the gold answer and again for the answer. `command` replaces the worker in
         tests."""
         self._answer_key, self._seconds, self._deadline = answer_key, seconds, deadline
-        # -P: the folder of the script holds modules of the names of Python's own (math, code)
+        # -P: the script's folder holds modules with the names of standard modules (math, code)
         self._workers = Workers(command or [sys.executable, "-P", str(WORKER), str(memory_mb)], workers)
 
     async def __call__(self, answer: Answer) -> Score:
-        """Raises EpisodeFailed for whatever is not the answer's fault."""
+        """Score an answer. Raises EpisodeFailed for every failure that is not the answer's fault."""
         gold = str(answer.field(self._answer_key))
         request = {"gold": gold, "answer": answer.text, "seconds": self._seconds}
         for last in (False, True):
@@ -70,7 +71,7 @@ class Math:
         await self._workers.close()
 
     def _score(self, reply: Reply, gold: str) -> Score | None:
-        """None when the process has died for no reason that it knows."""
+        """Return the score, or None if the process died for an unknown reason."""
         if reply.late:
             raise EpisodeFailed(
                 "reward_error", f"math_verify has neither ended nor used up its CPU time in {self._deadline:.0f} s"
@@ -88,5 +89,5 @@ class Math:
 
 
 def _parts(timeout: float = 0.0, error: float = 0.0, unparsed: float = 0.0) -> dict[str, float]:
-    """Always all of them: a mean over episodes is then a share."""
+    """Return all parts every time, so that their means over episodes are fractions."""
     return {"math/timeout": timeout, "math/error": float(error), "math/unparsed": float(unparsed)}

@@ -1,15 +1,16 @@
-"""The process that runs math_verify: one JSON line in, two out. It knows nothing of asyncrl.
+"""Process that runs math_verify: one JSON line in, two out. It imports nothing of asyncrl.
 
-math_verify's own time limits are signals, which work in a main thread alone, and which sympy or a long power in C
-outlives (its issues 63 and 65). Here each stage has CPU seconds (ITIMER_PROF), not seconds of a clock: a busy machine
-changes no score. Whoever spends them is ended by the kernel, in the midst of C code too; memory has a limit as well.
+math_verify's own timeouts are signals, which work only in a main thread and which sympy or a long power in C outlives
+(its issues 63 and 65). Here each stage has a limit of CPU seconds (ITIMER_PROF) instead of wall-clock seconds, so that
+a busy machine changes no score. The kernel ends a process that exceeds it, even inside C code; memory is limited as
+well.
 
 in     {"gold": text, "answer": text, "seconds": float}
 out    {"stage": "answer"} once the gold answer has been read; then {"verdict": ..., "detail": ...}, one of
        equal, different
        unparsed      math_verify reads nothing in the answer
-       error         it raised at the answer, where the gold answer does equal itself
-       gold          the gold answer is not read, or does not equal itself
+       error         it raised on the answer, whereas the gold answer does equal itself
+       gold          the gold answer cannot be read, or does not equal itself
 """
 
 from __future__ import annotations
@@ -33,41 +34,46 @@ DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")  # \$36 is money
 
 
 class Errors(logging.Handler):
-    """What math_verify raises within itself: it takes that for "not equal", and only says so in its log."""
+    """Log handler that keeps the exceptions that math_verify swallows: it treats them as "not equal" and only logs
+    them."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.last = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Its name alone: the text of an expression can take for ever."""
+        """Keep the exception's name only: formatting an expression can take forever."""
         if record.exc_info and record.exc_info[0]:
             self.last = record.exc_info[0].__name__
 
 
 def read(text: str) -> list[Any]:
-    """What math_verify reads in a text; without the text itself, so that two that it cannot read are not compared."""
+    """Return what math_verify parses from a text, without the text itself: two unparsable texts must not be compared as
+    strings."""
     found: list[Any] = parse(text, fallback_mode="no_fallback", parsing_timeout=None)
     return found
 
 
 def equal(gold: list[Any], found: list[Any]) -> bool:
-    """Whether they are the same to math_verify."""
+    """Return whether math_verify considers them equal."""
     return bool(verify(gold, found, timeout_seconds=None))
 
 
 @lru_cache(maxsize=1024)
 def gold_answer(text: str) -> list[Any]:
-    r"""Empty when it is not read, or does not equal itself. A bare \sqrt{2} is taken as LaTeX, as data sets write it.
+    r"""Parse the gold answer; the result is empty if it cannot be read or does not equal itself. A bare \sqrt{2} is
+    taken as LaTeX, as data sets write it.
 
-    It is compared with a number too: a power tower is worked out no sooner, and what that takes is not the answer's."""
+    It is also compared with a number, because a power tower is only evaluated in a comparison, and its cost must not
+    count against the answer.
+    """
     gold = read(text if DELIMITED.search(text) else f"${text}$")
     equal(gold, PROBE)
     return gold if equal(gold, gold) else []
 
 
 def judge(request: dict[str, Any], tell: Callable[[dict[str, str]], None], errors: Errors) -> None:
-    """Both stages of one request."""
+    """Process both stages of one request."""
     errors.last = ""
     limit(request["seconds"])
     gold = gold_answer(request["gold"])
@@ -83,28 +89,28 @@ def judge(request: dict[str, Any], tell: Callable[[dict[str, str]], None], error
 
 
 def limit(seconds: float) -> None:
-    """CPU seconds from now on, and then SIGPROF, which ends the process; 0 for no limit."""
+    """Set the CPU seconds after which SIGPROF ends the process; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def main() -> None:
-    """Until the other side closes the pipe. The only argument: megabytes of address space."""
+    """Serve requests until the other side closes the pipe. The only argument is the address space in megabytes."""
     memory = int(sys.argv[1]) << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the run, which closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the run, which closes the pipe
     errors, log = Errors(), logging.getLogger("math_verify")
     log.setLevel(logging.DEBUG)
     log.propagate = False
     log.addHandler(errors)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # keep what libraries print out of the answers
 
     def tell(message: dict[str, str]) -> None:
         limit(0)
         answers.write(json.dumps(message) + "\n")
 
-    equal(read("$x+1$"), read("$\\frac{x}{2}+2$"))  # what sympy imports for its first expression is nobody's time
+    equal(read("$x+1$"), read("$\\frac{x}{2}+2$"))  # warm-up: sympy's imports must not count against an answer
     for line in sys.stdin:
         judge(json.loads(line), tell, errors)
 

@@ -1,7 +1,7 @@
-"""What a reward is built with, checked against the annotations of whatever takes it: names, types and ranges.
+"""Validation of a reward's params against the annotations of the callable that takes them: names, types and ranges.
 
-A class says that `votes` is `Annotated[int, Field(ge=1)]`, and a configuration that says "three" or `vote` is refused
-before a run starts. Annotations that pydantic does not know, or that exist for type checkers alone, admit anything.
+A class declares `votes` as `Annotated[int, Field(ge=1)]`, and a configuration with "three" or `vote` is refused before
+a run starts. Annotations that pydantic does not know, or that exist only for type checkers, accept anything.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 Urls = Annotated[list[Annotated[str, Field(pattern="^https?://")]], Field(strict=False)]
-Range = Annotated[tuple[float, float], Field(strict=False)]  # YAML and JSON know lists alone
+Range = Annotated[tuple[float, float], Field(strict=False)]  # YAML and JSON have lists only
 
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def check(target: Callable[..., Any], params: Mapping[str, Any], field: str, given: int = 0) -> None:
-    """Raises ConfigError that names the parameter. `given` positional arguments are not parameters."""
+    """Raise ConfigError for the first parameter that does not fit. The first `given` positional arguments are not
+    parameters."""
     signature = inspect.signature(target)
     named = [one for one in list(signature.parameters.values())[given:] if one.kind is not one.VAR_POSITIONAL]
     known = [one.name for one in named if one.kind is not one.VAR_KEYWORD]

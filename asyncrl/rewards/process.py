@@ -1,8 +1,9 @@
-"""Rewards of steps: any reward, asked of every turn of an episode as it stood when that turn had been written.
+"""Process rewards: any reward applied to every turn of an episode, as it stood when that turn had been written.
 
-With `into` of min, mean, sum or last, the episode's reward is made of them; with turns, they are the rewards of the
-turns themselves and that of the episode is 0. Never both: algorithms that know only whole episodes add the two.
-min: a chain is as good as its weakest step (Lightman et al., arXiv 2305.20050, take the product or the minimum).
+With `into` set to min, mean, sum or last, the episode's reward is computed from them. With turns, they become the
+rewards of the turns, and the episode's own reward is 0. Never both: algorithms that use only whole episodes add the
+two. About min: a chain is as good as its weakest step (Lightman et al., arXiv 2305.20050, take the product or the
+minimum).
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ INTO: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 class Process:
-    """A function, a reward model or a judge at each turn."""
+    """Applies a function, a reward model or a judge to each turn."""
 
     def __init__(self, step: Any, into: Literal["turns", "min", "mean", "sum", "last"] = "turns") -> None:
-        """`step`: a reward, or its {"use", "params"}."""
+        """`step` is a reward, or its {"use", "params"}."""
         self._step = part(step, "step")
         self._into = INTO.get(into)
         self.inline, self.pure = self._step.inline, self._step.pure
 
     def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
-        """All turns, at the same time if the step's reward is async."""
+        """Score all turns, concurrently if the step's reward is async."""
         states = [answer.until(turn) for turn in range(len(answer.texts))]
         return combined([(state, partial(self._step, state)) for state in states], self._made_of)
 

@@ -1,4 +1,4 @@
-"""A reward model behind HTTP, in one of four forms.
+"""Reward model behind HTTP, in one of four request formats.
 
 form       request                                             answer
 batch      {"answers": [{"prompt", "answer", "question"}...]}  {"rewards": [...]}, one for each
@@ -8,9 +8,9 @@ slime      {"prompt", "response", "label"}                     a number, or an o
 openrlhf   {"query": [...], "prompts": [...],                  {"rewards": [...]}, one for each (its remote_rm_url,
            "labels": [...]}                                    openrlhf/cli/serve_rm.py); query is prompt and answer
 
-`prompt` is the list of messages (for openrlhf their texts, one below the other: no chat template is applied),
-`question` the record, `label` its field `answer_key`. A batch that is refused is sent again one by one, so that one
-answer that is too long does not cost the others.
+`prompt` is the list of messages (for openrlhf their texts, joined by newlines: no chat template is applied), `question`
+is the record, `label` is its field `answer_key`. A batch that is refused is sent again item by item, so that one answer
+that is too long does not fail the others.
 
 waits for     a batch (batches.py), then a server (endpoints.py)
 on a failure  EpisodeFailed("reward_model")
@@ -38,7 +38,7 @@ Sample = dict[str, Any]
 
 
 class Remote:
-    """What a reward model says of the last completion."""
+    """Reward that a reward model gives to the last completion."""
 
     inline = pure = True
 
@@ -56,7 +56,8 @@ class Remote:
         deadline: Seconds = 180.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`urls` are full. `max_wait` in seconds, for a batch to fill; `max_running` requests at once."""
+        """`urls` are complete URLs. `max_wait` is the time in seconds for a batch to fill; `max_running` limits
+        concurrent requests."""
         if not urls:
             raise ConfigError("urls", urls, "Must name at least one server.")
         self._form, self._answer_key, self._reward_key = form, answer_key, reward_key
@@ -74,7 +75,7 @@ class Remote:
         )
 
     async def __call__(self, answer: Answer) -> float:
-        """Raises EpisodeFailed("reward_model")."""
+        """Score an answer. Raises EpisodeFailed("reward_model")."""
         sample = {
             "prompt": list(answer.question.get("messages", ())),
             "answer": answer.text,

@@ -1,8 +1,8 @@
-"""What a reward is given and what it gives; the same for one that counts words and one that asks a fleet of judges.
+"""The reward interface: what a reward receives and returns, from a word counter to a fleet of judges.
 
-A fault of whatever scores (a judge, a reward model, a sandbox, the record of a task) raises EpisodeFailed with the
-reason `judge`, `reward_model`, `sandbox` or `reward_error`: the episode is counted and replaced. A reward of 0 says
-something of the answer, never of the machinery.
+A fault of the scoring machinery (a judge, a reward model, a sandbox, the record of a task) raises EpisodeFailed with
+the reason `judge`, `reward_model`, `sandbox` or `reward_error`: the episode is counted and replaced. A reward of 0 is a
+statement about the answer, never about the machinery.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from asyncrl.types import Trajectory, number
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reward sees of an episode."""
+    """Input of a reward: one episode."""
 
     text: str  # the last completion, without special tokens
     texts: Sequence[str]  # every completion in order, one per turn
-    question: Mapping[str, Any]  # the task's record; of a task from a file the row is question["row"]
+    question: Mapping[str, Any]  # the task's record; for a task from a file, the row is question["row"]
     trajectory: Trajectory
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """The row of a task from a file; of other tasks the question itself."""
+        """Row of a file task's question; for other tasks the question itself."""
         row = self.question.get("row")
         return row if isinstance(row, Mapping) else self.question
 
     def field(self, key: str) -> Any:
-        """A field of the record. Raises EpisodeFailed when it has none: that is no fault of the answer."""
+        """Return a field of the record. Raises EpisodeFailed if it is missing: that is not the answer's fault."""
         record = self.record
         if key not in record:
             raise EpisodeFailed("reward_error", f"the question's record has no field {key!r}, only {sorted(record)}")
         return record[key]
 
     def until(self, turn: int) -> Answer:
-        """As it stood when this turn, counted from 0, had been written."""
+        """Return the episode as it stood when this turn, counted from 0, had been written."""
         turns = Trajectory(self.trajectory.turns[: turn + 1])
         return replace(self, text=self.texts[turn], texts=self.texts[: turn + 1], trajectory=turns)
 
 
 @dataclass(frozen=True)
 class Score:
-    """`reward` is the episode's. `turns` are added to the rewards of its turns: one for each, or none."""
+    """Result of a reward. `reward` is the episode's; `turns`, one per turn or empty, are added to the rewards of its
+    turns."""
 
     reward: float
     turns: Sequence[float] = ()
@@ -56,27 +57,27 @@ Result = Score | float | Awaitable[Score | float]
 
 
 class Reward(Protocol):
-    """May also have `async close()`, for its connections and processes."""
+    """Interface of a reward. It may also have `async close()`, which closes its connections and processes."""
 
     @property
     def inline(self) -> bool:
-        """Whether a call is quick and cannot hang, so that it may be made in the event loop; else it is made in a
-        thread. The call of an async reward only makes an awaitable: it is inline."""
+        """True if a call is quick and cannot hang, so that it may run in the event loop; otherwise it runs in a thread.
+        An async reward is inline, because its call only creates an awaitable."""
         ...
 
     @property
     def pure(self) -> bool:
-        """Whether the same answer to the same question always gets the same score, which may then be kept."""
+        """True if the same answer to the same question always gets the same score, which may then be cached."""
         ...
 
     def __call__(self, answer: Answer) -> Result:
-        """The score. Raises EpisodeFailed when whatever scores is at fault, not the answer."""
+        """Return the score. Raises EpisodeFailed when the scoring machinery is at fault, not the answer."""
         ...
 
 
 def checked(value: Score | float, answer: Answer) -> Score:
-    """As a Score of plain finite numbers; parts that are None were not measured, and are left out. Raises
-    EpisodeFailed("reward_error") for anything else."""
+    """Convert a result to a Score of plain finite numbers; parts that are None were not measured and are left out.
+    Raises EpisodeFailed("reward_error") for anything else."""
     score = value if isinstance(value, Score) else Score(value)
     try:
         reward = number(score.reward, "the reward")
@@ -95,6 +96,6 @@ def checked(value: Score | float, answer: Answer) -> Score:
 
 
 async def close(reward: object) -> None:
-    """Close what a reward has open, if anything."""
+    """Close the reward's resources, if it has any."""
     if closing := getattr(reward, "close", None):
         await closing()

@@ -1,10 +1,10 @@
-"""A list of criteria, each judged or matched for itself, and one sum over them.
+"""Rubric reward: a list of criteria, each judged or matched separately, and one weighted sum.
 
-The explicit aggregation of Rubrics as Rewards (Gunjal et al., arXiv 2507.17746, equation 1): the sum of weight times
-verdict, over the sum of the weights. A weight below 0 is for what an answer should not do; it takes away and does not
-count in the divisor, and the result is no less than 0 (HealthBench, arXiv 2505.08775).
+This is the explicit aggregation of Rubrics as Rewards (Gunjal et al., arXiv 2507.17746, equation 1): the sum of weight
+times verdict, divided by the sum of the weights. A negative weight penalizes what an answer should not do; it is
+subtracted and not counted in the divisor, and the result is at least 0 (HealthBench, arXiv 2505.08775).
 
-Criteria are those of `items`, or of the record's field `items_key`: a rubric of the question's own.
+The criteria come from `items`, or from the record's field `items_key`: a rubric of the question's own.
 
 waits for     the judge, for all criteria together
 """
@@ -48,7 +48,7 @@ LABELS = {"yes": 1.0, "no": 0.0}
 
 @dataclass(frozen=True)
 class Item:
-    """One criterion, for the judge or for a reward of its own."""
+    """One criterion, checked by the judge or by its own reward."""
 
     name: str
     weight: float
@@ -57,7 +57,7 @@ class Item:
 
 
 class Rubric:
-    """From 0 to 1: the weighted share of the criteria that an answer meets."""
+    """Reward from 0 to 1: the weighted fraction of the criteria that an answer meets."""
 
     def __init__(
         self,
@@ -67,9 +67,12 @@ class Rubric:
         criterion_key: Name = "criterion",
         weight_key: Name = "weight",
     ) -> None:
-        """`items`: {"criterion", "weight", "name"} for the judge, {"use", "params", "weight", "name"} for a reward;
-        weights are 1 unless said otherwise. `items_key` takes criteria from the record, under `criterion_key` and
-        `weight_key`. `judge`: a Judge, or its params; those of template and labels have defaults for yes and no."""
+        """Configure the criteria and the judge.
+
+        An item is {"criterion", "weight", "name"} for the judge, or {"use", "params", "weight", "name"} for a reward; a
+        weight defaults to 1. `items_key` takes the criteria from the record, under `criterion_key` and `weight_key`.
+        `judge` is a Judge, or its params; template and labels default to yes/no verdicts.
+        """
         if bool(items) == bool(items_key):
             raise ConfigError("items", items, "Must be given, or else items_key.")
         self._items = [_item(one, f"items.{number}", number + 1) for number, one in enumerate(items)]
@@ -83,7 +86,7 @@ class Rubric:
         self.pure = all(one.pure for one in parts)
 
     def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
-        """All criteria at the same time. Raises EpisodeFailed when the judge fails at one of them, or the record has
+        """Check all criteria concurrently. Raises EpisodeFailed if the judge fails on one of them, or the record has
         none."""
         items = self._items or self._of(answer)
         return combined([(answer, partial(self._ask, item, answer)) for item in items], partial(self._sum, items))

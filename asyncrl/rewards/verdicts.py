@@ -1,7 +1,7 @@
-"""What a judge's text says, as a number from 0 to 1.
+"""Parsing of a judge's text into a number from 0 to 1.
 
-It is found by a regular expression (the group of its last match: the judge may well quote the answer before) or as the
-field of the last JSON object that has it; then it is a number on a scale, or one of some labels.
+The verdict is found by a regular expression (the group of its last match, because the judge may quote the answer
+before) or as the field of the last JSON object that has it. It is either a number on a scale or one of several labels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VERDICT = r"(?i:verdict)\W*(\w+)"
 
 
 class Verdicts:
-    """One way of reading them."""
+    """Parser of verdicts."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Verdicts:
         scale: Sequence[float] | None = None,
         labels: Mapping[str, float] | None = None,
     ) -> None:
-        """By default "Score: N" from 0 to 10; with `labels`, "Verdict: LABEL"."""
+        """Parse "Score: N" from 0 to 10 by default; with `labels`, parse "Verdict: LABEL"."""
         if pattern and json_field:
             raise ConfigError("json_field", json_field, "Goes not together with pattern.")
         if scale and labels:
@@ -43,7 +43,8 @@ class Verdicts:
         self._pattern = _compiled(pattern or (VERDICT if labels else SCORE))
 
     def read(self, text: str) -> float | None:
-        """From 0 to 1, or None when there is none in it, or one that is off the scale or no label."""
+        """Return a number from 0 to 1, or None if the text has no verdict, or one that is off the scale or an unknown
+        label."""
         found = self._in_json(text) if self._field else self._in_text(text)
         if found is None:
             return None

@@ -1,11 +1,11 @@
-"""Processes that answer one request at a time, and are killed when they do not.
+"""Worker processes that answer one request at a time, and are killed when they do not answer.
 
-They start with the first request, since most runs have no use for them, and are started anew when they have ended.
+They start with the first request, because most runs do not need them, and are restarted when they have ended.
 
-waits for     a free process, then its lines (`seconds` by the clock, which is no measure of the work: a worker has a
-              limit of its own)
+waits for     a free process, then its lines (`seconds` of wall-clock time, which does not measure the work: a worker
+              has a limit of its own)
 unblocked by  a process that answers, ends, or is killed
-on a hang     the process is killed, also when whoever asked stops waiting
+on a hang     the process is killed, also when the caller stops waiting
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reply:
-    """What a process said to a request, one line after the other, and how it ended if it did."""
+    """Lines of a process in reply to a request, and its exit status if it ended."""
 
     lines: list[dict[str, Any]]
-    exit_code: int | None = None  # below 0: the signal
+    exit_code: int | None = None  # negative: the signal number
     late: bool = False
 
 
 class Workers:
-    """At most `count` processes of one command. Of one event loop."""
+    """Pool of at most `count` processes of one command, for one event loop."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:
         self._command = command
@@ -38,7 +38,7 @@ class Workers:
         self._busy: set[Process] = set()
 
     async def ask(self, request: dict[str, Any], until: str, seconds: float) -> Reply:
-        """The lines up to one with the field `until`, or to the end of the process."""
+        """Return the lines up to one with the field `until`, or up to the end of the process."""
         async with self._room:
             process = self._idle.pop() if self._idle else await self._start()
             self._busy.add(process)
@@ -58,7 +58,7 @@ class Workers:
                     await _end(process)
 
     async def close(self) -> None:
-        """Kill all of them."""
+        """Kill all processes."""
         processes = [*self._idle, *self._busy]
         self._idle.clear()
         for process in processes:

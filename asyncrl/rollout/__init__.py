@@ -1,1 +1,1 @@
-"""The rollout process: prompts -> agents -> router -> groups -> buffer, and the service that hands out batches."""
+"""Rollout process: prompts -> agents -> router -> groups -> buffer, and the service that hands out batches."""

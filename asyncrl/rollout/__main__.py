@@ -1,4 +1,4 @@
-"""Entry of the rollout process: python -m asyncrl.rollout RUN_DIR. Wires prompts, client, agent, buffer and service."""
+"""Entry point of the rollout process: python -m asyncrl.rollout RUN_DIR. Wires up all of its components."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
 
 
 async def main(run_dir: Path) -> None:
-    """Serve until the launcher's SIGTERM, or until something dies."""
+    """Serve until the launcher sends SIGTERM or a component fails."""
     contain(asyncio.get_running_loop())
     config, addresses = read(run_dir), Addresses.read(run_dir)
     progress = Progress(run_dir, "rollout", config.cluster.stall_timeout)
@@ -122,7 +122,7 @@ async def main(run_dir: Path) -> None:
         if resumed or (addresses.attached and config.mode == "train"):
             await service.released()
         if resumed is None:
-            await evaluations.now()  # alone on version 0, before the first rollout
+            await evaluations.now()  # has the engines to itself: version 0, before the first rollout
         elif resumed.evaluating:
             evaluations.begin()
         async with asyncio.TaskGroup() as working:
@@ -205,7 +205,7 @@ def _worker(
 def _go_on(
     resumed: Snapshot, service: Service, prompts: Prompts, mixer: Mixer
 ) -> list[tuple[Ticket, Prompt, Sequence[Session]]]:
-    """From where the checkpoint was; the groups that were being played."""
+    """Restore the checkpointed state and return the groups that were running when it was saved."""
     prompts.go_on(resumed.cursor)
     mixer.restore(resumed.mixer)
     return [
@@ -215,7 +215,8 @@ def _go_on(
 
 
 def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | None:
-    """None without a teacher. Engines of others have a key of their own, which no file of the run holds."""
+    """Return None without a teacher. External engines (teacher.urls) have their own API key, from the environment: no
+    file of the run stores it."""
     if not addresses.teachers:
         return None
     teacher = config.teacher
@@ -255,5 +256,5 @@ def _mixer(config: Config, played: dict[str, tasks.Task], prompts: Prompts) -> M
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the launcher decides the order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
     asyncio.run(main(Path(sys.argv[1])))

@@ -1,7 +1,8 @@
-"""What groups that are being played wait for, since when: for whoever waits for them.
+"""Diagnosis of running groups: what each one is waiting for, and since when.
 
-A session says what its episode waits for (engine/client.py): its agent, its reward, an engine's pieces, the end of a
-publish. Which engine answers is the router's choice, of which neither tells: a group's uid is its routing key.
+A session records what its episode waits for (engine/client.py): its agent, its reward, an engine's output, the end of a
+weight update. Which engine serves a group is the router's choice and is not reported here: the group's uid is its
+routing key.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Protocol
 AGENT, REWARD, TEACHER, NOTHING = "its agent", "its reward", "its teacher", ""
 """What a session waits for between its requests; NOTHING once its episode has ended."""
 NAMED = 4
-"""Groups that a diagnosis names."""
+"""Number of groups that a diagnosis lists."""
 
 
 class Sibling(Protocol):
-    """One episode under way."""
+    """One running episode of a group."""
 
     received: int
     waits_for: str
@@ -25,12 +26,12 @@ class Sibling(Protocol):
 
 
 def silence(siblings: Collection[Sibling], now: float) -> float:
-    """Seconds since the last sign of life of the episode that has been silent longest."""
+    """Return the seconds since the last activity of the episode that has been silent longest."""
     return max((now - one.since for one in siblings if one.waits_for), default=0.0)
 
 
 def describe(uid: str, siblings: Collection[Sibling], now: float) -> str:
-    """One line for one group: its slowest episode stands for it."""
+    """Describe a group in one line; its slowest episode represents it."""
     left = [one for one in siblings if one.waits_for]
     so_far = f"{uid}: {len(left)} of {len(siblings)} episodes left, {sum(one.received for one in siblings)} tokens"
     if not left:
@@ -40,7 +41,7 @@ def describe(uid: str, siblings: Collection[Sibling], now: float) -> str:
 
 
 def slowest(groups: Iterable[tuple[str, Collection[Sibling]]]) -> list[str]:
-    """A line for each of the groups that have been silent longest."""
+    """Return one line for each of the NAMED groups that have been silent longest."""
     now = time.monotonic()
     ranked = sorted(groups, key=lambda group: -silence(group[1], now))
     return [describe(uid, siblings, now) for uid, siblings in ranked[:NAMED]]

@@ -1,8 +1,9 @@
-"""What an agent is. It reaches the model through `generate` alone: it knows no URL, no engine and no trainer.
+"""The agent interface. An agent reaches the model through `generate` alone: it knows no URL, no engine and no trainer.
 
 a function     async def my_agent(prompt, generate) -> Trajectory | float | None
-a class        with such a method, `run`; made once, with agent_params, it plays all episodes, many at once. It may
-               have `async start()` and `async close()`, for before the first of them and after the last
+a class        with such a method, `run`. It is built once, with agent_params, and plays all episodes, many of them
+               concurrently. It may define `async start()` and `async close()`, called before the first episode and
+               after the last.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from asyncrl.tasks import Task
 from asyncrl.types import Generate, Prompt, Trajectory
 
 Played = Trajectory | float | None
-"""What an agent makes of an episode: its turns, and the reward if it is not the task's to give; or the reward alone, or
-nothing, where everything that it asked for is to be trained."""
+"""Result of an agent's episode: a Trajectory (its reward is None if the task gives it); or the reward alone, or None,
+when every request that the agent made is to be trained.
+"""
 
 
 class Agent(Protocol):
@@ -36,18 +38,18 @@ class Agent(Protocol):
 
 
 class Function:
-    """An agent that is a function."""
+    """Agent that calls a function."""
 
     def __init__(self, function: Callable[..., Awaitable[Played]], params: Mapping[str, Any]) -> None:
         self._function, self._params = function, params
 
     async def run(self, prompt: Prompt, generate: Generate) -> Played:
-        """One call."""
+        """Call the function with the agent's parameters."""
         return await self._function(prompt, generate, **self._params)
 
 
 def load_agent(path: str, params: Mapping[str, Any], field: str = "agent") -> Agent:
-    """The agent at an import path, module:name, with its parameters. Raises ConfigError for that field."""
+    """Load the agent at an import path, module:name, with its parameters. Raises ConfigError for that field."""
     found = load(path, field)
     if inspect.iscoroutinefunction(found):
         return Function(found, params)
@@ -69,9 +71,12 @@ def _made(kind: Callable[..., Agent], params: Mapping[str, Any], field: str) -> 
 
 
 def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None]) -> dict[str, Agent]:
-    """Who plays each task and evaluation set: the one that its section names, or that it brings; in the environment
-    that it brings, MultiTurn, or SelfPlay where that has several roles; else the run's. `tell` hears of environments
-    that fail."""
+    """Return the agent of each task and evaluation set.
+
+    In order of precedence: the agent that the set's config section names; the one that the task brings; for a task with
+    an environment, SelfPlay if it has roles, otherwise MultiTurn; the run's agent. `tell` receives messages about
+    environments that fail.
+    """
     every = load_agent(config.agent, config.agent_params)
     found = {}
     for name, section in (config.mixture | config.eval_sets).items():
@@ -91,7 +96,7 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
 
 
 def figures(agents: Iterable[Agent]) -> dict[str, float]:
-    """Of those that speak through a proxy, under their names in metrics.jsonl."""
+    """Return the counters of agents that work through a proxy, under their names in metrics.jsonl."""
     counted = Counter[str]()
     for agent in dict.fromkeys(agents):
         if isinstance(agent, ThroughTheProxy):
@@ -100,7 +105,7 @@ def figures(agents: Iterable[Agent]) -> dict[str, float]:
 
 
 async def each(parts: Iterable[object], method: str) -> None:
-    """Call `start`, or `close`, of every one that has it, once."""
+    """Call the method (`start` or `close`) once on every distinct part that has it."""
     for part in dict.fromkeys(parts):
         if call := getattr(part, method, None):
             await call()

@@ -1,12 +1,13 @@
-"""Is what is trained a fair sample of what was generated? Answers that take long are lost first, in silence.
+"""Audit of sampling bias: is what is trained a fair sample of what was generated? Long answers are lost first,
+silently.
 
-Lengths, rewards and difficulty (a group's mean reward) of the groups that were trained are compared with those of all
-groups that were played, over cohorts that are closed: a running cohort would show its short answers first. Where
-nothing is thrown away the two are the same groups; accept, oversample, over_age and failures make them differ. Of a
-group that was stopped only the tokens that came are known: its length counts as shorter than it would have been.
+The audit compares lengths, rewards and difficulty (a group's mean reward) of the trained groups with those of all
+generated groups, over closed cohorts only: a running cohort would show its short answers first. When nothing is thrown
+away the two sets are the same; accept, oversample, over_age and failures make them differ. For a group that was aborted
+only the tokens received so far are known, so its length counts as shorter than it would have been.
 
-The two-sample Kolmogorov-Smirnov test with its asymptotic p-value (Press et al., Numerical Recipes, section 14.3).
-Pure: no I/O.
+The test is the two-sample Kolmogorov-Smirnov test with its asymptotic p-value (Press et al., Numerical Recipes, section
+14.3). Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from math import exp, sqrt
 from statistics import fmean
 
 WINDOW = 4096
-"""Trajectories (or groups, of difficulty) that are compared, the latest."""
+"""Number of the latest trajectories (for difficulty: groups) that are compared."""
 ENOUGH = 200
-"""Fewer say nothing."""
+"""Minimum number of values per side; fewer are not compared."""
 SURE, MUCH = 0.001, 0.05
-"""A drift is told when chance would make it with less than this probability, and the means differ by this share."""
+"""A drift is reported when its p-value is below the first number and the means differ by more than the second,
+relatively.
+"""
 KINDS = ("length", "reward", "difficulty")
 
 
 @dataclass
 class _Sample:
-    """What is compared, by kind."""
+    """The values to compare, by kind."""
 
     values: dict[str, deque[float]] = field(default_factory=lambda: {kind: deque(maxlen=WINDOW) for kind in KINDS})
 
@@ -44,46 +47,46 @@ class _Sample:
 
 @dataclass
 class AuditState:
-    """What it compares."""
+    """State of an audit, for a checkpoint."""
 
-    cohorts: dict[int, dict[str, tuple[bool, list[int], list[float]]]]  # open ones, by number and group
+    cohorts: dict[int, dict[str, tuple[bool, list[int], list[float]]]]  # open cohorts, by number and group uid
     generated: dict[str, list[float]]
     trained: dict[str, list[float]]
     told: list[str]
 
 
 class Audit:
-    """The books of one run."""
+    """Compares generated and trained groups over one run."""
 
     def __init__(self) -> None:
-        self._open: dict[int, dict[str, tuple[bool, list[int], list[float]]]] = {}  # by cohort and group
+        self._open: dict[int, dict[str, tuple[bool, list[int], list[float]]]] = {}  # by cohort and group uid
         self._generated, self._trained = _Sample(), _Sample()
         self._told: set[str] = set()
 
     def state(self) -> AuditState:
-        """To be written down at once: some of its parts are the audit's own."""
+        """Return the state. Serialize it immediately: it shares some of its parts with the audit."""
         return AuditState(self._open, self._generated.lists(), self._trained.lists(), sorted(self._told))
 
     def restore(self, state: AuditState) -> None:
-        """As it was."""
+        """Restore a saved state."""
         self._open, self._told = state.cohorts, set(state.told)
         for sample, values in ((self._generated, state.generated), (self._trained, state.trained)):
             for kind in KINDS:
                 sample.values[kind].extend(values[kind])
 
     def note(self, cohort: int, uid: str, lengths: list[int], rewards: list[float], *, trained: bool) -> None:
-        """A group has ended: tokens and, where they are known, rewards of its trajectories."""
+        """Record a group that has ended: the tokens and, where known, the rewards of its trajectories."""
         self._open.setdefault(cohort, {})[uid] = trained, lengths, rewards
 
     def drop(self, uid: str) -> None:
-        """A group that was to be trained has lost its place in a batch."""
+        """Record that a group that was to be trained has lost its place in a batch."""
         for cohort in self._open.values():
             if uid in cohort:
                 _, lengths, rewards = cohort[uid]
                 cohort[uid] = False, lengths, rewards
 
     def close(self, below: int) -> None:
-        """No group of an earlier cohort than this will be trained any more."""
+        """Close the cohorts below this number: none of their groups can be trained any more."""
         for cohort in sorted(number for number in self._open if number < below):
             for trained, lengths, rewards in self._open.pop(cohort).values():
                 self._generated.add(lengths, rewards)
@@ -91,11 +94,11 @@ class Audit:
                     self._trained.add(lengths, rewards)
 
     def figures(self) -> dict[str, float]:
-        """By how much the mean of what is trained differs from that of what was generated, in shares of the latter."""
+        """Return the relative difference between the means of trained and generated groups, by kind."""
         return {f"bias/{kind}": self._difference(kind) for kind in KINDS}
 
     def warnings(self) -> list[str]:
-        """Drifts that were not told before."""
+        """Return a message for each drift that has not been reported before."""
         found = []
         for kind in KINDS:
             generated, trained = self._generated.values[kind], self._trained.values[kind]
@@ -118,7 +121,7 @@ class Audit:
 
 
 def ks_p_value(one: list[float], other: list[float]) -> float:
-    """Probability that two samples of one distribution differ as much."""
+    """Return the probability that two samples of one distribution differ at least as much as these."""
     one, other = sorted(one), sorted(other)
     distance = max(
         abs(bisect_right(one, value) / len(one) - bisect_right(other, value) / len(other)) for value in {*one, *other}
@@ -126,5 +129,5 @@ def ks_p_value(one: list[float], other: list[float]) -> float:
     size = sqrt(len(one) * len(other) / (len(one) + len(other)))
     root = (size + 0.12 + 0.11 / size) * distance
     if root < 0.2:
-        return 1.0  # the series does not converge there
+        return 1.0  # the series does not converge for such small values
     return min(1.0, max(0.0, 2 * sum((-1) ** (k - 1) * exp(-2 * (k * root) ** 2) for k in range(1, 101))))

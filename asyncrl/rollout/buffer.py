@@ -1,23 +1,23 @@
-"""Admission and staleness: the one piece of shared state between rollouts and trainer.
+"""Admission and bounded staleness: the only state shared between rollouts and trainer.
 
-The cohort rule. Groups are admitted cohort by cohort, B (a batch) at a time; v is the version that the whole fleet
+The cohort rule. Groups are admitted cohort by cohort, B groups (one batch) each; v is the version that the whole fleet
 serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
 
-  admit   groups of cohort c while c <= lead + v
-  take    step t takes what is left of cohort t - slack, then the lowest ready groups, B in all;
-          it waits until cohort t - slack is whole and B are ready in all
-  reject  a rejected group's replacement keeps its slot, with a later birth
+  admit   groups of cohort c are admitted while c <= lead + v
+  take    step t takes what is left of cohort t - slack, then the lowest ready slots, B groups in total;
+          it waits until cohort t - slack is complete and B groups are ready in total
+  reject  the replacement of a rejected group keeps its slot, with a later birth version
 
 Why the bound is strict: a group of cohort c is born at a version >= c - lead and trained at a step <= c + slack, so its
-staleness is at most lead + slack = max_staleness. Why it cannot lock: at every step (lead + 1) * B groups are admitted
-and untrained, so B ready ones come as soon as the running groups end. Nothing is dropped; max_staleness 0 is
-synchronous, and with slack 0 batch t is cohort t whatever the completion times.
+staleness is at most lead + slack = max_staleness. Why it cannot deadlock: at every step (lead + 1) * B groups are
+admitted and untrained, so B of them become ready as soon as the running groups end. Nothing is dropped; max_staleness 0
+is synchronous, and with slack 0 batch t is cohort t, whatever the completion times.
 
-Two options give that up, and count what they throw away (both favour short answers):
+Two options give that up, and count what they throw away (both favor short answers):
 
-  oversample      B + oversample groups of each cohort run, and the first B that end have its seats
-  over_age=drop   step t does not wait for cohort t - slack when B others are ready: who is not ready goes, and its seat
-                  moves to the newest cohort
+  oversample      B + oversample groups of each cohort run, and the first B that end get its seats
+  over_age=drop   step t does not wait for cohort t - slack when B other groups are ready: unfinished groups of that
+                  cohort are dropped, and their seats move to the newest cohort
 
 Pure: no I/O, no event loop, an injected clock. `rollout.service` wraps it for the processes.
 """
@@ -39,11 +39,12 @@ from asyncrl.rollout.ledger import Events, Ledger, Places, Source, Tokens
 from asyncrl.types import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"
-"""Reasons of the ledger: another group had the seat; the batch went without it."""
+"""Reasons for rejection in the ledger: the cohort's seats were taken by other groups; the batch was taken without it.
+"""
 
 
 class CohortBuffer:
-    """Slots, bounded staleness, and nothing unaccounted. Not thread-safe: one event loop owns it."""
+    """Slots with bounded staleness and complete accounting. Not thread-safe: one event loop owns it."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class CohortBuffer:
         self._next_slot = 0
         self._filling = 0  # the cohort that new slots belong to
         self._cohorts: defaultdict[int, Cohort] = defaultdict(lambda: Cohort(batch_groups))
-        self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be played anew
+        self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be replayed
         self._running: dict[int, Playing] = {}  # by slot
         self._ready: dict[int, Played] = {}  # by slot
         self._training: list[Played] = []
@@ -78,7 +79,7 @@ class CohortBuffer:
         self._requeued = 0
 
     def admit(self) -> Ticket | None:
-        """The next group to play, or None until a publish or a rejection makes room."""
+        """Return a ticket for the next group to play, or None until a publish or a rejection makes room."""
         if self._vacant:
             slot, attempt, cohort = heapq.heappop(self._vacant)
             self._cohorts[cohort].vacant -= 1
@@ -99,14 +100,14 @@ class CohortBuffer:
         return ticket
 
     def begin(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
-        """The group of a ticket plays the prompt of this uid, in so many trajectories."""
+        """Record that the group of a ticket plays the prompt with this uid, in so many trajectories."""
         playing = self._running[ticket.slot]
         playing.prompt, playing.trajectories = prompt, trajectories
         self._issued["trajectories"] += trajectories
 
     def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> bool:
-        """A played group waits for its batch; engines also wrote `discarded` tokens that are not in it. False when its
-        cohort had no seat left, and it was rejected."""
+        """Add a finished group to the ready ones; engines also generated `discarded` tokens that are not in it. Returns
+        False if its cohort has no seat left: the group is then rejected."""
         cohort = self._cohorts[ticket.cohort]
         if cohort.taken == cohort.seats:
             self.reject(ticket, self._too_late(ticket), tokens=group.num_tokens + discarded)
@@ -120,7 +121,8 @@ class CohortBuffer:
         return True
 
     def reject(self, ticket: Ticket, reason: str, *, tokens: int = 0) -> None:
-        """A group that must not be trained: counted, and its slot is played anew while its cohort has a seat for it."""
+        """Reject a group that must not be trained. It is counted, and its slot is requeued while its cohort needs
+        another group."""
         playing = self._close(ticket)
         self._count_rejected(reason, playing, tokens)
         cohort = self._cohorts[ticket.cohort]
@@ -130,25 +132,26 @@ class CohortBuffer:
         self._forget(ticket.cohort)
 
     def unwanted(self) -> list[tuple[Ticket, str]]:
-        """Running groups that nobody waits for any more, since the last call: stop them, and reject them for this."""
+        """Return the running groups that became superfluous since the last call, to be aborted and rejected for the
+        given reason."""
         unwanted, self._unwanted = self._unwanted, []
         return [(ticket, self._too_late(ticket)) for ticket in unwanted if self._runs(ticket)]
 
     def dropped(self) -> list[Group]:
-        """Groups that were ready and have lost their place in a batch (over_age=drop), since the last call."""
+        """Return the ready groups that lost their place in a batch (over_age=drop) since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def take(self) -> list[Group] | None:
-        """The groups of step `self.step`, lowest slot first, or None until the rule allows them."""
+        """Return the groups of step `self.step`, lowest slot first, or None until the cohort rule allows them."""
         if self.step > self.version:
-            return None  # the batch before is still in training or being published
+            return None  # the previous batch is still in training or being published
         cohort = self._cohorts[self.step - self.slack]
         whole = self.step < self.slack or cohort.taken == cohort.seats
         if len(self._ready) < self.batch_groups or not (whole or self._drops):
             return None
         due = sorted(slot for slot, played in self._ready.items() if played.cohort <= self.step - self.slack)
-        for slot in due[self.batch_groups :]:  # only where seats have moved
+        for slot in due[self.batch_groups :]:  # non-empty only after seats have moved
             late = self._ready.pop(slot)
             self._count_rejected(OVER_AGE, late, late.tokens)
             self._dropped.append(late.group)
@@ -166,7 +169,7 @@ class CohortBuffer:
         return [played.group for played in self._training]
 
     def publish(self, version: int) -> None:
-        """Every engine serves `version`: the batch that made it is trained, and the next cohort may start."""
+        """Record that every engine serves `version`: the batch behind it is trained, and the next cohort may start."""
         if version != self.version + 1 or version != self.step:
             raise ValueError(
                 f"version {version} published after version {self.version}, with {self.step} batches taken"
@@ -177,11 +180,11 @@ class CohortBuffer:
         self._training = []
 
     def groups(self) -> Places:
-        """Where every group is."""
+        """Count the groups by state."""
         return self._places()["groups"]
 
     def ledger(self, source: Source, retried: dict[str, int] | None = None) -> Ledger:
-        """The books, against what `source` has counted on its own."""
+        """Return the ledger: the buffer's own counts, and what `source` has counted independently."""
         places = self._places()
         return Ledger(
             prompts=replace(places["prompts"], issued=source.prompts),
@@ -200,20 +203,20 @@ class CohortBuffer:
 
     @property
     def training(self) -> list[Group]:
-        """The batch that was taken last, until the version that it makes is published."""
+        """The batch that was taken last, until the version that it produces is published."""
         return [played.group for played in self._training]
 
     @property
     def ready(self) -> int:
-        """Groups that wait for their batch."""
+        """Number of groups that wait for their batch."""
         return len(self._ready)
 
     def due(self) -> int:
-        """The cohort that the next batch must take what is left of."""
+        """Return the oldest cohort, which the next batch must complete."""
         return self.step - self.slack
 
     def waiting_for(self) -> str:
-        """Why `take` gives nothing now, for a diagnosis."""
+        """Say why `take` returns nothing now, for a diagnosis."""
         cohort = self.due()
         missing = sorted(slot for slot, playing in self._running.items() if playing.ticket.cohort <= cohort)
         missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
@@ -225,10 +228,10 @@ class CohortBuffer:
             f"version {self.version}"
         )
 
-    # -- a checkpoint --------------------------------------------------------------------------------------
+    # -- checkpoint ----------------------------------------------------------------------------------------
 
     def state(self) -> BufferState:
-        """To be written down at once: its parts are the buffer's own."""
+        """Return the state. Serialize it immediately: it shares its parts with the buffer."""
         if self._training or self.step != self.version:
             raise ValueError(f"batch {self.step - 1} is in training: its version must be published first")
         return BufferState(
@@ -248,7 +251,7 @@ class CohortBuffer:
         )
 
     def restore(self, state: BufferState) -> None:
-        """What a buffer of the same settings was. Groups that were being played run from now on."""
+        """Restore the state of a buffer with the same settings. The clock of groups that were running starts anew."""
         self.version = self.step = state.version
         self._next_slot, self._filling, self._vacant = state.next_slot, state.filling, state.vacant
         self._cohorts.update(state.cohorts)
@@ -259,10 +262,10 @@ class CohortBuffer:
         self._tokens = Counter(state.tokens)
         self._rejected.update({reason: Counter(units) for reason, units in state.rejected.items()})
 
-    # -- within --------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------
 
     def _chosen(self, due: set[int]) -> list[int]:
-        """The slots that fill up a batch."""
+        """Return the slots that fill up a batch, as `select` chooses them."""
         count = self.batch_groups - len(due)
         others = {slot: played.group for slot, played in sorted(self._ready.items()) if slot not in due}
         chosen = [group.slot for group in self._select(list(others.values()), count)] if count else []
@@ -271,7 +274,7 @@ class CohortBuffer:
         return chosen
 
     def _dismiss(self, cohort: int) -> None:
-        """Its seats are taken: nobody waits for the rest of it."""
+        """Mark the remaining groups of a cohort as unwanted: its seats are taken."""
         self._unwanted += [one.ticket for one in self._running.values() if one.ticket.cohort == cohort]
         if self._cohorts[cohort].vacant:
             self._vacant = [entry for entry in self._vacant if entry[2] != cohort]
@@ -282,7 +285,8 @@ class CohortBuffer:
         self._cohorts[self.lead + self.version].seats += 1
 
     def _places(self) -> dict[str, Places]:
-        """By kind; running, ready and training are looked up, not counted along."""
+        """Count by kind and state. Running, ready and training are counted from the groups themselves, not
+        incrementally."""
         running, ready = _units(self._running.values()), _units(self._ready.values())
         training = _units(self._training)
         return {
@@ -302,7 +306,7 @@ class CohortBuffer:
         self._tokens["rejected"] += tokens
 
     def _too_late(self, ticket: Ticket) -> str:
-        """Why a group has no seat any more."""
+        """Return the reason why a group has no seat any more."""
         return OVER_AGE if ticket.cohort < self.step - self.slack else SURPLUS
 
     def _runs(self, ticket: Ticket) -> bool:
@@ -316,13 +320,13 @@ class CohortBuffer:
         return self._running.pop(ticket.slot)
 
     def _forget(self, cohort: int) -> None:
-        """A cohort that is behind, once all of its groups were admitted and have ended."""
+        """Delete a past cohort once all of its groups were admitted and have ended."""
         if cohort < min(self._filling, self.step - self.slack) and self._cohorts[cohort].playing == 0:
             del self._cohorts[cohort]
 
 
 def build_buffer(rollout: Rollout) -> CohortBuffer:
-    """As it is configured."""
+    """Build the buffer that the configuration describes."""
     return CohortBuffer(
         rollout.batch_groups,
         rollout.max_staleness,
@@ -334,7 +338,7 @@ def build_buffer(rollout: Rollout) -> CohortBuffer:
 
 
 def _units(groups: Collection[Playing | Played]) -> Counter[str]:
-    """How many prompts, groups and trajectories these are; a group that has begun plays one prompt."""
+    """Count the prompts, groups and trajectories of these groups; a group that has begun plays one prompt."""
     return Counter(
         prompts=len({group.prompt for group in groups if group.prompt}),
         groups=len(groups),

@@ -1,4 +1,4 @@
-"""What the buffer keeps: tickets, the groups that play for them, and the cohorts in which they are admitted."""
+"""The buffer's records: tickets, the groups that play for them, and the cohorts in which groups are admitted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.types import Group
 
 @dataclass(frozen=True)
 class Ticket:
-    """The right to play one group: its slot, and how many groups were played for that slot before."""
+    """Permission to play one group: its slot, and how many groups were played for that slot before."""
 
     slot: int
     attempt: int
@@ -18,13 +18,13 @@ class Ticket:
 
     @property
     def uid(self) -> str:
-        """Fixed width: no request id may be a prefix of another (engines abort by prefix)."""
+        """Group uid of fixed width: no request id may be a prefix of another, because engines abort by prefix."""
         return f"g{self.slot:08d}a{self.attempt:04d}"
 
 
 @dataclass
 class Playing:
-    """A group that is being played."""
+    """A running group."""
 
     ticket: Ticket
     since: float
@@ -34,7 +34,7 @@ class Playing:
 
 @dataclass(frozen=True)
 class Played:
-    """A group that waits for its batch, or is in it."""
+    """A finished group that waits for its batch or is in it."""
 
     cohort: int
     prompt: str
@@ -50,16 +50,16 @@ class Played:
 class Cohort:
     """Groups that are admitted together."""
 
-    seats: int  # groups of it that will be trained
-    issued: int = 0  # slots
+    seats: int  # number of its groups that will be trained
+    issued: int = 0  # slots issued so far
     playing: int = 0
-    vacant: int = 0  # rejected, to be played anew
+    vacant: int = 0  # rejected slots, to be replayed
     taken: int = 0  # seats of groups that are ready, in training or trained
 
 
 @dataclass
 class BufferState:
-    """All of a buffer, between a publish and the batch after it."""
+    """Complete state of a buffer between a publish and the next batch."""
 
     version: int
     next_slot: int

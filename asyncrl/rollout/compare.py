@@ -1,7 +1,7 @@
-"""replay.compare: what is generated, beside what a recorded run wrote for the same slots.
+"""replay.compare: compare what is generated with what a recorded run generated for the same slots.
 
-The same settings and seed give the same prompts to the same slots; answers are the same as far as engines are
-deterministic (docs/records.md). A group whose prompt is another, or that the recording lacks, is only counted.
+The same settings and seed give the same prompts to the same slots; answers agree as far as engines are deterministic
+(docs/records.md). A group with another prompt, or one that the recording lacks, is only counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.types import Completion, Group
 
 
 class Comparison(Recorder):
-    """Hears of every group, tells a line for each of its trajectories, and passes all on."""
+    """Recorder that compares every finished group, reports a line per trajectory, and forwards all events to `then`."""
 
     def __init__(self, recording: Recording, tell: Callable[[dict[str, Any]], None], then: Recorder) -> None:
         self._recording, self._tell, self._then = recording, tell, then
@@ -80,7 +80,7 @@ class Comparison(Recorder):
 
 
 def difference(now: Completion, then: Completion) -> tuple[int | None, float]:
-    """Where two answers first differ, or None; and the largest difference of log-probabilities before that."""
+    """Return the position at which two answers first differ, or None, and the largest log-probability gap before it."""
     alike = 0
     for one, other in zip(now.token_ids, then.token_ids, strict=False):
         if one != other:

@@ -1,16 +1,16 @@
-"""How many episodes may be in play at once: enough to keep every engine and the trainer busy, and no more.
+"""Controller of the number of concurrent episodes: enough to keep every engine and the trainer busy, and no more.
 
-Too few leave engines idle. Too many make them prefill again what they had computed: requests that a full cache throws
-out, turns of an episode whose cache others took; and where the trainer is the slower side they only grow stale in the
-buffer. Two limits, of which the lower holds, and neither needs a number from the user:
+Too few episodes leave engines idle. Too many make engines recompute prefills: a full cache evicts requests, and the
+prefix cache of an episode's earlier turns is lost to others. Where the trainer is the slower side, surplus episodes
+only grow stale in the buffer. Two limits apply, of which the lower holds, and neither needs a number from the user:
 
-    engines   grows while some engine has room and an empty queue, as a congestion window does: doubling each time that
-              the episodes in play have been replaced, later by a quarter (slow start and congestion avoidance, RFC
-              5681); falls when engines spend their time on prefilling again, or when all of them have long queues;
-              once for the episodes in play, for the effect is seen when they have ended
-    trainer   falls while whole batches lie ready beyond the one that the trainer took, grows when it had to wait
+    engines   grows while some engine has room and an empty queue, as a congestion window does: it doubles each time
+              the running episodes have been replaced, and later grows by a quarter (slow start and congestion
+              avoidance, RFC 5681). It falls when engines spend their time on repeated prefills, or when all of them
+              have long queues; once per generation of running episodes, because the effect shows when they have ended
+    trainer   falls while whole batches are ready beyond the one that the trainer took; grows when the trainer waited
 
-The buffer's admission (rollout.lead) bounds what is in play in any case. Pure: no clock, no I/O.
+The buffer's admission (rollout.lead) bounds the running episodes in any case. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -21,52 +21,54 @@ from collections.abc import Sequence
 from asyncrl.engine.loads import Load
 
 ROOMY = 0.9
-"""Share of its cache in use below which an engine takes more."""
+"""Fraction of its cache in use below which an engine accepts more work."""
 WASTED, MEMORY = 0.25, 0.9
-"""Share of the engines' time that they may spend on prefilling again, and how much of an observation's weight the next
-one has: bursts are seen over ten."""
+"""Largest fraction of the engines' time that may go to repeated prefills, and the decay of its moving average: 0.9
+averages bursts over ten observations.
+"""
 PATIENCE = 3
-"""Observations in a row for which queues must persist: a burst of new requests waits to be prefilled."""
+"""Number of consecutive observations for which queues must persist: a burst of new requests waits for its prefill."""
 BOLD, CAREFUL = 1.0, 0.25
-"""Growth while the episodes in play are replaced once: at first, and since every engine was once full."""
+"""Growth per replacement of the running episodes: at first, and after every engine was full once."""
 FEWER, MORE = 0.8, 1.5
-"""Limits of one step."""
+"""Smallest and largest factor of one adjustment."""
 RESERVE = 2.0
-"""Batches that lie ready when the trainer has taken one."""
+"""Target number of ready batches at the time the trainer takes the next one."""
 
 
 class Window:
-    """The controller. `start`, `end`, `observe` and `taken` tell it what happens."""
+    """The controller. `start`, `end`, `observe` and `taken` report events to it."""
 
     def __init__(self, longest: int) -> None:
-        """`longest`: tokens of the longest episode; as many as fit for certain may start at once."""
+        """`longest` is the token count of the longest episode: as many episodes as certainly fit the caches may start
+        at once."""
         self._longest = longest
         self.in_play = 0
         self.cuts = 0
-        self.engines = 0.0  # not known until engines were asked
+        self.engines = 0.0  # unknown until the first observation
         self.trainer = math.inf
         self.wasted = 0.0
         self._growth = BOLD
         self._seen: list[Load] = []
         self._queued = self._ended = 0
-        self._untouched = 0  # episodes that are still to end before the next cut
+        self._untouched = 0  # episodes that must end before the next cut
         self._starved = False
 
     @property
     def limit(self) -> float:
-        """Episodes that may be in play."""
+        """Maximum number of running episodes."""
         return min(self.engines, self.trainer)
 
     def may_start(self, episodes: int) -> bool:
-        """Whether a group of so many may; one is always in play."""
+        """Return whether a group of so many episodes may start; one group always may."""
         return self.in_play == 0 or self.in_play + episodes <= self.limit
 
     def start(self, episodes: int) -> None:
-        """A group starts."""
+        """Record that a group has started."""
         self.in_play += episodes
 
     def end(self, episodes: int) -> None:
-        """A group has ended."""
+        """Record that a group has ended."""
         used_up = self.in_play + episodes > self.engines
         self.in_play -= episodes
         self._ended += 1
@@ -75,8 +77,10 @@ class Window:
             self.engines += self._growth * episodes
 
     def observe(self, loads: Sequence[Load], seconds: float, needed: float) -> None:
-        """What the engines say, at regular times but not while they are paused; `seconds` and the tokens that had to be
-        prefilled since the last time."""
+        """Process the engines' loads, at regular intervals but not while the engines are paused.
+
+        `seconds` is the time since the last observation, `needed` the tokens that had to be prefilled in that time.
+        """
         if not loads:
             return
         if self.engines == 0:
@@ -96,14 +100,14 @@ class Window:
             self._cut(2 * running / (waiting + running))
 
     def open(self) -> None:
-        """The engines do not tell their load: let the trainer's side alone decide."""
+        """Let the trainer's limit alone decide: the engines do not report their load."""
         self.engines = math.inf
 
     def _waste(self, loads: Sequence[Load], needed: float) -> float:
-        """Seconds that engines spent on prefilling again, in sum."""
+        """Return the seconds that engines spent on repeated prefills, summed over engines."""
         before, self._seen = self._seen, list(loads)
         if len(before) != len(loads):
-            return 0.0  # an engine came or went; one that was started again counts from 0
+            return 0.0  # an engine joined or left; one that was restarted counts from 0
         same = [(then, now) for then, now in zip(before, loads, strict=True) if then.prefilled <= now.prefilled]
         tokens = sum(now.prefilled - then.prefilled for then, now in same)
         spent = sum(now.prefill_seconds - then.prefill_seconds for then, now in same)
@@ -116,9 +120,10 @@ class Window:
             self.cuts += 1
 
     def taken(self, ready: int, batch: int, *, waited: bool) -> None:
-        """The trainer took a batch of `batch` groups, for which it had to wait or not; `ready` groups are left.
+        """Adjust the trainer's limit: it took a batch of `batch` groups, `ready` groups are left, and it waited or not.
 
-        What ends until the next is in proportion to what is in play: as much as leaves RESERVE batches then.
+        The number of groups that end before the next batch is proportional to the number running: scale the limit such
+        that RESERVE batches will be left then.
         """
         ended, self._ended = self._ended, 0
         if waited or ready < batch or not ended:

@@ -1,7 +1,7 @@
-"""SystemExit in a task is an error of that task.
+"""Containment of SystemExit: raised in a task, it is an error of that task alone.
 
-An event loop ends, and with it the process, when one of its tasks raises SystemExit. In this process those are also a
-user's: an agent, a reward, an environment, and what they start beside themselves.
+An event loop, and with it the process, ends when one of its tasks raises SystemExit. Tasks of this process also run
+user code: an agent, a reward, an environment, and tasks that these start.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 
 class Exited(Exception):
-    """Somebody's code called sys.exit."""
+    """User code called sys.exit."""
 
 
 def contain(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on a task of this loop that raises SystemExit has raised Exited."""
+    """Make tasks of this loop raise Exited where their code raises SystemExit."""
     loop.set_task_factory(lambda loop, work, **named: asyncio.Task(_contained(work), loop=loop, **named))  # type: ignore[arg-type]
 
 

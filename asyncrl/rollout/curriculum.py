@@ -1,7 +1,7 @@
-"""Which task the next prompt comes from: drawn by weights that a function gives, at every prompt.
+"""The task mixture: each prompt's task is drawn with weights that the curriculum function returns for that prompt.
 
-Prompt n is a function of the seed and of the weights so far: while these do not depend on how groups went (by_weight),
-the sequence of prompts does not depend on when they ended.
+Prompt n is a function of the seed and of all weights so far. While these do not depend on how groups went (by_weight),
+the sequence of prompts does not depend on when groups ended.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ from asyncrl.tasks import Task
 from asyncrl.types import Group, Prompt
 
 WINDOW = 64
-"""Groups of a task that its recent figures are of."""
+"""Number of recent groups over which a task's figures are averaged."""
 
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """How one task goes. Groups count once they were played, whether they are trained or not."""
+    """Progress on one task. Groups count once they were played, whether they are trained or not."""
 
     weight: float  # as configured
     groups: int  # played so far
     reward: float | None  # mean of the last WINDOW groups; None before the first
-    solved: float | None  # share of right answers in them
+    solved: float | None  # fraction of correct answers in them
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a curriculum decides from."""
+    """Input of a curriculum function."""
 
-    version: int  # that the engines serve
+    version: int  # served by the engines
     tasks: Mapping[str, TaskProgress]  # by name
 
 
 Curriculum = Callable[[Progress], Mapping[str, float]]
-"""The weights of the tasks, by name, for the next prompt; what is not named has none."""
+"""Returns the weights of the tasks, by name, for the next prompt; a task that is not named has weight 0."""
 
 
 @dataclass
 class _History:
-    """What was played of one task: the last WINDOW groups."""
+    """Results of one task's last WINDOW groups."""
 
     groups: int = 0
-    rewards: list[float] = field(default_factory=list)  # means of groups
-    solved: list[float] = field(default_factory=list)  # shares of groups
+    rewards: list[float] = field(default_factory=list)  # mean of each group
+    solved: list[float] = field(default_factory=list)  # fraction of each group
 
 
 @dataclass
 class MixerState:
-    """What the next draw depends on."""
+    """State of the mixer, for a checkpoint."""
 
     played: dict[str, _History]
     chance: tuple[int, tuple[int, ...], float | None]  # random.Random.getstate()
 
 
 class Mixer:
-    """The training prompts of all tasks as one stream."""
+    """Mixes the training prompts of all tasks into one stream."""
 
     def __init__(
         self,
@@ -71,19 +71,20 @@ class Mixer:
         curriculum: Curriculum,
         seed: int,
     ) -> None:
-        """`streams` and configured `weights` are by task; `tasks` may hold more."""
+        """`streams` and the configured `weights` are keyed by task; `tasks` may hold more tasks."""
         self._tasks, self._streams, self._weights, self._curriculum = tasks, streams, weights, curriculum
         self._played = {name: _History() for name in streams}
         self._draws = random.Random(f"{seed} mixture")
 
     def draw(self, version: int) -> Prompt:
-        """The next prompt, admitted while the engines serve `version`. Raises ConfigError for impossible weights."""
+        """Return the next prompt, admitted while the engines serve `version`. Raises ConfigError if weights are
+        invalid."""
         found = self._curriculum(Progress(version, {name: self._progress(name) for name in self._streams}))
         (name,) = self._draws.choices(list(self._streams), self._checked(found))
         return next(self._streams[name])
 
     def record(self, group: Group) -> None:
-        """A group was played."""
+        """Record the rewards of a group that was played."""
         history, rewards = self._played[group.task], [trajectory.total for trajectory in group.trajectories]
         history.groups += 1
         history.rewards = [*history.rewards, fmean(rewards)][-WINDOW:]
@@ -91,11 +92,11 @@ class Mixer:
         history.solved = [*history.solved, solved][-WINDOW:]
 
     def state(self) -> MixerState:
-        """To be written down at once: its parts are the mixer's own."""
+        """Return the state. Serialize it immediately: it shares its parts with the mixer."""
         return MixerState(self._played, self._draws.getstate())  # type: ignore[arg-type]
 
     def restore(self, state: MixerState) -> None:
-        """As it was; a task that is new has no history."""
+        """Restore a saved state; a new task starts without history."""
         for name, history in state.played.items():
             if name in self._played:
                 self._played[name] = history
@@ -107,7 +108,7 @@ class Mixer:
         return TaskProgress(self._weights[name], history.groups, *recent)
 
     def _checked(self, weights: Mapping[str, float]) -> list[float]:
-        """One for each task, in the order of the configuration."""
+        """Return one weight per task, in the order of the configuration. Raises ConfigError."""
         if not isinstance(weights, Mapping):
             raise ConfigError("rollout.curriculum", weights, "Must return a mapping of task names to weights.")
         if unknown := sorted(weights.keys() - self._streams.keys()):

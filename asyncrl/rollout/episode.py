@@ -1,8 +1,8 @@
-"""One episode within its time limits: whoever hangs, the agent, its environment or the reward, costs its group alone.
+"""One episode with its timeouts: an agent, environment or reward that hangs costs its own group only.
 
 waits for     the agent (agent_timeout between two requests), engines (their own deadlines: engine/client.py), the
-              reward (reward_timeout), the teacher (engine/scorer.py), and all of it (episode_timeout)
-on a hang     EpisodeFailed with the name of the limit
+              reward (reward_timeout), the teacher (engine/scorer.py); the whole episode has episode_timeout
+on a hang     EpisodeFailed with the name of the timeout
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from asyncrl.rollout.agent import Agent, Played
 from asyncrl.types import Completion, Prompt, Template, Trajectory, Turn, number
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
-"""What gives a trajectory its reward, where its agent gave none."""
+"""Adds the reward to a trajectory whose agent gave none."""
 Teach = Callable[[Trajectory], Awaitable[list[Turn]]]
-"""What adds the teacher's log-probabilities to the turns."""
+"""Returns the turns with the teacher's log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds."""
+    """Timeouts of an episode, in seconds."""
 
-    agent: float  # without a request
+    agent: float  # between two requests
     reward: float
     episode: float | None
 
 
 class Episode:
-    """The policy as the agent of one episode sees it, with an eye on the clock."""
+    """The policy as the agent of one episode sees it (`generate`), with the episode's timeouts."""
 
     def __init__(self, session: Session, limits: Limits, template: Template) -> None:
         self.template = template
@@ -47,15 +47,15 @@ class Episode:
         self._asking = 0
         self._silence: asyncio.Timeout | None = None
         self._serial = itertools.count()
-        self._asked: dict[int, Asked] = {}  # in the order of asking, once they are answered
+        self._asked: dict[int, Asked] = {}  # answered requests, numbered in the order in which they were made
 
     @property
     def temperature(self) -> float:
-        """Of what is trained."""
+        """Temperature of the samples that are trained."""
         return self._session.trained_at
 
     async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
-        """Continue exactly these tokens. While an engine answers, the agent is not silent."""
+        """Generate a continuation of exactly these tokens. The agent's timeout is suspended while an engine answers."""
         self._asking += 1
         number, context = next(self._serial), list(token_ids)
         self._rest()
@@ -68,8 +68,8 @@ class Episode:
         return completion
 
     async def play(self, agent: Agent, prompt: Prompt, score: Score, teach: Teach | None = None) -> Trajectory:
-        """Play and score, by the teacher at the same time. Raises EpisodeFailed, or the EngineError that the agent let
-        through."""
+        """Play the episode, then score it while the teacher scores it too. Raises EpisodeFailed, or the EngineError
+        that the agent let through."""
         async with _within(self._limits.episode, "episode_timeout", "it has not ended"):
             async with _within(self._limits.agent, "agent_timeout", "its agent has asked for nothing") as self._silence:
                 try:
@@ -77,7 +77,7 @@ class Episode:
                     with raised_by("agent_error"):
                         trajectory = self._trajectory(await agent.run(prompt, self), prompt)
                 finally:
-                    self._silence = None  # requests that it left under way may end later
+                    self._silence = None  # requests that it left in flight may end later
             taught = asyncio.ensure_future(teach(trajectory)) if teach else None
             try:
                 self._session.wait_for(REWARD)
@@ -86,12 +86,12 @@ class Episode:
                 turns = _with_teacher(scored.turns, await taught) if taught else scored.turns
             finally:
                 if taught and not taught.cancel() and not taught.cancelled():
-                    taught.exception()  # whoever raised first is heard
+                    taught.exception()  # mark as retrieved: the error raised first propagates
             self._session.wait_for(NOTHING)
             return Trajectory(turns, scored.reward)
 
     def _trajectory(self, played: Played, prompt: Prompt) -> Trajectory:
-        """What the agent made of what it was answered. Raises ValueError where that is something else."""
+        """Build the trajectory from the agent's result and its requests. Raises ValueError if they do not agree."""
         asked = [one for _, one in sorted(self._asked.items())]
         if isinstance(played, Trajectory):
             check(played, prompt.token_ids, asked)
@@ -109,7 +109,7 @@ class Episode:
         return trajectory
 
     def _rest(self) -> None:
-        """The agent's time runs while nothing is asked of an engine."""
+        """Restart the agent's timeout if no request is in flight, otherwise suspend it."""
         if not self._asking:
             self._session.wait_for(AGENT)
         if self._silence and not self._silence.expired():
@@ -118,7 +118,7 @@ class Episode:
 
 
 def _plain(trajectory: Trajectory) -> Trajectory:
-    """With rewards that are Python's own numbers, as they are written. Raises ValueError."""
+    """Convert all rewards to plain Python numbers, which can be serialized. Raises ValueError."""
     turns = [
         msgspec.structs.replace(
             turn,
@@ -136,7 +136,8 @@ def _with_teacher(turns: Sequence[Turn], taught: Sequence[Turn]) -> list[Turn]:
 
 @asynccontextmanager
 async def _within(seconds: float | None, reason: str, detail: str) -> AsyncIterator[asyncio.Timeout]:
-    """asyncio.timeout, whose end is an EpisodeFailed; what a user's code raises is one already."""
+    """Apply asyncio.timeout, and raise EpisodeFailed on expiry. A TimeoutError of user code is an EpisodeFailed
+    already."""
     scope = asyncio.timeout(seconds)
     try:
         async with scope:

@@ -1,10 +1,10 @@
-"""Held-out accuracy: the engines that roll out answer questions that training never draws, beside training.
+"""Held-out evaluation: the rollout engines answer questions that training never draws, concurrently with training.
 
-Evaluation holds no ticket, and its tokens are counted apart; weights change under it, and its lines name the versions
-that answered. At most `eval.max_running` questions are in flight: what training's requests may find before them in an
-engine's queue, which serves both in the order of arrival, so that neither starves.
+Evaluation holds no ticket, and its tokens are counted separately. Weights may change while it runs; its lines name the
+versions that answered. At most `eval.max_running` questions are in flight. That bounds the evaluation requests queued
+ahead of training requests in an engine; engines serve both first come, first served, so that neither starves.
 
-waits for     the answers (the client's deadlines), room under eval.max_running
+waits for     the answers (the client's deadlines), and a free place under eval.max_running
 unblocked by  every question that is answered; the last evaluation of a run has the trainer's deadline
 """
 
@@ -28,14 +28,14 @@ from asyncrl.types import Prompt, Trajectory
 Play = Callable[[Prompt, Session], Awaitable[Trajectory]]
 """Plays and scores one episode."""
 Line = dict[str, Any]
-"""Of eval.jsonl: one set in one evaluation."""
+"""One line of eval.jsonl: one set in one evaluation."""
 Attempt = Trajectory | AsyncRLError
-"""An episode, or why there is none."""
+"""A finished episode, or the error that ended it."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """To one question."""
+    """All attempts at one question."""
 
     greedy: Attempt
     sampled: Sequence[Attempt]
@@ -53,7 +53,7 @@ class Evaluations:
         settings: Eval,
         write: Callable[[Line], None],
     ) -> None:
-        """`write` gets every line. Without sets there is nothing to do."""
+        """`write` receives every line. Without evaluation sets there is nothing to do."""
         self._play, self._client, self._tasks, self._sets = play, client, tasks, sets
         self._settings, self._write = settings, write
         self._room = asyncio.Semaphore(settings.max_running)
@@ -62,7 +62,8 @@ class Evaluations:
         self._skipped = 0
 
     def published(self, version: int) -> None:
-        """Start an evaluation if one is due at this version and none is under way. Raises what ended the last one."""
+        """Start an evaluation if one is due at this version and none is running. Raises the error of the previous one,
+        if any."""
         if self._running and self._running.done():
             self._running.result()  # its error ends the run here, not at its very end
             self._running = None
@@ -74,22 +75,22 @@ class Evaluations:
             self.begin()
 
     def begin(self) -> None:
-        """An evaluation, while none is under way."""
+        """Start an evaluation in the background. None may be running."""
         self._running = asyncio.create_task(self._evaluate())
 
     @property
     def under_way(self) -> bool:
-        """Whether one has begun and its lines are not written."""
+        """True while an evaluation is running and its lines are not written yet."""
         return self._running is not None and not self._running.done()
 
     async def now(self) -> list[Line]:
-        """The lines of an evaluation that begins now, after one that may be under way."""
+        """Run an evaluation, after one that may be running, and return its lines."""
         if self._running:
             await self._running
         return await self._evaluate()
 
     async def _evaluate(self) -> list[Line]:
-        """Every set; its lines are written together."""
+        """Evaluate every set, and write all lines together."""
         started, self._skipped = time.monotonic(), 0
         async with asyncio.TaskGroup() as group:
             asked = {
@@ -106,7 +107,7 @@ class Evaluations:
         return lines
 
     async def _ask(self, prompt: Prompt) -> Answers:
-        """All answers to one question; they share an engine, and the sampled ones a request."""
+        """Return all answers to one question. They share an engine, and the sampled ones share a request."""
         async with self._room:
             name = f"e{next(self._serial):010d}"
             temperatures = [0.0, *[self._settings.temperature] * self._settings.samples]
@@ -122,12 +123,13 @@ class Evaluations:
     async def _attempt(self, prompt: Prompt, session: Session) -> Attempt:
         try:
             return await self._play(prompt, session)
-        except (EpisodeFailed, EngineError) as failure:  # counted: no run ends for one question
+        except (EpisodeFailed, EngineError) as failure:  # counted; one failed question does not end the run
             return failure
 
 
 def summarize(name: str, answers: Sequence[Answers], correct: Callable[[float], bool]) -> Line:
-    """One set's figures. Attempts that failed are counted and left out; AsyncRLError when no greedy one is left."""
+    """Return the figures of one set. Failed attempts are counted and left out. Raises AsyncRLError when no greedy one
+    is left."""
     attempts = [attempt for one in answers for attempt in (one.greedy, *one.sampled)]
     failures = [attempt for attempt in attempts if not isinstance(attempt, Trajectory)]
     greedy = _played(one.greedy for one in answers)
@@ -148,14 +150,17 @@ def summarize(name: str, answers: Sequence[Answers], correct: Callable[[float], 
 
 
 def pass_at(k: int, right: int, samples: int) -> float:
-    """The probability that k of `samples` answers, drawn without replacement, hold one of the `right` ones: an unbiased
-    estimate of pass@k (Chen et al., arXiv 2107.03374, equation 1). Integers are exact, whatever their size."""
+    """Return the unbiased estimate of pass@k (Chen et al., arXiv 2107.03374, equation 1).
+
+    That is the probability that k of `samples` answers, drawn without replacement, contain one of the `right` ones.
+    Integer arithmetic keeps it exact for any size.
+    """
     drawn = math.comb(samples, k)
     return (drawn - math.comb(samples - right, k)) / drawn
 
 
 def _pass_at_powers(verdicts: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """By k = 1, 2, 4, ...: the mean over the questions that have k samples, as long as there are any."""
+    """Return pass@k for k = 1, 2, 4, ...: the mean over the questions that have k samples, as long as there are any."""
     figures, k = {}, 1
     while counted := [pass_at(k, sum(one), len(one)) for one in verdicts if len(one) >= k]:
         figures[f"pass@{k}"] = fmean(counted)

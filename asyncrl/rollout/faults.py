@@ -1,7 +1,7 @@
-"""How failures are told without flooding.
+"""Rate-limited reports of failed episodes.
 
-Anything that an agent, an environment or a reward function raises is a typed failure (errors.raised_by): it costs its
-group, with the reason in the ledger, and rollout.max_failures of them in a row end the run.
+Anything that an agent, an environment or a reward function raises becomes a typed failure (errors.raised_by). It costs
+its group, with the reason in the ledger; rollout.max_failures consecutive failures end the run.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import traceback
 from collections.abc import Callable
 
 PER_MINUTE = 10
-"""Failures of one reason that are told in a minute; the rest is counted."""
+"""Maximum number of reports per minute and reason; further failures are only counted."""
 
 
 class Faults:
-    """Failures on their way to `write`, with the traceback of the user's code."""
+    """Reports failures to `write`, with the traceback of the user's code."""
 
     def __init__(self, write: Callable[[str, str | None], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._clock = write, clock
-        self._minutes: dict[str, tuple[float, int]] = {}  # by reason: when it began, how many since
+        self._minutes: dict[str, tuple[float, int]] = {}  # by reason: start of the current minute, failures in it
 
     def tell(self, reason: str, uid: str, error: BaseException) -> None:
-        """Of a group that failed."""
+        """Report that the group `uid` failed."""
         began, told = self._minutes.get(reason, (self._clock(), 0))
         left_out = ""
         if self._clock() - began >= 60.0:

@@ -1,4 +1,4 @@
-"""What users may put in the place of ours: agents, and the functions that mix tasks, accept and select groups."""
+"""User hooks and their built-in choices: functions that mix tasks, and that accept and select groups."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from asyncrl.rollout.curriculum import Progress
 from asyncrl.types import Group
 
 Accept = Callable[[Group], bool | str]
-"""Whether a group may be trained, or the reason why not."""
+"""Returns whether a group may be trained, or the reason why not."""
 Select = Callable[[Sequence[Group], int], Sequence[Group]]
-"""Which of the ready groups that need not go yet fill up a batch, and how many are wanted."""
+"""Returns `count` of the ready groups that are not yet due, to fill up a batch."""
 
 
 def by_weight(progress: Progress) -> Mapping[str, float]:
-    """The configured weights."""
+    """Return the configured weights."""
     return {name: task.weight for name, task in progress.tasks.items()}
 
 
 def towards_half_solved(progress: Progress) -> Mapping[str, float]:
-    """The configured weights times 4 p (1 - p), p being the share of right answers: where the answers to a question
-    agree there is little to learn (learnability: arXiv 2502.12272). A tenth is left to what seems too hard or too easy,
-    for that changes; a task of which nothing is known counts as half solved."""
+    """Return the configured weights times 4 p (1 - p), where p is the fraction of correct answers.
+
+    Where all answers to a question agree there is little to learn (learnability: arXiv 2502.12272). The factor is at
+    least 0.1, because a task that seems too hard or too easy may change, and 1 for a task without results.
+    """
 
     def learnable(solved: float | None) -> float:
         return 1.0 if solved is None else max(0.1, 4 * solved * (1 - solved))
@@ -30,26 +32,27 @@ def towards_half_solved(progress: Progress) -> Mapping[str, float]:
 
 
 def accept_all(group: Group) -> bool:
-    """Whatever was played is trained."""
+    """Accept every group."""
     return True
 
 
 def has_signal(group: Group) -> bool | str:
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): where all rewards are equal no advantage is left."""
+    """Reject groups whose rewards are all equal: they have no advantage (DAPO's dynamic sampling, arXiv 2503.14476,
+    section 3.2)."""
     return group.has_signal or "no_signal"
 
 
 def ends(group: Group) -> bool | str:
-    """Over-long filtering (DAPO, section 3.4): not a group whose answers were all cut off by the length limit."""
+    """Reject groups whose answers were all cut off by the length limit (DAPO's overlong filtering, section 3.4)."""
     finished = any(t.turns[-1].completion.finish_reason == "stop" for t in group.trajectories)
     return finished or "truncated"
 
 
 def lowest_first(ready: Sequence[Group], count: int) -> Sequence[Group]:
-    """In the order of admission."""
+    """Select groups in the order of admission."""
     return ready[:count]
 
 
 def freshest_first(ready: Sequence[Group], count: int) -> Sequence[Group]:
-    """Those whose oldest token is youngest."""
+    """Select the groups whose oldest token is the most recent."""
     return sorted(ready, key=lambda group: -min(t.oldest_version for t in group.trajectories))[:count]

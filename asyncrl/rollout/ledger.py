@@ -1,15 +1,15 @@
-"""The ledger: where every prompt, group, trajectory and token is, as two counts that must agree.
+"""The ledger: where every prompt, group, trajectory and token is, as two independent counts that must agree.
 
     prompts, groups, trajectories    issued = running + ready + training + trained + rejected, by reason
     tokens                           generated = running + held + trained + rejected + discarded
 
-The left sides are counted where things come from: prompts where they are drawn, groups and trajectories where they are
-admitted, tokens where the client receives them. The right sides are what the groups themselves hold. So whatever is
-lost between the two, or stands twice, is seen.
+The left sides are counted at the source: prompts where they are drawn, groups and trajectories where they are admitted,
+tokens where the client receives them. The right sides are what the groups themselves hold. The comparison therefore
+detects whatever is lost between the two or counted twice.
 
-A prompt is where the group is that plays it: each is played by exactly one (a slot that is played anew takes another
-prompt), so prompts and groups have the same places, but a prompt that was drawn and reached no group is issued and
-nowhere. Pure.
+A prompt has the state of the group that plays it. Exactly one group plays each prompt (a slot that is replayed takes
+another prompt), so prompts and groups have the same states, except that a prompt that was drawn and reached no group is
+issued and has no state. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.errors import LedgerError
 
 @dataclass(frozen=True)
 class Places:
-    """Where all things of one kind are."""
+    """Counts of one kind of thing, by state."""
 
     issued: int = 0
     running: int = 0
@@ -33,41 +33,41 @@ class Places:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where all tokens are that engines wrote for training."""
+    """Counts of the tokens that engines generated for training, by state."""
 
     generated: int = 0
-    running: int = 0  # of groups that are being played
+    running: int = 0  # of running groups
     held: int = 0  # of groups that are ready or in training
     trained: int = 0
     rejected: int = 0
-    discarded: int = 0  # in no trajectory of their group: turns thrown away, requests asked anew, come too late
+    discarded: int = 0  # in no trajectory of their group: dropped turns, retried requests, late arrivals
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is counted where it comes from, outside of the buffer."""
+    """Counts taken at the source, outside the buffer."""
 
     prompts: int  # drawn
     tokens: int  # received
-    running: int  # of these, for groups that are being played
+    running: int  # of these, for running groups
     late: int  # of these, for groups that had ended
-    evaluation: int = 0  # received for evaluation, and not among these
-    reused: int = 0  # groups that the trainer took again, as it tells
+    evaluation: int = 0  # received for evaluation, not included in `tokens`
+    reused: int = 0  # groups that the trainer reused, as it reports
 
 
 @dataclass(frozen=True)
 class Events:
-    """Counted beside the balance."""
+    """Counts that are not part of the balance."""
 
-    requeued: int = 0  # slots played anew, with another prompt
-    retried: dict[str, int] = field(default_factory=dict)  # requests asked anew, by cause
-    reused: int = 0  # groups that the trainer took again after their batch
-    evaluation_tokens: int = 0  # written for evaluation
+    requeued: int = 0  # slots replayed, with another prompt
+    retried: dict[str, int] = field(default_factory=dict)  # requests continued after an interruption, by cause
+    reused: int = 0  # groups that the trainer reused after their batch
+    evaluation_tokens: int = 0  # generated for evaluation
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The books of a run at one instant."""
+    """All counts of a run at one instant."""
 
     prompts: Places
     groups: Places
@@ -76,7 +76,7 @@ class Ledger:
     events: Events = field(default_factory=Events)
 
     def check(self) -> None:
-        """Raises LedgerError with the first equation that does not hold, both of its sides and the difference."""
+        """Raise LedgerError with the first equation that does not hold, both of its sides and the difference."""
         for name in ("prompts", "groups", "trajectories"):
             places: Places = getattr(self, name)
             parts = {

@@ -1,8 +1,9 @@
-"""Questions of the tasks, rendered with the model's chat template: a stream of prompts each, and the evaluation sets.
+"""Prompts: the tasks' questions rendered with the model's chat template, as one training stream per task and the eval
+sets.
 
-Evaluation questions are drawn first; training skips every question whose rendered text is among those of any set, so
-they are disjoint whatever the tasks' generators repeat. Where a question has a "seed" the text alone does not tell it
-from another: games open alike.
+Evaluation questions are drawn first; training skips every question whose rendered text is in any evaluation set, so the
+two are disjoint even if the tasks' generators repeat themselves. If a question has a "seed", the seed is part of its
+identity, because games may open with the same text.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from asyncrl.types import Prompt, Template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EVAL_OFFSET = 1 << 30  # endless tasks: evaluation questions are numbered from here
+EVAL_OFFSET = 1 << 30  # first index of the evaluation questions of an endless task
 MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions, or too long
 TEMPLATE_BYTES = 256
-"""More than a chat template writes around one more message."""
+"""Upper bound of the bytes that a chat template adds around one message."""
 
 Identity = tuple[tuple[int, ...], Any]
-"""What no two questions share: the rendered text, and the seed if there is one."""
+"""Identity of a question: the rendered text, and the seed if there is one."""
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """How far training prompts were drawn."""
+    """Position in the streams of training prompts."""
 
     prompts: int  # of all tasks
-    questions: dict[str, int]  # by task, with those that were left out
+    questions: dict[str, int]  # by task, including those that were left out
 
 
 class Prompts:
-    """By task, endless training prompts; by evaluation set, its prompts."""
+    """Endless training prompts by task, and the prompts of each evaluation set."""
 
     def __init__(
         self,
@@ -52,10 +53,10 @@ class Prompts:
         model_length: int,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`tell` hears of questions that are left out."""
+        """`tell` receives a message about questions that are left out."""
         self._tasks, self._template, self._tell = tasks, template, tell
         self._refuses = config.rollout.overlong_prompts == "refuse"
-        self.left_out: Counter[str] = Counter()  # questions of tasks without an end that were too long
+        self.left_out: Counter[str] = Counter()  # overlong questions of endless tasks
         self._questions, self._seed, self._field = config.eval.questions, config.run.seed, config.field_of
         self._longest = model_length - config.rollout.max_new_tokens
         self._serial = 0
@@ -72,21 +73,22 @@ class Prompts:
         self.training = {name: self._training(name, *ranges[name], taken) for name in config.mixture}
 
     def cursor(self) -> Cursor:
-        """Where the next prompts come from."""
+        """Return the position from which the next prompts are drawn."""
         return Cursor(self._serial, dict(self._drawn))
 
     def figures(self) -> dict[str, float]:
-        """Under its name in metrics.jsonl, once there is one."""
+        """Return the number of overlong questions under its name in metrics.jsonl, or nothing if there are none."""
         count = self.left_out.total() + sum(map(len, self._overlong.values()))
         return {"prompts/overlong": float(count)} if count else {}
 
     def go_on(self, cursor: Cursor) -> None:
-        """As the prompts that were drawn so far are those up to the cursor; before the first is drawn."""
+        """Continue from the cursor. Call this before the first prompt is drawn."""
         self._serial, self._skip = cursor.prompts, cursor.questions
         self._drawn = Counter(cursor.questions)
 
     def again(self, uid: str, task: str, index: int) -> Prompt:
-        """A training prompt that was drawn before. Raises ConfigError when there is no such question any more."""
+        """Render a training prompt that was drawn before. Raises ConfigError if that question no longer exists or has
+        become too long."""
         size = self._tasks[task].size if task in self._tasks else 0
         if size is not None and index >= size:
             remedy = (
@@ -100,7 +102,7 @@ class Prompts:
         return Prompt(uid, token_ids, question, task, index)
 
     def _training_range(self, name: str) -> tuple[int, int]:
-        """Indices [first, last) that training draws from."""
+        """Return the range [first, last) of question indices that training draws from."""
         task = self._tasks[name]
         if task.size is None:
             return 0, EVAL_OFFSET
@@ -115,7 +117,8 @@ class Prompts:
         return first, task.size
 
     def _draw_held_out(self, name: str, first: int | None, serial: Iterator[int]) -> list[Prompt]:
-        """Distinct evaluation prompts; of a task that is trained, from below its `first` training question."""
+        """Return distinct evaluation prompts; for a task that is also trained, from below its `first` training
+        question."""
         task = self._tasks[name]
         files = getattr(task, "held_out", 0)  # rows of an evaluation file
         offset, limit = (EVAL_OFFSET, MAX_SKIPS) if task.size is None else (0, files or first or task.size)
@@ -128,7 +131,7 @@ class Prompts:
             token_ids, question = rendered
             if (identity := _identity(token_ids, question)) not in prompts:
                 prompts[identity] = Prompt(f"e{next(serial):08d}", token_ids, question, name)
-        whole = bool(task.size) and (files or first is None)  # a file of its own: all that it has
+        whole = bool(task.size) and (files or first is None)  # its own file: use all of its questions
         if len(prompts) < self._questions and not whole:
             raise ConfigError(
                 "eval.questions",
@@ -138,8 +141,8 @@ class Prompts:
         return list(prompts.values())
 
     def _training(self, name: str, first: int, last: int, held_out: set[Identity]) -> Iterator[Prompt]:
-        """Questions in an order that the seed fixes, whatever the other tasks; a finite task is reshuffled every epoch.
-        Uids count the prompts of all tasks."""
+        """Yield questions in an order that depends on the seed alone, not on the other tasks; a finite task is
+        reshuffled every epoch. Uids count the prompts of all tasks."""
         skipped = 0
         for index in itertools.islice(self._indices(name, first, last), self._skip.get(name, 0), None):
             self._drawn[name] += 1
@@ -170,8 +173,9 @@ class Prompts:
             yield from epoch
 
     def _look_through(self, name: str) -> Collection[int]:
-        """Which questions of a task with an end are too long. Only those are rendered that have as many bytes: no token
-        has less than one. Raises ConfigError where they are to be refused, or leave none."""
+        """Return the indices of overlong questions of a finite task. Only questions with enough bytes, or with tools,
+        are rendered: every token has at least one byte. Raises ConfigError if overlong questions are refused, or if no
+        others are left."""
         task = self._tasks[name]
         if task.size is None:
             return ()
@@ -198,7 +202,7 @@ class Prompts:
         return found.keys()
 
     def _render(self, name: str, index: int) -> tuple[list[int], Question] | None:
-        """None where it is too long, and may be left out."""
+        """Render a question, or return None if it is too long and may be left out."""
         if index in self._overlong[name]:
             return None
         question = self._with_tools(ask(self._tasks[name], index, self._field(name)))
@@ -214,7 +218,7 @@ class Prompts:
         return None
 
     def _with_tools(self, question: Question) -> Question:
-        """Where the template says nothing of its tools, the system message does."""
+        """Describe the question's tools in the system message if the chat template ignores them."""
         tools = question.get("tools", ())
         if not ignores_tools(self._template, tools):
             return question
@@ -227,7 +231,8 @@ def _identity(token_ids: list[int], question: Question) -> Identity:
 
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
-    """The model folder's tokenizer, with another chat template if one is given."""
+    """Load the tokenizer of a model folder, with another chat template if one is given. Raises ConfigError if it has
+    none."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -241,7 +246,7 @@ def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenize
 
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids that end an answer: the generation config's and the tokenizer's own."""
+    """Return the token ids that end an answer: those of the generation config and the tokenizer's own."""
     import json
 
     file = model / "generation_config.json"

@@ -1,4 +1,4 @@
-"""What the buffer is told, and what it decides, as the events of a recording."""
+"""Recorders of a run: what the buffer is told and decides, as the events of a recording."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from asyncrl.types import Group
 
 
 class Recorder:
-    """Of a run that is not recorded."""
+    """Recorder of a run that is not recorded: every method is a no-op."""
 
     def admitted(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
-        """A group begins to play this prompt."""
+        """Record that a group begins to play this prompt."""
 
     def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
-        """A group is handed in, whether or not there is a seat for it."""
+        """Record that a finished group is handed in, whether or not it gets a seat."""
 
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
-        """A group is lost."""
+        """Record that a group is rejected."""
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
-        """A batch is put together."""
+        """Record the composition of a batch."""
 
     def published(self, version: int, ledger: Ledger) -> None:
-        """Every engine serves a version."""
+        """Record that every engine serves a version."""
 
     def saved(self, version: int) -> None:
-        """The state at this instant goes into a checkpoint."""
+        """Record that the state at this instant goes into a checkpoint."""
 
     def flush(self) -> None:
-        """Wait until all of this is safe from the death of this process; in a thread."""
+        """Wait until all events would survive the death of this process. Call this from a thread."""
 
     def take_figures(self) -> dict[str, float]:
-        """Since the last call, under their names in metrics.jsonl."""
+        """Return the figures since the last call, under their names in metrics.jsonl."""
         return {}
 
 
 class WritingRecorder(Recorder):
-    """Through a Writer's thread. Where that has failed the run goes on, and says so once."""
+    """Recorder that writes through a Writer's thread. If writing fails, the run goes on and warns once."""
 
     def __init__(self, writer: Writer, warn: Callable[[str], None]) -> None:
         self._writer, self._warn, self._warned = writer, warn, False
@@ -74,7 +74,7 @@ class WritingRecorder(Recorder):
         self._writer.flush()
 
     def write(self, event: Event) -> None:
-        """The next event."""
+        """Write the next event."""
         with self._measured():
             self._writer.write(event)
         if self._writer.failed and not self._warned:
@@ -89,7 +89,7 @@ class WritingRecorder(Recorder):
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """What the event loop gives for it."""
+        """Measure the time that recording takes from the event loop."""
         started = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - started

@@ -1,15 +1,16 @@
-"""mode=replay replay.schedule=true: python -m asyncrl.rollout.reenact RUN_DIR, in the rollout process's place.
+"""Replay of a recorded schedule (mode=replay replay.schedule=true): python -m asyncrl.rollout.reenact RUN_DIR.
 
-The whole schedule of a recorded run, with its answers in the place of engines. Buffer, service, staleness bound and
-ledger run for real: each recorded event is done again when its turn comes, and what it gives must be what was recorded.
+This process replaces the rollout process and repeats the whole schedule of a recorded run, with the recorded answers
+instead of engines. Buffer, service, staleness bound and ledger are the real ones: each recorded event is repeated when
+its turn comes, and its result must be the recorded one.
 
     admitted     the buffer must issue the same ticket
-    committed    the group is handed in, with the tokens that engines had written
+    committed    the group is handed in, with the tokens that engines had generated
     rejected     likewise, for the same reason
     taken        the trainer's request is answered now, and not before; the batch must hold the same groups
-    published    the trainer's word is taken now; the ledger must be the same
+    published    the trainer's publish is processed now; the ledger must be the same
 
-    waits for    the trainer, who ends the run when it has trained the last batch
+    waits for    the trainer, which ends the run when it has trained the last batch
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from asyncrl.tls import signed
 from asyncrl.types import Prompt
 
 BALANCED = ("prompts", "groups", "trajectories", "tokens")
-"""Parts of the ledger that must be the same; events beside the balance were those of engines."""
+"""Parts of the ledger that must be the same; the events outside the balance were those of engines."""
 
 
 @dataclass(eq=False)
 class _Session:
-    """An episode whose answers are known."""
+    """Session of an episode whose answers are known."""
 
     received: int = 0
     waits_for: str = NOTHING
@@ -55,7 +56,7 @@ class _Session:
 
 @dataclass
 class _InFlight:
-    """What the service asks of requests in flight: here there are none."""
+    """Stand-in for the client's requests in flight: there are none."""
 
     tokens: Counter[str] = field(default_factory=Counter)
     late_tokens: int = 0
@@ -82,7 +83,7 @@ class _NoEvaluations:
 
 
 class Reenactment(Service):
-    """The service, and the recorded events as its worker."""
+    """The service, with the recorded events in place of its worker."""
 
     def __init__(self, recording: Recording, buffer: CohortBuffer, api_key: str, **settings: Any) -> None:
         self._recording, self._flight = recording, _InFlight()
@@ -94,7 +95,7 @@ class Reenactment(Service):
         self._taking = False
         self._publishing, self._over = -1, False
 
-    # -- the trainer's turn --------------------------------------------------------------------------------
+    # -- requests of the trainer ---------------------------------------------------------------------------
 
     def may_take(self) -> bool:
         return self._taking
@@ -111,10 +112,10 @@ class Reenactment(Service):
         async with self._changed:
             await self._changed.wait_for(lambda: self._publishing == version or self._over)
 
-    # -- the events ----------------------------------------------------------------------------------------
+    # -- recorded events -----------------------------------------------------------------------------------
 
     async def play(self) -> None:
-        """All of them. Raises RecordError at the first that comes out otherwise."""
+        """Repeat all events. Raises RecordError at the first whose result differs."""
         for event in self._recording.events():
             match event:
                 case Admitted():
@@ -146,13 +147,13 @@ class Reenactment(Service):
         self.begin(ticket, prompt, self._sessions[ticket])  # type: ignore[arg-type]
 
     def _close_with(self, slot: int, attempt: int, tokens: int) -> Ticket:
-        """The group has ended, and engines wrote so many tokens for it."""
+        """End the group of this slot and attempt, for which engines generated so many tokens, and return its ticket."""
         ticket = self._tickets.pop((slot, attempt))
         self._received(self._sessions.pop(ticket), tokens)
         return ticket
 
     def _received(self, sessions: list[_Session], tokens: int) -> None:
-        """These sessions together."""
+        """Set the number of tokens that these sessions received in total."""
         for session in sessions:
             self._flight.tokens["training"] -= session.received
             session.received = 0
@@ -191,7 +192,7 @@ class Reenactment(Service):
 
 
 async def main(run_dir: Path) -> None:
-    """Serve until the launcher's SIGTERM, or until something comes out otherwise."""
+    """Serve until the launcher sends SIGTERM or the replay diverges."""
     config, addresses = read(run_dir), Addresses.read(run_dir)
     recording = Recording(config.replay.folder)
     service = Reenactment(recording, build_buffer(config.rollout), addresses.api_key, publish=Notes(run_dir).publish)
@@ -200,5 +201,5 @@ async def main(run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the launcher decides the order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
     asyncio.run(main(Path(sys.argv[1])))

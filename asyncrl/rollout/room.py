@@ -1,7 +1,7 @@
-"""Room for groups: who wants to start one waits here.
+"""Concurrency limits: a group waits here until it may start.
 
-waits for     a group to end, or the window to widen; the deadline is the trainer's, for its batch
-unblocked by  `leave`, and `watch`, which asks the engines every PERIOD seconds
+waits for     a running group to end, or the window to grow; the trainer's batch timeout is the deadline
+unblocked by  `leave`, and `watch`, which polls the engines every PERIOD seconds
 """
 
 from __future__ import annotations
@@ -19,66 +19,67 @@ PERIOD = 1.0
 
 
 class Room(Protocol):
-    """What the worker uses."""
+    """Limiter of concurrent groups, as the worker uses it."""
 
     async def enter(self, episodes: int) -> None:
         """Wait until a group of so many episodes may start."""
         ...
 
     def give_back(self, episodes: int) -> None:
-        """The group has so many fewer."""
+        """Return so many episodes: the group is smaller than announced."""
         ...
 
     def leave(self, episodes: int) -> None:
-        """A group has ended."""
+        """Record that a group has ended."""
         ...
 
     def taken(self, ready: int, batch: int, *, waited: bool) -> None:
-        """The trainer took a batch of so many groups, for which it had to wait or not; so many are ready beyond it."""
+        """Record that the trainer took a batch of `batch` groups, that it waited or not, and that `ready` groups are
+        left."""
         ...
 
     def figures(self) -> dict[str, float]:
-        """For metrics.jsonl."""
+        """Return the figures for metrics.jsonl."""
         ...
 
 
 class Unbounded:
-    """The buffer's admission is the only bound."""
+    """Limiter that never blocks: the buffer's admission is the only bound."""
 
     async def enter(self, episodes: int) -> None:
-        """At once."""
+        """Return immediately."""
 
     def give_back(self, episodes: int) -> None:
-        """Nobody waits."""
+        """No-op."""
 
     def leave(self, episodes: int) -> None:
-        """Nobody waits."""
+        """No-op."""
 
     def taken(self, ready: int, batch: int, *, waited: bool) -> None:
-        """No matter."""
+        """No-op."""
 
     def figures(self) -> dict[str, float]:
-        """None."""
+        """Return no figures."""
         return {}
 
 
 class Fixed(Unbounded):
-    """So many groups at once."""
+    """Fixed maximum number of concurrent groups."""
 
     def __init__(self, groups: int) -> None:
         self._free = asyncio.Semaphore(groups)
 
     async def enter(self, episodes: int) -> None:
-        """Wait for another group's end."""
+        """Wait until fewer than the maximum are running."""
         await self._free.acquire()
 
     def leave(self, episodes: int) -> None:
-        """The next may start."""
+        """Let the next group start."""
         self._free.release()
 
 
 class Adaptive:
-    """As many as the window allows."""
+    """Limit that follows the window (rollout/concurrency.py)."""
 
     def __init__(self, window: Window) -> None:
         self.window = window
@@ -86,33 +87,33 @@ class Adaptive:
         self._changed = asyncio.Event()
 
     async def enter(self, episodes: int) -> None:
-        """Wait for another group's end, or for the engines to have room."""
+        """Wait until another group ends or the engines have capacity."""
         while not self.window.may_start(episodes):
             self._changed.clear()
             await self._changed.wait()
         self.window.start(episodes)
 
     def give_back(self, episodes: int) -> None:
-        """The group is smaller than it might have been."""
+        """Return so many episodes to the window."""
         if episodes:
             self.window.start(-episodes)
             self._changed.set()
 
     def leave(self, episodes: int) -> None:
-        """The window may have room."""
+        """Return the group's episodes to the window."""
         self.window.end(episodes)
         self._changed.set()
 
     def taken(self, ready: int, batch: int, *, waited: bool) -> None:
-        """The trainer took a batch."""
+        """Pass the trainer's batch on to the window."""
         self.window.taken(ready, batch, waited=waited)
         self._changed.set()
 
     async def watch(
         self, ask: Callable[[], Awaitable[list[Load]]], needed: Callable[[], float], holding: Callable[[], bool]
     ) -> None:
-        """Tell the window what the engines say, until cancelled; not while weights change. `needed`: tokens that had to
-        be prefilled since it was last asked."""
+        """Report the engines' loads to the window until cancelled, except while weights change. `needed` returns the
+        tokens that had to be prefilled since its last call."""
         loop = asyncio.get_running_loop()
         before = loop.time()
         while True:
@@ -131,7 +132,7 @@ class Adaptive:
             await asyncio.sleep(PERIOD)
 
     def figures(self) -> dict[str, float]:
-        """For metrics.jsonl."""
+        """Return the figures for metrics.jsonl."""
         capacity = sum(load.capacity for load in self.loads)
         return {
             "concurrency/limit": min(self.window.limit, 1e9),

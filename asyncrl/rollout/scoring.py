@@ -1,12 +1,12 @@
-"""Rewards from functions that may be slow, or never return, beside an event loop that must not stop.
+"""Rewards from functions that may be slow or never return, without blocking the event loop.
 
-A reward runs in a thread of its own, unless it says that it is quick or async (`inline`): a thread costs 0.1 ms. One
-that does not return within the time limit cannot be ended; it is left behind and counted, and too many end the run. An
-async one is cancelled.
+A reward runs in a thread of its own, unless it declares itself quick or async (`inline`); a thread costs 0.1 ms. A
+thread that does not return within the timeout cannot be killed: it is abandoned and counted, and too many of them end
+the run. An async reward is cancelled.
 
-waits for     room: THREADS calls at once
-unblocked by  every call that returns or is given up
-on a hang     EpisodeFailed("reward_timeout"); after MOST_HANGING an AsyncRLError
+waits for     one of THREADS concurrent calls
+unblocked by  every call that returns or is abandoned
+on a hang     EpisodeFailed("reward_timeout"); with MOST_HANGING abandoned threads, AsyncRLError
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_HANGING = 64
 
 
 class Scorer:
-    """The scores of one process."""
+    """Scores the episodes of one process."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -34,7 +34,8 @@ class Scorer:
         self.hanging = 0
 
     async def score(self, reward: Reward, answer: Answer) -> Score:
-        """Raises EpisodeFailed: reward_error, reward_timeout, or the reason that the reward gives."""
+        """Score an answer. Raises EpisodeFailed with reward_error, reward_timeout, or the reason that the reward
+        gives."""
         if reward.inline:
             result = _call(reward, answer)
         elif self.hanging >= MOST_HANGING:
@@ -63,7 +64,7 @@ class Scorer:
         return EpisodeFailed("reward_timeout", detail, retry=False)
 
     def _in_a_thread(self, reward: Reward, answer: Answer) -> asyncio.Future[Result]:
-        """A daemon: neither the loop nor the end of the process waits for it."""
+        """Call the reward in a daemon thread: neither the loop nor the process's exit waits for it."""
         loop = asyncio.get_running_loop()
         found: asyncio.Future[Result] = loop.create_future()
         hangs = False
@@ -91,7 +92,7 @@ class Scorer:
                 settled = found.set_result, _call(reward, answer)
             except AsyncRLError as error:
                 settled = found.set_exception, error
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody listens
+            with suppress(RuntimeError):  # the loop has been closed: nobody awaits the result
                 loop.call_soon_threadsafe(ended, *settled)
 
         threading.Thread(target=work, name="reward", daemon=True).start()

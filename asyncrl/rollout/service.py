@@ -1,19 +1,19 @@
-"""The rollout process's HTTP service: the trainer's only door to it.
+"""The rollout process's HTTP service: the only interface between trainer and rollouts.
 
     GET  /batch?version=v&reader=r&readers=R
                             the batch that turns version v into v + 1, as msgpack; 202 and the reason until it is ready.
                             Each of R readers gets the same bytes, as often as it asks, until version v + 1 is published
-    POST /hold              weights are about to change: keep new requests back; 202 while a drain goes on
-    POST /version {"version": v}    every engine serves v: let requests go, open admission
+    POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
+    POST /version {"version": v}    every engine serves v: release requests, open admission
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
-    POST /snapshot {"version": v}   everything of this side, for a checkpoint, as bytes; between a version and its batch
+    POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
     GET  /status            the ledger, and what the next batch waits for
     GET  /health            200 once rollouts run
 
-Back-pressure: one batch is encoded at a time, for the next can be taken only when the version that this one makes is
-published; and no more groups are under way than the buffer admits: (lead + 1) batches, and what oversample adds.
+Back-pressure: one batch is encoded at a time, because the next can be taken only after the version that this one makes
+is published; and no more groups run than the buffer admits: (lead + 1) batches, plus oversample.
 
-Each wait here is bounded by POLL_SECONDS and repeated by the trainer, who owns the deadline (rollout.batch_timeout).
+Each wait here is bounded by POLL_SECONDS and repeated by the trainer, which owns the deadline (rollout.batch_timeout).
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from asyncrl.rollout.snapshot import Outstanding, PromptName, ServiceState, Sibl
 from asyncrl.types import Batch, Group, Prompt, encode
 
 POLL_SECONDS = 2.0
-"""Between two polls a trainer that waits looks for engines and routers that were started again (Fleet.reconcile)."""
+"""Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""
 CHECK_SECONDS = 5.0
-"""The ledger is checked at every batch and version, and between them when a group ends, but no oftener than this: it
-costs 0.8 ms with a thousand groups of 16 under way, 27 ms with ten thousand."""
+"""The ledger is checked at every batch and version, and in between when a group ends, but at most once per this
+interval: a check costs 0.8 ms with a thousand groups of 16 running, 27 ms with ten thousand.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class _Encoded:
 
 @dataclass(frozen=True)
 class _Group:
-    """That is being played."""
+    """A running group."""
 
     prompt: PromptName
     siblings: Sequence[Session]
 
 
 class Service:
-    """The buffer with an event loop around it: whoever waits is woken by every change."""
+    """The buffer with an event loop around it: every change wakes all waiters."""
 
     def __init__(
         self,
@@ -85,8 +86,8 @@ class Service:
         recorder: Recorder | None = None,
         save: Callable[[ServiceState], bytes] | None = None,
     ) -> None:
-        """`publish` gets the ledger, and what must be told, at every version; `figures` adds some to a batch's; `save`
-        encodes a snapshot of which the state is a part."""
+        """`publish` receives the ledger and the warnings at every version; `figures` returns further figures for a
+        batch; `save` encodes a snapshot that includes the state."""
         self._buffer, self._client, self._api_key = buffer, client, api_key
         self._evaluations, self._drain = evaluations, drain
         self._room, self._waited = room or Unbounded(), False
@@ -104,29 +105,29 @@ class Service:
         self._error: Exception = AsyncRLError()
         self._failed = asyncio.Event()
 
-    # -- the worker's side ---------------------------------------------------------------------------------
+    # -- called by the worker ------------------------------------------------------------------------------
 
     async def ticket(self) -> Ticket:
-        """Wait for admission. Unblocked by a publish or a rejection."""
+        """Wait for admission. A publish or a rejection unblocks it."""
         async with self._changed:
             while (ticket := self._buffer.admit()) is None:
                 await self._changed.wait()
             return ticket
 
     def draw(self, next_prompt: Callable[[], Prompt]) -> Prompt:
-        """The next prompt, counted."""
+        """Draw and count the next prompt."""
         prompt = next_prompt()
         self._drawn += 1
         return prompt
 
     def begin(self, ticket: Ticket, prompt: Prompt, siblings: Sequence[Session]) -> None:
-        """The group of a ticket plays this prompt, a trajectory in each session."""
+        """Record that the group of a ticket plays this prompt, with one trajectory per session."""
         self._buffer.begin(ticket, prompt.uid, len(siblings))
         self._recorder.admitted(ticket, prompt.uid, len(siblings))
         self._playing[ticket] = _Group(PromptName(prompt.uid, prompt.task, prompt.index), siblings)
 
     async def commit(self, ticket: Ticket, group: Group) -> None:
-        """A group is ready; engines may have written more tokens for it than its agent kept."""
+        """Hand in a finished group; engines may have generated more tokens for it than its agent kept."""
         discarded = sum(self._close(ticket)) - group.num_tokens
         seated = self._buffer.commit(ticket, group, discarded=discarded)
         self._recorder.committed(ticket, group, discarded)
@@ -137,8 +138,8 @@ class Service:
         await self._ended()
 
     async def reject(self, ticket: Ticket, reason: str, group: Group | None = None) -> None:
-        """A group is lost, with the tokens that engines wrote for it; its slot will be played anew. `group` if it was
-        played to its end."""
+        """Reject a group, with the tokens that engines generated for it; its slot will be replayed. Pass `group` if it
+        was played to its end."""
         received = self._close(ticket)
         self._buffer.reject(ticket, reason, tokens=sum(received))
         self._recorder.rejected(ticket, reason, sum(received), group)
@@ -147,7 +148,7 @@ class Service:
         await self._ended()
 
     def _close(self, ticket: Ticket) -> list[int]:
-        """Tokens that engines wrote for each sibling."""
+        """Close the sessions and return the tokens that engines generated for each sibling."""
         return [session.close() for session in self._playing.pop(ticket).siblings]
 
     async def _ended(self) -> None:
@@ -156,7 +157,7 @@ class Service:
         await self._wake()
 
     async def unwanted(self) -> list[tuple[Ticket, str]]:
-        """Wait for groups that need not be played on, and the reason of their rejection."""
+        """Wait for groups that became superfluous; return them with the reason of their rejection."""
         async with self._changed:
             while not (unwanted := self._buffer.unwanted()):
                 await self._changed.wait()
@@ -166,10 +167,10 @@ class Service:
         async with self._changed:
             self._changed.notify_all()
 
-    # -- the trainer's side --------------------------------------------------------------------------------
+    # -- called by the trainer -----------------------------------------------------------------------------
 
     async def batch(self, request: Request) -> Response:
-        """The next batch, waiting up to POLL_SECONDS for it."""
+        """Return the next batch, waiting up to POLL_SECONDS for it."""
         version = int(request.query_params["version"])
         reader, readers = int(request.query_params.get("reader", 0)), int(request.query_params.get("readers", 1))
         if not 0 <= reader < readers:
@@ -186,11 +187,12 @@ class Service:
         except TimeoutError:
             return PlainTextResponse(self.waiting_for(), status_code=202)
         encoded.readers.add(reader)
-        await self._wake()  # other readers, and groups that it left behind
+        await self._wake()  # wakes other readers, and `unwanted` for groups that the batch left behind
         return Response(encoded.data, media_type="application/msgpack")
 
     def _batch(self, version: int) -> _Encoded | None:
-        """Taken from the buffer once, and kept until the next version is published: a reader may break off."""
+        """Take the batch from the buffer once, and keep it until the next version is published: a reader may
+        disconnect."""
         if self._encoded and self._encoded.version == version:
             return self._encoded
         if version != self._buffer.step or not self.may_take() or (groups := self._buffer.take()) is None:
@@ -205,26 +207,26 @@ class Service:
         return self._encoded
 
     def may_take(self) -> bool:
-        """Whether a batch may be taken from the buffer as soon as it allows that."""
+        """Return whether a batch may be taken as soon as the buffer allows it."""
         return True
 
     async def may_publish(self, version: int) -> None:
         """Wait until a published version may open admission."""
 
     async def hold(self, _: Request) -> Response:
-        """Keep new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
+        """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
         self._client.inflight.hold()
         if self._drain and not await self._client.inflight.drained(POLL_SECONDS):
             return PlainTextResponse(self.waiting_for(), status_code=202)
         return Response()
 
     async def version(self, request: Request) -> Response:
-        """A version is published."""
+        """Record that a version is published."""
         told = await request.json()
         version = int(told["version"])
         self._reused = int(told.get("reused", 0))
         await self.may_publish(version)
-        new = version != self._buffer.version  # the same version again: weights were sent anew, nothing was trained
+        new = version != self._buffer.version  # the same version again: weights were resent, nothing was trained
         if new:
             self._buffer.publish(version)
             self._encoded = None
@@ -241,11 +243,11 @@ class Service:
         return Response()
 
     async def evaluate(self, _: Request) -> Response:
-        """Answer the held-out questions now, after an evaluation that may be under way."""
+        """Run an evaluation now, after one that may be running."""
         return JSONResponse(await self._evaluations.now())
 
     async def snapshot(self, request: Request) -> Response:
-        """Everything of this side; what a recording holds of it is safe then, too."""
+        """Return the whole rollout state, after everything recorded so far is flushed."""
         version = int((await request.json())["version"])
         if self._save is None or (self._buffer.version, self._buffer.step) != (version, version):
             return PlainTextResponse(f"it is no moment between version {version} and its batch", status_code=409)
@@ -255,7 +257,7 @@ class Service:
         return Response(data, media_type="application/msgpack")
 
     async def status(self, _: Request) -> Response:
-        """The ledger, and why the next batch is not ready."""
+        """Return the ledger, and why the next batch is not ready."""
         encoded = self._encoded
         return JSONResponse(
             {
@@ -266,10 +268,10 @@ class Service:
             }
         )
 
-    # -- a checkpoint --------------------------------------------------------------------------------------
+    # -- checkpoint ----------------------------------------------------------------------------------------
 
     def state(self) -> ServiceState:
-        """To be written down at once."""
+        """Return the state. Serialize it immediately: it shares its parts with the service."""
         flight = self._client.inflight
         outstanding = [
             Outstanding(ticket, group.prompt, [Sibling(one.received, one.said()) for one in group.siblings])
@@ -289,7 +291,7 @@ class Service:
         )
 
     def restore(self, state: ServiceState) -> list[tuple[Ticket, PromptName, Sequence[Session]]]:
-        """Before anything has begun. Returns the groups that must be played on."""
+        """Restore a saved state, before anything has begun. Returns the groups that must be continued."""
         self._buffer.restore(state.buffer)
         self._client.inflight.resume(state.buffer.version, state.tokens, state.late)
         self._audit.restore(state.audit)
@@ -306,13 +308,13 @@ class Service:
         return [(ticket, group.prompt, group.siblings) for ticket, group in self._playing.items()]
 
     async def released(self) -> None:
-        """Wait until the trainer says that every engine serves its version."""
+        """Wait until the trainer reports that every engine serves its version."""
         await self._released.wait()
 
-    # -- what is known of all that goes on -----------------------------------------------------------------
+    # -- status and accounting -----------------------------------------------------------------------------
 
     def ledger(self) -> Ledger:
-        """The books, checked. Raises LedgerError."""
+        """Return the ledger after checking it. Raises LedgerError."""
         tokens, late = self._client.inflight.tokens, self._client.inflight.late_tokens
         running = sum(session.received for group in self._playing.values() for session in group.siblings)
         source = Source(self._drawn, tokens["training"], running, late, tokens["evaluation"], self._reused)
@@ -322,14 +324,14 @@ class Service:
         return ledger
 
     def waiting_for(self) -> str:
-        """Why the next batch is not ready, and what the groups do that have been silent longest."""
+        """Say why the next batch is not ready, and what the groups that have been silent longest are waiting for."""
         playing = [(ticket.cohort, ticket.uid, group.siblings) for ticket, group in self._playing.items()]
         due = [group for group in playing if group[0] <= self._buffer.due()]
         lines = slowest((uid, siblings) for _, uid, siblings in due or playing)
         return "; ".join([self._buffer.waiting_for(), *lines])
 
     def _figures(self) -> dict[str, float]:
-        """What the rollout side did since the last batch."""
+        """Return the figures of the rollout side since the last batch."""
         seen = self._client.inflight.take_figures()
         self._retried.update(seen.continued)
         ledger = self.ledger()
@@ -359,12 +361,12 @@ class Service:
         }
 
     async def fail(self) -> None:
-        """Raises the first error of ours that a request met: it ends the process, not the request alone."""
+        """Raise the first internal error that a request met: it ends the process, not just the request."""
         await self._failed.wait()
         raise self._error
 
     def app(self) -> Starlette:
-        """The routes, behind the run's API key."""
+        """Build the app with its routes, behind the run's API key."""
         routes = [
             Route("/batch", self.batch),
             Route("/hold", self.hold, methods=["POST"]),
@@ -388,7 +390,7 @@ class Service:
                 return await answer if asyncio.iscoroutine(answer) else answer
             except ClientDisconnect:
                 return Response(status_code=400)
-            except Exception as error:  # noqa: BLE001  one that nobody foresaw, too, ends this process by its traceback
+            except Exception as error:  # noqa: BLE001  an unforeseen error, too, ends this process with its traceback
                 self._error = error
                 self._failed.set()
                 text = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"

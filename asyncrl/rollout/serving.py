@@ -1,4 +1,4 @@
-"""The service's HTTP server, beside what rolls out."""
+"""HTTP server of the rollout service, running beside the rollouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.tls import Signed
 
 
 async def serve(service: Service, address: str, rolling_out: Coroutine[Any, Any, None], signed: Signed | None) -> None:
-    """Until the launcher's SIGTERM; raises the first error of the service, or of what rolls out."""
+    """Serve until the launcher sends SIGTERM. Raises the first error of the service or of the rollouts."""
     url = httpx.URL(address)
     server = uvicorn.Server(
         uvicorn.Config(

@@ -1,10 +1,10 @@
-"""The whole rollout side at one instant, as bytes that a checkpoint keeps, and back.
+"""Snapshot of the whole rollout side at one instant, as bytes for a checkpoint, and back.
 
-The instant lies between a publish and the batch after it: nothing is in training. Groups that are being played keep
-their tickets, and with them cohort, birth and staleness bound, their prompts, and every token that engines have written
-for them. In the run that goes on their agents are run again from the start, and asking what they had asked they are
-answered what they were answered, without an engine (engine/client.py); what was cut short is continued from its last
-token. An agent whose environment does not repeat itself asks something else: then its old tokens are discarded.
+The instant lies between a publish and the next batch: nothing is in training. Running groups keep their tickets (and
+with them cohort, birth version and staleness bound), their prompts, and every token that engines have generated for
+them. After a resume their agents run again from the start; a request that repeats an earlier one gets the saved answer
+without an engine (engine/client.py), and an answer that was cut short is continued from its last token. An agent whose
+environment is not deterministic makes other requests: its old tokens are then discarded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PromptName:
 
 @dataclass(frozen=True)
 class Sibling:
-    """One episode of a group that is being played."""
+    """One episode of a running group."""
 
     received: int  # tokens
     said: list[Said]
@@ -40,7 +40,7 @@ class Sibling:
 
 @dataclass(frozen=True)
 class Outstanding:
-    """A group that is being played."""
+    """A running group."""
 
     ticket: Ticket
     prompt: PromptName
@@ -49,37 +49,37 @@ class Outstanding:
 
 @dataclass(frozen=True)
 class ServiceState:
-    """What the service knows."""
+    """State of the service."""
 
     buffer: BufferState
     outstanding: list[Outstanding]
     audit: AuditState
     drawn: int  # prompts
-    reused: int  # groups that the trainer took again
+    reused: int  # groups that the trainer reused
     rewards: list[float]  # of groups that have ended since the last batch
     retried: dict[str, int]
-    reported: dict[str, int]  # tokens, in the figures of batches
+    reported: dict[str, int]  # tokens already reported in the figures of batches
     tokens: dict[str, int]  # received, by purpose
     late: int  # of these, for groups that had ended
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything."""
+    """State of the whole rollout side."""
 
     service: ServiceState
     cursor: Cursor
     mixer: MixerState
-    evaluating: bool  # an evaluation was under way; it begins anew
+    evaluating: bool  # an evaluation was running; it starts over
 
 
 def encode(snapshot: Snapshot) -> bytes:
-    """msgpack."""
+    """Encode a snapshot as msgpack."""
     return msgspec.msgpack.encode(snapshot)
 
 
 def decode(data: bytes) -> Snapshot:
-    """Raises RecordError for anything that `encode` did not make."""
+    """Decode a snapshot. Raises RecordError for anything that `encode` did not produce."""
     try:
         snapshot = msgspec.msgpack.decode(data, type=Snapshot)
     except (msgspec.DecodeError, ValueError) as error:

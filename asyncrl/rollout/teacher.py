@@ -1,8 +1,9 @@
-"""What the teacher thinks of an episode: its log-probability of every token that the policy wrote, asked for when the
-episode has ended, beside the reward.
+"""Teacher scores of an episode: the teacher's log-probability of every token that the policy wrote.
+
+They are requested when the episode has ended, concurrently with the reward.
 
 waits for     an engine of the teacher (engine/scorer.py, which owns the deadline)
-on a failure  EpisodeFailed("teacher"): the group is rejected for it, and its slot played anew
+on a failure  EpisodeFailed("teacher"): the group is rejected for it, and its slot is replayed
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ REASON = "teacher"
 
 
 class Engines(Protocol):
-    """engine.scorer.TeacherEngines."""
+    """Interface of engine.scorer.TeacherEngines."""
 
     async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
-        """Of token_ids[start:]."""
+        """Return the log-probabilities of token_ids[start:]."""
         ...
 
     def take_figures(self) -> Figures:
-        """Since the last call."""
+        """Return the figures since the last call."""
         ...
 
 
 class Teacher:
-    """Scores whole episodes: one request for each sample, whatever its number of turns."""
+    """Scores whole episodes: one request for each sample, however many turns it has."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
         self._seconds, self._episodes = 0.0, 0
 
     async def score(self, prompt_ids: list[int], trajectory: Trajectory, group: str) -> list[Turn]:
-        """The turns, each with the teacher's log-probabilities of its completion. Siblings of a group share an engine,
-        and with it the prompt's cache."""
+        """Return the turns, each with the teacher's log-probabilities of its completion. Siblings of a group share an
+        engine, and with it the prompt's prefix cache."""
         began = time.monotonic()
         samples = [sample for sample in trajectory.samples() if any(turn.completion.token_ids for _, turn in sample)]
         try:
@@ -75,7 +76,7 @@ class Teacher:
         ]
 
     def take_figures(self) -> dict[str, float]:
-        """Since the last call, under their names in metrics.jsonl."""
+        """Return the figures since the last call, under their names in metrics.jsonl."""
         engines, seconds, episodes = self._engines.take_figures(), self._seconds, self._episodes
         self._seconds, self._episodes = 0.0, 0
         return {
@@ -87,7 +88,8 @@ class Teacher:
 
 
 def _joined(prompt_ids: list[int], turns: Sequence[Turn]) -> tuple[list[int], list[tuple[int, int]]]:
-    """A sample as one sequence, as the trainer sees it (algo/samples.py), and where each completion is in it."""
+    """Return a sample as one sequence, as the trainer sees it (algo/samples.py), and the position of each completion in
+    it."""
     token_ids, places = [] if turns[0].begins else list(prompt_ids), []
     for turn in turns:
         token_ids += turn.observation

@@ -1,4 +1,4 @@
-"""The score of an episode that forks: each of its ways is scored as if it were all there is."""
+"""Scoring of an episode with branches: each branch is scored as if it were the whole episode."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from asyncrl.types import Trajectory
 
 
 async def scored_by_way(trajectory: Trajectory, score: Callable[[Trajectory], Awaitable[Trajectory]]) -> Trajectory:
-    """With what `score` gives: the reward of a way at its end, and those of turns as the mean over the ways that lead
-    through them. One way after the other, each within the limit of one."""
+    """Score every branch and combine the results. The last turn of a branch receives the branch's reward; the rewards
+    of turns are averaged over the branches that pass through them. Branches are scored one after the other, each with
+    its own timeout."""
     ways = trajectory.ways()
     if len(ways) == 1:
         return await score(trajectory)

@@ -1,9 +1,9 @@
-"""Ticket -> siblings -> scores -> commit: what keeps the engines busy.
+"""The rollout worker, which keeps the engines busy: ticket -> siblings -> scores -> commit.
 
-waits for     room (rollout/room.py), a ticket (the buffer's admission)
-unblocked by  Service.publish, and by every group that ends; who hangs is given up (rollout/episode.py)
-on death      an error that is neither an EpisodeFailed (all that a user's code raises, and its time limits) nor an
-              EngineError is a bug: it ends the process; the launcher ends the run
+waits for     the concurrency limit (rollout/room.py), a ticket (the buffer's admission)
+unblocked by  a published version, and every group that ends; an episode that hangs is given up (rollout/episode.py)
+on death      an error that is neither an EpisodeFailed (all that user code raises, and its timeouts) nor an EngineError
+              is a bug: it ends the process, and the launcher ends the run
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from asyncrl.types import Group, Prompt, Template, Trajectory, Turn
 
 T = TypeVar("T")
 RETRY_DELAY = 0.5
-"""Seconds before the first new attempt; each of the next waits twice as long."""
+"""Seconds before the first retry; the delay doubles with each further one."""
 
 
 class Worker:
@@ -62,8 +62,8 @@ class Worker:
         max_rejections: int = 1000,
         teacher: Teacher | None = None,
     ) -> None:
-        """`agents` play the prompts of the task of their name, `rewards` score their answers, of training and
-        evaluation; `group_sizes` are by task; the teacher scores what is trained."""
+        """`agents`, `rewards` and `group_sizes` are keyed by task. Agents and rewards serve training and evaluation;
+        the teacher scores training episodes only."""
         self._service, self._client, self._agents, self._rewards = service, client, agents, rewards
         self._parts: dict[str, list[float]] = {}
         self._mixer, self._template = mixer, template
@@ -76,8 +76,9 @@ class Worker:
         self._stopped: dict[Ticket, str] = {}
 
     async def run(self, outstanding: Sequence[tuple[Ticket, Prompt, Sequence[Session]]] = ()) -> None:
-        """Until cancelled; first the groups that were being played when the state of a run was saved."""
-        largest = max(self._group_sizes.values())  # which task is drawn is known only with the ticket
+        """Play groups until cancelled; `outstanding` groups, which were running when a checkpoint was saved, come
+        first."""
+        largest = max(self._group_sizes.values())  # the task is known only once the prompt is drawn
         async with asyncio.TaskGroup() as groups:
             groups.create_task(self._stop_the_unwanted())
             for ticket, prompt, sessions in outstanding:
@@ -99,7 +100,8 @@ class Worker:
                 self._playing[ticket].cancel()
 
     async def _play(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Session], *, inside: bool = True) -> None:
-        """One group, unless the buffer stops it because nobody waits for it any more. `inside`: it has its room."""
+        """Play one group, unless the buffer aborts it as superfluous. `inside` says that the group is already counted
+        by the limit."""
         try:
             if not inside:
                 await self._room.enter(len(sessions))
@@ -115,9 +117,9 @@ class Worker:
                 self._room.leave(len(sessions))
 
     async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Session]) -> None:
-        """All siblings succeed, or the slot is played anew with another prompt."""
+        """Play all siblings and hand the group in, or reject it so that its slot is replayed with another prompt."""
         try:
-            async with asyncio.TaskGroup() as siblings:  # one lost sibling cancels the rest: no orphan requests
+            async with asyncio.TaskGroup() as siblings:  # one failed sibling cancels the rest: no orphaned requests
                 tasks = [siblings.create_task(self.episode(prompt, session)) for session in sessions]
         except BaseExceptionGroup as raised:  # not except*, which wraps what is raised inside it before Python 3.11.4
             failed, others = raised.split((EpisodeFailed, EngineError))
@@ -133,7 +135,7 @@ class Worker:
             await self._hand_in(ticket, group)
 
     async def episode(self, prompt: Prompt, session: Session) -> Trajectory:
-        """Play and score one episode, within the time limits."""
+        """Play and score one episode within its timeouts."""
 
         async def score(trajectory: Trajectory) -> Trajectory:
             texts = [self._template.decode(turn.completion.token_ids) for turn in trajectory.turns]
@@ -160,7 +162,7 @@ class Worker:
         return await self._tried(session, play)
 
     async def _tried(self, session: Session, act: Callable[[], Awaitable[T]]) -> T:
-        """Once, and anew when something outside of the program has failed; up to `retries` times."""
+        """Run `act`, and retry it up to `retries` times after a failure that may be transient."""
         for left in range(self._retries, -1, -1):
             try:
                 return await act()
@@ -174,14 +176,14 @@ class Worker:
         raise AssertionError("the last attempt has returned or raised")
 
     def take_figures(self) -> dict[str, float]:
-        """Since the last call, under their names in metrics.jsonl."""
+        """Return the figures since the last call, under their names in metrics.jsonl."""
         retried, self._retried = self._retried, Counter()
         parts, self._parts = self._parts, {}
         means = {f"reward/part/{name}": fmean(values) for name, values in sorted(parts.items())}
         return {"episodes/retried": float(retried.total()), **means}
 
     async def _hand_in(self, ticket: Ticket, group: Group) -> None:
-        """A group that is accepted waits for its batch; another takes the place of one that is not."""
+        """Commit a group that `accept` accepts; reject any other, so that its slot is replayed."""
         verdict = self._accept(group)
         if verdict is True:
             self._rejections_in_a_row = 0

@@ -27,28 +27,30 @@ def ask(task: Task, index: int, field: str) -> Question:
 
 
 class Task(Protocol):
-    """An endless supply of numbered questions with a score."""
+    """Endless or finite supply of numbered questions, with a score for their answers."""
 
     def question(self, index: int) -> Question:
-        """Question `index`: a record with "messages" (a chat) and whatever `score` needs. Same index, same question."""
+        """Return question `index`: a record with "messages" (a chat) and whatever `score` needs. The same index always
+        gives the same question."""
         ...
 
     def score(self, answer: str, question: Question) -> float:
-        """Reward of an answer's text. Raises EpisodeFailed when the judge, not the answer, is at fault."""
+        """Return the reward of an answer's text. Raises EpisodeFailed when the judge, not the answer, is at fault."""
         ...
 
     @property
     def inline(self) -> bool:
-        """Whether `score` is quick and cannot hang: else it runs in a thread, within rollout.reward_timeout."""
+        """True if `score` is quick and cannot hang; otherwise it runs in a thread, with timeout
+        rollout.reward_timeout."""
         ...
 
     def correct(self, reward: float) -> bool:
-        """Whether a reward means a right answer, for accuracy."""
+        """Return whether a reward means a correct answer, for accuracy."""
         ...
 
     @property
     def size(self) -> int | None:
-        """Number of questions, or None when endless."""
+        """Number of questions, or None for an endless task."""
         ...
 
 
@@ -60,11 +62,11 @@ KINDS = {
     "gymnasium": "asyncrl.tasks.gymnasium:Gymnasium",
     "textarena": "asyncrl.tasks.textarena:TextArena",
 }
-"""By task.kind; each is made with the task's configuration."""
+"""Task classes by task.kind; each is created with the task's configuration."""
 
 
 def build(config: TaskConfig) -> Task:
-    """The task that a configuration names, with its tools."""
+    """Build the task that a configuration names, with its tools."""
     task = _without_tools(config)
     if not config.tools:
         return task
@@ -83,7 +85,8 @@ def _without_tools(config: TaskConfig) -> Task:
 
 
 def build_all(config: Config) -> dict[str, Task]:
-    """Every task and evaluation set of a run, by name; an error names the field of the one that it is about."""
+    """Build every task and evaluation set of a run, by name. A ConfigError names the field of the set that it is
+    about."""
     built = {}
     for name, section in (config.mixture | config.eval_sets).items():
         try:

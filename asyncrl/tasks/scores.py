@@ -1,4 +1,4 @@
-"""What scores the answers to a task: the reward that its section names, or the task itself."""
+"""Rewards of the tasks: the reward that a task's config section names, or the task's own score."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.tasks import Task
 
 
 class OwnScore:
-    """A task's `score`, as a reward."""
+    """Reward that calls a task's `score`."""
 
     pure = False
 
@@ -23,12 +23,12 @@ class OwnScore:
         self._task, self.inline = task, task.inline
 
     def __call__(self, answer: Answer) -> float:
-        """Of the last completion."""
+        """Score the last completion."""
         return self._task.score(answer.text, dict(answer.question))
 
 
 def rewards(config: Config, tasks: Mapping[str, Task]) -> dict[str, Reward]:
-    """Of every task and evaluation set. Raises ConfigError for the field that is wrong."""
+    """Return the reward of every task and evaluation set. Raises ConfigError for the field that is wrong."""
     found: dict[str, Reward] = {}
     for name, section in (config.mixture | config.eval_sets).items():
         field = config.field_of(name)

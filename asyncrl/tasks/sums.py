@@ -1,7 +1,7 @@
-"""Sums that are beyond a small model's head and not beyond a calculator: a task to be answered with tools.
+"""Sums that are too hard for a small model but not for a calculator: a task to be answered with tools.
 
-Worked examples, in which `calculate` (asyncrl/envs/tools/calculator.py) is called in the form of hermes, stand before
-each question: with them SmolLM2 calls it in about two of five samples at temperature 1, without them it does not.
+Each question is preceded by worked examples that call `calculate` (asyncrl/envs/tools/calculator.py) in hermes format.
+With them SmolLM2 calls it in about two of five samples at temperature 1; without them it does not.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ EXAMPLES = (("12 + 7 * 9", 75), ("31 + 45 * 8", 391))
 
 
 class Sums:
-    """task.kind=asyncrl.tasks.sums:Sums, with task.tools."""
+    """Task of sums: task.kind=asyncrl.tasks.sums:Sums, with task.tools."""
 
     size, inline = None, True
 
     def question(self, index: int) -> dict[str, Any]:
-        """Same index, same numbers."""
+        """Return a sum; the same index always gives the same numbers."""
         draw = random.Random(index)
         a, b, c = draw.randrange(10, 100), draw.randrange(10, 100), draw.randrange(2, 20)
         shown = [message for sum_, value in EXAMPLES for message in _worked(sum_, value)]
         return {"messages": [*shown, _asked(f"{a} + {b} * {c}")], "answer": str(a + b * c)}
 
     def score(self, answer: str, question: dict[str, Any]) -> float:
-        """1 for the number and nothing else."""
+        """Return 1 if the answer is the number and nothing else."""
         return float(answer.strip() == question["answer"])
 
 

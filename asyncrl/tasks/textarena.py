@@ -1,4 +1,4 @@
-"""Games of textarena as a task: question i is the game of seed i."""
+"""Games of textarena as a task: question i is the game with seed i."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ENVS = "asyncrl.envs.textarena"
 
 
 class TextArena:
-    """`task.name` is the game's, as in GuessTheNumber-v0. task.params: `players` (unset: 1), `rules` (unset: what the
-    game says of itself), and what the game takes. Rewards: asyncrl/envs/textarena.py."""
+    """Task of one game. `task.name` is the game's, such as GuessTheNumber-v0. task.params: `players` (default 1),
+    `rules` (default: the game's own description), and the game's own parameters. Rewards: asyncrl/envs/textarena.py."""
 
     size = None
     inline = True
@@ -30,17 +30,17 @@ class TextArena:
         game: dict[str, Any] = {"name": config.name, "params": params, "rules": rules}
         self._head: list[Message] = [{"role": "system", "content": config.system}] if config.system else []
         self.roles: Sequence[str] = ()
-        """Of a game of several players."""
+        """Roles, in a game of several players."""
         self.environment = EnvSpec(f"{ENVS}:TextArenaGame", game)
-        """What its episodes are played in."""
+        """Environment of its episodes."""
         if players > 1:
             game |= {"players": players, "system": config.system}
             self.environment = EnvSpec(f"{ENVS}:TextArenaMatch", game)
             self.roles = self.environment.make().roles
-        self.question(0)  # what textarena refuses, it refuses here
+        self.question(0)  # fail here if textarena refuses the game
 
     def question(self, index: int) -> Question:
-        """What the game of this seed tells first, to who begins."""
+        """Return the first message of the game with this seed, to the player who begins."""
         env: TextArenaGame | TextArenaMatch = self.environment.make()
         if isinstance(env, TextArenaMatch):
             first = env.begin(index)
@@ -49,9 +49,9 @@ class TextArena:
         return {"messages": [*self._head, {"role": "user", "content": news}], "seed": index, "state": state}
 
     def score(self, answer: str, question: Question) -> float:
-        """Never asked: episodes come with their rewards."""
+        """Raise TypeError: episodes come with their rewards, so this is never called."""
         raise TypeError("a game rewards its own episodes")
 
     def correct(self, reward: float) -> bool:
-        """Solved, or won."""
+        """Return whether the game was solved, or won."""
         return reward >= 1.0

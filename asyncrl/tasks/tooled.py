@@ -1,4 +1,4 @@
-"""Any task's questions, answered with tools: its score judges the last answer (asyncrl/envs/tools/env.py)."""
+"""Questions of any task, answered with tools: the task's score judges the last answer (asyncrl/envs/tools/env.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ENVIRONMENT = "asyncrl.envs.tools.toolbox:ToolboxEnv"
 
 
 class Tooled:
-    """A task, with tools."""
+    """A task with tools."""
 
     def __init__(
         self, task: Task, tools: Sequence[Spec], options: Mapping[str, Any] | None = None, field: str = "task"
     ) -> None:
-        """`tools` as in asyncrl/envs/tools/specs.py, `options` those of ToolEnv. MCP servers are started and asked what
-        they offer. Raises ConfigError for `field`.tools and `field`.tool_options."""
+        """`tools` are described in asyncrl/envs/tools/specs.py, `options` are those of ToolEnv. MCP servers are started
+        and asked for their tools. Raises ConfigError for `field`.tools and `field`.tool_options."""
         if getattr(task, "environment", None) or getattr(task, "agent", None):
             raise ConfigError(f"{field}.tools", list(tools), "The task brings an environment, or an agent, of its own.")
         self._task = task
@@ -34,17 +34,17 @@ class Tooled:
 
     @property
     def size(self) -> int | None:
-        """The task's."""
+        """Number of questions of the task."""
         return self._task.size
 
     def question(self, index: int) -> Question:
-        """The task's, with the tools."""
+        """Return the task's question with the tools."""
         return {**self._task.question(index), "tools": self._functions, "tool_format": self._format}
 
     def score(self, answer: str, question: Question) -> float:
-        """The task's."""
+        """Return the task's score."""
         return self._task.score(answer, question)
 
     def correct(self, reward: float) -> bool:
-        """What the task says."""
+        """Return what the task says."""
         return self._task.correct(reward)

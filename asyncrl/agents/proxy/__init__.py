@@ -1,9 +1,11 @@
-"""The OpenAI API over `generate`: agents that know nothing of asyncrl are trained through it.
+"""OpenAI-compatible proxy in front of `generate`, which trains agents that do not use asyncrl's API.
 
-server.py       HTTP: keys, bodies, clients that go away, errors
-session.py      one episode: its chats, its texts, its rewards; the trajectory that they make
-histories.py    which chat a request goes on from, and its exact tokens
-messages.py     the one form in which messages are compared and rendered
-fields.py       what a request may ask for; what would spoil training is refused
-answers.py      what clients read
+server.py       HTTP: API keys, request bodies, disconnected clients, errors
+session.py      one episode: its chats, texts and rewards, and the trajectory that they form
+histories.py    which chat a request continues, and its exact tokens
+messages.py     canonical form in which messages are compared and rendered
+fields.py       the request fields; those that would corrupt training are refused
+answers.py      responses in the OpenAI format
+rewards.py      rewards posted by the programs
+refusals.py     error responses
 """

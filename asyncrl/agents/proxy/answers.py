@@ -1,8 +1,8 @@
-"""Answers in the form of the OpenAI API: whole, or as server-sent events.
+"""Responses in the format of the OpenAI API, as one JSON object or as server-sent events.
 
-A stream is sent when the answer is whole: `generate` gives whole answers, and what a client has read cannot be taken
-back when an engine dies. Beside OpenAI's fields, choices have a `turn` (for POST /v1/reward), and `token_ids` for those
-who ask for them (return_token_ids, as vLLM calls it).
+A stream is sent only when the answer is complete: `generate` returns complete answers, and what a client has read
+cannot be withdrawn when an engine dies. In addition to OpenAI's fields, choices have a `turn` (for POST /v1/reward),
+and `token_ids` when the request has return_token_ids (vLLM's name).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.types import Completion, Message, Template
 
 @dataclass(frozen=True)
 class Choice:
-    """One completion, and what it says."""
+    """One completion and its message."""
 
     turn: int
     completion: Completion
@@ -29,20 +29,20 @@ class Choice:
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or tool_calls."""
+        """Finish reason: stop, length or tool_calls."""
         return "tool_calls" if "tool_calls" in self.message else self.completion.finish_reason
 
 
 @dataclass(frozen=True)
 class Answer:
-    """To one request."""
+    """The answer to one request."""
 
     wanted: Wanted
     context: list[int]
     choices: list[Choice]
 
     def whole(self, route: Route, template: Template) -> bytes:
-        """One JSON object."""
+        """Return the answer as one JSON object."""
         form = _chat_choice if route == "chat" else _text_choice
         choices = [form(n, choice, self.wanted, template) for n, choice in enumerate(self.choices)]
         kind = "chat.completion" if route == "chat" else "text_completion"
@@ -52,7 +52,7 @@ class Answer:
         return msgspec.json.encode(body)
 
     def events(self, route: Route, template: Template) -> bytes:
-        """Server-sent events, to the last."""
+        """Return the answer as server-sent events, including the last one."""
         kind = "chat.completion.chunk" if route == "chat" else "text_completion"
         head = _head(kind, self.wanted.model)
         chunks: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def _chat_choice(index: int, choice: Choice, wanted: Wanted, template: Template)
 
 
 def _pieces(index: int, choice: Choice, wanted: Wanted, template: Template) -> Iterator[dict[str, Any]]:
-    """A chat's message as differences: its role, what it says, what it calls, its end."""
+    """Yield a chat message as deltas: its role, its content, its tool calls and its finish reason."""
     message, empty = choice.message, {"index": index, "finish_reason": None, "logprobs": None}
     yield {**empty, "delta": {"role": "assistant", "content": ""}}
     if message["content"] or wanted.logprobs:

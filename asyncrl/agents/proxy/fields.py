@@ -1,8 +1,8 @@
-"""What a request may ask for.
+"""Fields of a request, and which of their values are refused.
 
-The trainer computes the probability of every token anew, from log_softmax(logits / temperature): what draws tokens from
-another distribution (nucleus, penalties, grammars, another temperature) is refused, or the step would be wrong without
-a sign. So is every field that the proxy does not know: it may be one of those.
+The trainer recomputes the probability of every token from log_softmax(logits / temperature). Anything that samples from
+another distribution (nucleus sampling, penalties, grammars, another temperature) is refused, because the training step
+would be silently wrong. Unknown fields are refused too, because they may have the same effect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _READ_BY: dict[Route, set[str]] = {
 }
 _WITHOUT_EFFECT = {
     "user",
-    "seed",  # best effort in OpenAI's words too; the siblings of a group must differ
+    "seed",  # OpenAI calls it best effort too; the siblings of a group must differ
     "metadata",
     "store",
     "service_tier",
@@ -56,19 +56,22 @@ MOST_CHOICES = 128
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a request wants its answer."""
+    """Options of a request."""
 
     model: str
     limit: int | None  # tokens
     choices: int
     stream: bool
-    usage: bool  # in the stream
+    usage: bool  # include the usage in the stream
     logprobs: bool
     token_ids: bool
 
 
 def read(body: Body, route: Route, *, temperature: float, end: str) -> Wanted:
-    """`temperature` is the run's, `end` what ends its answers. Raises Refused (400)."""
+    """Read the options of a request. Raises Refused (400) for fields that training does not allow.
+
+    `temperature` is the run's, and `end` the token that ends its answers.
+    """
     for name, value in body.items():
         if value is not None:
             _check(name, value, route)
@@ -104,7 +107,10 @@ def _check(name: str, value: Any, route: Route) -> None:
 
 
 def _logprobs(body: Body, route: Route) -> bool:
-    """A switch in chats; of texts a number, how many alternatives are told beside the token that was drawn."""
+    """Return whether log-probabilities are requested.
+
+    The field is a boolean for chats. For texts it is the number of alternatives to each sampled token, which must be 0.
+    """
     if route == "chat":
         return bool(_typed(body, "logprobs", bool, "true or false"))
     if body.get("logprobs") not in (None, 0):

@@ -1,8 +1,9 @@
-"""Which answer a request goes on from: token in, token out, for clients that send their whole history each time.
+"""Lookup of the earlier answer that a request continues, for clients that send their whole history each time.
 
-A chat goes on where its messages begin with those of an earlier request and the answer to it: from the tokens that the
-engine read and wrote then. A text goes on where it begins with an earlier text and what was written after it. The
-longest wins. A client that changes a word of its history begins a context, and with it a sample, of its own.
+A chat continues an earlier one if its messages begin with those of an earlier request and the answer to it; its context
+is then the tokens that the engine read and generated. A text continues an earlier one if it begins with an earlier text
+and its completion. The longest match wins. A client that changes a word of its history begins a new context, and with
+it a new sample.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from asyncrl.agents.linking import Asked
 
 @dataclass
 class _Node:
-    """A message in the tree of all that were sent; `asked` is told where it is an answer."""
+    """A message in the tree of all messages of a session; `asked` is set if it is an answer."""
 
     asked: Asked | None = None
     after: dict[bytes, _Node] = field(default_factory=dict)
 
 
 class Chats:
-    """Of one session, by their tools."""
+    """The chats of one session, by their tools."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, _Node] = {}
 
     def find(self, tools: bytes, messages: Sequence[bytes]) -> tuple[Asked | None, int]:
-        """The longest chat that these messages begin with, and how many of them it takes."""
+        """Return the longest known chat that is a prefix of these messages, and its number of messages."""
         node, found, length = self._roots.get(tools), None, 0
         for place, key in enumerate(messages):
             node = node.after.get(key) if node else None
@@ -39,7 +40,7 @@ class Chats:
         return found, length
 
     def keep(self, tools: bytes, messages: Sequence[bytes], asked: Asked) -> None:
-        """These messages, the last of which is the answer. Of two that read alike the later counts."""
+        """Store a chat whose last message is the answer. It replaces an earlier chat with the same messages."""
         node = self._roots.setdefault(tools, _Node())
         for key in messages:
             node = node.after.setdefault(key, _Node())
@@ -47,16 +48,16 @@ class Chats:
 
 
 class Texts:
-    """Of one session."""
+    """The texts of one session."""
 
     def __init__(self) -> None:
         self._known: dict[str, Asked] = {}
 
     def find(self, text: str) -> tuple[Asked | None, str]:
-        """The longest that this one begins with, and the rest."""
+        """Return the longest known text that is a prefix of this one, and the rest of this one."""
         found = max((known for known in self._known if text.startswith(known)), key=len, default=None)
         return (None, text) if found is None else (self._known[found], text[len(found) :])
 
     def keep(self, text: str, asked: Asked) -> None:
-        """With the answer at its end."""
+        """Store a text that ends with the answer."""
         self._known[text] = asked

@@ -1,8 +1,8 @@
-"""The one form of a message, in which it is compared and rendered, however a client spells it.
+"""Canonical form of a message, in which it is compared and rendered, however a client writes it.
 
-absent, null, "" and []     are the same
-content                     a text; of parts of text, these line by line
-a call's arguments          a value, not the JSON text of one: templates write it as their model was taught
+absent, null, "", [], {}    are the same
+content                     a text; parts of type text are joined with newlines
+a call's arguments          a value instead of its JSON text: templates write it in the format that their model learnt
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 @dataclass(frozen=True)
 class Read:
-    """A message."""
+    """A message in canonical form."""
 
-    key: bytes  # equal for messages that say the same
+    key: bytes  # equal for equivalent messages
     rendered: Message
-    calls: int  # of tools
+    calls: int  # number of tool calls
 
 
 def read_all(messages: Any) -> list[Read]:
-    """Those of a request. Raises Refused (400)."""
+    """Read the messages of a request. Raises Refused (400)."""
     if not isinstance(messages, list) or not messages:
         raise bad_field("messages", messages, "Must be a list of messages, one at least.")
     return [read(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
 
 def read(message: Any, name: str = "message") -> Read:
-    """One message. Raises Refused (400), which calls it by this name."""
+    """Read one message. Raises Refused (400), whose text calls it `name`."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise bad_field(name, message, "Must be an object with a role.")
     if message.get("function_call") is not None:
@@ -54,7 +54,7 @@ def read(message: Any, name: str = "message") -> Read:
 
 
 def tools_key(tools: Any) -> bytes:
-    """Equal for the same tools. Raises Refused (400)."""
+    """Return a key that is equal for the same tools. Raises Refused (400)."""
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -63,7 +63,7 @@ def tools_key(tools: Any) -> bytes:
 
 
 def assistant(content: str, calls: Sequence[ToolCall]) -> Message:
-    """What the model said, as clients read it and send it back."""
+    """Return the model's answer as a message, in the form in which clients read it and send it back."""
     message: Message = {"role": "assistant", "content": content or (None if calls else "")}
     if calls:
         message["tool_calls"] = [
@@ -105,7 +105,7 @@ def _calls(calls: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _value(arguments: Any) -> Any:
-    """A model may be shown what was no JSON: it stays a text."""
+    """Return the value of a call's arguments. Arguments that are not valid JSON stay a text."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

@@ -1,4 +1,4 @@
-"""What a client reads where a request is not answered."""
+"""Error responses of the proxy."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ TYPES = {401: "authentication_error", 410: "session_closed", 503: "engine_error"
 
 
 class Refused(AsyncRLError):
-    """An answer of this status in place of a completion. `param` names the request's field."""
+    """Raised to answer a request with this HTTP status and an error. `param` names the field of the request."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         self.status, self._param, self._code = status, param, code
         super().__init__(message)
 
     def body(self) -> dict[str, Any]:
-        """As the OpenAI API has it."""
+        """Return the error in the OpenAI API's format."""
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self._param, "code": self._code}}
 
 
 def bad_field(param: str, value: object, remedy: str) -> Refused:
-    """400 for one field, in the three parts that a user needs."""
+    """Return a 400 error for one field, which states the field, the value and the remedy."""
     told = repr(value)
     told = told if len(told) <= 200 else f"{told[:200]}..."
     return Refused(400, f"{param}: got {told}. {remedy}", param=param)

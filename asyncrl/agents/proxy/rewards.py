@@ -1,4 +1,4 @@
-"""What programs post to /v1/reward: of the episode, of single answers, of their tokens."""
+"""Rewards that programs post to /v1/reward: for the episode, for single answers, and for their tokens."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ class _OfTurn:
 
 
 class Rewards:
-    """Of one session. What is posted again takes the place of what was posted before."""
+    """The rewards of one session. A reward that is posted again replaces the previous one."""
 
     def __init__(self) -> None:
         self.episode: float | None = None
         self._turns: dict[int, _OfTurn] = {}  # by the number of the answer
 
     def take(self, body: Body, answered: Sequence[Asked]) -> None:
-        """{"reward": x}; or with "turn", the number of an answer, and with "token_rewards", one for each of its tokens.
-        Raises Refused (400)."""
+        """Store a posted reward. Raises Refused (400).
+
+        The body is {"reward": x} for the episode. With "turn", the number of an answer, it is for that answer, and may
+        also have "token_rewards", one for each of its tokens.
+        """
         turn, reward, tokens = body.get("turn"), body.get("reward"), body.get("token_rewards") or []
         if unknown := sorted(body.keys() - {"turn", "reward", "token_rewards"}):
             raise bad_field(unknown[0], body[unknown[0]], "Must be reward, turn or token_rewards.")
@@ -49,7 +52,7 @@ class Rewards:
         self._turns[turn] = _OfTurn(float(reward), [float(one) for one in tokens])
 
     def given(self, turns: Sequence[Turn], answered: Sequence[Asked]) -> list[Turn]:
-        """These turns, which are made of these answers, with what they were given."""
+        """Return the turns with their rewards. `answered` are the answers that the turns are made of, by number."""
         of = {id(answered[number].completion): one for number, one in self._turns.items()}
         return [_with(turn, of.get(id(turn.completion))) for turn in turns]
 

@@ -1,14 +1,14 @@
 """The proxy's HTTP side, in the event loop of the rollout process.
 
     POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{name}
-    POST /v1/reward {"reward": x}                  of the episode
-    POST /v1/reward {"reward": x, "turn": k}       of the answer whose choice was told this turn
+    POST /v1/reward {"reward": x}                  reward of the episode
+    POST /v1/reward {"reward": x, "turn": k}       reward of the answer whose choice has this `turn`
 
-The API key names the episode: `Authorization: Bearer SECRET-SESSION`, SECRET being the proxy's own, so that the key of
-an episode that has ended (410) is told from one that was never given (401).
+The API key identifies the episode: `Authorization: Bearer SECRET-SESSION`. SECRET belongs to the proxy, so that the key
+of an episode that has ended (410) can be told from one that was never issued (401).
 
-waits for     bodies and engines, until the client goes away or the episode ends, whichever is first: its request is
-              cancelled then. Episodes have deadlines (rollout/episode.py); the proxy needs none
+waits for     bodies and engines, until the client disconnects or the episode ends, which cancels the request. Episodes
+              have deadlines (rollout/episode.py); the proxy needs none
 on death      of its server: the next episode raises
 """
 
@@ -39,22 +39,25 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.types import Generate
 
 MOST_BYTES = 32 << 20
-"""Of a body: a context of a million tokens is about 5 MB."""
+"""Maximum size of a request body; a context of a million tokens has about 5 MB."""
 BACKLOG = 4096
-KEEP_ALIVE = 75  # seconds; clients close idle connections first, so that none is closed while it sends
+KEEP_ALIVE = 75  # seconds; clients close idle connections earlier, so none is closed while it sends
 CLOSE_SECONDS = 2
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "asyncrl"}
-"""The only one; requests may call it by any name."""
+"""The only model. Requests may use any name for it."""
 
 Handle = Callable[[Session, Body], Awaitable[Response]]
 
 
 class Proxy:
-    """One server."""
+    """The proxy's server and its sessions."""
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0, tool_format: str = "hermes") -> None:
-        """`port` 0: a free one. `tool_format`: how the model writes calls of tools (envs/tools/calls.py). Raises
-        ConfigError."""
+        """Create the proxy. Raises ConfigError for an unknown `tool_format`.
+
+        port: 0 for any free port
+        tool_format: format in which the model writes tool calls (envs/tools/calls.py)
+        """
         self._host, self._port = host, port
         self._tool_format = tool_calls.known(tool_format, "agent_params.tool_format")
         self._secret = secrets.token_urlsafe(12)
@@ -64,7 +67,7 @@ class Proxy:
         self.figures = Figures()
 
     def start(self) -> None:
-        """Listen, unless it does. Raises OSError where the address is taken."""
+        """Start the server unless it is running. Raises OSError when the address is taken."""
         if self._serving is not None:
             return
         listening = _listen(self._host, self._port)
@@ -83,7 +86,7 @@ class Proxy:
         self._serving = asyncio.create_task(self._server.serve([listening]))
 
     async def close(self) -> None:
-        """End all sessions, then the server."""
+        """Close all sessions and stop the server."""
         for session in self._sessions.values():
             session.close()
         if self._serving and self._server:
@@ -92,13 +95,16 @@ class Proxy:
 
     @property
     def base_url(self) -> str:
-        """For OpenAI's clients."""
+        """Base URL for OpenAI clients."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/v1"
 
     @asynccontextmanager
     async def session(self, generate: Generate) -> AsyncIterator[Session]:
-        """Of one episode. Raises what `generate` raised, if it did, whatever the block raises."""
+        """Open the session of one episode.
+
+        If `generate` failed in the block, raise its error, whatever the block itself raises.
+        """
         self.start()
         if self._serving and self._serving.done():
             raise AsyncRLError("the proxy's server has ended") from self._serving.exception()
@@ -130,12 +136,12 @@ class Proxy:
                 self.figures.refused += refused.status in (400, 413)
                 return _refusal(refused)
             except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client is gone
 
         return endpoint
 
     def _of(self, request: Request) -> Session:
-        """Whose request it is. Raises Refused."""
+        """Return the session of a request. Raises Refused (401 or 410)."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and (session := self._sessions.get(key.strip())):
             return session
@@ -144,29 +150,32 @@ class Proxy:
         raise Refused(401, "the API key is none of this proxy's: give the one that the episode was given")
 
     async def _bug(self, request: Request, error: Exception) -> Response:
-        """Ours, and no fault of the agent that asked: it ends the run, with the traceback in the log."""
+        """Fail the session after a bug of the proxy: it ends the run, rather than count as the agent's failure."""
         self._of(request).fail(AsyncRLError(f"a bug in the proxy: {error!r}"))
         return _refusal(Refused(500, f"a bug in the proxy: {error!r}"))
 
 
 class _Server(uvicorn.Server):
-    """One that leaves the process's signals to whoever has them."""
+    """Server that does not install signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None."""
+        """Capture no signals."""
         yield
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """By its protocol's number: asyncio leaves Nagle's algorithm on for sockets without, and an answer, which is sent
-    in two pieces, waits 40 ms for its second."""
+    """Return a listening socket that is created with its protocol number.
+
+    asyncio leaves Nagle's algorithm on for sockets without one, and the second part of a response, which is sent in two
+    parts, is then delayed by 40 ms.
+    """
     (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(BACKLOG)  # from here on connections wait for the server, if it is not up yet
+        listening.listen(BACKLOG)  # from here on, connections wait until the server is up
     except OSError:
         listening.close()
         raise
@@ -174,7 +183,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def _while_wanted(session: Session, request: Request, handle: Handle) -> Response:
-    """The response. Raises Refused, or ClientDisconnect; the request is cancelled when its client goes away."""
+    """Handle a request, and cancel it when its client disconnects. Raises Refused, or ClientDisconnect."""
     watching: asyncio.Task[None] | None = None
     left = False
 
@@ -200,7 +209,7 @@ async def _while_wanted(session: Session, request: Request, handle: Handle) -> R
 
 
 async def _body(request: Request) -> Body:
-    """A JSON object. Raises Refused, or ClientDisconnect."""
+    """Read the request body as a JSON object. Raises Refused, or ClientDisconnect."""
     data = bytearray()
     async for piece in request.stream():
         data += piece
@@ -252,4 +261,4 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
 
 
 def _refusal(refused: Refused) -> Response:
-    return _json(refused.body(), refused.status, {"x-should-retry": "false"})  # OpenAI's clients heed it
+    return _json(refused.body(), refused.status, {"x-should-retry": "false"})  # OpenAI clients honour it

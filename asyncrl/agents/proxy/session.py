@@ -1,13 +1,13 @@
-"""One episode behind the proxy: what its program asks, in the tokens that engines read and wrote.
+"""One episode behind the proxy: the requests of its program, as the tokens that engines read and generated.
 
     async with Session(generate, ...) as session:
         ...                                        the program plays, by HTTP or otherwise
         trajectory = session.trajectory(prompt_ids, reward)
 
-waits for     engines (`generate`; their own deadlines), and the program (the episode's deadlines)
-on an error   of the fleet: what runs in the block is cancelled, and the block raises that error, whatever the program
-              made of the 503 that it was answered: the ledger names the engine, not the agent
-at its end    requests under way are cancelled; engines may have written tokens for them, which count as discarded
+waits for     engines (`generate`, with its own deadlines) and the program (the episode's deadlines)
+on an error   of the fleet: the block is cancelled and raises that error, however the program handled the 503 response,
+              so that the failure is attributed to the engine and not to the agent
+at its end    open requests are cancelled; tokens that engines generated for them count as discarded
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from asyncrl.types import Completion, Generate, Message, Template, Trajectory
 class Figures:
     """Counts since the proxy's start."""
 
-    turns: int = 0  # answers that clients were given
-    contexts_begun: int = 0  # of them, those that went on from no earlier answer of their session
-    refused: int = 0  # requests, for what they asked
-    abandoned: int = 0  # requests whose client or episode ended first
+    turns: int = 0  # answers sent to clients
+    contexts_begun: int = 0  # of these, answers that continue no earlier answer of their session
+    refused: int = 0  # requests refused because of their content
+    abandoned: int = 0  # requests whose client disconnected or whose episode ended first
 
 
 class Session:
-    """One episode."""
+    """Session of one episode."""
 
     def __init__(self, generate: Generate, *, tool_format: str, figures: Figures, secret: str = "") -> None:
-        """`secret` begins the key."""
+        """Create a session. Its API key begins with `secret`."""
         self.key = f"{secret}-{secrets.token_urlsafe(24)}"
         self.closed = False
         self._generate, self._tool_format, self._figures = generate, tool_format, figures
         self._chats, self._texts = Chats(), Texts()
         self._serial = itertools.count()
-        self._answered: list[tuple[int, Asked]] = []  # with its place in the order of asking
+        self._answered: list[tuple[int, Asked]] = []  # with the number of its request
         self._rewards = Rewards()
         self._full = False
         self._calls: set[asyncio.Task[Any]] = set()
@@ -79,15 +79,17 @@ class Session:
             raise self._fault from error
 
     def close(self) -> None:
-        """Requests under way are cancelled, and no other is answered."""
+        """Cancel the open requests, and answer no further ones."""
         self.closed = True
         for call in self._calls:
             call.cancel()
 
     @contextmanager
     def call(self) -> Iterator[asyncio.Task[Any]]:
-        """Around a request: its task, which others cancel when its client goes away. Raises Refused (410) when the
-        episode ends first."""
+        """Track the current task as one request, and yield it, so that it can be cancelled when its client disconnects.
+
+        Raises Refused (410) when the episode ends first.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -102,20 +104,20 @@ class Session:
             self._calls.discard(task)
 
     def fail(self, error: AsyncRLError) -> None:
-        """The episode is over: its block raises this."""
+        """End the episode with this error, which its block raises."""
         if self._fault is None and not self.closed:
             self._fault = error
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     @property
     def template(self) -> Template:
-        """Of what it asks."""
+        """Chat template of the model."""
         return self._generate.template
 
     # -- requests ------------------------------------------------------------------------------------------
 
     async def chat(self, body: Body) -> Answer:
-        """POST /v1/chat/completions. Raises Refused."""
+        """Answer POST /v1/chat/completions. Raises Refused."""
         wanted = self._wanted(body, "chat")
         sent = messages.read_all(body.get("messages"))
         tools = body.get("tools") or []
@@ -135,7 +137,7 @@ class Session:
         return Answer(wanted, context, choices)
 
     async def complete(self, body: Body) -> Answer:
-        """POST /v1/completions. Raises Refused."""
+        """Answer POST /v1/completions. Raises Refused."""
         wanted, prompt = self._wanted(body, "text"), body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             (prompt,) = prompt  # a batch of one
@@ -157,16 +159,16 @@ class Session:
         return Answer(wanted, context, choices)
 
     def take_reward(self, body: Body) -> None:
-        """POST /v1/reward. Raises Refused."""
+        """Handle POST /v1/reward. Raises Refused."""
         self._rewards.take(body, [asked for _, asked in self._answered])
 
     @property
     def posted(self) -> float | None:
-        """The reward of the episode."""
+        """Posted reward of the episode, or None."""
         return self._rewards.episode
 
     def trajectory(self, prompt_ids: list[int], reward: float | None) -> Trajectory:
-        """Everything that was answered, with the rewards of turns. Raises EpisodeFailed where nothing was."""
+        """Return all answers as a trajectory, with the rewards of turns. Raises EpisodeFailed when there are none."""
         if not self._answered:
             raise EpisodeFailed("agent_error", "it asked the model for nothing")
         in_order = sorted(self._answered, key=lambda answer: answer[0])
@@ -179,7 +181,7 @@ class Session:
         return read(body, route, temperature=self._generate.temperature, end=self.template.end)
 
     def _render(self, chat: Sequence[Message], tools: Sequence[Any], known: Asked | None) -> list[int]:
-        """The tokens of a chat, or those of a known one and of what was said since."""
+        """Return the tokens of a chat: of a new one, or those of a known one and of the messages since."""
         try:
             if known is None:
                 return self.template.begin(chat, tools)
@@ -189,7 +191,7 @@ class Session:
             raise Refused(400, f"the chat template does not take these messages: {error}", param="messages") from error
 
     async def _ask(self, context: list[int], wanted: Wanted, *, begins: bool) -> list[tuple[int, Asked]]:
-        """The answers, each with the number of its turn."""
+        """Generate the answers and return each with the number of its turn. Raises Refused (503) when engines fail."""
         numbers = [next(self._serial) for _ in range(wanted.choices)]
         calls = [self._generate(context, max_new_tokens=wanted.limit) for _ in numbers]
         answered = []
@@ -208,8 +210,11 @@ class Session:
         return [(first + n, asked) for n, (_, asked) in enumerate(answered)]
 
     def _look_at_room(self, completions: Sequence[Completion], length: int) -> None:
-        """Where the model's context is full the first answer is empty, by "length", for a program to end well; one that
-        asks on is told so, or it might do so for ever."""
+        """Refuse a second request in a row that has no room in the model's context.
+
+        The first such request gets an empty answer with finish reason "length", so that a program can end normally. A
+        program that goes on gets an error, because it might go on forever.
+        """
         full = not any(completion.token_ids for completion in completions)
         if full and self._full:
             message = f"the model's context has no room for an answer to {length} tokens"
@@ -218,7 +223,7 @@ class Session:
 
 
 def gone() -> Refused:
-    """For requests of an episode that has ended."""
+    """Return the error for requests of an episode that has ended."""
     return Refused(410, "the episode of this API key has ended")
 
 
