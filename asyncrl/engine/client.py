@@ -197,7 +197,11 @@ class Client:
         return session
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Cancel the requests that are still open, and close the connections."""
+        open_requests = list(self._tasks)
+        for task in open_requests:
+            task.cancel()
+        await asyncio.gather(*open_requests, return_exceptions=True)
         await self._http.aclose()
 
     # -- one prompt, its siblings --------------------------------------------------------------------------

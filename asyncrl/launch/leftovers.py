@@ -28,8 +28,10 @@ OURS = ("torch_", "sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_", "nccl-")
 """Files that torch, SGLang, multiprocessing and NCCL make for themselves; what else is mapped belongs to somebody."""
 PREFIX = "asyncrl-run-"
 OWNER, NOTED = "owner", "shared.json"
-FIRST_NOTE_SECONDS, NOTE_SECONDS = 2.0, 60.0
-"""Between two looks at what is mapped: often while processes start, which is when they map."""
+START_NOTE_SECONDS, NOTE_SECONDS = 2.0, 60.0
+"""Between two looks at what is mapped: often while processes start, because that is when they map."""
+STARTING_SECONDS = 120.0
+"""How long a process counts as starting."""
 KILL_SECONDS = 2.0
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -94,7 +96,7 @@ class Scratch:
         remove_abandoned()
         self._mark, self._clock = {"variable": variable, "value": value}, clock
         self._noted: set[Path] = set()
-        self._wait, self._noted_at = FIRST_NOTE_SECONDS, clock()
+        self._started_at = self._noted_at = clock()
         made = Path(tempfile.mkdtemp(prefix=".asyncrl-new-"))
         self._held = os.open(made / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self._held, fcntl.LOCK_EX)  # until this process is dead, however it dies
@@ -111,12 +113,17 @@ class Scratch:
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_dir() / "torchinductor"),
         }
 
+    def starts(self) -> None:
+        """Look often for a while: a process is being started."""
+        self._started_at = self._clock()
+
     def note(self, leaders: Iterable[int]) -> None:
         """Write down which shared-memory files the processes of these groups have mapped, when that is due."""
         now = self._clock()
-        if now - self._noted_at < self._wait:
+        wait = START_NOTE_SECONDS if now - self._started_at < STARTING_SECONDS else NOTE_SECONDS
+        if now - self._noted_at < wait:
             return
-        self._noted_at, self._wait = now, min(NOTE_SECONDS, 2 * self._wait)
+        self._noted_at = now
         before = len(self._noted)
         self.see(leaders)
         if len(self._noted) > before:

@@ -89,6 +89,7 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         spec = self._specs[name]
+        self._scratch.starts()
         # to a file, not a pipe: children of children may hold it for long
         with self._log(name).open("ab") as log:
             self._children[name] = subprocess.Popen(
