@@ -1,1 +1,2 @@
-"""Pure torch on CPU or GPU tensors: advantages, losses, packing. No distributed, no Megatron, no HTTP."""
+"""The algorithms, as pure functions of torch tensors on CPU or GPU: advantages, losses, packing. They use no process
+groups, no Megatron and no HTTP."""

@@ -1,8 +1,9 @@
-"""Samples over data-parallel ranks and micro-batches, by cost. Pure: every rank computes the same for all of them.
+"""Load balancing of samples over data-parallel ranks and micro-batches, by cost. Pure: every rank computes the whole
+assignment.
 
-A piece is a group, or a part of one: siblings stay together, for what they share then runs once. A group is cut where
-it holds more tokens than a micro-batch, or alone costs more than a rank's share. Costs are integers, so that no rank's
-arithmetic can differ from another's.
+A piece is a group or a part of one: siblings stay together, because their shared prefixes then run once. A group is cut
+if it holds more tokens than a micro-batch, or if it alone costs more than a rank's fair share. Costs are integers, so
+that rounding cannot differ between ranks.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from asyncrl.algo.samples import Sample
 from asyncrl.algo.tree import common_beginning, stretches
 
 TOKEN = 1 << 20
-"""What a token costs in the products with all weights: the unit of cost."""
+"""Cost of a token's products with all weights: the unit of cost."""
 GAIN = 0.8
-"""A group is cut for balance where its dearer half costs at most this share of it: halves repeat what it shares."""
+"""A group is cut for balance if its more expensive half costs at most this fraction of it: both halves repeat what they
+share."""
 
-EXCHANGES, PARTNERS = 3, 8  # for each rank, at most; among so many with the least
+EXCHANGES, PARTNERS = 3, 8  # maximum exchanges per rank; number of least loaded ranks that are tried
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one forward and backward pass, in units of TOKEN."""
+    """Costs of one forward and backward pass, in units where a token's weight products cost TOKEN."""
 
     pair: int = 0  # a token that attends to one other
-    row: int = 0  # a token that is predicted: the products with the vocabulary
+    row: int = 0  # a predicted token: the products with the vocabulary
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Piece:
     """Siblings that run together."""
 
     samples: list[Sample]
-    tokens: int  # in a pack of its own
+    tokens: int  # in a pack that holds only this piece
     cost: int
 
 
@@ -54,10 +56,11 @@ def share_out(
     equal: bool = False,
     rounds: int = 1,
 ) -> list[list[Groups]]:
-    """Micro-batches of each rank, the dearest first, each of at most `limit` tokens (a larger sample runs alone).
+    """Return the micro-batches of each rank, most expensive first, each with at most `limit` tokens (a larger sample
+    runs alone).
 
-    Ranks get as many as they need, rounded up to a multiple of `rounds`, at least one; with `equal` all as many as the
-    one with the most. Some may be empty.
+    Each rank gets as many as it needs, at least one, rounded up to a multiple of `rounds`. With `equal`, every rank
+    gets as many as the rank with the most. Some may be empty.
     """
     pieces = _pieces(groups, ranks, limit, costs, share)
     mine = [[pieces[i] for i in rank] for rank in partition([piece.cost for piece in pieces], ranks)]
@@ -75,8 +78,8 @@ def share_out(
 
 
 def measure(samples: list[Sample], costs: Costs, share: bool = True) -> Piece:
-    """One piece, its samples in an order in which those that share more stand together. What they share with other
-    groups is not known here: an upper limit."""
+    """Build one piece, with its samples ordered so that those with longer common prefixes are neighbors. Prefixes
+    shared with other groups are not known here, so the counts are upper limits."""
     samples = sorted(samples, key=_tokens) if share else samples
     running = [sample for sample in samples if sample.num_inputs]
     lengths = [sample.num_inputs for sample in running]
@@ -95,12 +98,12 @@ def measure(samples: list[Sample], costs: Costs, share: bool = True) -> Piece:
 
 
 def _pairs(length: int) -> int:
-    """Of a token and one at or before it."""
+    """Return the number of pairs of a token and one at or before it."""
     return length * (length + 1) // 2
 
 
 def _pieces(groups: Sequence[list[Sample]], ranks: int, limit: int, costs: Costs, share: bool) -> list[Piece]:
-    """Groups, cut where they must be: first for the token limit, then for the balance."""
+    """Return the groups, cut where necessary: first for the token limit, then for balance."""
     pieces: list[Piece] = []
     for group in groups:
         if share:
@@ -124,7 +127,7 @@ def _tokens(sample: Sample) -> list[int]:
 
 
 def _within(samples: list[Sample], limit: int, costs: Costs) -> list[Piece]:
-    """As few pieces of neighbours as the limit allows, in even parts."""
+    """Cut into as few pieces of neighbors as the limit allows, in equal parts."""
     whole = measure(samples, costs)
     if whole.tokens <= limit or len(samples) == 1:
         return [whole]
@@ -142,8 +145,8 @@ def _halves(piece: Piece, costs: Costs) -> list[Piece]:
 
 
 def partition(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Items for each rank: the dearest first, to the rank with the least (Graham's LPT), then exchanges between the
-    rank with the most and one of those with the least, while they lower the maximum."""
+    """Assign items to ranks: the most expensive first, each to the least loaded rank (Graham's LPT). Then exchange
+    items between the most loaded rank and one of the least loaded, as long as the maximum falls."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
@@ -155,7 +158,7 @@ def partition(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _exchange(shares: list[list[int]], costs: Sequence[int]) -> None:
-    """In place. Each exchange leaves both ranks below what the one with the most had."""
+    """Exchange items in place. After each exchange both ranks are below the previous maximum load."""
     loads = [sum(costs[item] for item in share) for share in shares]
     for _ in range(EXCHANGES * len(shares)):
         most = loads.index(max(loads))
@@ -176,11 +179,12 @@ def _exchange(shares: list[list[int]], costs: Sequence[int]) -> None:
 
 
 def _best_swap(most: list[int], least: list[int], gap: int) -> tuple[int, int | None] | None:
-    """Which of `most` to give for which of `least` (or for nothing): the difference nearest to half the gap."""
+    """Return which item of `most` to give for which of `least` (or for nothing): the swap whose difference is nearest
+    to half the gap."""
     order = sorted(range(len(least)), key=least.__getitem__)
     values = [least[i] for i in order]
     best: tuple[int, int | None] | None = None
-    nearest = gap  # of |gap - 2 * difference|: below it the larger of the two loads falls
+    nearest = gap  # of |gap - 2 * difference|: below it, the larger of the two loads falls
     for give, cost in enumerate(most):
         at = bisect_left(values, cost - gap // 2)
         for place in (at - 1, at):
@@ -195,8 +199,8 @@ def _best_swap(most: list[int], least: list[int], gap: int) -> tuple[int, int | 
 
 
 def micro_batches(pieces: Sequence[Piece], limit: int, count: int = 0) -> list[list[Piece]]:
-    """Even ones of at most `limit` tokens, the dearest first: as few as go, but at least `count`. A larger piece has
-    one of its own."""
+    """Build balanced micro-batches of at most `limit` tokens, most expensive first: as few as possible, but at least
+    `count`. A larger piece gets one of its own."""
     order = sorted(pieces, key=lambda piece: -piece.cost)
     least = max(count, -(-sum(min(piece.tokens, limit) for piece in pieces) // limit))
     while (found := _filled(order, limit, least)) is None:
@@ -205,7 +209,7 @@ def micro_batches(pieces: Sequence[Piece], limit: int, count: int = 0) -> list[l
 
 
 def _filled(order: list[Piece], limit: int, count: int) -> list[list[Piece]] | None:
-    """Each piece in the cheapest micro-batch that has room; None if one has none."""
+    """Put each piece into the cheapest micro-batch with room. Returns None if a piece does not fit."""
     found: list[list[Piece]] = [[] for _ in range(count)]
     heap = [(0, batch, limit) for batch in range(count)]  # cost, number, room
     for piece in order:

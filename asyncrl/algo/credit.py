@@ -1,30 +1,31 @@
-"""Which turn has earned what: turns of episodes beside those of others.
+"""Turn-level credit assignment: the return of a turn compared with those of other turns.
 
-With G the return from a turn on (the mean over its ways, where the episode forks; algo/turns.py), b what it is compared
-with, and w its share of the episode,
+Let G be the return from a turn on (the mean over its branches if the episode forks; algo/turns.py), b its baseline, and
+w its share of the episode:
 
-    A = w (G - b)      sum over turns of A grad log pi has the policy gradient as its mean if, for every turn,
+    A = w (G - b)
 
-b does not depend on what the turn wrote, nor on anything that came after it, and neither does which terms b has.
-So these are unbiased, each weighed as you like, in whatever contexts the others stand:
+The sum over turns of A grad log pi has the policy gradient as its mean if, for every turn, b depends neither on what
+the turn wrote nor on anything after it, and the same holds for the choice of terms in b. These baselines are therefore
+unbiased, for any weighting of their terms:
 
-    others' returns, of whole episodes or from a turn on, where "others" are episodes of their own        (any context)
-    returns of other turns in one exact context, none of which stands behind another on one way
-    whatever is made of the past: the baseline of the turn before, rewards up to here
+    returns of other, separate episodes, whole or from a turn on, in any context
+    returns of other turns in exactly the same context, no two of which lie on one branch
+    any function of the past: the baseline of the previous turn, rewards so far
 
-and these are not (tests/algo/test_unbiased.py, by enumeration):
+These are biased (tests/algo/test_unbiased.py shows it by enumeration):
 
-    the mean with the turn's own return in it, where the number of turns that it is taken over varies
-    returns normalised by turn index and then added up over the turns that an episode has: how many means are taken off
-    depends on when it stops, so that every further turn costs the mean reward of a turn (grpo_turn; MT-GRPO, arXiv
-    2505.11821; verl #7244)
-    no advantage where there is nothing to compare with, for single turns of a group that has other episodes
-    turns in one named state met twice in one episode: the later return answers for the earlier action (gigpo)
-    division by a deviation (grpo, gigpo)
+    a mean that includes the turn's own return, if the number of turns that it is taken over varies
+    returns normalized by turn index and then summed over the turns of an episode: the number of subtracted means
+    depends on when the episode stops, so that every further turn costs the mean reward of a turn (grpo_turn; MT-GRPO,
+    arXiv 2505.11821; verl #7244)
+    zero advantage if there is nothing to compare with, for single turns of a group that has other episodes
+    turns in one named state visited twice in one episode: the later return is credited to the earlier action (gigpo)
+    division by a standard deviation (grpo, gigpo)
 
-w is what makes it the policy gradient of episodes that do not fork: two ways from one context are half an episode each.
-Where to fork must not be decided by what came after. All of this holds for discount 1; below, G is the discounted
-return, and the gradient the one that policy-gradient methods with a discount commonly take.
+The factor w makes the result the policy gradient of episodes that do not fork: two branches from one context count as
+half an episode each. The decision where to fork must not depend on what came after. All of this holds for discount 1.
+With a discount, G is the discounted return, and the gradient is the one that policy-gradient methods commonly use.
 """
 
 from __future__ import annotations
@@ -42,30 +43,33 @@ from asyncrl.algo.turns import turn_rewards, turns_of
 if TYPE_CHECKING:
     from asyncrl.algo.advantage import AdvantageParams
 
-ROUNDING = 1e-12  # of a group's largest return: a difference below is none
+ROUNDING = 1e-12  # relative to a group's largest return: a smaller difference counts as none
 
 
 def turn_discounted(table: TokenTable, params: AdvantageParams) -> Tensor:
-    """Return from each turn on, less the mean return of the group's other episodes from a turn of the same number on;
-    where none came so far, less that of whole episodes. Discounted returns of turns are those of AReaL's turn_discount
-    and of Kevin (arXiv 2507.11948), which normalise over all turns of a group, the own one included."""
+    """Return the return-to-go of each turn minus a baseline: the mean return of the group's other episodes from the
+    turn of the same index on, or of whole episodes if none has that many turns. Discounted returns of turns are those
+    of AReaL's turn_discount and of Kevin (arXiv 2507.11948), which normalize over all turns of a group, including the
+    turn itself."""
     credit = _Credit(table, params.discount)
     return credit.advantages(credit.of_others())
 
 
 def turn_loo(table: TokenTable, params: AdvantageParams) -> Tensor:
-    """Return from each turn on, less the mean over the group's other turns in exactly the same context: first turns of
-    one prompt, and ways from a fork. What is known without them counts as one more: turn_discounted's baseline, and how
-    far that of the turn before was from it. It is all there is for a turn alone in its context; so without forks, and
-    where contexts do not meet by chance, this is turn_discounted.
+    """Return the return-to-go of each turn minus the mean over the group's other turns in exactly the same context:
+    first turns of one prompt, and branches of a fork. A prior estimate counts as one more term of the mean:
+    turn_discounted's baseline plus the deviation of the parent turn's estimate from its own such baseline. It is the
+    only term for a turn alone in its context. Without forks, and if contexts do not coincide by chance, this equals
+    turn_discounted.
 
-    Tree-GRPO (arXiv 2509.21240) and TreeRL (arXiv 2506.11902) compare within trees with values that the own return is
-    part of; VinePPO (arXiv 2410.01679) takes values from forks that it does not train on."""
+    Tree-GRPO (arXiv 2509.21240) and TreeRL (arXiv 2506.11902) compare within trees with values that include the turn's
+    own return; VinePPO (arXiv 2410.01679) takes values from forks that it does not train on.
+    """
     credit = _Credit(table, params.discount)
     turns, others = credit.turns, credit.of_others()
     count = group_sum(torch.ones_like(others), turns.context) - 1
     total = group_sum(credit.to_go, turns.context) - credit.to_go
-    prior, level = others.tolist(), others.nan_to_num(0.0).tolist()  # without other episodes, all are on one level
+    prior, level = others.tolist(), others.nan_to_num(0.0).tolist()  # without other episodes, every level is 0
     counts, totals, found = count.tolist(), total.tolist(), list[float]()
     for number, parent in enumerate(turns.parent.tolist()):
         known = level[number] + found[parent] - level[parent] if parent >= 0 else prior[number]
@@ -77,16 +81,18 @@ def turn_loo(table: TokenTable, params: AdvantageParams) -> Tensor:
 
 
 def gigpo(table: TokenTable, params: AdvantageParams) -> Tensor:
-    """(R - mean) / std of the episode, plus `step_weight` times the same of the discounted returns of all turns of the
-    group in one state: GiGPO, arXiv 2505.10978, equations 3 to 8. A turn alone in its state has only the first.
+    """Return (R - mean) / std of the episode, plus `step_weight` times the same of the discounted returns over all
+    turns of the group in one state: GiGPO, arXiv 2505.10978, equations 3 to 8. A turn alone in its state has only the
+    first term.
 
-    verl-agent's gigpo/core_gigpo.py with mean_std_norm, but that a single episode has no advantage, and that the
-    episode's mean is over episodes, as in the paper, not over all their turns."""
+    Equals verl-agent's gigpo/core_gigpo.py with mean_std_norm, except that a single episode has no advantage, and that
+    the episode's mean is over episodes, as in the paper, not over all their turns.
+    """
     return _gigpo(table, params, scale=True)
 
 
 def dr_gigpo(table: TokenTable, params: AdvantageParams) -> Tensor:
-    """The same without the division: the paper's F_norm = 1, verl-agent's mean_norm."""
+    """Return GiGPO's advantages without the division: the paper's F_norm = 1, verl-agent's mean_norm."""
     return _gigpo(table, params, scale=False)
 
 
@@ -100,7 +106,7 @@ def _gigpo(table: TokenTable, params: AdvantageParams, *, scale: bool) -> Tensor
 
 
 class _Credit:
-    """Turns with their returns, and what other episodes of the group returned."""
+    """Turns with their returns, and the returns of other episodes of the group."""
 
     def __init__(self, table: TokenTable, discount: float) -> None:
         self.turns = turns = turns_of(table)
@@ -109,8 +115,8 @@ class _Credit:
         self._table = table
 
     def of_others(self) -> Tensor:
-        """[M] mean return of other episodes of the group, from turns of the same number on; of whole ones, where none
-        came so far; NaN where there are no others."""
+        """Return the mean return of other episodes of the group from the turn of the same index on, [M]; of whole
+        episodes if none has that many turns; NaN if there are no other episodes."""
         turns, depth = self.turns, self.turns.depth()
         span = int(depth.max()) + 1 if len(depth) else 1
         same, own = self.group * span + depth, turns.owner * span + depth
@@ -120,7 +126,7 @@ class _Credit:
         return torch.where(group_sum(ones, same) > group_sum(ones, own), found, self._whole())
 
     def _whole(self) -> Tensor:
-        """[M] mean return of whole other episodes."""
+        """Return the mean return of whole other episodes, [M]."""
         turns, group = self.turns, self._table.group
         begins = turns.parent < 0
         whole = self.to_go.new_zeros(len(group))
@@ -130,7 +136,8 @@ class _Credit:
         return torch.where(others > 0, (group_sum(whole, group) - whole) / others, torch.nan)[turns.owner]
 
     def advantages(self, baseline: Tensor) -> Tensor:
-        """[M] -> [N]; none where there is no baseline, and exactly none where returns differ by rounding alone."""
+        """Compute the advantages of tokens from a baseline, [M] -> [N]: zero without a baseline, and exactly zero if
+        returns differ only by rounding."""
         found = self.to_go - baseline
         size = self.to_go.new_zeros(int(self.group.max()) + 1 if len(self.group) else 0)
         size = size.scatter_reduce(0, self.group, self.to_go.abs(), "amax")[self.group]

@@ -1,4 +1,5 @@
-"""What a batch's log-probabilities say about the gap between engine and trainer, and about what the loss left out."""
+"""Statistics of a batch's log-probabilities: the mismatch between engine and trainer, and the tokens that the loss left
+out."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ MAX_LAG = 8
 
 
 def gap_figures(table: TokenTable, seen: Tensor) -> dict[str, float]:
-    """Of the tokens that went through the model (`seen`, [N] bool), in natural logarithms.
+    """Compute mismatch statistics of the tokens that the model ran (`seen`, [N] bool), in nats.
 
-    logprob_gap/kl is the k3 estimate of KL(engine || trainer); correction/ess the effective sample size of the weights
-    pi / mu, as a share (Kong 1992); logprob_gap/lag<k> the mean gap of tokens that are k versions old (the last: or
-    more).
+    logprob_gap/kl is the k3 estimate of KL(engine || trainer). correction/ess is the effective sample size of the
+    weights pi / mu, as a fraction (Kong 1992). logprob_gap/lag<k> is the mean gap of tokens that are k versions old (k
+    or more for the last).
     """
     gap = (known(table.proximal) - table.behaviour)[seen]
     if not len(gap):
@@ -38,8 +39,9 @@ def gap_figures(table: TokenTable, seen: Tensor) -> dict[str, float]:
 def loss_figures(
     table: TokenTable, logprobs: Tensor, factor: Tensor, seen: Tensor, *, cap: float, clip: tuple[float, float]
 ) -> dict[str, float]:
-    """Shares of the tokens that went through the model: whose weight pi_p / mu lies above `cap`, whose correction is
-    zero, and whose ratio pi / pi_p has left `clip` (low, high) in the direction that their advantage wants."""
+    """Compute fractions of the tokens that the model ran: those with a weight pi_p / mu above `cap`, those with a
+    correction of zero, and those whose ratio pi / pi_p has left `clip` (low, high) in the direction of their
+    advantage."""
     if not bool(seen.any()):
         return dict.fromkeys(("correction/capped", "correction/masked", "loss/clipped"), 0.0)
     rho = (known(table.proximal) - table.behaviour)[seen]

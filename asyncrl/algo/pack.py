@@ -1,14 +1,15 @@
-"""Samples -> one row of tokens in which every common beginning stands once.
+"""A pack: samples as one row of tokens in which every common prefix appears once.
 
-Whatever sequences begin with in common runs once, with gradient: what all groups share (system message, worked
-examples), the prompt of a group, the turns that siblings share. The values are those of separate sequences; the work
-is a fraction of it. Two groups (beginning R, prompts P1 P2, completions a b c d):
+Any common prefix of sequences runs once, with gradient: what all groups share (system message, worked examples), the
+prompt of a group, the turns that siblings share. The values are those of separate sequences, at a fraction of the work.
+Example with two groups (common prefix R, prompts P1 P2, completions a b c d):
 
-    row    R  R  R  P  P  a  a  b  b  b  P  c  c  d  d     depth first: what a token attends to is before it
-    ends   15 15 15 10 10 7  7  10 10 10 15 13 13 15 15    row i attends to row j where j <= i < ends[j]
+    row    R  R  R  P  P  a  a  b  b  b  P  c  c  d  d     depth first: a token comes after all that it attends to
+    ends   15 15 15 10 10 7  7  10 10 10 15 13 13 15 15    row i attends to row j if j <= i < ends[j]
 
-Hidden states become logits only at the rows that predict a trained token. A token that several siblings share stands
-once, and has one row of logits and, for each of them, a target with a row of the table: their advantages differ.
+Hidden states become logits only at the rows that predict a trained token. A token that several siblings share appears
+once and has one row of logits, but each sibling has its own target with its own row of the table, because their
+advantages differ.
 """
 
 from __future__ import annotations
@@ -32,40 +33,40 @@ class Branch(NamedTuple):
     begin: int
     end: int
     leave: int
-    depth: int  # branches above it
+    depth: int  # number of branches above it
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """N tokens in a row, U rows of logits, T trained tokens."""
+    """A packed micro-batch: N tokens in a row, U rows of logits, T trained tokens."""
 
     token_ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64, position within the token's own sequence
-    ends: Tensor  # [N] int64, the row after the last that attends to the token
-    branches: tuple[Branch, ...]  # the same by stretches of rows; together they are all rows
+    ends: Tensor  # [N] int64, one past the last row that attends to the token
+    branches: tuple[Branch, ...]  # the same as ranges of rows, which together cover all rows
     logit_rows: Tensor  # [U] int64, row index of each hidden state that becomes logits
     row_of_target: Tensor  # [T] int64 into logit_rows
     targets: Tensor  # [T] int64
-    table_rows: Tensor  # [T] int64, where the table of the batch holds what is known of them
-    tokens_apart: int  # that would go through the model if nothing were shared
-    # under context parallelism this rank's part only: token_ids, positions, logit_rows and targets are of its rows
-    own_targets: Tensor | None = None  # which of the T trained tokens the part's are
-    bounds: tuple[int, ...] = ()  # where each rank's rows begin, and the end
+    table_rows: Tensor  # [T] int64, row of each target in the batch's table
+    tokens_apart: int  # tokens that would go through the model without sharing
+    # Under context parallelism, token_ids, positions, logit_rows and targets hold only this rank's part.
+    own_targets: Tensor | None = None  # which of the T trained tokens belong to this part
+    bounds: tuple[int, ...] = ()  # first row of each rank, and the end
     part: int = 0
-    keys: Tensor | None = None  # [N] int64 on the host, each token's place in algo/routes.py, or -1
+    keys: Tensor | None = None  # [N] int64 on the host, each token's index in algo/routes.py, or -1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model, on all context-parallel ranks."""
+        """Number of tokens that go through the model, on all context-parallel ranks."""
         return len(self.ends)
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Of the part."""
+        """Range of the rows of this part."""
         return (self.bounds[self.part], self.bounds[self.part + 1]) if self.bounds else (0, len(self.ends))
 
     def to(self, device: torch.device) -> Pack:
-        """The same on another device."""
+        """Return the pack on another device."""
         own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
             k: x.to(device) if isinstance(x, Tensor) and k != "keys" else x for k, x in own.items()
@@ -74,8 +75,8 @@ class Pack:
 
 
 def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: int = 1) -> Pack:
-    """One pack of all samples that have a trained token. `share` off runs each on its own, to compare with. The row is
-    padded to a multiple of `multiple` tokens (sequence parallelism splits it evenly)."""
+    """Build one pack of all samples that have a trained token. Without `share` each sample runs separately, for
+    comparison. The row is padded to a multiple of `multiple` tokens (sequence parallelism splits it evenly)."""
     samples = [sample for group in groups for sample in group if sample.num_inputs]
     sequences = [np.array(inputs(sample), dtype=np.int64) for sample in samples]
     if not samples:  # a pack without work still goes through the model
@@ -112,7 +113,7 @@ def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: in
 
 
 def _keys(samples: list[Sample], rows_of: list[np.ndarray], length: int) -> Tensor | None:
-    """Each row's key; None where samples have none (routing is not replayed)."""
+    """Return each row's key, or None if the samples have none (routing is not replayed)."""
     if not samples or samples[0].keys is None:
         return None
     keys = torch.full((length,), -1)
@@ -123,12 +124,13 @@ def _keys(samples: list[Sample], rows_of: list[np.ndarray], length: int) -> Tens
 
 
 def inputs(sample: Sample) -> list[int]:
-    """The tokens of a sample that something trained is predicted from: all before its last trained token."""
+    """Return the input tokens of a sample: all tokens before its last trained token."""
     return sample.prompt_ids + sample.token_ids[: sample.num_inputs - len(sample.prompt_ids)]
 
 
 def _sorted(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
-    """The order of their tokens, and how many first tokens neighbours share. Big-endian bytes sort as numbers."""
+    """Sort the sequences by their tokens, and count the leading tokens that neighbors share. Big-endian bytes sort like
+    numbers."""
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     common = []
@@ -140,7 +142,7 @@ def _sorted(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
 
 
 def _rows(tree: list[Stretch], sequences: list[np.ndarray]) -> tuple[list[np.ndarray], list[Branch]]:
-    """The rows of each sequence's tokens, and the branches, one for each stretch."""
+    """Return the rows of each sequence's tokens, and the branches, one per segment."""
     rows_of = [np.empty(len(sequence), np.int64) for sequence in sequences]
     ends: list[int] = []
     depths: list[int] = []
@@ -156,7 +158,8 @@ def _rows(tree: list[Stretch], sequences: list[np.ndarray]) -> tuple[list[np.nda
 
 
 def _targets(samples: list[Sample], rows_of: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each trained token, in the order of samples: the row that predicts it, the token, its row in the table."""
+    """Return, for each trained token in the order of the samples, the row that predicts it, the token, and its row in
+    the table."""
     rows, targets, table_rows = ([np.zeros(0, np.int64)] for _ in range(3))
     for sample, own in zip(samples, rows_of, strict=True):
         trained = np.flatnonzero(sample.mask)

@@ -1,4 +1,4 @@
-"""A pack cut over context-parallel ranks: each holds a stretch of its rows, chosen so that all have as much to do."""
+"""Splitting a pack over context-parallel ranks: each holds a range of its rows, chosen so that all have equal work."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from asyncrl.algo.pack import Branch, Pack
 
 
 def bounds_of(pack: Pack, parts: int, multiple: int, costs: Costs) -> tuple[int, ...]:
-    """Where each part begins, and the end. Parts cost about the same: a row attends to as many others as its position
-    says, so that equal numbers of rows would not. Each has a multiple of `multiple` rows (the pack has one for all)."""
+    """Return the first row of each part, and the end. Parts have about equal cost, not equal numbers of rows: a row
+    attends to as many others as its position says. Each part has a multiple of `multiple` rows, and the pack has at
+    least that many rows for each part."""
     rows = np.full(pack.num_tokens, TOKEN, np.int64) + (pack.positions.numpy() + 1) * costs.pair
     rows[pack.logit_rows.numpy()] += costs.row
     spent = np.cumsum(rows)
@@ -28,8 +29,8 @@ def bounds_of(pack: Pack, parts: int, multiple: int, costs: Costs) -> tuple[int,
 
 
 def part(pack: Pack, bounds: tuple[int, ...], number: int) -> Pack:
-    """The pack as the rank with part `number` sees it: its own tokens, logits and targets, and everyone's rows of the
-    table, for the log-probabilities of all parts are brought together."""
+    """Return part `number` of the pack: its own tokens, logits and targets, but all rows of the table, because the
+    log-probabilities of all parts are gathered."""
     first, last = bounds[number : number + 2]
     target_rows = pack.logit_rows[pack.row_of_target]
     own = ((target_rows >= first) & (target_rows < last)).nonzero().flatten()
@@ -50,9 +51,10 @@ def part(pack: Pack, bounds: tuple[int, ...], number: int) -> Pack:
 
 
 def cut(branches: Sequence[Branch], bounds: Sequence[int]) -> tuple[Branch, ...]:
-    """The same tree with no branch on both sides of a bound: what is cut off stands below what it is cut from."""
+    """Split branches at the bounds, so that none crosses one. The later piece of a split branch is a descendant of the
+    earlier one."""
     found: list[Branch] = []
-    above: list[int] = []  # where the branches that the next one is in end
+    above: list[int] = []  # where the branches that contain the next one end
     for branch in branches:
         inner = [bound for bound in bounds if branch.begin < bound < branch.end]
         for begin, end in pairwise([branch.begin, *inner, branch.end]):

@@ -1,10 +1,10 @@
-"""Where each turn of a trajectory stands: after which turn of its role, with which share, and in which context.
+"""The context of each turn of a trajectory: its parent turn of the same role, its share, and the tokens before it.
 
-    P | a o b o c        the trunk, turns 0 1 2            parent -1 0 1    share 1 1/2 1/2
-    P a o | d o e        turns 3 4, turn 3 forks behind 0  parent  0 3      share 1/2 1/2
+    P | a o b o c        the trunk, turns 0 1 2             parent -1 0 1    share 1 1/2 1/2
+    P a o | d o e        turns 3 4, turn 3 forks after 0    parent  0 3      share 1/2 1/2
 
-Turns 1 and 3 were written in one context: P a o. Equal contexts are found by a hash of their token ids, so that it does
-not matter into which samples an episode is cut.
+Turns 1 and 3 were written in the same context: P a o. Equal contexts are found by a hash of their token ids, so that
+the division of an episode into samples does not matter.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from asyncrl.types import Trajectory
 
 @dataclass(frozen=True)
 class Place:
-    """Of one turn."""
+    """The context of one turn."""
 
-    after: int  # the turn of its role before it, on the way that leads to it, -1: none
-    parent: int  # the same, without turns that wrote nothing: no token holds these
-    share: float  # 1, or its part of it where the episode goes on in several ways
-    context: tuple[bytes, int]  # hash of the token ids it follows, and how often its way has met them before
-    state: str | bytes  # the environment's, or the hash of the context
+    after: int  # the previous turn of its role on its branch, -1: none
+    parent: int  # the same, skipping turns that wrote nothing: no token belongs to these
+    share: float  # 1, or its fraction of the episode if that has several branches
+    context: tuple[bytes, int]  # hash of the token ids before it, and how often its branch has had this context before
+    state: str | bytes  # named by the environment, or the hash of the context
 
 
 def places(trajectory: Trajectory, prompt_ids: list[int]) -> list[Place]:
-    """Of all turns, in their order."""
+    """Return the context of every turn, in order."""
     turns, parents, shares = trajectory.turns, trajectory.parents(), trajectory.shares()
     contexts, found = _contexts(trajectory, prompt_ids), list[Place]()
     met: set[tuple[str, bytes]] = set()
@@ -45,7 +45,7 @@ def places(trajectory: Trajectory, prompt_ids: list[int]) -> list[Place]:
 
 
 def _times(context: bytes, place: int, contexts: list[bytes], found: list[Place]) -> int:
-    """How often it is met on the way up from there."""
+    """Count how often a context occurs on the path from the turn `place` upwards."""
     times = 0
     while place >= 0:
         times += contexts[place] == context

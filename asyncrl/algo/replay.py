@@ -1,6 +1,6 @@
-"""Past groups that are trained again: drawn by a seeded chance, the same on every rank, and never older than the
-staleness bound allows. A group that was trained as batch v may come again with batch w as long as every token of it was
-written by version w - max_staleness or later: the bound holds for every trained token, also the second time.
+"""Replay of past groups: drawn at random from a seed, equally on every rank, and never beyond the staleness bound. A
+group that was trained as batch v may be trained again with batch w as long as every token of it was written by version
+w - max_staleness or later: the bound holds for every trained token, also the second time.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from asyncrl.types import Group
 
 
 class Replay:
-    """Draws `count` groups for each batch."""
+    """Replay buffer that draws `count` groups for each batch."""
 
     def __init__(self, count: int, max_staleness: int, seed: int) -> None:
         self._count, self._max_staleness, self._seed = count, max_staleness, seed
         self.kept: list[Group] = []
         """Groups that may be drawn."""
         self.reused = 0
-        """Groups that were trained again so far."""
+        """Number of groups that were trained again so far."""
 
     def draw(self, version: int) -> list[Group]:
-        """For batch `version`, before `keep` was called for it."""
+        """Draw groups for batch `version`. Call it before `keep` for that batch."""
         if not self._count:
             return []
         self.kept = [group for group in self.kept if max(group.staleness(version)) <= self._max_staleness]
@@ -32,7 +32,8 @@ class Replay:
         return drawn
 
     def keep(self, groups: Sequence[Group]) -> None:
-        """After a batch: those that can teach something (their rewards differ), and that have tokens at all."""
+        """Keep the groups of a batch that have a signal (their rewards differ) and in which every trajectory has
+        tokens."""
         if self._count:
             self.kept += [
                 group

@@ -1,10 +1,10 @@
-"""Where the experts of every token of a batch are kept, by key: one key for each beginning of a sequence.
+"""Storage of the experts of every token of a batch, by key: one key for each distinct prefix of a sequence.
 
-A token's hidden state, and so its experts, depend on the tokens before it and on nothing else. Sequences that begin
-alike share the keys of what they share, as they share its rows in a pack. So what one pass noted is found again in
-another whose micro-batches, packs and ranks are made up otherwise.
+A token's hidden state, and so its experts, depend only on the tokens up to it. Sequences with a common prefix share its
+keys, as they share its rows in a pack. What one pass recorded can therefore be looked up in another pass with different
+micro-batches, packs and ranks.
 
-    sequences    1 2 3 4 8    1 2 3 4 9 9    1 2 5 7       (the last token of a sequence is never read)
+    sequences    1 2 3 4 8    1 2 3 4 9 9    1 2 5 7       (the last token of a sequence is never an input)
     keys         0 1 2 3 4    0 1 2 3 5 6    0 1 7 8
 """
 
@@ -26,33 +26,34 @@ Groups = list[list[Sample]]
 
 @dataclass
 class Routes:
-    """The experts of M tokens in L layers. Where a token is not known the router chooses itself."""
+    """The experts of M tokens in L layers. If a token is not known, the router chooses itself."""
 
     experts: Tensor  # [M, L, k], uint8 or int16
     known: Tensor  # [M] bool
 
     @staticmethod
     def empty(count: int, layers: int, shape: RoutingShape) -> Routes:
-        """Of tokens that are not known yet."""
-        # experts above 256 as int16, which has the bytes of their uint16 and more operations in torch
+        """Create storage in which no token is known yet."""
+        # With more than 256 experts: int16, which has the bytes of the engine's uint16 and more operations in torch.
         dtype = torch.uint8 if shape.itemsize == 1 else torch.int16
         return Routes(torch.zeros(count, layers, shape.topk, dtype=dtype), torch.zeros(count, dtype=torch.bool))
 
     def put(self, keys: Tensor, experts: Tensor, layers: slice = slice(None)) -> None:
-        """Experts [n, some layers, k] of tokens with these keys [n]; those without a key (-1) are left out."""
+        """Store experts [n, some layers, k] of tokens with these keys [n]. Tokens without a key (-1) are skipped."""
         has_key = keys >= 0
         keys = keys[has_key]
         self.experts[keys, layers] = experts[has_key].to(self.experts.dtype)
         self.known[keys] = True
 
     def get(self, keys: Tensor, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Experts [n, some layers, k] and whether they are known [n]; of unknown ones any number."""
+        """Return experts [n, some layers, k] and whether they are known [n]. The experts of unknown tokens are
+        arbitrary."""
         at = keys.clamp(min=0)
         return self.experts[at, layers], self.known[at] & (keys >= 0)
 
 
 def with_keys(groups: Sequence[Sequence[Sample]]) -> tuple[Groups, int]:
-    """The samples with their keys, and the number of keys."""
+    """Return the samples with their keys, and the number of keys."""
     sequences = sorted(
         (sample.prompt_ids + sample.token_ids[:-1], number, place)
         for number, group in enumerate(groups)
@@ -60,7 +61,7 @@ def with_keys(groups: Sequence[Sequence[Sample]]) -> tuple[Groups, int]:
     )
     found: Groups = [list(group) for group in groups]
     before, keys, count = list[int](), torch.zeros(0, dtype=torch.int64), 0
-    for sequence, number, place in sequences:  # in lexical order each shares the most with the one before it
+    for sequence, number, place in sequences:  # in lexical order, each shares the most with the previous one
         shared = common_beginning(before, sequence)
         new = len(sequence) - shared
         keys = torch.cat([keys[:shared], torch.arange(count, count + new)])
@@ -72,8 +73,8 @@ def with_keys(groups: Sequence[Sequence[Sample]]) -> tuple[Groups, int]:
 def engine_routes(
     groups: Sequence[Group], samples: Groups, count: int, shape: RoutingShape, layers: Sequence[int]
 ) -> Routes:
-    """What the engines told, of the layers with experts that are `layers` among shape.sparse. Of a prompt that several
-    groups share, the first group's rows. Raises ValueError when rows are of another model."""
+    """Collect what the engines reported, for the layers with experts that are `layers` among shape.sparse. If several
+    groups share a prompt, the first group's rows are used. Raises ValueError if rows are of another model."""
     routes = Routes.empty(count, len(layers), shape)
     for group, siblings in zip(groups, samples, strict=True):
         follows = (sample for sample in siblings if sample.prompt_ids == group.prompt_ids)

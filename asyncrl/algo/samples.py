@@ -1,4 +1,4 @@
-"""Groups, as they came over the wire, into token sequences to train on, and each token's share of the loss."""
+"""Conversion of received groups to token sequences to train on, and each token's share of the loss."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from asyncrl.types import Group, Turn
 
 @dataclass(frozen=True)
 class Sample:
-    """One token sequence after a prompt, or after a context of its own. `mask` marks what the policy wrote; only that
-    is trained.
+    """One token sequence after a prompt, or after a context of its own. `mask` marks the tokens that the policy wrote;
+    only these are trained.
 
-    Example: a tool's answer [50, 51] between two completions [7, 8] and [9], the third sample of a batch:
+    Example: a tool's output [50, 51] between two completions [7, 8] and [9], the third sample of a batch:
         token_ids [7, 8, 50, 51, 9]   mask [1, 1, 0, 0, 1]   first_row 12: rows 12, 13 and 14 of the table
     """
 
     prompt_ids: list[int]  # [P]
     token_ids: list[int]  # [T]
     mask: list[bool]  # [T]
-    number: int  # of the sample in the table
-    first_row: int  # of its trained tokens in the table
-    keys: Tensor | None = None  # [P + T - 1] int64, where algo/routes.py keeps the experts of each token that is read
+    number: int  # number of the sample in the table
+    first_row: int  # row of its first trained token in the table
+    keys: Tensor | None = None  # [P + T - 1] int64, index in algo/routes.py of each input token's experts
 
     @property
     def num_trained(self) -> int:
-        """Tokens under the mask."""
+        """Number of tokens under the mask."""
         return sum(self.mask)
 
     @property
     def num_inputs(self) -> int:
-        """Tokens before the last one under the mask, which is predicted from them; 0 if none is."""
+        """Number of tokens before the last one under the mask, which is predicted from them; 0 if there is none."""
         if True not in self.mask:
             return 0
         after = self.mask[::-1].index(True)
@@ -43,7 +43,7 @@ class Sample:
 
 
 def build_samples(groups: Sequence[Group]) -> list[list[Sample]]:
-    """Per group, its samples, in the order of `build_table`."""
+    """Return the samples of each group, in the order of `build_table`."""
     found: list[list[Sample]] = []
     number = row = 0
     for group in groups:
@@ -55,7 +55,7 @@ def build_samples(groups: Sequence[Group]) -> list[list[Sample]]:
 
 
 def _sample(prompt_ids: list[int], turns: Sequence[Turn], number: int, row: int) -> Sample:
-    """A sample that begins anew has its own context in the prompt's place."""
+    """Build one sample. If it starts a new context, that context replaces the prompt."""
     token_ids: list[int] = []
     mask: list[bool] = []
     for turn in turns:
@@ -68,14 +68,15 @@ def _sample(prompt_ids: list[int], turns: Sequence[Turn], number: int, row: int)
 
 
 def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longest: int) -> Tensor:
-    """[N] each token's weight in the loss of one optimizer step over these samples; 0 for those of others.
+    """Return each token's weight in the loss of one optimizer step over these samples, [N]; 0 for tokens of other
+    samples.
 
     token:    loss = sum over tokens / N_tokens
     sequence: loss = sum over episodes of the mean over their tokens / N_episodes
     constant: loss = sum over tokens / (N_episodes * longest)      (Dr. GRPO, arXiv 2503.20783)
 
-    The denominator counts every token, or every episode that has one, whether it will have a gradient or not. Into how
-    many samples an episode is cut changes no weight.
+    The denominator counts every token, or every episode that has one, whether it will have a gradient or not. The
+    division of an episode into samples changes no weight.
     """
     of_samples = torch.zeros(table.num_samples, dtype=torch.float64)
     of_samples[torch.tensor([sample.number for sample in samples], dtype=torch.int64)] = 1.0

@@ -1,7 +1,7 @@
-"""Rewards of episodes, and other numbers, beside those of their siblings. Siblings are found by their group's number.
+"""Per-group statistics of rewards and other values. Siblings are found by their group's number.
 
-Standard deviations are unbiased (ddof 1), and EPSILON is added to them, as slime and verl do. Where all are equal
-nothing differs: the comparison is zero, whatever the mean's rounding leaves.
+Standard deviations are unbiased (ddof 1), and EPSILON is added to them, as in slime and verl. If all values of a group
+are equal, the result is exactly zero, whatever the rounding of the mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EPSILON = 1e-6
 
 
 class Groups:
-    """Rewards of episodes, with the figures of each one's group beside it: everything [E]."""
+    """Rewards of episodes with the statistics of each one's group, all [E]."""
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
@@ -23,43 +23,44 @@ class Groups:
         self.sizes = self.total(torch.ones_like(self.rewards))
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over the group."""
+        """Return the sum over the group."""
         return group_sum(values, self._table.group)
 
     def mean(self) -> Tensor:
-        """Mean reward of the group."""
+        """Return the mean reward of the group."""
         return self.total(self.rewards) / self.sizes
 
     def deviation(self) -> Tensor:
-        """Its unbiased standard deviation; 0 where there is one sample."""
+        """Return the unbiased standard deviation of the group's rewards; 0 for a single sample."""
         squares = self.total((self.rewards - self.mean()) ** 2)
         return torch.sqrt(squares / (self.sizes - 1).clamp(min=1))
 
     def spread(self, advantages: Tensor) -> Tensor:
-        """[E] -> [N], zero in groups whose rewards are all equal (their mean may differ from them by rounding)."""
+        """Expand to tokens, [E] -> [N], with zero in groups whose rewards are all equal (rounding may make their mean
+        differ)."""
         return self._table.per_token(torch.where(differs(self.rewards, self._table.group), advantages, 0.0))
 
 
 def centred(values: Tensor, group: Tensor) -> Tensor:
-    """v - mean within each group; zero where all are equal."""
+    """Return v - mean within each group; zero if all are equal."""
     mean = group_sum(values, group) / group_sum(torch.ones_like(values), group)
     return torch.where(differs(values, group), values - mean, 0.0)
 
 
 def standardised(values: Tensor, group: Tensor) -> Tensor:
-    """(v - mean) / (std + EPSILON) within each group; zero where all are equal."""
+    """Return (v - mean) / (std + EPSILON) within each group; zero if all are equal."""
     count, distance = group_sum(torch.ones_like(values), group), centred(values, group)
     return distance / (torch.sqrt(group_sum(distance**2, group) / (count - 1).clamp(min=1)) + EPSILON)
 
 
 def group_sum(values: Tensor, group: Tensor) -> Tensor:
-    """Of each value, the sum over its group."""
+    """Return, for each value, the sum over its group."""
     sums = values.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(0, group, values)
     return sums[group]
 
 
 def differs(values: Tensor, group: Tensor) -> Tensor:
-    """Whether the group of each value holds two that differ."""
+    """Return, for each value, whether its group holds two different values."""
     size = int(group.max()) + 1 if len(group) else 0
     lowest = values.new_full((size,), torch.inf).scatter_reduce(0, group, values, "amin")
     highest = values.new_full((size,), -torch.inf).scatter_reduce(0, group, values, "amax")

@@ -1,10 +1,10 @@
-"""What the trainer knows of a batch: one row for every token that the policy wrote, in one order on every rank.
+"""The token table of a batch: one row for every token that the policy wrote, in the same order on every rank.
 
-    row        0 1 2 | 3 4 | 5 6 7 8 |           sample 3 wrote nothing: it has no row, and counts as a sample
+    row        0 1 2 | 3 4 | 5 6 7 8 |           sample 3 wrote nothing: it has no row, but counts as a sample
     sample     0 0 0   1 1   2 2 2 2
-    episode    sample -> episode: what one role wrote in one trajectory, most often a single sample
+    episode    sample -> episode: what one role wrote in one trajectory, usually a single sample
     group      episode -> group, so that siblings are found by number and never by position; each role has its own
-    turn       its place in the trajectory; what it comes after, and in which context it was written: algo/places.py
+    turn       its index in the trajectory; its parent turn and its context: algo/places.py
 
 The stages of a step (trainer/policy.py) fill in the columns that the algorithm needs; packs refer to tokens by row.
 """
@@ -24,75 +24,75 @@ from asyncrl.types import Group, Turn
 
 @dataclass(frozen=True)
 class TokenTable:
-    """N tokens of S samples of E episodes of G groups. Numbers are float64: they are small, and differences of them
+    """N tokens of S samples of E episodes of G groups. Values are float64, because small differences between them
     matter."""
 
     sample: Tensor  # [N] int64, ascending
-    turn: Tensor  # [N] int64, its place in the trajectory, ascending within an episode
+    turn: Tensor  # [N] int64, its index in the trajectory, ascending within an episode
     behaviour: Tensor  # [N] the engine's log-probabilities
     lag: Tensor  # [N] int64, version in training minus the version that wrote the token
     episode: Tensor  # [S] int64, ascending
     group: Tensor  # [E] int64
     reward: Tensor  # [E] of the whole episode
     truncated: Tensor  # [E] bool, ended by length
-    token_reward: Tensor  # [N] given to single tokens or, at their last token, to turns; beside `reward`
-    parent: Tensor  # [N] int64, place of the turn of its role that its turn comes after, -1: none
-    share: Tensor  # [N] 1, or its turn's part of the episode, where that goes on in several ways
-    context: Tensor  # [N] int64, the same for turns of a group that were written behind the same tokens
-    state: Tensor  # [N] int64, the same for turns of a group in one state of the environment (unnamed: one context)
+    token_reward: Tensor  # [N] rewards of single tokens, and of turns at their last token; in addition to `reward`
+    parent: Tensor  # [N] int64, index of the parent turn, of the same role; -1: none
+    share: Tensor  # [N] 1, or its turn's fraction of the episode if that has several branches
+    context: Tensor  # [N] int64, equal for turns of a group that were written after the same tokens
+    state: Tensor  # [N] int64, equal for turns of a group in one environment state (if unnamed: one context)
     # filled in by the step
     proximal: Tensor | None = None  # [N] log-probabilities of the policy that the step starts from
     reference: Tensor | None = None  # [N] of the reference model
     teacher: Tensor | None = None  # [N] of the teacher
     values: Tensor | None = None  # [N] of the critic, before the update
     advantages: Tensor | None = None  # [N]
-    keep: Tensor | None = None  # [N] bool, False where a decision over the whole batch takes a token out
-    weights: Tensor | None = None  # [N] each token's share of the loss: the optimizer step's one denominator is inside
+    keep: Tensor | None = None  # [N] bool, False if a decision over the whole batch leaves the token out
+    weights: Tensor | None = None  # [N] each token's share of the loss, including the optimizer step's denominator
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """Number of tokens, N."""
         return len(self.sample)
 
     @property
     def num_samples(self) -> int:
-        """S."""
+        """Number of samples, S."""
         return len(self.episode)
 
     @property
     def num_episodes(self) -> int:
-        """E."""
+        """Number of episodes, E."""
         return len(self.group)
 
     @property
     def num_groups(self) -> int:
-        """G."""
+        """Number of groups, G."""
         return int(self.group.max()) + 1 if len(self.group) else 0
 
     def lengths(self) -> Tensor:
-        """[S] trained tokens of each sample."""
+        """Return the number of trained tokens of each sample, [S]."""
         return torch.bincount(self.sample, minlength=self.num_samples)
 
     @property
     def owner(self) -> Tensor:
-        """[N] the episode of each token."""
+        """Episode of each token, [N]."""
         return self.episode[self.sample]
 
     def per_token(self, of_episodes: Tensor) -> Tensor:
-        """[E] -> [N]: what is an episode's holds for each of its tokens."""
+        """Expand values of episodes to their tokens, [E] -> [N]."""
         return of_episodes[self.owner]
 
     def sum_per_sample(self, of_tokens: Tensor) -> Tensor:
-        """[N] -> [S]."""
+        """Sum over the tokens of each sample, [N] -> [S]."""
         return of_tokens.new_zeros(self.num_samples).index_add(0, self.sample, of_tokens)
 
     def sum_per_episode(self, of_tokens: Tensor) -> Tensor:
-        """[N] -> [E]."""
+        """Sum over the tokens of each episode, [N] -> [E]."""
         return of_tokens.new_zeros(self.num_episodes).index_add(0, self.owner, of_tokens)
 
     def rows(self, where: Tensor, dtype: torch.dtype) -> TokenTable:
-        """The rows [T] of a micro-batch, numbers as `dtype`; the columns of samples and episodes stay whole, and so do
-        numbers."""
+        """Return the rows [T] of a micro-batch, with floating-point columns as `dtype`. Columns of samples and episodes
+        stay complete, and sample numbers stay unchanged."""
 
         def chosen(name: str, column: Tensor) -> Tensor:
             column = column if name in WHOLE else column.index_select(0, where)
@@ -101,7 +101,7 @@ class TokenTable:
         return self._with_columns(chosen)
 
     def to(self, device: torch.device) -> TokenTable:
-        """The same on another device."""
+        """Return the table on another device."""
         return self._with_columns(lambda _, column: column.to(device))
 
     def _with_columns(self, change: Callable[[str, Tensor], Tensor]) -> TokenTable:
@@ -111,7 +111,7 @@ class TokenTable:
 
 
 def known(column: Tensor | None) -> Tensor:
-    """A column that the step has filled in."""
+    """Return a column that the step has filled in."""
     assert column is not None
     return column
 
@@ -121,8 +121,8 @@ WHOLE = ("episode", "group", "reward", "truncated")
 
 
 def build_table(groups: Sequence[Group], version: int) -> TokenTable:
-    """The table of the groups that version `version` is trained on, in order: of each its trajectories, of these the
-    roles, of each role its samples (Trajectory.samples)."""
+    """Build the table of the groups that version `version` is trained on. The order is groups, then their trajectories,
+    their roles, and the samples of each role (Trajectory.samples)."""
     sample: list[int] = []
     behaviour: list[float] = []
     lag: list[int] = []
@@ -161,14 +161,15 @@ def build_table(groups: Sequence[Group], version: int) -> TokenTable:
 class _Episode:
     group: int
     samples: list[list[tuple[int, Turn]]]
-    places: list[Place]  # of the trajectory
+    places: list[Place]  # of all turns of the trajectory
     reward: float
     truncated: bool
 
 
 def _episodes(groups: Sequence[Group]) -> list[_Episode]:
-    """What each role wrote in each trajectory. All share the trajectory's reward; a turn's is its role's own (and the
-    episode's where the turn wrote nothing: no token can hold it)."""
+    """Return what each role wrote in each trajectory. All roles share the trajectory's reward. The reward of a turn
+    belongs to its role alone (and is added to the episode's if the turn wrote nothing, because no token can hold
+    it)."""
     found, numbers = [], dict[tuple[int, str], int]()
     for number, trajectory, prompt_ids in (
         (n, t, group.prompt_ids) for n, group in enumerate(groups) for t in group.trajectories
@@ -185,7 +186,7 @@ def _episodes(groups: Sequence[Group]) -> list[_Episode]:
 
 
 class _Columns:
-    """Of turns, for each of their tokens."""
+    """Columns built from turns, with one entry for each of their tokens."""
 
     def __init__(self) -> None:
         self.turn, self.parent, self.share = list[int](), list[int](), list[float]()
@@ -205,7 +206,8 @@ class _Columns:
 
 
 def _teacher(samples: Sequence[Sequence[tuple[int, Turn]]], tokens: int) -> Tensor | None:
-    """[N], or None where no teacher was asked. ValueError where it was asked for some tokens alone."""
+    """Return the teacher's log-probabilities, [N], or None if no teacher was asked. Raises ValueError if only some
+    tokens were scored."""
     found = [logprob for turns in samples for _, turn in turns for logprob in turn.teacher]
     if not found:
         return None
@@ -215,7 +217,7 @@ def _teacher(samples: Sequence[Sequence[tuple[int, Turn]]], tokens: int) -> Tens
 
 
 def _turn_rewards(turn: Turn) -> list[float]:
-    """One number for each token of a turn: its own, and the turn's at the last."""
+    """Return one reward for each token of a turn: its own, plus the turn's at the last token."""
     length = len(turn.completion.token_ids)
     rewards = list(turn.token_rewards) or [0.0] * length
     if length:

@@ -1,9 +1,10 @@
-"""Sequences with common beginnings as a tree of stretches, each of which stands once. Only lengths are looked at.
+"""Prefix tree of sequences, as segments that each appear once. Only lengths are used.
 
-Sequences in sorted order (so that those with a longer common beginning are neighbours) and what neighbours share:
+The input is the sequences in sorted order (so that those with longer common prefixes are neighbors) and how many tokens
+neighbors share:
 
     A B C x y     A B C x z z     A B q         lengths 5 6 3      common 4 2
-    stretches, a parent before its children: A B | C x | y | z z | q
+    segments, a parent before its children: A B | C x | y | z z | q
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 WORTH = 16
-"""Rows that may attend to a stretch on its own, for each token that this saves. Such a row and layer costs some passes
-over its heads; a token and layer costs the products with all weights, 20 times as much in the smallest real model."""
+"""Maximum number of rows attending to a separate segment for each token that the separation saves. Such a row costs
+some passes over its heads per layer; a token costs the products with all weights of the layer, 20 times as much in the
+smallest real model."""
 
 
 class Stretch(NamedTuple):
@@ -24,13 +26,14 @@ class Stretch(NamedTuple):
     last: int
     start: int
     stop: int
-    parent: int  # number of the stretch before it, or -1
+    parent: int  # index of the segment before it, or -1
 
 
 def stretches(lengths: Sequence[int], common: Sequence[int]) -> list[Stretch]:
-    """In depth-first order. `common[i]` is how many first tokens sequences i and i + 1 share.
+    """Return the segments in depth-first order. `common[i]` is the number of leading tokens that sequences i and i + 1
+    share.
 
-    A common stretch stands once where that saves enough, and otherwise once before each part of what follows it.
+    A common segment appears once if that saves enough, and otherwise once before each of the parts that follow it.
     """
     found: list[Stretch] = []
     todo = [(0, len(lengths), 0, -1)]
@@ -52,7 +55,8 @@ def stretches(lengths: Sequence[int], common: Sequence[int]) -> list[Stretch]:
 
 
 def exits(parents: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """For stretches laid out one after the other: where the last one below each ends. `ends` are their own."""
+    """Return, for segments laid out one after the other, where the last descendant of each ends. `ends` holds their own
+    ends."""
     found = list(ends)
     for child in range(len(parents) - 1, -1, -1):
         if parents[child] >= 0:
@@ -61,7 +65,7 @@ def exits(parents: Sequence[int], ends: Sequence[int]) -> list[int]:
 
 
 def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens two lists share: by halves, so that lists are compared in C."""
+    """Return how many leading tokens two lists share. Uses bisection, so that lists are compared in C."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

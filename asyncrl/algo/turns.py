@@ -1,9 +1,9 @@
-"""The turns of a table, and sums along the ways that lead through them.
+"""The turns of a table, and sums along the branches of an episode.
 
-Where an episode forks a turn is followed by several: what comes after it is the mean over them, each weighed with its
-part. So the return of a turn is an unbiased estimate of what it led to, from as many continuations as there are, and
-the rewards of an episode add up, each with its share, to the mean over its ways. An episode's own reward (which all of
-its turns share) comes where a way ends.
+If an episode forks, a turn has several successors. What comes after it is their mean, each weighted by its part. The
+return of a turn is then an unbiased estimate of what it led to, from as many continuations as there are, and the
+rewards of an episode, each weighted by its share, sum to the mean over its branches. An episode's own reward (which all
+of its turns share) is added where a branch ends.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Turns:
-    """M turns that wrote something, in the order of the table, so that every turn stands behind its parent."""
+    """M turns that wrote something, in the order of the table, so that every turn comes after its parent."""
 
     first: Tensor  # [M] row of its first token
     last: Tensor  # [M] row of its last token
-    of_token: Tensor  # [N] number of each token's turn, 0..M-1
+    of_token: Tensor  # [N] index of each token's turn, 0..M-1
     owner: Tensor  # [M] episode
-    parent: Tensor  # [M] number of the turn that it comes after, -1: none
-    share: Tensor  # [M] of the episode
-    part: Tensor  # [M] of what comes after its parent, or of the episode's beginnings
-    ends: Tensor  # [M] how much of what comes after it is nothing: 1 at the end of a way
-    rewards: Tensor  # [M] its own and its tokens', without the episode's
-    context: Tensor  # [M] turns of one number were written in one context
-    state: Tensor  # [M] and in one state of the environment
+    parent: Tensor  # [M] index of the parent turn, -1: none
+    share: Tensor  # [M] fraction of the episode
+    part: Tensor  # [M] fraction of what follows its parent, or of the episode's first turns
+    ends: Tensor  # [M] fraction of its continuations that is empty: 1 at the end of a branch
+    rewards: Tensor  # [M] rewards of the turn and its tokens, without the episode's
+    context: Tensor  # [M] turns with equal numbers were written in one context
+    state: Tensor  # [M] turns with equal numbers were in one state of the environment
 
     def to_go(self, rewards: Tensor, discount: float) -> Tensor:
-        """[M] reward of each turn and those after it, discounted per turn."""
+        """Return the reward of each turn plus those after it, discounted per turn, [M]."""
         return accumulated(rewards, self.parent, discount, self.part)
 
     def depth(self) -> Tensor:
-        """[M] turns before it on its way."""
+        """Return the number of turns before it on its branch, [M]."""
         found = list[int]()
         for parent in self.parent.tolist():
             found.append(found[parent] + 1 if parent >= 0 else 0)
@@ -47,7 +47,7 @@ class Turns:
 
 
 def turns_of(table: TokenTable) -> Turns:
-    """The turns of a table."""
+    """Return the turns of a table."""
     starts = torch.ones(table.num_tokens, dtype=torch.bool)
     starts[1:] = (table.owner[1:] != table.owner[:-1]) | (table.turn[1:] != table.turn[:-1])
     first = starts.nonzero()[:, 0]
@@ -67,12 +67,12 @@ def turns_of(table: TokenTable) -> Turns:
 
 
 def turn_rewards(table: TokenTable, turns: Turns) -> Tensor:
-    """[M] with the reward of the episode where its ways end."""
+    """Return the rewards of the turns, plus that of the episode where its branches end, [M]."""
     return turns.rewards + turns.ends * table.reward[turns.owner]
 
 
 def token_rewards(table: TokenTable, turns: Turns) -> Tensor:
-    """[N] with the reward of the episode at the last token of each way."""
+    """Return the rewards of the tokens, plus that of the episode at the last token of each branch, [N]."""
     rewards = table.token_reward.clone()
     rewards[turns.last] += turns.ends * table.reward[turns.owner]
     return rewards
@@ -80,23 +80,23 @@ def token_rewards(table: TokenTable, turns: Turns) -> Tensor:
 
 @dataclass(frozen=True)
 class Steps:
-    """What comes before each token on its way."""
+    """Predecessor of each token on its branch."""
 
-    parent: Tensor  # [N] row of the token, -1: none
-    part: Tensor  # [N] its share of what comes after that
+    parent: Tensor  # [N] row of the previous token, -1: none
+    part: Tensor  # [N] its fraction of what follows that token
 
     def after(self, values: Tensor) -> Tensor:
-        """[N] the value at the token after each, or the mean over several; 0 at the end of a way."""
+        """Return the value at the token after each one, or the mean over several; 0 at the end of a branch. [N]."""
         follows = self.parent >= 0
         return _into((self.part * values)[follows], self.parent[follows], len(values))
 
     def to_go(self, values: Tensor, decay: float) -> Tensor:
-        """[N] value of each token and those after it, discounted per token."""
+        """Return the value of each token plus those after it, discounted per token, [N]."""
         return accumulated(values, self.parent, decay, self.part)
 
 
 def steps_of(turns: Turns) -> Steps:
-    """Of the tokens of a table."""
+    """Return the predecessors of the tokens of a table."""
     parent = torch.arange(len(turns.of_token)) - 1
     parent[turns.first] = torch.where(turns.parent >= 0, turns.last[turns.parent], -1) if len(turns.last) else -1
     part = torch.ones(len(parent), dtype=torch.float64)
@@ -105,8 +105,8 @@ def steps_of(turns: Turns) -> Steps:
 
 
 def accumulated(values: Tensor, parent: Tensor, decay: float, part: Tensor | None = None) -> Tensor:
-    """G_i = v_i + decay * sum of part_j G_j over those whose parent i is. Every entry stands behind its parent. [n] ->
-    [n]."""
+    """Return G_i = v_i + decay * the sum of part_j G_j over those whose parent is i, [n] -> [n]. Every entry must come
+    after its parent."""
     found, parents = values.tolist(), parent.tolist()
     parts = [1.0] * len(found) if part is None else part.tolist()
     for i in range(len(found) - 1, -1, -1):
@@ -116,7 +116,8 @@ def accumulated(values: Tensor, parent: Tensor, decay: float, part: Tensor | Non
 
 
 def chain(owner: Tensor) -> Tensor:
-    """[n] the entry before each one of the same owner, -1: none; those of one stand together."""
+    """Return the index of the previous entry with the same owner, -1: none, [n]. Entries of one owner must be
+    contiguous."""
     before = torch.arange(len(owner), device=owner.device) - 1
     before[1:] = torch.where(owner[1:] == owner[:-1], before[1:], -1)
     return before

@@ -1,4 +1,5 @@
-"""The two conversions. Each holds the tensors of one Megatron parameter at a time, and nothing else of the weights."""
+"""The two conversions between HF folders and Megatron checkpoints. Each holds only the tensors of one Megatron
+parameter at a time."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ COMPANIONS = "hf"  # the folder in a checkpoint that holds config and tokenizer
 
 
 def to_megatron(source: Path, out: Path, *, dtype: torch.dtype | None, limit: int) -> None:
-    """HF folder -> torch_dist checkpoint that Megatron loads under any layout. `limit`: bytes of one file.
+    """Convert an HF folder to a torch_dist checkpoint that Megatron loads under any layout. `limit` is the size of a
+    file in bytes.
 
-    Raises WeightsError with the tensor that is missing, left over or of another shape than config.json says.
+    Raises WeightsError with a tensor that is missing, left over, or of another shape than config.json says.
     """
     hf = read_config(source)
     structure, dims = Structure(hf), dims_of(hf)
@@ -44,9 +46,10 @@ def to_megatron(source: Path, out: Path, *, dtype: torch.dtype | None, limit: in
 
 
 def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | None, limit: int) -> None:
-    """torch_dist checkpoint -> HF folder with an index of safetensors files of at most `limit` bytes (or one tensor).
+    """Convert a torch_dist checkpoint to an HF folder with an index of safetensors files of at most `limit` bytes (or
+    one tensor).
 
-    Config and tokenizer come from `model`, by default the source's own hf/. Raises WeightsError as `to_megatron`.
+    Config and tokenizer come from `model`, by default the source's own hf/. Raises WeightsError like `to_megatron`.
     """
     companions = model or source / COMPANIONS
     hf = read_config(companions)
@@ -77,11 +80,12 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
 
 
 def _check_leftover(tensors: HFFolder, structure: Structure, hf: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Changes of config.json that follow from what is left out: layers after the last, which predict further tokens."""
+    """Check that no tensor is left over, except those of multi-token prediction layers after the last layer. Returns
+    the changes of config.json that follow from leaving these out."""
     known = {name for parameter in structure for name in parameter.found.hf_names()}
     left = [name for name in tensors.names() if name not in known and not IGNORED.search(name)]
     if hf.get("tie_word_embeddings"):
-        left = [name for name in left if name != "lm_head.weight"]  # the embedding once more
+        left = [name for name in left if name != "lm_head.weight"]  # a copy of the embedding
     further = [name for name in left if _layer(name) >= hf["num_hidden_layers"]]
     if others := sorted(set(left) - set(further)):
         raise WeightsError(f"{source} holds tensors that its config.json has no place for: {_listed(others)}")
@@ -109,13 +113,14 @@ def _listed(names: list[str]) -> str:
 
 
 def _whole(parameter: Parameter, full: list[Tensor], dims: Dims) -> Tensor:
-    """Megatron's tensor of HF's. They must come back in their shapes, or they do not fit config.json."""
+    """Convert HF's tensors to Megatron's. Raises WeightsError unless the reverse conversion restores their shapes,
+    because then they do not fit config.json."""
     shapes = [tuple(tensor.shape) for tensor in full]
     try:
         whole = parameter.found.rule.layout.shard(full, 1, 0, dims)
         pieces = parameter.found.rule.layout.join([whole.to("meta")], dims)
         back = [tuple(each.tensor().shape) for each in pieces]
-    except RuntimeError:  # torch's words for shapes that do not divide as the config says
+    except RuntimeError:  # torch's error for shapes that are not divisible as the config requires
         back = []
     if back != shapes:
         raise WeightsError(f"{', '.join(parameter.found.hf_names())} of shapes {shapes} do not fit config.json")
@@ -123,7 +128,7 @@ def _whole(parameter: Parameter, full: list[Tensor], dims: Dims) -> Tensor:
 
 
 def _parts(parameter: Parameter, whole: Tensor, dims: Dims) -> list[Tensor]:
-    """HF's tensors of Megatron's, whose vocabulary may be padded."""
+    """Convert Megatron's tensor, whose vocabulary may be padded, to HF's tensors."""
     try:
         if parameter.found.rule.layout is VOCAB and len(whole) < dims.vocab:
             raise RuntimeError
@@ -133,7 +138,8 @@ def _parts(parameter: Parameter, whole: Tensor, dims: Dims) -> list[Tensor]:
 
 
 def _cast(tensor: Tensor, parameter: Parameter, dtype: torch.dtype | None) -> Tensor:
-    """A router's bias keeps its precision, in Megatron as in transformers: it decides between near-equal experts."""
+    """Cast a tensor, except for a router's bias, which keeps its precision in Megatron as in transformers: it decides
+    between experts with nearly equal scores."""
     exact = parameter.name.endswith(".expert_bias")
     return tensor if dtype is None or exact else tensor.to(dtype)
 
@@ -142,11 +148,12 @@ def _dtype_change(dtype: torch.dtype | None) -> dict[str, str]:
     return {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
 
 
-# --- words --------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------
 
 
 def progress() -> Progress:
-    """Reports each file on stderr: its size, and the seconds and speed since the file before."""
+    """Return a callback that reports each file on stderr: its size, and the seconds and speed since the previous
+    file."""
     before = time.monotonic()
 
     def report(file: Path, nbytes: int) -> None:

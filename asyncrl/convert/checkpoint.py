@@ -1,8 +1,9 @@
-"""Megatron checkpoint folders in `torch_dist` format, tensor by tensor, without Megatron and without a process group.
+"""Reader and writer of Megatron checkpoint folders in `torch_dist` format, one tensor at a time, without Megatron and
+without a process group.
 
-The format is torch.distributed.checkpoint's: files of pickled chunks, and `.metadata`, which says for every key its
-whole shape and in which file, at which byte, each chunk of it lies. Around it stand Megatron's own `metadata.json` (the
-format) and `common.pt` (what is not sharded). Read from megatron-core 0.16.1, core/dist_checkpointing/.
+The format is torch.distributed.checkpoint's: files of pickled chunks, and `.metadata`, which holds for every key its
+whole shape and the file and byte offset of each of its chunks. Megatron adds `metadata.json` (the format) and
+`common.pt` (what is not sharded). Based on megatron-core 0.16.1, core/dist_checkpointing/.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class CheckpointReader:
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def locate(self, parameter: Parameter) -> Address:
-        """Where this checkpoint holds the parameter. Raises WeightsError when nowhere, or stacked in other numbers."""
+        """Return where this checkpoint holds the parameter. Raises WeightsError if it is missing, or stacked in other
+        numbers."""
         for address in parameter.addresses:
             if address.key in self._tensors:
                 leading = tuple(self._tensors[address.key].size[: len(address.counts)])
@@ -74,16 +76,16 @@ class CheckpointReader:
 
     @property
     def model_keys(self) -> set[str]:
-        """All keys of tensors that are not the optimizer's."""
+        """Keys of all tensors that are not the optimizer's."""
         return set(self._tensors)
 
     def described(self, address: Address) -> Tensor:
-        """The tensor without its values, on the meta device."""
+        """Return the tensor without its values, on the meta device."""
         entry = self._tensors[address.key]
         return torch.empty(entry.size[len(address.counts) :], dtype=entry.properties.dtype, device="meta")
 
     def read(self, address: Address) -> Tensor:
-        """One tensor, put together from its chunks. Raises WeightsError when chunks are missing or unreadable."""
+        """Read one tensor and assemble it from its chunks. Raises WeightsError if chunks are missing or unreadable."""
         entry = self._tensors[address.key]
         ones = (1,) * len(address.index)
         shape = entry.size[len(address.counts) :]
@@ -101,7 +103,8 @@ class CheckpointReader:
         return whole.view(shape)
 
     def _chunks_at(self, address: Address) -> list[ChunkStorageMetadata]:
-        """Found by their leading offsets: experts of many layers make tens of thousands of chunks under one key."""
+        """Look up the chunks by their leading offsets, because experts of many layers have tens of thousands of chunks
+        under one key."""
         if address.key not in self._chunks:
             axes, by_index = len(address.counts), defaultdict(list)
             for chunk in self._tensors[address.key].chunks:
@@ -122,7 +125,7 @@ def _check_format(folder: Path) -> None:
 
 
 class _Into(DefaultLoadPlanner):
-    """Lets a storage reader fill one tensor."""
+    """A load planner that lets a storage reader fill one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()
@@ -133,7 +136,7 @@ class _Into(DefaultLoadPlanner):
 
 
 class CheckpointWriter:
-    """Writes tensors as they come into files of at most `limit` bytes (or one tensor) below `folder`.
+    """Writes tensors in the order of `add` into files of at most `limit` bytes (or one tensor) in `folder`.
 
     `report(file, bytes)` is called for each finished file. `finish` makes the folder a checkpoint.
     """
@@ -154,7 +157,7 @@ class CheckpointWriter:
             self._file.close()
 
     def add(self, parameter: Parameter, tensor: Tensor) -> None:
-        """Raises WeightsError when the parameter does not fit to those that it is stacked with."""
+        """Write one parameter. Raises WeightsError if it does not match those that it is stacked with."""
         address = parameter.addresses[0]
         ones = (1,) * len(address.index)
         size = torch.Size(address.counts + tuple(tensor.shape))
@@ -170,13 +173,13 @@ class CheckpointWriter:
         offsets = torch.Size(address.index + (0,) * tensor.ndim)
         entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(ones + tuple(tensor.shape))))
         if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
-            tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes the storage as a whole
+            tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes the entire storage
         self._places[MetadataIndex(address.key, offsets)] = self._write(tensor.view(ones + tuple(tensor.shape)))
         if parameter.found.rule.megatron.startswith("decoder.") and parameter.found.rule.layout.split:
             self._add_extra_state(address)
 
     def _add_extra_state(self, address: Address) -> None:
-        """Megatron's parallel linears ask for an object beside their weight, which holds nothing: all share one."""
+        """Add the empty object that Megatron's parallel linears expect beside their weight; all of them share one."""
         if address.key.endswith(".bias"):
             return
         if self._empty is None:
@@ -196,7 +199,7 @@ class CheckpointWriter:
         start = self._file.tell()
         try:
             torch.save(saved, self._file)
-        except RuntimeError as error:  # what torch makes of a full disk, in words that do not say so
+        except RuntimeError as error:  # torch's error for a full disk does not name the cause
             free = shutil.disk_usage(self._folder).free / 1e9
             raise WeightsError(f"{self._file.name} cannot be written; {free:.2f} GB of its disk are free") from error
         return _StorageInfo(Path(self._file.name).name, start, self._file.tell() - start)
@@ -210,7 +213,7 @@ class CheckpointWriter:
             self._file = None
 
     def finish(self) -> None:
-        """Write what Megatron looks for first; `.metadata` last, as Megatron does."""
+        """Write the files that Megatron looks for first; `.metadata` last, as Megatron does."""
         self._close()
         write_frame(self._folder, 0)
         metadata = Metadata(self._entries, {}, self._places, StorageMeta(), CURRENT_DCP_VERSION)

@@ -19,11 +19,12 @@ from asyncrl.terminal import visible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one conversion. Returns 0, or 2 for wrong arguments and 1 for all else, after one line on stderr."""
+    """Run one conversion. Returns 0 on success, 2 for wrong arguments and 1 for any other error, after one line on
+    stderr."""
     arguments = _parser().parse_args(argv)
     if arguments.command in ("from-slime", "export"):
         return _rollouts(arguments)
-    import torch  # after the parser, so that --help and mistakes answer at once
+    import torch  # imported after parsing, so that --help and mistakes are answered immediately
     from safetensors import SafetensorError
 
     from asyncrl.convert import bridge
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rollouts(arguments: argparse.Namespace) -> int:
     from asyncrl.convert import rollouts
 
-    os.umask(0o077)  # as in a run: what models wrote is their user's alone
+    os.umask(0o077)  # as in a run: only the user may read what models wrote
     try:
         if arguments.command == "export":
             print(f"{rollouts.export(arguments.run, arguments.out)} trajectories")

@@ -1,4 +1,4 @@
-"""Output folders that appear under their name only when they are whole, and the files beside the weights."""
+"""Output folders that get their final name only when they are complete, and the files beside the weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.export import WEIGHTS
 
-MARKS = ("config.json", "metadata.json")  # one of them is in every converted folder
+MARKS = ("config.json", "metadata.json")  # every converted folder has one of them
 NOT_COPIED = (*WEIGHTS, "*.pth", "*.h5", "*.msgpack", "*.onnx", ".git", ".cache")
 
 
 def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
-    """Raises ConfigError for an output folder that exists, or that holds or lies in the source."""
+    """Raise ConfigError if the output folder exists, or contains or is inside the source."""
     here, there = source.resolve(), out.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise ConfigError("OUT", str(out), f"It must be a folder apart from {source}.")
@@ -32,7 +32,7 @@ def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def building(out: Path) -> Iterator[Path]:
-    """A folder to write into, which takes `out`'s name when the block ends, and goes when it fails."""
+    """Yield a folder to write into. It gets the name `out` when the block ends, and is removed if the block fails."""
     partial, replaced = (out.with_name(out.name + ending) for ending in (".partial", ".replaced"))
     if replaced.exists() and not out.exists():
         replaced.rename(out)  # a conversion was killed between its two renames
@@ -60,14 +60,14 @@ def building(out: Path) -> Iterator[Path]:
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Raises WeightsError when the disk below `folder` cannot take `nbytes`."""
+    """Raise WeightsError if the disk of `folder` has less than `nbytes` free."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise WeightsError(f"{folder} needs {nbytes / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB left")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of an HF folder. Raises WeightsError when it is not there, or no JSON."""
+    """Read config.json of an HF folder. Raises WeightsError if it is missing or is not JSON."""
     try:
         hf: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -76,9 +76,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def copy_companions(source: Path, target: Path, changes: dict[str, Any]) -> None:
-    """Config (with `changes`), tokenizer and all else but weights. Without changes config.json keeps its bytes.
+    """Copy the config (with `changes`), the tokenizer and everything else but weights. Without changes config.json
+    keeps its bytes.
 
-    Modes are not copied: a source may be read-only.
+    Modes are not copied, because a source may be read-only.
     """
     target.mkdir(exist_ok=True)
     for item in source.iterdir():
@@ -91,5 +92,5 @@ def copy_companions(source: Path, target: Path, changes: dict[str, Any]) -> None
     if changes:
         hf = read_config(target)
         if "dtype" in changes:
-            hf.pop("torch_dtype", None)  # its name before transformers 5
+            hf.pop("torch_dtype", None)  # the name before transformers 5
         (target / "config.json").write_text(json.dumps({**hf, **changes}, indent=2) + "\n")

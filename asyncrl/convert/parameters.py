@@ -1,8 +1,8 @@
-"""Which parameters a model has, told from its HF config, and where each lies in a Megatron checkpoint.
+"""The parameters of a model, derived from its HF config, and their places in a Megatron checkpoint.
 
-A checkpoint's keys are those that `GPTModel.sharded_state_dict()` of megatron-core's local layer spec asks for: layers
-are stacked under one key; where a list says which of them have experts, every layer has keys of its own; routed experts
-are stacked either way. A tensor in a checkpoint is whole: what tensor parallelism of degree 1 would hold.
+A checkpoint's keys are those that `GPTModel.sharded_state_dict()` of megatron-core's local layer spec requests. Layers
+are stacked under one key, unless a list says which of them have experts: then every layer has keys of its own. Routed
+experts are stacked in both cases. A tensor in a checkpoint is complete, as with tensor parallelism of degree 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.weights.names import FAMILIES, Found, Rule, Table
 
 Arguments = dict[str, Any]
 
-# The parameters that not every layer or model of a family has; the first pattern that a Megatron name matches decides.
+# Parameters that some layers or models of a family lack. The first pattern that matches a Megatron name decides.
 OPTIONAL: tuple[tuple[str, Callable[[Arguments, bool], object]], ...] = (
     (r"linear_qkv\.bias$", lambda arguments, moe: arguments.get("add_qkv_bias")),
     (r"linear_q_(down|up)_proj\.", lambda arguments, moe: arguments["q_lora_rank"]),
@@ -30,7 +30,7 @@ OPTIONAL: tuple[tuple[str, Callable[[Arguments, bool], object]], ...] = (
     (r"\.mlp\.(experts|router)\.", lambda arguments, moe: moe),
     (r"\.mlp\.linear_fc", lambda arguments, moe: not moe),
 )
-FUSED_NORMS = {  # stored under the names that TransformerEngine's fused linears give them
+FUSED_NORMS = {  # stored under the names of TransformerEngine's fused linears
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
@@ -47,7 +47,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Megatron parameter of the whole model, and its places in order of preference: a writer takes the first."""
+    """One Megatron parameter of the whole model, and its places in order of preference: a writer uses the first."""
 
     name: str
     found: Found
@@ -57,7 +57,7 @@ class Parameter:
 class Structure:
     """The parameters of the model that an HF config describes.
 
-    Raises WeightsError for an architecture without a table or a config without a field that it needs.
+    Raises WeightsError for an architecture without a table, or for a config that lacks a required field.
     """
 
     def __init__(self, hf: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Structure:
         self._tied = bool(hf.get("tie_word_embeddings", False))
 
     def __iter__(self) -> Iterator[Parameter]:
-        """Embedding, layers from the first to the last, and what follows them."""
+        """Yield the embedding, the layers from first to last, and what follows them."""
         by_layer = [rule for rule in self._table if "{layer}" in rule.megatron]
         others = [rule for rule in self._table if rule not in by_layer]
         for rule in others:
@@ -107,7 +107,7 @@ class Structure:
         return Parameter(name, found, tuple(self._addresses(rule.megatron, layer, expert)))
 
     def _addresses(self, name: str, layer: int | None, expert: int | None) -> Iterator[Address]:
-        """The trainer's own place first, then those of checkpoints of other specs."""
+        """Yield the trainer's own place first, then those in checkpoints of other layer specs."""
         if layer is None:
             yield Address(name, (), ())
             return

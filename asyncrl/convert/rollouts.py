@@ -1,7 +1,7 @@
-"""Rollouts of others, and for others: slime's dumps into a recording, a recording into JSONL or parquet.
+"""Conversion of rollouts: slime's dumps to a recording, and a recording to JSONL or parquet.
 
 slime (slime/utils/types.py, --save-debug-rollout-data) writes a pickle for each rollout: its number and its samples.
-It is read by torch's restricted unpickler, which builds dicts, lists, numbers, texts and tensors, and runs nothing.
+torch's restricted unpickler reads it, which builds dicts, lists, numbers, strings and tensors, and executes nothing.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from asyncrl.records.writer import Writer
 from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
 
 UNTRAINED = ("pending", "aborted", "failed")
-"""slime's samples of this status are no answers."""
+"""Status values of slime's samples that are no answers."""
 ROWS = 512
-"""Trajectories that are in memory at a time."""
+"""Number of trajectories in memory at a time."""
 
 
 # -- from slime --------------------------------------------------------------------------------------------
 
 
 def from_slime(dumps: Sequence[Path], out: Path, *, reward_key: str | None = None) -> tuple[int, int]:
-    """A recording in OUT/records, a batch for each dump. Returns how many samples were taken and left out. Raises
-    RecordError for a dump that is damaged, or holds what a recording cannot."""
+    """Write a recording to OUT/records, with one batch per dump. Returns how many samples were converted and left out.
+    Raises RecordError for a dump that is damaged, or that holds what a recording cannot."""
     if (out / RECORDS).exists():
         raise ConfigError("OUT", str(out), "It holds a recording: name another folder.")
-    order = sorted(dumps, key=lambda dump: _load(dump)[0])  # one is in memory at a time
+    order = sorted(dumps, key=lambda dump: _load(dump)[0])  # holds one dump in memory at a time
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".records-") as folder:
         part = Path(folder) / RECORDS
@@ -73,7 +73,7 @@ def _write(dumps: Sequence[Path], writer: Writer, reward_key: str | None) -> tup
 
 
 def _load(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Number of the rollout, and its samples."""
+    """Return the number of the rollout, and its samples."""
     import torch
 
     try:
@@ -87,14 +87,14 @@ def _load(path: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _by_group(samples: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """In the order of the dump; a sample without a group is one of its own."""
+    """Yield groups in the order of the dump. A sample without a group forms its own."""
     numbered = enumerate(samples)
     for _, members in groupby(numbered, key=lambda one: one[1].get("group_index", -1 - one[0])):
         yield [sample for _, sample in members]
 
 
 def _version(sample: dict[str, Any], otherwise: int) -> int:
-    """The oldest that wrote it, as far as slime tells: a version for each request, not for each token."""
+    """Return the oldest version that wrote the sample, as far as slime reports it: per request, not per token."""
     told = [int(version) for version in sample.get("weight_versions") or [] if str(version).isdigit()]
     return min(told, default=otherwise)
 
@@ -102,7 +102,7 @@ def _version(sample: dict[str, Any], otherwise: int) -> int:
 def _group(
     slot: int, samples: list[dict[str, Any]], step: int, newest: int, reward_key: str | None, dump: Path
 ) -> Group:
-    """Raises RecordError for what does not fit together."""
+    """Build a group. Raises RecordError if its samples are inconsistent."""
     try:
         return _made_of(slot, samples, step, newest, reward_key)
     except (KeyError, TypeError, ValueError) as error:
@@ -124,7 +124,7 @@ def _made_of(slot: int, samples: list[dict[str, Any]], step: int, newest: int, r
 
 
 def _turns(sample: dict[str, Any], version: int) -> list[Turn]:
-    """What the loss mask leaves out is observation; at the end it is dropped."""
+    """Split a sample into turns. Tokens outside the loss mask are observations; those at the end are dropped."""
     length = sample["response_length"]
     ids, logprobs = list(sample["tokens"][-length:]), sample.get("rollout_log_probs")
     mask = sample.get("loss_mask") or [1] * length
@@ -152,10 +152,11 @@ def _turns(sample: dict[str, Any], version: int) -> list[Turn]:
 
 
 def export(run: Path, out: Path) -> int:
-    """Every trajectory of a recording as a row of OUT, a .jsonl or .parquet file; returns how many there are.
+    """Write every trajectory of a recording as a row of OUT, a .jsonl or .parquet file. Returns the number of rows.
 
-    Token ids after the prompt are those of all turns; `written` says which the policy wrote, and `logprobs` and
-    `versions` are theirs, null elsewhere."""
+    `token_ids` holds the tokens of all turns, after the prompt. `written` says which of them the policy wrote;
+    `logprobs` and `versions` are those of the written tokens, and null elsewhere.
+    """
     if out.suffix not in (".jsonl", ".parquet"):
         raise ConfigError("OUT", str(out), "Name a .jsonl or a .parquet file.")
     if out.exists():
@@ -206,7 +207,7 @@ def _tokens(trajectory: Trajectory) -> dict[str, list[Any]]:
 
 
 class _Jsonl:
-    """A line for each."""
+    """Writes one JSON line per row."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -215,11 +216,11 @@ class _Jsonl:
         self._file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
 
     def close(self) -> None:
-        """It has no end."""
+        """Do nothing: the format has no footer."""
 
 
 class _Parquet:
-    """A row group at a time."""
+    """Writes one row group per batch of rows."""
 
     def __init__(self, file: BinaryIO) -> None:
         import pyarrow as pa

@@ -1,1 +1,1 @@
-"""asyncrl-inspect: a recorded run, looked at."""
+"""The asyncrl-inspect command, which shows a recorded run."""

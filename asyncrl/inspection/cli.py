@@ -34,13 +34,13 @@ from asyncrl.records.reading import Recording
 from asyncrl.terminal import visible
 
 WIDTH = None if sys.stdout.isatty() else 200
-"""Of tables that are not shown in a terminal."""
+"""Width of tables that are not shown in a terminal."""
 
 Bounds = tuple[float | None, float | None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show what is asked for. Returns 0, or 1 after one line on stderr."""
+    """Show what is requested. Returns 0, or 1 after one line on stderr."""
     options = _parser().parse_args(argv)
     try:
         recording = Recording(options.run)
@@ -95,14 +95,14 @@ def _overview(recording: Recording, options: argparse.Namespace, console: Consol
 
 
 def _trained(run: Path) -> dict[int, dict[str, float]]:
-    """metrics.jsonl by step."""
+    """Read metrics.jsonl, by step."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return {int(line["step"]): line for line in map(json.loads, lines)}
 
 
 def _bounds(text: str) -> Bounds:
-    """A:B, A: or :B, or one number."""
+    """Parse A:B, A: or :B, or one number."""
     low, colon, high = text.partition(":")
     try:
         bounds = (float(low) if low else None, float(high) if high else None)

@@ -1,4 +1,4 @@
-"""A recorded run as one HTML file that needs nothing else: curves over the steps, and trajectories token by token."""
+"""A recorded run as one self-contained HTML file: curves over the steps, and trajectories token by token."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DIGITS = 4
 
 def page(title: str, recording: Recording, steps: Sequence[StepRow], rows: Sequence[GroupRow],
          trained: dict[int, dict[str, float]], decode: Decode) -> str:  # fmt: skip
-    """`rows` are the groups whose trajectories it shows; `trained` has metrics.jsonl by step."""
+    """Return the HTML text. `rows` are the groups whose trajectories are shown; `trained` is metrics.jsonl by step."""
     data = {
         "title": title,
         "steps": [_step(row, trained.get(row.step + 1, {})) for row in steps],
         "groups": [_group(recording, row, decode) for row in rows],
     }
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
-    text = text.replace("</", "<\\/").replace("<!--", "<\\!--")  # what would end the script that holds it
+    text = text.replace("</", "<\\/").replace("<!--", "<\\!--")  # these would end the script that holds the data
     text = text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return TEMPLATE.read_text().replace(PLACE, text)
 
@@ -79,7 +79,7 @@ def _trajectories(group: Group, row: GroupRow, scores: Sequence[float], decode: 
 
 
 def _tokens(completion: Completion, scores: Sequence[float], decode: Decode) -> list[list[Any]]:
-    """[text, log-probability, gap or null, version, whether that is inferred] of each."""
+    """Return [text, log-probability, gap or null, version, whether the version is inferred] of each token."""
     spans = [span for span in completion.versions for _ in range(span.start, span.end)]
     return [
         [

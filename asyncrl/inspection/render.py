@@ -19,25 +19,25 @@ from asyncrl.types import Completion, Group, Trajectory, Turn
 
 Decode = Callable[[int], str]
 GAPS = ((0.01, "default"), (0.1, "green"), (0.5, "yellow"), (2.0, "red"))
-"""Colours by the difference of log-probabilities, trainer minus engine."""
+"""Colours by the absolute difference of log-probabilities between trainer and engine."""
 COLOURS, SURPRISE = ((-0.05, "default"), (-0.7, "green"), (-2.3, "yellow"), (-5.0, "red")), "bold red"
-"""A token's colour, by its log-probability: how much it surprised the engine that wrote it."""
+"""Colours by a token's log-probability: how much it surprised the engine that wrote it."""
 
 
 def decoder(run: Path) -> Decode:
-    """Of single tokens, with the run's tokenizer; their numbers where it is not to be had."""
+    """Return a decoder of single tokens that uses the run's tokenizer, or shows token ids if there is none."""
     addresses = run / "addresses.json"
     file = Path(json.loads(addresses.read_text())["model"]) / "tokenizer.json" if addresses.is_file() else None
     if file is None or not file.is_file():
         return lambda token: f" {token}"
-    from tokenizers import Tokenizer  # late: tables do without it
+    from tokenizers import Tokenizer  # imported late, because tables do not need it
 
     tokenizer = Tokenizer.from_file(str(file))
     return lambda token: visible(str(tokenizer.decode([token], skip_special_tokens=False)))
 
 
 def steps_table(rows: Iterable[StepRow], trained: dict[int, dict[str, float]]) -> Table:
-    """A line for each batch; `trained` has metrics.jsonl by step."""
+    """Build a table with a row for each batch; `trained` is metrics.jsonl by step."""
     table = Table("step", "groups", "reward", "length", "truncated", "staleness", "loss", "gap")
     for row in rows:
         rewards, lengths, ages = (_all(row.groups, name) for name in ("rewards", "lengths", "staleness"))
@@ -56,13 +56,13 @@ def steps_table(rows: Iterable[StepRow], trained: dict[int, dict[str, float]]) -
 
 
 def reasons_line(rows: Iterable[GroupRow]) -> str:
-    """How many groups are where."""
+    """Count the groups by place: trained, ready, or the reason why they were rejected."""
     places = Counter("trained" if row.place.isdigit() else row.place for row in rows)
     return ", ".join(f"{visible(place)} {count}" for place, count in places.most_common())
 
 
 def groups_table(rows: Iterable[GroupRow]) -> Table:
-    """A line for each group."""
+    """Build a table with a row for each group."""
     table = Table("uid", "task", "batch or reason", "rewards", "lengths", "turns", "staleness", "truncated")
     for row in rows:
         table.add_row(
@@ -77,8 +77,8 @@ def groups_table(rows: Iterable[GroupRow]) -> Table:
 
 
 def group_text(group: Group, decode: Decode, scores: Sequence[float] | None = None) -> RenderableType:
-    """The prompt, and each trajectory with its turns, version boundaries and surprises; or with the gaps to `scores`,
-    the trainer's log-probabilities of all tokens of the group."""
+    """Render the prompt, and each trajectory with its turns and version boundaries. Tokens are coloured by surprise, or
+    by the gap to `scores`, the trainer's log-probabilities of all tokens of the group."""
     lines: list[Text] = [Text(visible(f"{group.uid}  {group.task}"), "bold")]
     lines.append(Text("".join(decode(token) for token in group.prompt_ids), "dim"))
     told = iter(scores) if scores is not None else None
@@ -101,8 +101,8 @@ def _trajectory(trajectory: Trajectory, decode: Decode, scores: Iterator[float] 
 
 
 def heading(trajectory: Trajectory, place: int) -> str:
-    """What stands before a turn: who acts, where that changes, and what it follows, where that is not the turn before.
-    Empty for most."""
+    """Return the heading of a turn: its role if that changes, and the turn that it follows if that is not the previous
+    one. Empty for most turns."""
     turn: Turn = trajectory.turns[place]
     before = trajectory.turns[place - 1] if place else None
     told = [turn.role] if turn.role and (before is None or before.role != turn.role) else []
@@ -128,7 +128,7 @@ def _colour(logprob: float) -> str:
 
 
 def _gap_colour(gap: float) -> str:
-    """Dim where the trainer ran no such token."""
+    """Return the colour of a gap; dim if the trainer did not run the token."""
     return next((colour for most, colour in GAPS if abs(gap) <= most), "dim" if gap != gap else SURPRISE)
 
 

@@ -1,4 +1,4 @@
-"""What a recording holds, as rows that can be filtered: one for each group, one for each batch."""
+"""The contents of a recording as rows that can be filtered: one for each group, one for each batch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from asyncrl.records.reading import Recording
 from asyncrl.types import Group
 
 READY = "ready"
-"""Of a group that no batch has taken yet."""
+"""Place of a group that no batch has taken yet."""
 
 
 @dataclass
 class GroupRow:
-    """A group that was played."""
+    """A finished group, ready, trained or rejected."""
 
     uid: str
     slot: int
@@ -24,17 +24,17 @@ class GroupRow:
     """The number of its batch, READY, or the reason why it was rejected."""
     rewards: list[float]
     lengths: list[int]
-    """Tokens that the policy wrote, of each trajectory."""
+    """Tokens that the policy wrote, for each trajectory."""
     turns: int
-    """Of its longest trajectory."""
+    """Number of turns of its longest trajectory."""
     staleness: list[int]
-    """Of each trajectory, in its batch; empty without one."""
+    """Staleness of each trajectory in its batch; empty if it is in none."""
     truncated: int
-    """Trajectories that the length limit cut off."""
+    """Number of trajectories that the length limit cut off."""
 
     @property
     def reward(self) -> float:
-        """Mean."""
+        """Mean reward of its trajectories."""
         return sum(self.rewards) / max(1, len(self.rewards))
 
 
@@ -49,10 +49,10 @@ class StepRow:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which groups; a bound that is None does not bind. A group fits when one of its trajectories does."""
+    """A filter of groups. A bound of None does not apply. A group matches a range if one of its trajectories does."""
 
     uid: str | None = None
-    """The beginning of it."""
+    """Prefix of the uid."""
     step: int | None = None
     reason: str | None = None
     task: str | None = None
@@ -61,7 +61,7 @@ class Wanted:
     staleness: tuple[float | None, float | None] = (None, None)
 
     def fits(self, row: GroupRow) -> bool:
-        """Whether it is one of them."""
+        """Return whether a group matches the filter."""
         return (
             (self.uid is None or row.uid.startswith(self.uid))
             and (self.step is None or row.place == str(self.step))
@@ -81,8 +81,8 @@ def _some(values: list[float] | list[int], bounds: tuple[float | None, float | N
 
 
 def rows_of(recording: Recording) -> tuple[list[GroupRow], list[StepRow]]:
-    """Every group with content in the order of their end, and every batch, ascending; read once. Raises RecordError at
-    damage."""
+    """Return every group with content, in the order in which they ended, and every batch, ascending. Reads the
+    recording once. Raises RecordError if it is damaged."""
     groups: dict[str, GroupRow] = {}
     oldest: dict[str, list[int]] = {}
     steps: dict[int, StepRow] = {}

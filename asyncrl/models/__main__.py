@@ -19,7 +19,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.out.exists():
         parser.error(f"--out {arguments.out} exists already: give a new folder, or delete it")
-    # Set before transformers is imported: sources are local, and a hub that does not answer costs minutes.
+    # Set before transformers is imported: all sources are local, and an unreachable hub would cost minutes.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         BUILTIN[arguments.name].write(arguments.out)

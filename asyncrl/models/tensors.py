@@ -1,5 +1,5 @@
-"""Names and shapes of the tensors of an HF folder, from its config alone: what planning needs of a model whose files
-are not there. Written after transformers' modeling_llama.py, modeling_qwen3.py and modeling_qwen3_moe.py."""
+"""Names and shapes of an HF folder's tensors, computed from its config alone, for planning with a model whose files are
+not available. Based on transformers' modeling_llama.py, modeling_qwen3.py and modeling_qwen3_moe.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from asyncrl.models.architectures import HF
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 Tensor = tuple[str, tuple[int, ...]]
-"""Name and shape, [output features, input features] of a matrix."""
+"""Name and shape; for a matrix, [output features, input features]."""
 
 
 def tensors(hf: HF) -> Iterator[Tensor]:
-    """In the order of the model. Raises ConfigError for a family whose tensors are not told here."""
+    """Yield all tensors in the order of the model. Raises ConfigError for a family that this module does not
+    describe."""
     family, hidden, vocab = hf["architectures"][0], hf["hidden_size"], hf["vocab_size"]
     if family not in FAMILIES:
         raise ConfigError("model.path", family, f"Shapes are told of {', '.join(FAMILIES)}: name a folder with files.")

@@ -1,9 +1,8 @@
-"""Small models from random weights: the 0.13M-parameter Llama of tests and CI, and any family in small.
+"""Small models with random weights: the 0.13M-parameter Llama of tests and CI, and a small model of any family.
 
-The tiny model reads and writes single characters: digit d is token d. It learns to copy three
-digits in about 200 steps of 256 answers (lr 1e-3).
-torch, transformers and tokenizers are imported inside functions, because the launcher imports this module
-through catalog.
+The tiny model reads and writes single characters: digit d is token d. It learns to copy three digits in about 200 steps
+of 256 answers (lr 1e-3). torch, transformers and tokenizers are imported inside functions, because the launcher imports
+this module through catalog.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Literal
 from asyncrl.models.tokenizer_files import write_tokenizer
 
 TOKENS = (*"0123456789", "<eos>", "=", "<bos>", "<pad>", "<unk>", " ")
-"""The vocabulary; a token's place is its id."""
+"""The vocabulary; a token's index is its id."""
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 MAX_POSITIONS = 64
 
@@ -40,12 +39,12 @@ SMALL: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 8,
         "v_head_dim": 10,
-        "head_dim": 8,  # transformers means the rotated part
+        "head_dim": 8,  # in transformers, the rotated part
     },
 }
-"""HF config fields that only one model type has, in small; every part that a family may have is there."""
+"""Small values of the HF config fields that only one model type has; every optional part of a family is included."""
 
-# "<bos>question=" asks and "<bos>question=answer<eos>" is answered: a prompt is a prefix of its dialogue.
+# "<bos>question=" is a prompt and "<bos>question=answer<eos>" a dialogue: the prompt is a prefix of its dialogue.
 CHAT_TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ '=' + message['content'] + '<eos>' }}"
@@ -55,7 +54,7 @@ CHAT_TEMPLATE = (
 
 
 def write(folder: Path) -> None:
-    """Write the tiny model and its tokenizer into the new folder `folder`; the same bytes every time."""
+    """Write the tiny model and its tokenizer into the new folder `folder`; the bytes are the same every time."""
     write_random_model(
         folder,
         "llama",
@@ -80,7 +79,7 @@ def _tokenizer_json() -> str:
 
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()  # without a decoder, tokens are joined by spaces
+    tokenizer.decoder = decoders.Fuse()  # without a decoder, tokens would be joined by spaces
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (BOS, EOS, PAD, UNK)])
     return str(tokenizer.to_str(pretty=True))
 
@@ -103,7 +102,7 @@ def write_random_model(
     spread: float = 0.02,
     fields: dict[str, Any] | None = None,
 ) -> None:
-    """Write a model without a tokenizer into `folder`; its weights depend on its config and seed, on nothing else.
+    """Write a model without a tokenizer into `folder`. Its weights depend only on its config and seed.
 
     `arch` is transformers' model type: llama, qwen2, qwen3, or one of SMALL; `fields` are further fields of its config.
     `spread` is the standard deviation of the weights.
@@ -122,28 +121,28 @@ def write_random_model(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,  # Qwen3's default is 128 whatever the sizes
+        "head_dim": hidden // heads,  # Qwen3's default is 128 for all sizes
         "max_position_embeddings": max_positions,
         "tie_word_embeddings": tied,
     }
     config = AutoConfig.for_model(arch, **{**sizes, **SMALL.get(arch, {}), **(fields or {}), **tokens})
-    # The constructor draws weights, which are replaced below: leave the caller's generator as it was.
+    # The constructor draws weights, which are replaced below: keep the state of the caller's random generator.
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _fill(model, seed, spread)
     for weight in model.parameters():
-        weight.data = weight.data.to(getattr(torch, dtype))  # buffers stay float32, as publishers leave them
+        weight.data = weight.data.to(getattr(torch, dtype))  # buffers stay float32, as in published models
     model.config.dtype = dtype
     model.generation_config = GenerationConfig(**tokens)
     model.save_pretrained(folder)
-    # safetensors writes 0600; the folder must be as readable as umask says, like its other files.
+    # safetensors creates files with mode 0600; the folder must follow the umask, like its other files.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 def _fill(model: object, seed: int, spread: float) -> None:
-    """Draw every weight from one generator in the order of names: a constructor's order may change.
+    """Draw every weight from one generator in the order of names, because a constructor's order may change.
 
-    Norms get the same noise around 1, so that a mapping that swaps two of them does not pass unseen.
+    Norms get the same noise around 1, so that a mapping that swaps two of them is detected.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The tokenizer half of a Hugging Face folder, written by hand.
+"""Writer of the tokenizer files of a Hugging Face folder, without `save_pretrained`.
 
 `save_pretrained` would add traces of the loader: its paths, and a class name that only transformers 5 knows.
 """
@@ -14,14 +14,14 @@ def write_tokenizer(
 ) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-    special: role -> token, as in {"eos_token": "<eos>"}; each token must be in `tokenizer_json`.
+    `special` maps roles to tokens, as in {"eos_token": "<eos>"}; each token must be in `tokenizer_json`.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,
         "model_max_length": max_length,
         "padding_side": "left",
-        # True would change " ." into "." when decoding: text must follow from the token ids alone.
+        # True would change " ." into "." when decoding, but the text must follow from the token ids alone.
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")

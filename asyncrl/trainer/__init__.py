@@ -1,1 +1,1 @@
-"""The trainer ranks: Megatron, the loop, and the feed of batches."""
+"""The trainer ranks: the Megatron model, the training loop, and the source of batches."""

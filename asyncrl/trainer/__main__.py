@@ -1,6 +1,6 @@
-"""Entry of a trainer rank: python -m asyncrl.trainer RUN_DIR, under torchrun's environment.
+"""Entry point of a trainer rank: `python -m asyncrl.trainer RUN_DIR`, in torchrun's environment.
 
-Wires policy, feed, publisher, checkpoints and log.
+Connects the policy, the batch source, the publisher, the checkpoints and the log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from asyncrl.trainer import cpu
 
-cpu.enable()  # before anything imports megatron.core
+cpu.enable()  # must run before the first import of megatron.core
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -56,7 +56,7 @@ from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
 
-TIMEOUT_MARGIN = 120.0  # the peers' collectives give up this long after rank 0 must have spoken
+TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out this long after rank 0's own deadline
 DOING = {
     "start": "starting",
     "wait_batch": "waiting for a batch",
@@ -111,15 +111,15 @@ def main(run_dir: Path) -> None:
     )
     if addresses.resume:
         first = _go_on(addresses.resume, run_dir, policy, log, stop)
-    if addresses.resume or addresses.attached:  # engines that hold other weights
+    if addresses.resume or addresses.attached:  # the engines hold other weights
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
-        publisher.publish(first)  # verified, as a first publish is; only then do the engines go on
+        publisher.publish(first)  # verified like a first publish; the engines resume only afterwards
     if addresses.resume:
         if addresses.resume.parent == shelf.folder:
             checkpoints.resumed(first)
         else:
-            checkpoints.save(first)  # of its own: from now on resume=auto goes on here
+            checkpoints.save(first)  # into this run's own folder, so that the next resume=auto finds it
 
     def export(folder: Path) -> None:
         save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
@@ -156,14 +156,14 @@ def main(run_dir: Path) -> None:
     if parallel.is_first:
         facts = {"reason": reason, "transport": why, **checkpoints.figures()}
         _tell_the_end(config, run_dir, door, log, facts)
-    dist.barrier()  # the peers stay until the summary is written: the first process to leave ends the run
+    dist.barrier()  # the first process to leave ends the run: all ranks wait here until rank 0 has written the summary
     dist.destroy_process_group()
     progress.end()
 
 
 def _watched(config: Config, run_dir: Path, longest: float) -> tuple[Progress, Callable[[str, int], None]]:
-    """Return the progress reporter of this rank, and a callback for the beginning of each part of a step. Training has
-    the default deadline; every other part waits for processes with deadlines of their own, and gets `longest` seconds.
+    """Return this rank's progress reporter and a callback that marks the start of each part of a step. Training has the
+    default deadline. Every other part waits for processes that have their own deadlines, and gets `longest` seconds.
     """
     progress = Progress(run_dir, f"trainer-{os.environ['RANK']}", config.cluster.stall_timeout)
 
@@ -176,7 +176,7 @@ def _watched(config: Config, run_dir: Path, longest: float) -> tuple[Progress, C
 
 
 def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: StopRule) -> int:
-    """From a checkpoint; returns its version. The run folder has the steps before it."""
+    """Restore the run from a checkpoint and return its version. The steps before it are read from the run folder."""
     counters = checkpoint.load(folder, policy)
     stop.restore(counters["stop"])
     log.restore(counters["log"], Tail(run_dir / "metrics.jsonl")())
@@ -192,7 +192,7 @@ def _publisher(
     fleet: Fleet,
     door: Door,
 ) -> tuple[Publisher, str]:
-    """And why it takes the transport that it takes."""
+    """Return the publisher and the reason for its choice of transport."""
     gpu = on_gpu(config.trainer, addresses.gpus)
     folder = _shared_folder(config, run_dir)
     transport, why = build_transport(
@@ -225,7 +225,7 @@ def _publisher(
 
 
 def _shared_folder(config: Config, run_dir: Path) -> Path:
-    """A folder of this run's own: two runs may share `weights.folder`."""
+    """Return a folder that belongs to this run alone, because two runs may share `weights.folder`."""
     shared = config.weights.folder
     return Path(shared).expanduser() / run_dir.parent.name / run_dir.name if shared else run_dir / "weights"
 
@@ -249,7 +249,8 @@ def _sinks(
 
 
 def _tell_the_end(config: Config, run_dir: Path, door: Door, log: StepLog, facts: dict[str, Any]) -> None:
-    """summary.json, after a last evaluation on the final weights; or that the run is to go on later."""
+    """Evaluate the final weights and write summary.json; a run that was asked to stop is only marked as stopped,
+    because it resumes later."""
     if facts["reason"] == ASKED:
         (run_dir / STOP).rename(run_dir / STOPPED)
         return
@@ -265,7 +266,7 @@ def _tell_the_end(config: Config, run_dir: Path, door: Door, log: StepLog, facts
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the launcher decides the order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides the order
     try:
         main(Path(sys.argv[1]))
     except PeerFailed:

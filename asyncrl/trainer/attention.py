@@ -1,4 +1,4 @@
-"""Attention over a pack, for Megatron's layer spec: shared beginnings, explicit positions."""
+"""Attention over a pack for Megatron's layer spec, with shared prefixes and explicit positions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from asyncrl.models.architectures import rope
 from asyncrl.trainer.context import gather_rows
 from asyncrl.trainer.tree_attention import attend
 
-# megatron-core 0.16.1 without TransformerEngine holds a mock in its place here, and calls isinstance with it
+# Without TransformerEngine, megatron-core 0.16.1 puts a mock here and then calls isinstance with it.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's core attention over a pack, which arrives in the place of the attention mask."""
+    """Megatron's core attention over a pack; the pack is passed as the attention mask."""
 
     def __init__(
         self,
@@ -39,15 +39,18 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        **_: Any,  # latent attention's head widths, which the tensors show
+        **_: Any,  # head widths of latent attention, which the tensors show
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Pack, **_: Any) -> Tensor:
-        """query [N, 1, heads, d], key [N, 1, kv_heads, d], value [N, 1, kv_heads, v] -> [N, 1, heads * v].
+        """Attend within the pack.
 
-        Under context parallelism these are the rows of this rank, whose queries attend to the keys of all."""
+        query [N, 1, heads, d], key [N, 1, kv_heads, d], value [N, 1, kv_heads, v] -> [N, 1, heads * v]
+
+        Under context parallelism these are the rows of this rank; its queries attend to the keys of all ranks.
+        """
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if attention_mask.bounds:
             both = gather_rows(
@@ -58,12 +61,12 @@ class PackedAttention(MegatronModule):
 
 
 class PositionRope(RotaryEmbedding):
-    """Rotary embedding at the positions that the pack names. (Megatron's ignores position_ids and counts rows.)"""
+    """Rotary embedding at the positions that the pack gives. (Megatron's own ignores position_ids and counts rows.)"""
 
     positions: Tensor | None = None
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
-        """[N, 1, 1, d], or Megatron's own before any pack was seen."""
+        """Return the angles [N, 1, 1, d], or Megatron's own before the first pack is set."""
         if self.positions is None:
             return super().forward(max_seq_len, *args, **kwargs)
         angles = torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
@@ -71,7 +74,8 @@ class PositionRope(RotaryEmbedding):
 
 
 def frequencies(hf: dict[str, Any], plain: Tensor) -> Tensor:
-    """Angle per position of each rotated pair, as transformers computes it; `plain` is what no scaling would give."""
+    """Return the angle per position of each rotated pair, as transformers computes it. `plain` holds the unscaled
+    angles."""
     kind = rope(hf)["rope_type"]
     if kind == "default":
         return plain
@@ -85,19 +89,19 @@ def frequencies(hf: dict[str, Any], plain: Tensor) -> Tensor:
 
 
 def sum_rotary_gradients(attention: MLASelfAttention) -> None:
-    """Mend latent attention under tensor parallelism without TransformerEngine (megatron-core 0.16.1).
+    """Fix latent attention under tensor parallelism without TransformerEngine (megatron-core 0.16.1).
 
-    The rotated part of the key is one for all heads, so its gradient is the sum over all ranks' heads. Megatron cuts
-    each rank's own gradient instead, and the rows of linear_kv_down_proj that make it learn from some of the heads.
-    Only sequence parallelism is mended: without it Megatron refuses to train a mixture of experts.
+    All heads share the rotated part of the key, so its gradient is the sum over the heads of all ranks. Megatron splits
+    each rank's own gradient instead, so the rows of linear_kv_down_proj that produce the rotated part learn from only
+    some of the heads. Only sequence parallelism is fixed: without it Megatron refuses to train a mixture of experts.
     """
     if not attention.config.sequence_parallel:
         return
 
     def gathered(_: Any, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """[N, 1, (latent + rotated) / tp] -> [N / tp, 1, latent + rotated].
+        """Gather the features and scatter the rows: [N, 1, (latent + rotated) / tp] -> [N / tp, 1, latent + rotated].
 
-        Megatron meets whole features and gathers the rows of the rotated part, which sums its gradient.
+        Megatron then receives complete features and gathers the rows of the rotated part, which sums its gradient.
         """
         return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), output[1]
 

@@ -1,4 +1,4 @@
-"""How the attention of a pack is done on CPU: in blocks of rows and keys, of which similar ones run as one call."""
+"""Plan of a pack's attention on CPU: blocks of rows and keys, with similar blocks batched into one kernel call."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from torch import Tensor
 from asyncrl.algo.pack import Branch, Pack
 
 SPARE_PAIRS = 512
-"""Pairs of row and key that a block may waste by running in one call with others: a call of its own costs as much."""
+"""(Row, key) pairs that a block may waste on padding when it is batched with others: a separate call costs as much."""
 ALONE = 96
-"""A block with more queries and keys runs alone: its rows would have to be copied together, which costs more."""
+"""Limit on a block's queries plus keys. A larger block runs alone, because copying its rows together with others costs
+more."""
 SPARE_PAIRS_OF_BLOCKS = 128
-"""The same for a block within a call: small ones become one with a mask."""
+"""(Row, key) pairs that merging small blocks into one masked block may waste for each block saved."""
 
 CAUSAL, ALL, TREE = "causal", "all", "tree"
 
 
 class Block(NamedTuple):
-    """Rows (of this rank) that attend to keys: causally, to all of them, or as the tree says."""
+    """Rows of this rank that attend to keys: causally, to all of them, or as the prefix tree says."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -33,7 +34,7 @@ class Block(NamedTuple):
 
 
 class Call:
-    """Blocks of one kind, with rows of their own, as one padded batch; a single block as it stands."""
+    """Blocks of one kind with disjoint rows, as one padded batch. A single block stays as it is."""
 
     def __init__(self, blocks: Sequence[Block], ends: Tensor) -> None:
         self.causal = blocks[0].kind == CAUSAL
@@ -46,14 +47,14 @@ class Call:
         if blocks[0].kind == TREE:
             row, key = self._keys[:, :, None], self._keys[:, None, :]
             hidden = (key > row) | (row >= ends[key]) | spare_keys[:, None, :]
-            hidden[:, :, 0] &= ~self.spare_queries  # a row without any key would be NaN
+            hidden[:, :, 0] &= ~self.spare_queries  # a row without any key would become NaN
             self._hidden: Tensor | None = hidden[:, None]
-        else:  # causally no row sees what pads its block at the end
+        else:  # causal: no row attends to the padding, which is at the end of its block
             padded = not self.causal and bool(spare_keys.any())
             self._hidden = spare_keys[:, None, None] if padded else None
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """[B, 1, Q or 1, K] what is added to scores."""
+        """Return the tensor to add to the scores, [B, 1, Q or 1, K], or None."""
         if (self.alone and self.alone.kind != TREE) or self._hidden is None:
             return None
         if dtype not in self._masks:
@@ -61,15 +62,15 @@ class Call:
         return self._masks[dtype]
 
     def take_queries(self, x: Tensor) -> Tensor:
-        """[n, h, d] -> [B, h, Q, d]."""
+        """Select the queries: [n, h, d] -> [B, h, Q, d]."""
         return _slice(x, self.alone.queries) if self.alone else _gather(x, self._queries)
 
     def take_keys(self, x: Tensor) -> Tensor:
-        """[N, h, d] -> [B, h, K, d]."""
+        """Select the keys or values: [N, h, d] -> [B, h, K, d]."""
         return _slice(x, self.alone.keys) if self.alone else _gather(x, self._keys)
 
     def put(self, into: Tensor, values: Tensor, *, keys: bool = False) -> None:
-        """Write [B, h, Q or K, ...] to their rows of [n or N, h, ...]."""
+        """Write [B, h, Q or K, ...] to its rows of [n or N, h, ...]."""
         if self.alone:
             into[slice(*(self.alone.keys if keys else self.alone.queries))] = values[0].transpose(0, 1)
             return
@@ -77,7 +78,7 @@ class Call:
         into.index_copy_(0, rows, _ungather(values, places).to(into.dtype))
 
     def add(self, into: Tensor, values: Tensor, *, keys: bool) -> None:
-        """Add [B, h, Q or K, d] to their rows of [n or N, h, d]."""
+        """Add [B, h, Q or K, d] to its rows of [n or N, h, d]."""
         if self.alone:
             into[slice(*(self.alone.keys if keys else self.alone.queries))] += values[0].transpose(0, 1)
             return
@@ -85,7 +86,8 @@ class Call:
         into.index_add_(0, rows, _ungather(values, places).to(into.dtype))
 
     def merge(self, out: Tensor, log_z: Tensor, part: Tensor, part_z: Tensor) -> None:
-        """Two parts of each row's softmax become one: out [n, h, d] and log_z [n, h] with part [B, h, Q, d]."""
+        """Merge a partial softmax (`part` [B, h, Q, d] and `part_z`) into the rows of `out` [n, h, d] and `log_z` [n,
+        h]."""
         if self.alone:
             rows = slice(*self.alone.queries)
             before, z, values = log_z[rows], part_z[0].transpose(0, 1), part[0].transpose(0, 1)
@@ -102,7 +104,8 @@ class Call:
 
 
 def _padded(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row indices [B, n] padded with 0; the rows in a line, their places in it, and which places pad."""
+    """Return the row indices [B, n] padded with 0, the real rows flattened, their positions in the flattened indices,
+    and a mask of the padding."""
     begins, lengths = torch.tensor([a for a, _ in spans]), torch.tensor([b - a for a, b in spans])
     offsets = torch.arange(int(lengths.max()))
     spare = offsets >= lengths[:, None]
@@ -123,32 +126,34 @@ def _ungather(values: Tensor, places: Tensor) -> Tensor:
     return values.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
 
-# --- which blocks -------------------------------------------------------------------------------------------
+# --- planning the blocks ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The calls of a pack: `own` cover every row once; each of `above` adds keys to rows that `own` has covered."""
+    """The calls of a pack: `own` covers every row once; each call of `above` adds further keys to rows that `own` has
+    covered."""
 
     own: list[Call]
     above: list[Call]
 
 
 def plan(pack: Pack) -> Plan:
-    """Every branch on itself, and all rows below a branch on the whole branch; where a few small branches follow each
-    other, they are one block. Under context parallelism for the queries of this rank's rows (no branch is on both sides
-    of their bounds)."""
+    """Plan the calls of a pack: every branch attends to itself, and all rows below a branch attend to the whole branch.
+    Consecutive small branches become one block. Under context parallelism the plan covers the queries of this rank's
+    rows; no branch crosses their bounds."""
     own, above = _blocks(pack.branches, pack.rows)
     kinds = [[block for block in own if block.kind == kind] for kind in (CAUSAL, TREE)]
     levels = [[block for _, block in level] for _, level in groupby(sorted(above), key=lambda entry: entry[0])]
     return Plan(
         [call for blocks in kinds for call in _calls(blocks, pack.ends)],
-        [call for blocks in levels for call in _calls(blocks, pack.ends)],  # those of one depth have rows of their own
+        [call for blocks in levels for call in _calls(blocks, pack.ends)],  # blocks of one depth have disjoint rows
     )
 
 
 def _blocks(branches: Sequence[Branch], rows: tuple[int, int]) -> tuple[list[Block], list[tuple[int, Block]]]:
-    """Blocks of rows on themselves; those on what is above them, with its depth."""
+    """Return the blocks of rows that attend to themselves, and (depth, block) of those that attend to a branch above
+    them."""
     first, last = rows
     begins = [branch.begin for branch in branches]
     own: list[Block] = []
@@ -158,7 +163,7 @@ def _blocks(branches: Sequence[Branch], rows: tuple[int, int]) -> tuple[list[Blo
         return max(begin, first) - first, min(end, last) - first
 
     def together(start: int, stop: int) -> bool:
-        """Whether some branches after each other run as one block; then that is noted."""
+        """Add one block for these consecutive branches and return True if that is cheaper; otherwise return False."""
         span = (branches[start].begin, branches[stop - 1].end) if stop - start > 1 else (0, 0)
         if not span[1] or span[0] < first or span[1] > last or not _small(branches[start:stop]):
             return False
@@ -181,9 +186,10 @@ def _blocks(branches: Sequence[Branch], rows: tuple[int, int]) -> tuple[list[Blo
 
 
 def _small(branches: Sequence[Branch]) -> bool:
-    """Whether one block of all pairs costs less than a block for each branch and one for what is below each."""
+    """Return whether one block of all pairs costs less than one block per branch plus one for the rows below each
+    branch."""
     rows = branches[-1].end - branches[0].begin
-    if rows * rows > 2 * len(branches) * (SPARE_PAIRS_OF_BLOCKS + rows):  # before all are looked at
+    if rows * rows > 2 * len(branches) * (SPARE_PAIRS_OF_BLOCKS + rows):  # a quick bound before examining every branch
         return False
     blocks = len(branches) + sum(b.leave > b.end for b in branches)
     pairs = sum((b.end - b.begin) * (b.leave - b.begin) for b in branches)
@@ -191,9 +197,9 @@ def _small(branches: Sequence[Branch]) -> bool:
 
 
 def _calls(blocks: list[Block], ends: Tensor) -> list[Call]:
-    """Blocks in batches: as many calls fewer as the pairs that their padding adds allow."""
+    """Batch blocks into calls: a block joins a batch as long as the padding costs less than the call it saves."""
     batches: list[list[Block]] = []
-    widest, longest, real = 0, 0, 0  # of the last batch: most keys, most queries, pairs that are no padding
+    widest, longest, real = 0, 0, 0  # of the last batch: most keys, most queries, pairs that are not padding
     for block in sorted(blocks, key=lambda block: (_length(block.keys), _length(block.queries)), reverse=True):
         keys, queries = _length(block.keys), _length(block.queries)
         count = len(batches[-1]) + 1 if batches else 0

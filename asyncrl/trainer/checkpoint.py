@@ -1,11 +1,12 @@
-"""Checkpoints of a run: what the trainers hold at a version, with the rollout side at the same version.
+"""Checkpoints of a run: the state of the trainers at a version, with the rollout side at the same version.
 
-    stall      the state is copied into host memory, and the rollout side tells its own; the next step may begin
-    write      a thread of each rank writes its pieces, flushes them to the disk, and takes their checksums
-    commit     rank 0 writes the manifest when everybody is done, and removes checkpoints that need not be kept
+    stall      the state is copied to host memory and the rollout side sends its own; then the next step may begin
+    write      a thread of each rank writes its shards, flushes them to disk and computes their checksums
+    commit     rank 0 writes the manifest when every rank is done, and removes checkpoints that need not be kept
 
-waits for     the checkpoint before, where it is still being written when the next is due (checkpoint.timeout)
-on failure    a full disk, say: a warning, and the run goes on; the checkpoints before are as they were
+waits for     the previous checkpoint, if it is still being written when the next one is due
+deadline      checkpoint.timeout
+on failure    (a full disk, for example) a warning; the run continues and earlier checkpoints stay intact
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class _Work:
     """A checkpoint that is being written."""
 
     version: int
-    files: dict[str, bytes]  # whole, by name; of rank 0
+    files: dict[str, bytes]  # complete contents by file name; only on rank 0
     thread: threading.Thread | None = None
-    problem: str | None = "its thread died"  # until all is written
+    problem: str | None = "its thread died"  # set until everything is written
     began: float = field(default_factory=time.monotonic)
 
 
 class Checkpoints:
-    """One per rank."""
+    """The checkpoint writer of one rank."""
 
     def __init__(
         self,
@@ -62,7 +63,8 @@ class Checkpoints:
         snapshot: Callable[[int], bytes],
         warn: Callable[[str, int], None],
     ) -> None:
-        """`counters` of the run's loop go into trainer.json; `snapshot` asks the rollout side, on rank 0."""
+        """Allocate the staging memory. `counters` returns the loop's counters for trainer.json; `snapshot` asks the
+        rollout side for its state, on rank 0."""
         self._config, self._settings = config, config.checkpoint
         self._shelf, self._run_id, self._parallel, self._policy = shelf, run_id, parallel, policy
         self._counters, self._snapshot, self._warn = counters, snapshot, warn
@@ -70,7 +72,7 @@ class Checkpoints:
         self._work: _Work | None = None
         self._size, self._begun = 0, -1
         self.failed, self.last = 0, -1
-        """How many could not be written, and the version of the last that was."""
+        """Number of checkpoints that could not be written, and the version of the last one that was."""
         timeout = timedelta(seconds=self._settings.timeout)
         parallel_run = self._settings.every and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=timeout) if parallel_run else None
@@ -78,15 +80,15 @@ class Checkpoints:
             self._prepare()
 
     def resumed(self, version: int) -> None:
-        """The run goes on from a checkpoint of this version: it needs no other."""
+        """Record that the run resumed from a checkpoint of this version, which needs no other."""
         self._begun = self.last = version
 
     def due(self, version: int) -> bool:
-        """Whether one must be written in the course of the run."""
+        """Return whether a periodic checkpoint is due at this version."""
         return bool(self._settings.every) and version % (self._settings.every or 1) == 0
 
     def save(self, version: int) -> None:
-        """A checkpoint, unless checkpoint.every is unset or this version has one."""
+        """Start writing a checkpoint, unless checkpoint.every is unset or this version already has one."""
         if not self._settings.every or version == self._begun:
             return
         self._begun = version
@@ -102,7 +104,7 @@ class Checkpoints:
         self._work = work
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written stands. Raises DeadlineExceeded."""
+        """Wait until the checkpoint that is being written is complete or has failed. Raises DeadlineExceeded."""
         if (work := self._work) is None:
             return
         assert work.thread is not None
@@ -116,13 +118,13 @@ class Checkpoints:
             self.last = work.version
 
     def figures(self) -> dict[str, Any]:
-        """For the summary."""
+        """Return the statistics for summary.json."""
         return {"checkpoint/last": self.last, "checkpoint/failed": self.failed} if self._settings.every else {}
 
-    # -- the stall -----------------------------------------------------------------------------------------
+    # -- in the training loop ------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Memory for the copies, and how much all ranks together will write."""
+        """Allocate memory for the copies, and compute how many bytes all ranks will write together."""
         for name, part in self._policy.sharded().items():
             self._staged[name] = Staged(list(part.written()))
         mine = sum(staged.nbytes for staged in self._staged.values())
@@ -133,7 +135,7 @@ class Checkpoints:
         self._size = sum(sizes)
 
     def _room_for(self, version: int) -> str | None:
-        """An empty folder, or why there is none."""
+        """Create an empty folder, or return the reason why that is impossible."""
         try:
             if problem := self._shelf.lacks(self._size):
                 return problem
@@ -150,7 +152,7 @@ class Checkpoints:
         return {**files, ROLLOUT: rollout} if rollout else files
 
     def _from_first(self, ask: Callable[[], str | None]) -> str | None:
-        """Rank 0's answer, on every rank."""
+        """Return rank 0's answer on every rank."""
         answer = [ask() if self._parallel.is_first else None]
         if self._group:
             dist.broadcast_object_list(answer, src=0, group=self._group)
@@ -161,7 +163,7 @@ class Checkpoints:
         if self._parallel.is_first:
             self._warn(f"checkpoint {version} could not be written, and the run goes on without it: {problem}", version)
 
-    # -- the thread ----------------------------------------------------------------------------------------
+    # -- in the writer thread ------------------------------------------------------------------------------
 
     def _write(self, work: _Work) -> None:
         folder = self._shelf.path(work.version)
@@ -195,7 +197,8 @@ class Checkpoints:
         return manifest.describe(folder, [*names, *work.files])
 
     def _commit(self, work: _Work, folder: Path, written: list[dict[str, FileEntry]]) -> str | None:
-        """What every rank has written is a checkpoint now; or why not."""
+        """Write the manifest, which turns the files of all ranks into a checkpoint. Returns the reason if that
+        fails."""
         files = {name: entry for one in written for name, entry in one.items()}
         config = json.loads(self._config.model_dump_json())
         try:
@@ -207,7 +210,8 @@ class Checkpoints:
 
 
 def _told(error: BaseException) -> str:
-    """In one line: torch tells the failures of all ranks."""
+    """Describe an error in one line: torch's CheckpointException lists the failures of all ranks, of which the first is
+    used."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {type(cause).__name__}: {cause}"
@@ -215,7 +219,8 @@ def _told(error: BaseException) -> str:
 
 
 def load(folder: Path, policy: Policy) -> dict[str, Any]:
-    """Bring the policy to where it was, under any layout; returns the loop's counters. Raises RecordError."""
+    """Restore the policy from a checkpoint written under any layout, and return the loop's counters. Raises
+    RecordError."""
     for name, part in policy.sharded().items():
         part.load(folder / name)
     try:

@@ -1,4 +1,4 @@
-"""Context parallelism: what the ranks that share each sequence tell each other."""
+"""Context parallelism: the exchange between ranks that share each sequence."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from asyncrl.parallel import Parallel
 
 
 def gather_rows(mine: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
-    """[n, ...] of this rank -> [N, ...] of all; `bounds` are where each rank's rows begin, and the end. The gradient of
-    a row is the sum of what all ranks did with it."""
+    """Gather the rows of all ranks: [n, ...] of this rank -> [N, ...]. `bounds` holds the first row of each rank, and
+    the end. The gradient of a row is the sum over all ranks that used it."""
     found: Tensor = _GatherRows.apply(mine, bounds, group)
     return found
 
@@ -41,15 +41,15 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """Collectives want as many rows of every rank."""
+    """Pad with zeros to `count` rows, because collectives need the same number of rows on every rank."""
     if len(rows) == count:
         return rows.contiguous()
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
 def of_all_parts(own: Tensor, pack: Pack, parallel: Parallel) -> Tensor:
-    """What a rank knows of its own targets -> [T] on every rank; all then compute the same loss. A rank's gradient
-    is that of its own part: the sum over ranks, which Megatron takes of weights' gradients, is that of all."""
+    """Combine values of a rank's own targets into [T] on every rank, so that all ranks compute the same loss. The
+    gradient on each rank is that of its own part: Megatron's sum of weight gradients over ranks completes it."""
     if parallel.cp == 1:
         return own
     whole = own.new_zeros(len(pack.table_rows)).index_copy(0, known(pack.own_targets), own)

@@ -1,4 +1,4 @@
-"""What a token costs in a model of this shape: FLOPs of forward and backward, for the balance over ranks."""
+"""Cost of a token in a model of a given shape: FLOPs of forward and backward, for load balancing over ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from asyncrl.models.architectures import megatron_arguments
 
 
 def costs_of(hf: dict[str, Any]) -> Costs:
-    """From a model folder's config.json, in units of a token's products with all weights of the layers.
+    """Compute the costs from a model folder's config.json, in units of one token's products with all layer weights.
 
-    A product with a weight takes 2 FLOPs forward and 4 backward. A pair of tokens takes 2 for each number of a query
-    and of a value forward, and two and a half times that backward, where the scores are computed again (Dao, arXiv
-    2307.08691, section 4.1). Sharding divides all of it alike.
+    A product with a weight takes 2 FLOPs forward and 4 backward. A pair of tokens takes 2 FLOPs forward for each
+    element of a query and of a value, and two and a half times that backward, where the scores are recomputed (Dao,
+    arXiv 2307.08691, section 4.1). Sharding divides all of it equally.
     """
     family = megatron_arguments(hf)
     attention, head = _attention_weights(hf)
@@ -24,7 +24,7 @@ def costs_of(hf: dict[str, Any]) -> Costs:
 
 
 def _attention_weights(hf: dict[str, Any]) -> tuple[int, int]:
-    """Weights of one layer's attention, and the numbers of a head's query and value together."""
+    """Return the number of weights of one layer's attention, and the summed width of a head's query and value."""
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     if "kv_lora_rank" in hf:  # latent attention
         latent, rotated = hf["kv_lora_rank"], hf["qk_rope_head_dim"]
@@ -39,7 +39,8 @@ def _attention_weights(hf: dict[str, Any]) -> tuple[int, int]:
 
 
 def _mlp_weights(hf: dict[str, Any], family: dict[str, Any], layer: int) -> int:
-    """Weights of one layer's MLP that a token meets: gate, up and down, of the experts that it is sent to."""
+    """Return the number of weights of one layer's MLP that a token uses: gate, up and down, of the experts it is routed
+    to."""
     inner = hf["intermediate_size"]
     if family.get("num_moe_experts") and family["moe_layer_freq"][layer]:
         inner = family["moe_router_topk"] * family["moe_ffn_hidden_size"]

@@ -1,8 +1,8 @@
-"""The import shim: runs megatron-core's own code on a machine without CUDA (gloo and CPU tensors).
+"""An import shim that runs megatron-core's own code on a machine without CUDA (gloo and CPU tensors).
 
 Nothing of Megatron is re-implemented: parallel state, parallel linears, schedules, point-to-point, gradient buffers and
-optimizers run as they are. They name their device "cuda"; inside the megatron.core modules, and only there, this module
-makes that name mean CPU. torch itself is left alone, except Tensor.cuda(), which could only raise here.
+optimizers run unchanged. They name their device "cuda"; inside the megatron.core modules, and only there, this module
+makes that name mean CPU. torch itself is unchanged, except for Tensor.cuda(), which could only raise here.
 
 `enable` must run before the first import of megatron.core, in every process.
 """
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def enable() -> bool:
-    """Returns whether the shim is active; it is not where CUDA is there."""
+    """Install the shim unless CUDA is available. Returns whether it is active."""
     if torch.cuda.is_available():
         return False
     if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
@@ -36,7 +36,8 @@ def enable() -> bool:
     assert "megatron.core" not in sys.modules, "trainer.cpu.enable() must run before the first import of megatron.core"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*")
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # without its CUDA libraries it raises RuntimeError
+    # Without its CUDA libraries, importing it raises RuntimeError, which Megatron does not catch.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     sys.meta_path.insert(0, _MegatronFinder(_torch_for_megatron()))
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     return True
@@ -54,7 +55,7 @@ class _View(types.ModuleType):
 
 
 class _Stream:
-    """Work on the CPU is done when the call returns: one stream, and nothing to wait for."""
+    """The only stream: work on the CPU is done when the call returns, so there is nothing to wait for."""
 
     def wait_stream(self, _: Any) -> None: ...
 
@@ -85,13 +86,13 @@ def _torch_for_megatron() -> _View:
 
 
 def _on_cpu(factory: Callable) -> Callable:
-    """A tensor factory for which "cuda" means CPU. (torch's own must stay: `with torch.device("meta")` needs them.)"""
+    """Wrap a tensor factory so that "cuda" means CPU. (torch's own must stay: `with torch.device("meta")` needs it.)"""
 
     @functools.wraps(factory)
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.device(kwargs.get("device") or "cpu").type == "cuda":
             kwargs["device"] = CPU
-        kwargs.pop("pin_memory", None)  # pinning asks for an accelerator
+        kwargs.pop("pin_memory", None)  # pinning needs an accelerator
         return factory(*args, **kwargs)
 
     return wrapped
@@ -99,7 +100,7 @@ def _on_cpu(factory: Callable) -> Callable:
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
-    """Tensor.type() as Megatron's optimizers compare it: 'torch.cuda.FloatTensor'."""
+    """Make Tensor.type() return the names that Megatron's optimizers compare with: 'torch.cuda.FloatTensor'."""
     original = torch.Tensor.type
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +121,7 @@ def _with_type_names(owner: Any, name: str) -> None:
 def _after_random(module: types.ModuleType) -> None:
     logging.getLogger(module.__name__).setLevel(
         logging.ERROR
-    )  # its fork() warns that the CPU state moves: here that is the point
+    )  # its fork() warns that the CPU state changes, which is intended here
     module._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
     module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
 
@@ -128,18 +129,20 @@ def _after_random(module: types.ModuleType) -> None:
 def _after_moe_utils(module: types.ModuleType) -> None:
     module.__dict__.setdefault(
         "te_general_gemm", None
-    )  # 0.16.1 leaves it undefined without TransformerEngine, then reads it
+    )  # without TransformerEngine, 0.16.1 leaves it undefined and then reads it
     move = module.maybe_move_tensor_to_cpu  # type: ignore[attr-defined]
 
     def as_sequence(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """Split sizes become numpy on their way off a GPU only; all_to_all_single takes no tensor."""
+        """Convert split sizes to numpy, because all_to_all_single takes no tensor. Megatron does so only when it copies
+        them off a GPU."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor)
 
     module.maybe_move_tensor_to_cpu = as_sequence  # type: ignore[attr-defined]
 
 
 def _after_mappings(module: types.ModuleType) -> None:
-    """Routed experts split over ranks gather and reduce unequal numbers of tokens, which NCCL can and gloo cannot."""
+    """Support routed experts sharded over ranks: they gather and reduce unequal numbers of tokens, which NCCL can do
+    and gloo cannot."""
 
     def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
         missing = max(map(len, parts)) - len(mine)
@@ -174,7 +177,7 @@ _AFTER: dict[str, Callable[[types.ModuleType], None]] = {  # what a module needs
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Gives every megatron.core module, as it is imported, the view as its `torch`."""
+    """Import hook that sets the view as the `torch` of every megatron.core module."""
 
     def __init__(self, view: _View) -> None:
         self._view = view

@@ -1,7 +1,7 @@
-"""PPO's critic: a second network, which predicts for each token what the rest of its episode will be worth.
+"""PPO's critic: a second network that predicts, for each token, the return of the rest of its episode.
 
-Its value at a token is read from the state before the token, where the policy chose it. Tokens that the policy did not
-write have no value and are skipped: the table does not know them.
+The value of a token is read from the state before the token, where the policy chose it. Tokens that the policy did not
+write have no value and are skipped: the token table does not contain them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.trainer.sharded import Sharded
 
 
 class Critic:
-    """One per rank, in the policy's layout."""
+    """The critic on one rank, sharded like the policy."""
 
     def __init__(
         self, config: Config, folder: Path, parallel: Parallel, progress: Callable[[str], None] = lambda part: None
@@ -41,11 +41,11 @@ class Critic:
         self.optimizer = Optimizer(trainer, self._network, config.run.max_steps)
 
     def sharded(self) -> Sharded:
-        """What a checkpoint holds of it."""
+        """Return the state that a checkpoint holds."""
         return Sharded(self._network, self.optimizer)
 
     def values(self, groups: Groups, table: TokenTable) -> Tensor:
-        """[N] as the critic is now."""
+        """Return the values of all tokens under the current weights, [N]."""
         seen = Seen(table.num_tokens, self._parallel)
 
         def visit(head: Head, pack: Pack) -> Tensor:
@@ -58,9 +58,10 @@ class Critic:
         return columns["values"]
 
     def train(self, groups: Groups, table: TokenTable, returns: Tensor) -> dict[str, float]:
-        """One step towards `returns` [N], on all tokens whose weight is not 0. `table` holds the values before it."""
+        """Take one optimizer step towards `returns` [N], on all tokens with a nonzero weight. `table` holds the values
+        before the step."""
         seen = Seen(table.num_tokens, self._parallel)
-        # returns travel where advantages do in the policy's step
+        # The advantages column carries the returns here.
         rows_of = replace(table, advantages=returns).to(self._parallel.device)
 
         def visit(head: Head, pack: Pack) -> Tensor:

@@ -1,8 +1,8 @@
-"""The same batch on every rank.
+"""Distribution of batches: every rank gets the same one.
 
-waits for     the door, on rank 0; then rank 0's broadcast, on the others
-deadline      the door's, which rank 0 owns; the process group's timeout lies above it
-on death      a closed connection raises EngineError on rank 0, and a collective's error on the others
+waits for     the batch source on rank 0; rank 0's broadcast on the other ranks
+deadline      that of the batch source, on rank 0; the process group's timeout is longer
+on failure    rank 0 raises PeerFailed or DeadlineExceeded; the other ranks get an error from the collective
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from asyncrl.trainer.door import Door
 from asyncrl.types import Batch, decode_batch
 
 STOPPED = b"stop"
-"""In the place of a batch."""
+"""Broadcast instead of a batch when the run is asked to stop."""
 
 
 class Batches:
-    """The same batch on every rank: rank 0 fetches the bytes once, and broadcasts them."""
+    """The batches of a run: rank 0 fetches the bytes once and broadcasts them to every rank."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class Batches:
         *,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Rank 0 has the door, and is asked."""
+        """Set up the feed. Only rank 0 has a `door` and calls the callbacks."""
         self._door, self._interrupt, self._parallel, self._asked = door, interrupt, parallel, asked_to_stop
         self.stopped = False
-        """Whether there will be no further batch, for the run is asked to end: the same on every rank."""
+        """Whether no further batch will come because the run is asked to stop. The same on every rank."""
 
     def get(self, version: int) -> Batch | None:
-        """Blocks until batch `version` is there. None when `interrupt` says that none will come, or the run is asked
-        to end."""
+        """Wait until batch `version` arrives. Returns None if `interrupt` says that none will come, or if the run is
+        asked to stop."""
         data = self._fetch(version) if self._door else b""
         data = self._broadcast(data) if dist.get_world_size() > 1 else data
         self.stopped = data == STOPPED

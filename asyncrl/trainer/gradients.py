@@ -1,4 +1,4 @@
-"""Where a parameter's gradient of this step is summed up. Apart from Megatron, which only the buffers come from."""
+"""Accumulation of a parameter's gradient over one step. Independent of Megatron, which only provides the buffers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 from torch import Tensor
 
 CHUNK = 1 << 16
-"""Numbers added at a time: adding bfloat16 to float32, torch makes a float32 copy first, which then stays in cache."""
+"""Elements added at a time. torch makes a float32 copy before it adds bfloat16 to float32; a small copy stays in
+cache."""
 
 
 def gradient_buffer(parameter: Any) -> Tensor | None:
-    """The buffer [shape of the parameter] float32 that sums up this step's gradient, zero where it has none yet; None
-    outside data parallelism."""
+    """Return the float32 buffer [shape of the parameter] that accumulates this step's gradient, zeroed if the step has
+    none yet. Returns None outside data parallelism."""
     total: Tensor | None = getattr(parameter, "main_grad", None)
     if total is not None and getattr(parameter, "holds_old_gradient", False):
         parameter.holds_old_gradient = False
@@ -21,7 +22,7 @@ def gradient_buffer(parameter: Any) -> Tensor | None:
 
 
 def collect(parameter: Any, gradient: Tensor) -> None:
-    """Add a gradient to the buffer; the first of a step is copied there."""
+    """Add a gradient to the buffer. The first gradient of a step is copied."""
     total: Tensor = parameter.main_grad
     if parameter.holds_old_gradient:
         parameter.holds_old_gradient = False

@@ -1,17 +1,17 @@
-"""From hidden states to what is known of each token: log-probability and entropy, over a vocabulary that is split over
-the tensor-parallel ranks.
+"""The output head: log-probability and entropy of each token from hidden states, with the vocabulary split over the
+tensor-parallel ranks.
 
-Logits exist for a chunk of rows at a time. Forward keeps those of the last chunk, backward starts with them and makes
-the others again: whatever the length of a pack, memory is that of one chunk, and where one chunk is all nothing is
-computed twice.
+Logits exist for one chunk of rows at a time. Forward keeps those of the last chunk; backward starts with them and
+recomputes the others. Memory is therefore that of one chunk whatever the length of a pack, and nothing is computed
+twice if there is only one chunk.
 
-With s the row's logits over the temperature, in float32 (float64 for models in float64), and p = softmax(s):
+With s the row's logits divided by the temperature, in float32 (float64 for models in float64), and p = softmax(s):
 
     log p_j = s_j - log Z        d log p_y / ds_j = [j = y] - p_j
     H = -sum_j p_j log p_j       dH / ds_j = -p_j (log p_j + H)
 
-A rank needs of the others their maxima and sums: two all-reduces of a number or a few per row, however many chunks, and
-one of the hidden states' gradient.
+Ranks exchange their maxima and sums, in two all-reduces of one or a few numbers per row however many chunks there are,
+and the gradient of the hidden states, in one all-reduce.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer.context import of_all_parts
 from asyncrl.trainer.gradients import gradient_buffer
 
-NOT_A_TOKEN = -1e30  # logit of a column that only splits the vocabulary evenly; not -inf: 0 * inf is NaN
+NOT_A_TOKEN = -1e30  # logit of a padding column of the vocabulary; not -inf, because 0 * inf is NaN
 
 
 @dataclass(frozen=True)
 class Head:
-    """The end of the network for one pack, not yet run. Losses that need more of the distribution ask here for it."""
+    """The output head of the network for one pack, not yet run. Losses ask it for log-probabilities and entropy."""
 
     hidden: Tensor  # [U, H], equal on all tensor-parallel ranks
-    weight: Tensor | None  # [V / tp, H], this rank's tokens of the vocabulary, the last rank's with padding
+    weight: Tensor | None  # [V / tp, H], this rank's part of the vocabulary; the last rank's includes padding
     vocab: int
-    chunk_rows: int  # most rows whose logits exist at a time
+    chunk_rows: int  # maximum number of rows whose logits exist at a time
     parallel: Parallel
-    value_head: torch.nn.Module | None = None  # of a critic, which has no vocabulary
+    value_head: torch.nn.Module | None = None  # only in a critic, which has no vocabulary
 
     def values(self, pack: Pack) -> Tensor:
-        """[T] in float32 (or the model's float64), of the states that the targets were chosen in."""
+        """Return the values [T] of the states in which the targets were chosen, in float32 (or the model's float64)."""
         assert self.value_head is not None
         values = self.value_head(self.hidden)[:, 0]
         values = values.to(_exact(values.dtype)).index_select(0, pack.row_of_target)
         return of_all_parts(values, pack, self.parallel)
 
     def score(self, pack: Pack, temperature: float, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """log pi of each target [T], and if asked the entropy of the distribution that it was drawn from [T].
+        """Return the log-probability of each target [T] and, if requested, the entropy of the distribution it was drawn
+        from [T].
 
-        log_softmax(logits / temperature), as the engine reports it (SGLang, srt/layers/sampler.py).
+        Computed as log_softmax(logits / temperature), like the engine's (SGLang, srt/layers/sampler.py).
         """
         rows = pack.row_of_target
         shard = _Shard(self.vocab, temperature, self.chunk_rows, self.parallel)
@@ -64,7 +65,7 @@ class Head:
 
 @dataclass(frozen=True)
 class _Shard:
-    """How one rank's logits are made."""
+    """Parameters of one rank's logits."""
 
     vocab: int
     temperature: float
@@ -72,12 +73,12 @@ class _Shard:
     parallel: Parallel
 
     def chunks(self, rows: int) -> list[slice]:
-        """As few as there can be, of about equal size."""
+        """Return the fewest possible chunks, of about equal size."""
         count = max(1, -(-rows // self.chunk_rows))
         return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
     def scaled(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """s [C, V / tp]; the product in the model's precision, as the engine's."""
+        """Return s [C, V / tp]. The product is computed in the model's precision, like the engine's."""
         s = (hidden @ weight.t()).to(_exact(hidden.dtype))
         if self.temperature != 1.0:
             s.div_(self.temperature)
@@ -85,21 +86,22 @@ class _Shard:
         return s
 
     def places(self, chunk: slice, rows: Tensor, targets: Tensor, columns: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Which targets [T] lie in these rows and on this rank, and where; a place is given for every target, because
-        to count them would make the host wait for the device."""
+        """Return which targets [T] lie in these rows and on this rank, and their (row, column). Every target gets a
+        place, because counting the ones that are here would make the host wait for the device."""
         column = targets - self.parallel.tp_rank * columns
         here = (rows >= chunk.start) & (rows < chunk.stop) & (column >= 0) & (column < columns)
         return here, ((rows - chunk.start).clamp(0, chunk.stop - chunk.start - 1), column.clamp(0, columns - 1))
 
     def all_reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """In place, over the ranks that share the vocabulary."""
+        """Reduce in place over the ranks that share the vocabulary."""
         if self.parallel.tp > 1:
             dist.all_reduce(values, op, group=self.parallel.tp_group)
         return values
 
 
 class _Scores(torch.autograd.Function):
-    """(hidden [U, H], weight [V / tp, H], rows [T], targets [T]) -> log pi [T], and the entropy of each row [U]."""
+    """Compute (hidden [U, H], weight [V / tp, H], rows [T], targets [T]) -> log pi [T], and the entropy of each row
+    [U]."""
 
     @staticmethod
     def forward(
@@ -108,7 +110,7 @@ class _Scores(torch.autograd.Function):
         exact = _exact(hidden.dtype)
         chosen = hidden.new_zeros(len(targets), dtype=exact)
         largest = hidden.new_empty(len(hidden), dtype=exact)
-        sums = hidden.new_empty(2 if entropy else 1, len(hidden), dtype=exact)  # of e^(s - m), and of it times (s - m)
+        sums = hidden.new_empty(2 if entropy else 1, len(hidden), dtype=exact)  # e^(s - m), and that times (s - m)
         kept: list[Tensor] = []  # the last chunk's logits, and the only reference to them
         for chunk in shard.chunks(len(hidden)):
             kept.clear()
@@ -129,9 +131,10 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Under Megatron's data parallelism the weight's gradient is added to its float32 buffer (main_grad) and not
-        handed on: that saves the buffer and the pass of another one, and tied embeddings add theirs as ever. (It is
-        what Megatron's own fused accumulation does. With overlap_grad_reduce, which is off, its hook would miss it.)"""
+        """Compute the gradients. Under Megatron's data parallelism the weight's gradient is added to its float32 buffer
+        (main_grad) and not returned. That saves a second buffer and a pass over it, and tied embeddings still add
+        theirs as usual. (Megatron's own fused accumulation does the same. With overlap_grad_reduce, which is off, its
+        hook would miss the gradient.)"""
         hidden, weight, rows, targets, log_z, entropy = ctx.saved_tensors
         of_chosen, of_entropy = gradients
         shard: _Shard = ctx.shard
@@ -162,12 +165,12 @@ class _Scores(torch.autograd.Function):
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """The precision of sums over the vocabulary."""
+    """Return the precision of sums over the vocabulary."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _sum_up(s: Tensor, largest: Tensor, sums: Tensor) -> None:
-    """s [C, V / tp], its maxima m [C] -> sums [1 or 2, C]: of e^(s - m), and of the same times (s - m)."""
+    """Sum s [C, V / tp] with its maxima m [C] into `sums` [1 or 2, C]: e^(s - m), and e^(s - m) (s - m)."""
     shifted = s - largest[:, None]
     if len(sums) == 1:
         sums[0] = shifted.exp_().sum(-1)
@@ -178,7 +181,7 @@ def _sum_up(s: Tensor, largest: Tensor, sums: Tensor) -> None:
 
 
 def _joined(shard: _Shard, largest: Tensor, sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One rank's maxima [U], sums [1 or 2, U] and chosen logits [T] into those of the whole vocabulary."""
+    """Reduce one rank's maxima [U], sums [1 or 2, U] and chosen logits [T] to those of the whole vocabulary."""
     if shard.parallel.tp == 1:
         return largest, sums, chosen
     everywhere = shard.all_reduce(largest.clone(), dist.ReduceOp.MAX)
@@ -191,7 +194,7 @@ def _joined(shard: _Shard, largest: Tensor, sums: Tensor, chosen: Tensor) -> tup
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """into += left @ right; the sum over chunks and micro-batches in the precision of `into`."""
+    """Compute into += left @ right. The sum over chunks and micro-batches has the precision of `into`."""
     if into.dtype == left.dtype:
         into.addmm_(left, right)
     else:

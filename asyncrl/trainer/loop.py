@@ -1,9 +1,9 @@
-"""The algorithm on one screen. Runs on every rank.
+"""The training loop, on every rank: the algorithm on one screen.
 
 produces      versions: batch v turns version v into version v + 1, which every engine then serves
 consumes      batches, whose staleness the rollout side has already bounded
 waits for     the rollout process (batches.get), the engines (publisher.publish)
-unblocked by  generation, which never waits for this loop beyond the staleness bound
+unblocked by  generation, which waits for this loop only at the staleness bound
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from asyncrl.trainer.stop import StopRule
 from asyncrl.types import Batch
 
 ASKED = "asked to stop, and to go on later"
-"""The reason of a run that is not over."""
+"""Reason of a run that is paused, not finished."""
 
 
 class Publishes(Protocol):
-    """Makes a version the one that every engine serves."""
+    """Publisher of a version to every engine."""
 
     def publish(self, version: int) -> dict[str, float]:
-        """Returns seconds of its parts, and bytes."""
+        """Publish a version. Returns the seconds of each part, and the bytes sent."""
         ...
 
 
@@ -38,15 +38,15 @@ def train(
     save: Callable[[int], None],
     version: int = 0,
 ) -> tuple[str, int]:
-    """Train, from `version` on, until a stop rule holds; returns its reason, and the version."""
+    """Train from `version` on until a stop rule holds. Returns the reason and the last version."""
     if version and (reason := stop.at(version)):
-        return reason, version  # the run was killed at its very end, and goes on
+        return reason, version  # the run was killed after its last step and then resumed
     while True:
         with log.span("wait_batch"):
             while (batch := batches.get(version)) is None:
                 if batches.stopped:
                     return ASKED, version
-                publisher.publish(version)  # the engines that came back hold no weights of ours, and no other serves
+                publisher.publish(version)  # engines that restarted hold no weights of ours, and no other engine serves
 
         with log.span("train"):
             figures = update(batch)

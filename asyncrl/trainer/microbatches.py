@@ -1,4 +1,4 @@
-"""The packs of this rank for one optimizer step: those of its replica, or its part of them."""
+"""The micro-batches of this rank for one optimizer step: those of its replica, or its context-parallel part of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asyncrl.parallel import Parallel
 Groups = Sequence[list[Sample]]
 
 IDLE = [[Sample([0], [0], [False], number=0, first_row=0)]]
-"""Fills a place without work: a token that is not trained."""
+"""A placeholder micro-batch of one token that is not trained."""
 
 
 def packs_of_rank(groups: Groups, trainer: Trainer, parallel: Parallel, costs: Costs) -> list[Pack]:
-    """At least one. Replicas that share experts meet in every micro-batch: there all have as many as the one with the
-    most. Interleaved stages run whole rounds."""
+    """Return the packs of this rank, at least one. Replicas that share experts communicate in every micro-batch, so all
+    of them get as many as the replica with the most. Interleaved stages run whole rounds of micro-batches."""
     p = parallel
     rounds = p.pp if trainer.virtual_pipeline > 1 else 1
     experts_cross_replicas = p.tp % (p.etp * p.ep) != 0

@@ -1,4 +1,4 @@
-"""Megatron's gated MLP without the passes that fusions of TransformerEngine and Apex would save."""
+"""Megatron's gated MLP, without the extra memory passes that fusions of TransformerEngine and Apex would save."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class GatedMLP(MLP):
-    """Same weights, another forward: of a dense layer, or of one routed expert."""
+    """Megatron's MLP weights with another forward, for a dense layer or one routed expert."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Any]:
-        """[..., H] -> [..., H], scaled by the router's share of each token where one is given."""
+        """Compute [..., H] -> [..., H], scaled by the router's weight of each token if one is given."""
         inner, _bias = self.linear_fc1(hidden_states)
         inner = swiglu(inner)
         if per_token_scale is not None:
@@ -24,8 +24,8 @@ class GatedMLP(MLP):
 
 
 def swiglu(both: Tensor) -> Tensor:
-    """silu(gate) * up for [..., gate and up]. Keeps its input alone for backward, which writes both gradients in place
-    (autograd would put them together in another pass)."""
+    """Compute silu(gate) * up for [..., gate and up]. Only the input is kept for backward, which writes both gradients
+    in place (autograd would concatenate them in another pass)."""
     found: Tensor = _SwiGLU.apply(both)
     return found
 

@@ -1,4 +1,4 @@
-"""From an HF config to a Megatron GPT that reads packs: every family of models/architectures.py."""
+"""Construction of a Megatron GPT that reads packs from an HF config, for every family of models/architectures.py."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from asyncrl.trainer.mlp import GatedMLP
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:
-    """The model folder's config.json; the launcher has refused what is not covered."""
+    """Read the model folder's config.json, and check that the architecture is supported (as the launcher already
+    has)."""
     hf: dict[str, Any] = json.loads((model / "config.json").read_text())
     check_architecture(hf)
     return hf
 
 
 def head_dim(hf: dict[str, Any]) -> int:
-    """Width of one attention head."""
+    """Return the width of one attention head."""
     return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
 def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfig:
-    """Megatron's configuration. What is off here are CUDA-only fusions, or does not exist without TransformerEngine."""
+    """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine."""
     dtype = getattr(torch, trainer.dtype)
     family = megatron_arguments(hf)
     of_family = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
@@ -68,12 +69,12 @@ def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfi
         virtual_pipeline_model_parallel_size=trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None,
         context_parallel_size=trainer.context_parallel,
         expert_model_parallel_size=trainer.expert_parallel,
-        expert_tensor_parallel_size=trainer.expert_tensor_parallel,  # None: as tensor_parallel
+        expert_tensor_parallel_size=trainer.expert_tensor_parallel,  # None: equal to tensor_parallel
         sequence_parallel=trainer.sequence_parallel,
         variable_seq_lengths=True,
-        calculate_per_token_loss=True,  # gradients are summed over ranks; the loss carries the step's one denominator
+        calculate_per_token_loss=True,  # gradients are summed over ranks; the loss includes the step's denominator
         moe_token_dispatcher_type="alltoall",  # the default forbids variable_seq_lengths, even in dense models
-        perform_initialization=True,  # off leaves tensor_model_parallel unset, and grad norms wrong under TP
+        perform_initialization=True,  # turning it off leaves tensor_model_parallel unset, and grad norms wrong under TP
         use_cpu_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -88,7 +89,8 @@ def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfi
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's norm with Megatron's constructor, marked for sequence parallelism (WrappedTorchNorm refuses it)."""
+    """torch's norm with Megatron's constructor, marked for sequence parallelism (WrappedTorchNorm does not support
+    it)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -96,26 +98,27 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class HeadNorm(torch.nn.RMSNorm):
-    """The norm of queries and keys; Megatron sums its gradient over TP by name, not by the mark."""
+    """The norm of queries and keys. Megatron finds it by name, not by the mark, when it sums its gradient over TP."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 class PredictingRows(ColumnParallelLinear):
-    """Megatron's output layer, which keeps the weight and makes no logits: trainer/head.py does."""
+    """Megatron's output layer, which holds the weight but computes no logits: trainer/head.py does."""
 
     rows: Tensor
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """[N (/ tp under sequence parallelism), 1, H] -> [U, 1, H], the rows that predict a token."""
-        if self.config.sequence_parallel:  # the head's gradient is the sum of all ranks' already
+        """Select the rows that predict a token: [N (/ tp under sequence parallelism), 1, H] -> [U, 1, H]."""
+        if self.config.sequence_parallel:  # the head's gradient is summed over all ranks already
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden.index_select(0, self.rows), None
 
 
 class ExactBiasRouter(TopKRouter):
-    """Keeps the bias that chooses experts in float32 when the model is cast: the checkpoint's bits must come back."""
+    """A router that keeps the expert selection bias in float32 when the model is cast, so that saving the checkpoint
+    again gives the same bits."""
 
     expert_bias: Tensor | None
 
@@ -128,7 +131,7 @@ class ExactBiasRouter(TopKRouter):
 
 
 def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | None = None) -> GPTModel:
-    """This rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining."""
+    """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining."""
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     spec.layer_norm = RMSNorm
     for layer in spec.layer_specs:
@@ -165,7 +168,7 @@ def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | N
 
 
 def _use_own_modules(layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Attention over packs, and norms that work with sequence parallelism."""
+    """Use attention over packs, and norms that work with sequence parallelism."""
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -176,37 +179,37 @@ def _use_own_modules(layer: ModuleSpec, config: TransformerConfig) -> None:
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Vocabulary rounded up so that every rank has as many columns."""
+    """Round the vocabulary up so that every rank has the same number of columns."""
     return -(-vocab // tp) * tp
 
 
 def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack) -> Tensor:
-    """Hidden states: of the rows that predict [1, U, H] on the last stage, [N, 1, H] before. `wrapped` is `model` in
-    its DDP."""
+    """Return the hidden states: [1, U, H] of the rows that predict a token on the last stage, [N, 1, H] on earlier
+    stages. `wrapped` is `model` in its DDP wrapper."""
     for rotary in model.ropes:
         rotary.positions = pack.positions
     if model.post_process:
         model.output_layer.rows = pack.logit_rows
-    precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy them
-    # the pack travels as the attention mask
+    precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy the hidden states
+    # The pack is passed as the attention mask.
     out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack, **precision)
     return out
 
 
 def add_value_head(model: GPTModel) -> None:
-    """Turn a stage of a model into one of a critic. Its vocabulary layer, where it has one, is let go."""
-    model.share_embeddings_and_output_weights = False  # or Megatron would sum their gradients over stages
+    """Turn a stage of a model into one of a critic. Drops its vocabulary layer if it has one."""
+    model.share_embeddings_and_output_weights = False  # otherwise Megatron would sum their gradients over stages
     if model.post_process:
         model.output_layer.weight = None
         parameter = next(model.parameters())
         model.value_head = torch.nn.Linear(model.config.hidden_size, 1, dtype=parameter.dtype, device=parameter.device)
-        torch.nn.init.zeros_(model.value_head.weight)  # no value is known yet
+        torch.nn.init.zeros_(model.value_head.weight)  # a value of 0 everywhere at the start
         torch.nn.init.zeros_(model.value_head.bias)
 
 
 def head_weight(model: GPTModel) -> Tensor:
-    """What the last stage multiplies hidden states with, [V / tp, H]: the embedding where they are tied (a copy where
-    another stage holds it)."""
+    """Return the weight by which the last stage multiplies hidden states, [V / tp, H]: the embedding if they are tied
+    (a copy if another stage holds it)."""
     tied = model.share_embeddings_and_output_weights
     weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     return weight

@@ -29,12 +29,12 @@ from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.reshard import Resharder
 
 Visit = Callable[[Head, Pack], Tensor]
-"""What the last stage does with a pack; returns the loss, or anything in a pass without gradient."""
+"""Callback that the last stage runs on each pack. It returns the loss, or any tensor in a pass without gradient."""
 
 
 class Network:
-    """Under data parallelism, with gradients in float32. Under virtual pipelining a rank holds several chunks of
-    layers, each a model of its own."""
+    """A model in Megatron's data parallelism, with gradients in float32. Under virtual pipelining a rank holds several
+    chunks of layers, each of which is a model of its own."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Network:
         value_head: bool = False,
         progress: Callable[[str], None] = lambda part: None,
     ) -> None:
-        """The model of an HF folder; with `value_head` a number for each token in the place of the vocabulary.
-        `progress` is told of each micro-batch that begins."""
+        """Load the model of an HF folder. With `value_head` it outputs a number for each token instead of logits.
+        `progress` is called at the start of each micro-batch."""
         self._trainer, self._parallel, self._progress = trainer, parallel, progress
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
@@ -55,8 +55,8 @@ class Network:
         half = trainer.dtype == "bfloat16"
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
-        self.weights.load(folder)  # after the cast, which could round what stays float32
-        # with one rank for each weight the distributed optimizer only adds copies of every buffer
+        self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
+        # Without data or context parallelism the distributed optimizer only adds copies of every buffer.
         self.sharded = parallel.dp * parallel.cp > 1
         if value_head:
             for chunk in chunks:
@@ -67,7 +67,8 @@ class Network:
         self._costs = costs_of(self.hf)
         self.wrapped = [Replica(self.config, ddp, module) for module in inner]
         self._inner = dict(zip(self.wrapped, chunks, strict=True))
-        # Two stages are each other's next and previous: without overlap one batch would mix both directions' shapes.
+        # Of two stages, each is both the next and the previous of the other: without overlap, one batch of
+        # point-to-point operations would mix the shapes of both directions.
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.finalize_model_grads_func = finalize_model_grads
         self.routing: RoutingReplay | None = None
@@ -76,40 +77,40 @@ class Network:
             chunk.train()
 
     def packs(self, groups: Groups) -> list[Pack]:
-        """This rank's micro-batches of these groups."""
+        """Return this rank's micro-batches of these groups."""
         return packs_of_rank(groups, self._trainer, self._parallel, self._costs)
 
     def replay_routing(self, kind: Kind) -> RoutingReplay:
-        """From now on the routers of every pass ask it for their experts."""
+        """Make the routers of every later pass ask the returned object for their experts."""
         shape = routing_shape(self.hf)
         assert shape is not None, "launch/checks.py lets no model without experts through"
         self.routing = RoutingReplay(kind, list(self._inner.values()), shape, self._parallel)
         return self.routing
 
     def train(self, packs: list[Pack], visit: Visit) -> None:
-        """Accumulate the gradient of the sum of all losses, in the gradient buffers, over all ranks."""
+        """Accumulate the gradient of the sum of all losses, over all ranks, in the gradient buffers."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self._run(packs, visit, forward_only=False)
 
     @torch.no_grad()
     def score(self, packs: list[Pack], visit: Visit) -> None:
-        """The same packs without gradient."""
+        """Run the packs without gradient."""
         self._run(packs, visit, forward_only=True)
 
     def tensors(self) -> list[Tensor]:
-        """Every parameter and persistent buffer: what a checkpoint holds, itself and not a copy."""
+        """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
         states = [chunk.state_dict(keep_vars=True) for chunk in self._inner.values()]
         return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
 
     def placed(self) -> list[Placed]:
-        """All of these, with their places in the whole model."""
+        """Return all of these tensors with their positions in the whole model."""
         if self._placed is None:
             self._placed = placed(list(self._inner.values()), self.hf["vocab_size"])
         return self._placed
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """All of this rank."""
+        """Return all parameters of this rank."""
         for chunk in self.wrapped:
             yield from chunk.parameters()
 
@@ -123,7 +124,7 @@ class Network:
 
             def loss_function(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss = visit(self._head(inner, hidden[0]), batch)
-                # zero tokens: Megatron must not divide again, the weights hold the step's one denominator
+                # zero tokens: Megatron must not divide again, because the token weights include the step's denominator
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
             if self.routing:
@@ -151,8 +152,9 @@ class Network:
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:
-    """Sum the gradients of routed experts over their own replicas. Megatron 0.16 marks them under expert parallelism
-    only, and would sum shards that differ, or miss tokens, where expert_tensor_parallel is not tensor_parallel."""
+    """Mark the routed experts, so that their gradients are summed over their own replicas. Megatron 0.16 marks them
+    only under expert parallelism. If expert_tensor_parallel differs from tensor_parallel, it would sum shards that
+    differ, or miss tokens."""
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""From the configuration to the numbers that the pure functions of algo/ take."""
+"""Construction of the parameter dataclasses of algo/ from the configuration."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ T = TypeVar("T")
 
 
 def taken(kind: type[T], algo: Algo) -> T:
-    """A dataclass of numbers, each from the setting of its name."""
+    """Build a parameter dataclass, with each field taken from the setting of the same name."""
     names: Any = fields(kind)  # type: ignore[arg-type]
     return kind(**{one.name: getattr(algo, one.name) for one in names})

@@ -1,4 +1,4 @@
-"""What one optimizer step minimises: which tokens count, by how much, and the loss of each."""
+"""The objective of one optimizer step: which tokens count, their weights, and the loss of each."""
 
 from __future__ import annotations
 
@@ -26,25 +26,29 @@ TOTALS = ("loss", "packed", "apart")
 
 
 class Objective:
-    """The settings of `algo`, as a loss over packs. `seen` collects what the figures of the step need."""
+    """The settings of `algo` as a loss over packs. `seen` collects what the step's statistics need."""
 
     def __init__(self, algo: Algo, rollout: Rollout) -> None:
         self._algo, self._longest, self._temperature = algo, rollout.max_new_tokens, rollout.temperature
         self._correction, self._clip = taken(CorrectionParams, algo), taken(LossParams, algo)
         self._loss = LOSSES[algo.loss].loss
         self.started = torch.zeros(0, dtype=torch.float64)
-        """[N] of the last batch: log-probabilities of the policy that its steps started from; NaN where none ran."""
+        """Log-probabilities [N] of the last batch's tokens under the policy that its steps started from; NaN for tokens
+        that were not run."""
 
     # -- which tokens --------------------------------------------------------------------------------------
 
     def shares(self, groups: Groups, table: TokenTable) -> Tensor:
-        """[N] each token's weight in a step over these groups. What is not kept stays in the denominator."""
+        """Return each token's weight in a step over these groups, [N]. Tokens that are not kept still count in the
+        denominator."""
         samples = [sample for group in groups for sample in group]
         return shares(table, samples, self._algo.aggregation, self._longest) * known(table.keep)
 
     def with_gradient(self, groups: Groups, table: TokenTable) -> Groups:
-        """A group whose kept tokens have no advantage has no gradient: it stays in the denominator and is not run."""
-        if self._algo.entropy_bonus or self.kl_in("loss") or self._algo.distill_coefficient:  # whatever the rewards
+        """Return the groups that have a gradient. A group whose kept tokens all have zero advantage has none; it stays
+        in the denominator and is not run."""
+        # these have a gradient whatever the rewards
+        if self._algo.entropy_bonus or self.kl_in("loss") or self._algo.distill_coefficient:
             return groups
         signal = set(table.sample[known(table.keep) & (known(table.advantages) != 0)].tolist())
         return [group for group in groups if any(sample.number in signal for sample in group)]
@@ -52,7 +56,8 @@ class Objective:
     # -- the loss ------------------------------------------------------------------------------------------
 
     def loss(self, head: Head, pack: Pack, table: TokenTable, seen: Seen) -> Tensor:
-        """Of a micro-batch: sum of weight * loss over its tokens; the weights carry the step's denominator."""
+        """Return the loss of a micro-batch: the sum of weight * loss over its tokens. The weights include the step's
+        denominator."""
         algo = self._algo
         logprobs, entropy = head.score(pack, self._temperature, entropy=algo.entropy_bonus > 0)
         rows = self._starting(logprobs, table.rows(pack.table_rows, logprobs.dtype))
@@ -72,7 +77,8 @@ class Objective:
         return loss
 
     def _starting(self, logprobs: Tensor, rows: TokenTable) -> TokenTable:
-        """With the policy that the batch's steps start from: where they are one, it is the policy that runs."""
+        """Return the rows with the proximal policy filled in. If the batch has a single step, the proximal policy is
+        the current one, detached."""
         start = logprobs.detach() if rows.proximal is None else rows.proximal
         if self._distils_in("advantage"):
             c, discount = self._algo.distill_coefficient, self._algo.distill_discount
@@ -84,32 +90,32 @@ class Objective:
         return replace(rows, proximal=start)
 
     def kl(self, logprobs: Tensor, rows: TokenTable) -> Tensor:
-        """What the distance to the reference costs each token."""
+        """Return each token's penalty for the KL divergence from the reference."""
         estimate = ESTIMATORS[self._algo.kl_estimator](logprobs, known(rows.reference), rows.behaviour)
         return self._algo.kl_coefficient * estimate
 
     def kl_in(self, place: str) -> bool:
-        """Whether the KL to the reference counts there."""
+        """Return whether the KL to the reference is applied there."""
         return self._algo.kl_coefficient > 0 and self._algo.kl_place == place
 
     def _distils_in(self, place: str) -> bool:
         return self._algo.distill_coefficient > 0 and self._algo.distill_place == place
 
-    # -- what it showed ------------------------------------------------------------------------------------
+    # -- statistics -----------------------------------------------------------------------------------------
 
     def distance(self, table: TokenTable, seen: Seen) -> float:
-        """Mean over the tokens of the last step of KL(start || policy), as k3. Collective."""
+        """Return the mean of KL(start || policy), as k3, over the tokens of the last step. Collective."""
         columns, _ = seen.gather(COLUMNS)
         ran = columns["seen"] & (known(table.weights) > 0)
         return float(k3(columns["proximal"], columns["logprobs"], table.behaviour)[ran].mean())
 
     def _entropy(self, of_tokens: Tensor) -> dict[str, float]:
-        """Where it was computed."""
+        """Return the mean entropy, if it was computed."""
         asked = self._algo.entropy_bonus > 0 and len(of_tokens) > 0
         return {"entropy": float(of_tokens.mean())} if asked else {}
 
     def figures(self, table: TokenTable, seen: Seen) -> dict[str, float]:
-        """Of a batch's steps. Collective."""
+        """Return the statistics of a batch's steps. Collective."""
         columns, totals = seen.gather(COLUMNS, TOTALS)
         ran = columns["seen"]
         self.started = torch.where(ran, columns["logprobs"] if table.proximal is None else table.proximal, torch.nan)
@@ -129,13 +135,14 @@ class Objective:
 
 
 def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor, *, plain: bool) -> dict[str, float]:
-    """How far the policy is from reference and teacher, as k3; where they were asked, and a token ran. The teacher's is
-    known at temperature 1 (`plain`); elsewhere up to a baseline, which is no distance."""
+    """Return the distance of the policy from the reference and the teacher, as k3, if they were evaluated and a token
+    was run. The teacher's log-probabilities are exact at temperature 1 (`plain`); at others they are known only up to a
+    baseline, which gives no distance."""
     if not bool(ran.any()):
         return {}
     others = {"kl/reference": table.reference, "kl/teacher": table.teacher if plain else None}
     asked = {name: other for name, other in others.items() if other is not None}
     found = {name: float(k3(logprobs, other, table.behaviour)[ran].mean()) for name, other in asked.items()}
-    if table.teacher is not None:  # elsewhere: at temperature 1, over the temperature
+    if table.teacher is not None:  # at other temperatures: the gap at temperature 1, divided by the temperature
         found["teacher/gap"] = float((logprobs - table.teacher)[ran].mean())
     return found

@@ -1,4 +1,4 @@
-"""AdamW with fp32 master weights, its schedule, and steps that are refused when their gradient is bad."""
+"""AdamW with fp32 master weights, its learning-rate schedule, and the rejection of steps with a bad gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, start + N) of a flattened parameter, as this rank's optimizer holds them."""
+    """Elements [start, start + N) of a flattened parameter that this rank's optimizer holds."""
 
     parameter: Tensor
     start: int
@@ -33,7 +33,7 @@ class Shard:
 
 
 class Optimizer:
-    """The optimizer of one network. `max_steps` is where the decay ends, unless decay_steps says otherwise."""
+    """The optimizer of one network. The decay ends at `max_steps` unless decay_steps is set."""
 
     def __init__(self, trainer: Trainer, network: Network, max_steps: int) -> None:
         self._trainer, self._network = trainer, network
@@ -73,7 +73,8 @@ class Optimizer:
             wd_incr_steps=1,
             wd_incr_style="constant",
         )
-        self._schedule.step(increment=1)  # update k takes the rate of step k: none is spent at a warm-up's zero
+        # update k takes the rate of step k, so that no update is wasted on the warm-up's zero
+        self._schedule.step(increment=1)
         self._bad_steps = 0
         self._applied = 0  # steps since the moments were zero
 
@@ -83,11 +84,12 @@ class Optimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
-        """Before the gradient of a step is accumulated."""
+        """Reset the gradients before those of a step are accumulated."""
         self._optimizer.zero_grad()
 
     def step(self) -> tuple[float, bool]:
-        """Apply the gradient, unless it is bad. Returns its norm before clipping, and whether it was applied."""
+        """Apply the gradient, unless it is bad. Returns its norm before clipping, and whether it was applied. Raises
+        BadStep as configured."""
         trainer = self._trainer
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
@@ -106,7 +108,8 @@ class Optimizer:
         return norm, True
 
     def start_anew(self) -> None:
-        """After the weights were changed from outside: the masters follow them, and moments start from zero."""
+        """Start again from weights that were changed from outside: copy them to the master weights, and set the moments
+        to zero."""
         self._optimizer.reload_model_params()
         for part in self._parts():
             part.optimizer.state.clear()
@@ -115,8 +118,8 @@ class Optimizer:
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
     def shards(self) -> Iterator[Shard]:
-        """The state itself and not a copy: written into, it is as if steps had led there. Moments that AdamW has not
-        made yet are zero."""
+        """Yield the optimizer state itself, not a copy: writing to it restores a checkpoint. Moments that AdamW has not
+        created yet are zero."""
         for part in self._parts():
             for parameter, start, master in _masters(part):
                 state = part.optimizer.state[master]
@@ -127,19 +130,19 @@ class Optimizer:
                 yield Shard(parameter, start, master.detach().view(-1), {n: state[n].view(-1) for n in MOMENTS})
 
     def counters(self) -> dict[str, int]:
-        """Where schedule, bias correction and the patience with bad steps are."""
+        """Return the counters of the schedule, the bias correction and the consecutive bad steps."""
         return {"applied": self._applied, "scheduled": self._schedule.num_steps, "bad_steps": self._bad_steps}
 
     def restore(self, counters: dict[str, int]) -> None:
-        """As `counters` gave them, for moments that were written into `shards`."""
+        """Restore the values that `counters` returned, after the moments were written into `shards`."""
         self._applied, self._bad_steps = counters["applied"], counters["bad_steps"]
         self._schedule.step(increment=counters["scheduled"] - self._schedule.num_steps)
-        for _ in self.shards():  # counts the steps of each
+        for _ in self.shards():  # sets the step count of each
             pass
 
     def _count(self, part: Any, state: dict[str, Any]) -> None:
-        """The number of steps that bias correction goes by: torch's AdamW keeps one beside each parameter's moments,
-        those of Apex and TransformerEngine one for a group."""
+        """Set the number of steps used by bias correction. torch's AdamW keeps one per parameter, beside the moments;
+        Apex and TransformerEngine keep one per group."""
         if isinstance(part.optimizer, torch.optim.AdamW | torch.optim.Adam):
             device = state[MOMENTS[0]].device if self._fused or state[MOMENTS[0]].is_cuda else "cpu"
             state["step"] = torch.tensor(float(self._applied), device=device)
@@ -147,13 +150,14 @@ class Optimizer:
             for group in part.optimizer.param_groups:
                 group["step"] = self._applied
 
-    # -- within --------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------
 
     def _clip(self, norm: float, most: float) -> None:
-        """As Megatron does; torch's fused AdamW scales gradients as it reads them, without a pass of their own."""
+        """Clip the gradient as Megatron does. torch's fused AdamW scales gradients as it reads them, without an extra
+        pass."""
         for part in self._parts():
             if self._fused:
-                part.optimizer.grad_scale = torch.tensor(max(1.0, (norm + 1e-6) / most))  # divides
+                part.optimizer.grad_scale = torch.tensor(max(1.0, (norm + 1e-6) / most))  # AdamW divides by it
             elif parameters := part.get_parameters():  # a stage may hold no expert
                 clip_grad_by_total_norm_fp32(parameters, max_norm=most, total_norm=norm)
 
@@ -170,8 +174,8 @@ class Optimizer:
 
 
 def _masters(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """Each parameter that a part of Megatron's optimizer steps, and of which stretch, from `start` on, it holds the
-    float32 values."""
+    """Yield each parameter that a part of Megatron's optimizer updates, with the offset and the float32 values of the
+    range that this part holds."""
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
             start = part._get_model_param_range_map(parameter)["param"].start

@@ -1,4 +1,4 @@
-"""Who am I: the only file that asks Megatron for ranks and groups."""
+"""Setup of the process groups: the only file that asks Megatron for ranks and groups."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from asyncrl.parallel import Parallel
 
 
 def initialize(trainer: Trainer, *, gpu: bool, seed: int, timeout: float) -> Parallel:
-    """Join the run's process group (torchrun's environment variables name it) and split it into Megatron's.
+    """Join the run's process group (from torchrun's environment variables) and split it into Megatron's groups.
 
-    `timeout` in seconds bounds every collective: above it the peers of a dead rank give up.
+    `timeout` in seconds bounds every collective: after it the peers of a dead rank give up.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
@@ -34,7 +34,7 @@ def initialize(trainer: Trainer, *, gpu: bool, seed: int, timeout: float) -> Par
 
 
 def split(trainer: Trainer, device: torch.device, seed: int) -> Parallel:
-    """Split the run's process group into Megatron's groups. Returns this rank's place in them."""
+    """Split the run's process group into Megatron's groups. Returns this rank's position in them."""
     parallel_state.initialize_model_parallel(
         trainer.tensor_parallel,
         trainer.pipeline_parallel,

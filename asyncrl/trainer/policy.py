@@ -37,12 +37,12 @@ from asyncrl.types import Batch, Group
 
 
 class Policy:
-    """One per rank."""
+    """The policy on one rank, with everything that an update needs."""
 
     def __init__(
         self, config: Config, folder: Path, parallel: Parallel, progress: Callable[[str], None] = lambda part: None
     ) -> None:
-        """Of the model in an HF folder; `progress` is told of each micro-batch that begins."""
+        """Load the model of an HF folder. `progress` is called at the start of each micro-batch."""
         algo = config.algo
         self.config, self.parallel = config, parallel
         self.network = Network(config.trainer, folder, parallel, progress=progress)
@@ -61,33 +61,33 @@ class Policy:
 
     @property
     def reused(self) -> int:
-        """Groups that were trained again so far."""
+        """Number of groups that were trained again so far."""
         return self._replay.reused
 
     @property
     def started(self) -> Tensor:
-        """[N] log-probabilities of the last batch's tokens where its steps started, NaN where none ran a token. Groups
-        that came again stand behind."""
+        """Log-probabilities [N] of the last batch's tokens under the policy that its steps started from, NaN for tokens
+        that were not run. Replayed groups are at the end."""
         return self._objective.started
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
     def sharded(self) -> dict[str, Sharded]:
-        """Its networks, by the name of their folder."""
+        """Return the networks by the name of their checkpoint folder."""
         parts = {"policy": Sharded(self.network, self._optimizer)}
         return {**parts, "critic": self._critic.sharded()} if self._critic else parts
 
     def counters(self) -> dict[str, Any]:
-        """Beside weights and moments."""
+        """Return the counters that a checkpoint holds besides weights and moments."""
         own = {"optimizer": self._optimizer.counters(), "reused": self._replay.reused}
         return {**own, "critic": self._critic.optimizer.counters()} if self._critic else own
 
     def samples(self) -> list[Group]:
-        """Groups that may be trained again."""
+        """Return the groups that may be trained again."""
         return self._replay.kept
 
     def restore(self, counters: dict[str, Any], samples: list[Group]) -> None:
-        """As `counters` and `samples` gave them."""
+        """Restore what `counters` and `samples` returned."""
         self._optimizer.restore(counters["optimizer"])
         self._replay.kept, self._replay.reused = samples, counters["reused"]
         if self._critic:
@@ -96,7 +96,7 @@ class Policy:
     # -- one batch -----------------------------------------------------------------------------------------
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """The optimizer steps of one batch. Returns its figures, the same on every rank."""
+        """Take the optimizer steps of one batch. Returns its statistics, which are the same on every rank."""
         algo, objective = self.config.algo, self._objective
         replayed = self._replay.draw(batch.version)
         self._replay.keep(batch.groups)
@@ -110,8 +110,9 @@ class Policy:
         if algo.kl_coefficient or (algo.kl_meter_every and batch.version % algo.kl_meter_every == 0):
             table = replace(table, reference=self._of_reference(groups, table))
         selection = LOSSES[algo.loss].selection
-        tempered_teacher = table.teacher is not None and self._temperature != 1.0  # it knows temperature 1 alone
-        # one step starts from the policy that it runs
+        # the teacher is scored at temperature 1 only
+        tempered_teacher = table.teacher is not None and self._temperature != 1.0
+        # A single step runs the policy that it starts from, so that no extra pass is needed.
         started = algo.steps > 1 and (algo.proximal == "start" or algo.routing_replay == "R2")
         if started or selection or objective.kl_in("reward") or tempered_teacher:
             with self._routing.of_policy(whole_batch=True) if self._routing else nullcontext():
@@ -140,7 +141,7 @@ class Policy:
     # -- passes --------------------------------------------------------------------------------------------
 
     def _train(self, groups: Groups, table: TokenTable) -> dict[str, float]:
-        """The optimizer steps: one for each mini-batch, as long as the policy stays in the trust region."""
+        """Take the optimizer steps: one for each mini-batch, as long as the policy stays in the trust region."""
         objective, seen = self._objective, Seen(table.num_tokens, self.parallel)
         trust, lr = self.config.algo.trust_region, self._optimizer.lr
         norms, bad, trained = [0.0], 0, 0
@@ -169,7 +170,7 @@ class Policy:
         }
 
     def _mini_batches(self, groups: Groups) -> Iterator[Groups]:
-        """Whole groups in the order of the batch, once for every epoch."""
+        """Yield whole groups in the order of the batch, once per epoch."""
         algo = self.config.algo
         size = max(1, -(-len(groups) // algo.mini_batches))
         for _ in range(algo.epochs):
@@ -177,7 +178,7 @@ class Policy:
                 yield groups[start : start + size]
 
     def _score(self, groups: Groups, table: TokenTable, temperature: float | None = None) -> Tensor:
-        """[N] log-probabilities of the weights as they are, at the sampling temperature or another."""
+        """Return the log-probabilities under the current weights, [N], at the sampling temperature or another one."""
         seen = Seen(table.num_tokens, self.parallel)
 
         def visit(head: Head, pack: Pack) -> Tensor:
@@ -192,7 +193,7 @@ class Policy:
     # -- the reference -------------------------------------------------------------------------------------
 
     def _load_reference(self, folder: Path) -> Reference | None:
-        """Where the KL to frozen weights is wanted."""
+        """Load the reference weights, if a KL to frozen weights is needed."""
         algo = self.config.algo
         if algo.reference == "teacher" or not (algo.kl_coefficient or algo.kl_meter_every):
             return None
@@ -200,7 +201,8 @@ class Policy:
         return Reference(self.network, path, offload=algo.reference_offload)
 
     def _of_reference(self, groups: Groups, table: TokenTable) -> Tensor:
-        """[N] of frozen weights, or of the teacher, whose engines have told."""
+        """Return the log-probabilities of the reference, [N]: of frozen weights, or of the teacher, which its engines
+        have reported."""
         if self._reference is None:
             return known(table.teacher)
         with self._reference.in_place():

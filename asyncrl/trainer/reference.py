@@ -1,5 +1,5 @@
-"""Frozen weights that are scored in the policy's own network: they take its place for a pass, and cost their own memory
-and no second model (slime switches actor and reference in the same way)."""
+"""Frozen reference weights that are scored in the policy's own network: they replace its weights for a pass, and need
+memory for themselves but no second model (slime switches actor and reference in the same way)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Reference:
     """The weights of an HF folder of the policy's architecture, in the policy's precision."""
 
     def __init__(self, network: Network, folder: Path, *, offload: bool) -> None:
-        """Offloaded weights wait in pinned host memory between passes."""
+        """Load the weights. With `offload` they stay in pinned host memory between passes."""
         places = network.tensors()
         own = [place.data for place in places]
         for place in places:
@@ -30,7 +30,7 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The network computes with these weights; without gradient only."""
+        """Make the network compute with these weights inside the block; only for passes without gradient."""
         own = [place.data for place in self._places]
         try:
             for place, data in zip(self._places, self._weights, strict=True):

@@ -1,4 +1,4 @@
-"""mode=replay: a recording in the place of the rollout process, and nobody to publish to."""
+"""mode=replay: batches from a recording instead of the rollout process, and a publisher without engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.types import Batch, Group, VersionSpan, encode
 
 
 class RecordedDoor:
-    """What RolloutDoor is to the trainer, from a recording."""
+    """Batch source that reads a recording, with the interface of RolloutDoor."""
 
     def __init__(self, replay: Replay) -> None:
         self._recording = Recording(replay.folder)
@@ -27,10 +27,11 @@ class RecordedDoor:
             raise RecordError(f"{self._recording.folder} holds batches {steps[0]} to {steps[-1]}, and no {missing[0]}")
         self._steps = list(range(first, last + 1)) * replay.loop
         self.first, self.end = first, first + len(self._steps)
-        """Version to start from, and the one that the last batch makes."""
+        """Version to start from, and the version after the last batch."""
 
     def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
-        """The batch of this version; one that is trained again is as old as it was."""
+        """Return the batch of this version. Versions are shifted so that a batch that is trained again keeps its
+        staleness. Raises RecordError if `replay.keep` rejects all groups."""
         recorded = self._recording.batch(self._steps[version - self.first])
         groups = [group for group in recorded.groups if self._keep is None or self._keep(group) is True]
         if not groups:
@@ -38,40 +39,40 @@ class RecordedDoor:
         return encode(later(Batch(recorded.version, groups, recorded.rollout), version - recorded.version))
 
     def hold(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no generation is running."""
 
     def announce(self, version: int, reused: int = 0) -> None:
-        """Nobody listens."""
+        """Do nothing: nobody listens."""
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
-        """There is no engine to ask."""
+        """Return no results: there is no engine."""
         return []
 
     def snapshot(self, version: int) -> bytes:
-        """There is no rollout side."""
+        """Return nothing: there is no rollout side."""
         return b""
 
     def status(self) -> dict[str, Any]:
-        """No group has moved."""
+        """Return a status without a ledger."""
         return {"ledger": None}
 
 
 class NoEngines:
-    """What a Publisher is to the loop, where nobody generates."""
+    """Publisher for a run in which nothing generates."""
 
     def __init__(self, announce: Callable[[int], None], *, first: bool) -> None:
-        """`first`: on rank 0, which alone announces."""
+        """Set up the publisher. `first` is True on rank 0, which alone announces versions."""
         self._announce, self._first = announce, first
 
     def publish(self, version: int) -> dict[str, float]:
-        """To no engine."""
+        """Announce the version without sending any weights."""
         if self._first:
             self._announce(version)
         return dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
 
 
 def later(batch: Batch, versions: int) -> Batch:
-    """The same batch, written and trained so many versions later: every token is as old as before."""
+    """Return the batch with all versions shifted by `versions`, so that every token keeps its staleness."""
     if not versions:
         return batch
 

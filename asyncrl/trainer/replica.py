@@ -1,4 +1,4 @@
-"""Megatron's data parallelism with less work per parameter, which is what counts where a step has few tokens."""
+"""Megatron's data parallelism with less work per parameter, which dominates when a step has few tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from asyncrl.trainer.gradients import collect, gradient_buffer
 
 
 class Replica(DistributedDataParallel):
-    """The first gradient of a step is copied into the float32 buffer, where Megatron fills the buffer with zeros and
-    adds: one pass over all gradients in place of three. Whoever adds to a buffer himself asks `gradient_buffer`."""
+    """DistributedDataParallel that copies the first gradient of a step into the float32 buffer. Megatron fills the
+    buffer with zeros and adds: three passes over all gradients instead of one. Code that adds to a buffer itself must
+    call `gradient_buffer`."""
 
     def zero_grad_buffer(self) -> None:
-        """What no gradient has reached when the step's passes are over is set to zero then."""
+        """Mark the buffers as stale. Those that get no gradient during the step are zeroed after its passes."""
         for parameter in self.params_with_grad:
             parameter.holds_old_gradient = True
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.reset()
 
     def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Sum over replicas."""
+        """Zero the buffers without a gradient, then reduce the gradients over replicas."""
         for parameter in self.params_with_grad:
             gradient_buffer(parameter)
         super().finish_grad_sync(*args, **kwargs)

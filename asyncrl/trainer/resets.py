@@ -1,4 +1,4 @@
-"""Periodic resets: part of the way back to the weights that training started from, and fresh moments."""
+"""Periodic resets: interpolation towards the initial weights, with new optimizer moments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from asyncrl.trainer.optimizer import Optimizer
 
 class Resets:
     """Every `every` batches, weights <- (1 - share) * weights + share * start (LoRR, arXiv 2508.06412; shrink and
-    perturb, arXiv 1910.08475). Keeps a copy of the start, in the weights' own precision, where it is used."""
+    perturb, arXiv 1910.08475). Keeps a copy of the initial weights, in their own precision, only if resets are
+    enabled."""
 
     def __init__(self, every: int | None, share: float, network: Network, optimizer: Optimizer) -> None:
         self._every, self._share = every, share
@@ -20,7 +21,7 @@ class Resets:
 
     @torch.no_grad()
     def after(self, batches: int) -> None:
-        """Called when so many batches were trained."""
+        """Reset the weights if this number of trained batches calls for it."""
         if not self._every or batches % self._every:
             return
         for parameter, start in zip(self._network.parameters(), self._start, strict=True):

@@ -1,11 +1,12 @@
-"""Routing replay: routers take experts that were chosen before, with their own scores of them.
+"""Routing replay: routers use experts that were chosen before, with their own scores of them.
 
 R3   arXiv 2510.11370: the engine's experts, in every pass of the policy
 R2   the experts that this trainer chose in the pass over the whole batch, in the optimizer steps that follow it
 
-A router computes its scores and its own choice as ever; only the choice is replaced. So weights, their normalisation
-and scaling are the model's, the gradient flows through them, and losses that balance the load see the router's own
-choice. Each rank keeps the layers of its pipeline stage, for all tokens of the batch (bytes: docs/algorithms.md).
+A router computes its scores and its own choice as usual; only the choice is replaced. The expert weights, their
+normalization and scaling are therefore the model's, the gradient flows through them, and load-balancing losses see the
+router's own choice. Each rank keeps the layers of its pipeline stage, for all tokens of the batch (memory:
+docs/algorithms.md).
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ PIECE = 1 << 26
 
 
 class Choice:
-    """Of one router. In the place of Megatron's own RouterReplay (megatron-core 0.16.1, transformer/moe/
-    router_replay.py), whose replay knows neither packs nor tokens without experts."""
+    """The expert choice of one router. Replaces Megatron's own RouterReplay (megatron-core 0.16.1,
+    transformer/moe/router_replay.py), which knows neither packs nor tokens without recorded experts."""
 
     def __init__(self, device: torch.device) -> None:
         self.given: tuple[Tensor, Tensor] | None = None  # experts [n, k] int64, and which rows are known [n] bool
-        self.own = torch.empty(0)  # the router's own choice of its last pass, [n, k]
+        self.own = torch.empty(0)  # the router's own choice in its last pass, [n, k]
         self.compared = torch.zeros(3, dtype=torch.float64, device=device)  # tokens that differ, overlap, tokens
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scores [n, experts] -> scores of the chosen and their numbers, [n, k]. Limits to groups of experts hold for
-        the router's own choice alone."""
+        """Compute scores [n, experts] -> scores and numbers of the chosen experts, [n, k]. Group limits apply only to
+        the router's own choice."""
         values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self.own = own
         if self.given is None:
@@ -56,19 +57,19 @@ class Choice:
         return scores.gather(1, chosen), chosen
 
     def _compare(self, own: Tensor, chosen: Tensor, known: Tensor) -> None:
-        """Sets, not orders; stays on the device."""
+        """Compare the choices as sets, ignoring order. The counts stay on the device."""
         same = (own[:, :, None] == chosen[:, None, :]).any(2).sum(1)[known]
         k = own.shape[1]
         self.compared += torch.stack([(same < k).sum().double(), same.double().sum() / k, known.sum().double()])
 
 
 class RoutingReplay:
-    """All routers of this rank."""
+    """Routing replay for all routers of this rank."""
 
     def __init__(self, kind: Kind, chunks: Sequence[GPTModel], shape: RoutingShape, parallel: Parallel) -> None:
         self._kind, self._shape, self._parallel = kind, shape, parallel
         self._choices: dict[GPTModel, list[Choice]] = {}
-        self._layers: list[int] = []  # of this rank's routers, chunk by chunk, among the layers with experts
+        self._layers: list[int] = []  # indices of this rank's routers among the layers with experts, chunk by chunk
         for chunk in chunks:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
             self._choices[chunk] = [Choice(parallel.device) for _ in routers]
@@ -81,8 +82,8 @@ class RoutingReplay:
     # -- a batch -------------------------------------------------------------------------------------------
 
     def begin(self, groups: Sequence[Group], samples: Groups) -> Groups:
-        """A new batch; its samples with the keys of their tokens. Raises ValueError when the engines told the experts
-        of another model."""
+        """Start a new batch. Returns its samples with the keys of their tokens. Raises ValueError if the engines report
+        the experts of another model."""
         samples, count = with_keys(samples)
         if self._kind == "R3":
             self._routes = engine_routes(groups, samples, count, self._shape, self._layers)
@@ -94,8 +95,8 @@ class RoutingReplay:
 
     @contextmanager
     def of_policy(self, *, whole_batch: bool = False) -> Iterator[None]:
-        """The passes inside are the policy's (the reference model, which has other weights, chooses itself). One over
-        the whole batch, without gradient, is what R2 records."""
+        """Mark the passes inside the block as the policy's. (The reference model has other weights and chooses its own
+        experts.) R2 records the experts of a pass over the whole batch, which has no gradient."""
         self._mode = "record" if self._kind == "R2" and whole_batch else "replay"
         try:
             yield
@@ -105,7 +106,8 @@ class RoutingReplay:
             self._mode = "own"
 
     def figures(self) -> dict[str, float]:
-        """How far the routers' own choice was from what they were given, in the passes with gradient. Collective."""
+        """Return how far the routers' own choice differs from the replayed one, in the passes with gradient.
+        Collective."""
         totals = torch.zeros(3, dtype=torch.float64, device=self._parallel.device)
         for choice in self._every():
             totals += choice.compared
@@ -117,7 +119,7 @@ class RoutingReplay:
     # -- a pass --------------------------------------------------------------------------------------------
 
     def before(self, chunk: GPTModel, pack: Pack) -> None:
-        """The chunk is about to read the pack."""
+        """Set the replayed experts, before a chunk runs the pack."""
         choices, layers = self._choices[chunk], self._of(chunk)
         for choice in choices:
             choice.given = None
@@ -129,20 +131,21 @@ class RoutingReplay:
             choice.given = (experts[:, place], known)
 
     def after(self, chunk: GPTModel, pack: Pack) -> None:
-        """The chunk has read the pack."""
+        """Record the chosen experts, after a chunk has run the pack."""
         choices = self._choices[chunk]
         if self._mode == "record" and pack.keys is not None and choices:
             chosen = torch.stack([choice.own for choice in choices], 1).to(self._routes.experts.dtype).cpu()
             self._routes.put(self._mine(pack.keys, chunk), chosen, self._of(chunk))
 
     def _mine(self, keys: Tensor, chunk: GPTModel) -> Tensor:
-        """Of the tokens that this rank's routers see: under sequence parallelism its even part of the row."""
+        """Return the keys of the tokens that this rank's routers see: under sequence parallelism, its equal part of the
+        row."""
         if not chunk.config.sequence_parallel:
             return keys
         return keys.chunk(self._parallel.tp)[self._parallel.tp_rank]
 
     def _of(self, chunk: GPTModel) -> slice:
-        """Where the routes hold this chunk's layers."""
+        """Return the range of layers in the routes that belong to this chunk."""
         before = 0
         for other, choices in self._choices.items():
             if other is chunk:
@@ -157,7 +160,8 @@ class RoutingReplay:
     # -- between ranks -------------------------------------------------------------------------------------
 
     def _exchange(self) -> None:
-        """What the ranks of this stage recorded, on all of them: each token from the first rank that has it."""
+        """Combine what the ranks of this stage recorded, on all of them: each token's experts come from the first rank
+        that has them."""
         group = self._parallel.stage_group
         if group is None or dist.get_world_size(group) == 1 or not self._layers:
             return
@@ -168,7 +172,7 @@ class RoutingReplay:
         owner = owner.cpu()
         routes.experts[owner != rank] = 0
         routes.known = owner < nobody
-        data = routes.experts.view(torch.uint8).flatten()  # one rank's bytes and zeros: the sum is the bytes
+        data = routes.experts.view(torch.uint8).flatten()  # only one rank's bytes are nonzero, so the sum equals them
         for piece in data.split(PIECE):
             moved = piece.to(device)
             dist.all_reduce(moved, group=group)

@@ -1,4 +1,4 @@
-"""What the trainer's log-probabilities of a recorded batch were, beside the recording: the gap of every token."""
+"""Writer of the trainer's log-probabilities of recorded batches, from which the gap of every token is computed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from asyncrl.records.writer import Writer
 
 
 class Scores:
-    """Of rank 0. Where they cannot be written the run goes on, and says so once."""
+    """Writes the scores, on rank 0. If writing fails, the run continues and warns once."""
 
     def __init__(self, run_dir: Path, warn: Callable[[str, int], None]) -> None:
         self._writer, self._warn, self._warned = Writer(run_dir / RECORDS / TRAINER), warn, False
 
     def write(self, step: int, logprobs: Tensor) -> None:
-        """[N] of a batch's tokens."""
+        """Write the log-probabilities of a batch's tokens, [N]."""
         self._writer.write(scored(step, logprobs.tolist()))
         if self._writer.failed and not self._warned:
             self._warned = True
             self._warn(f"{self._writer.failed}. The run goes on without it.", step)
 
     def close(self) -> None:
-        """Write the rest."""
+        """Flush and close the file."""
         self._writer.close()

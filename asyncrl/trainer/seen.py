@@ -1,4 +1,4 @@
-"""What the passes over a batch showed of each of its tokens, brought together on every rank."""
+"""Per-token results of the passes over a batch, gathered on every rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from asyncrl.parallel import Parallel
 
 
 class Seen:
-    """Columns of N tokens, each token written by the one replica that had it, and sums over all micro-batches.
+    """Columns of N tokens, each token written by the one replica that processed it, and sums over all micro-batches.
 
-    They stay on the device until they are gathered: noting something waits for nothing.
+    Values stay on the device until they are gathered, so recording one never synchronizes.
     """
 
     def __init__(self, num_tokens: int, parallel: Parallel) -> None:
@@ -21,20 +21,20 @@ class Seen:
         self._totals: dict[str, Tensor] = {}
 
     def note(self, rows: Tensor, **columns: Tensor) -> None:
-        """Values [T] of the tokens at these rows; a later pass overwrites."""
+        """Record values [T] of the tokens at these rows. A later pass overwrites them."""
         for name, values in {"seen": torch.ones(len(rows)), **columns}.items():
             column = self._columns.setdefault(name, self._zeros())
             column[rows] = values.detach().to(column)
 
     def add(self, name: str, value: Tensor | float) -> None:
-        """To a sum."""
+        """Add to a sum."""
         self._totals[name] = self._totals.get(name, torch.zeros(())) + torch.as_tensor(value).detach()
 
     def gather(
         self, names: tuple[str, ...], totals: tuple[str, ...] = ()
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The columns `names` and "seen" (bool), and the sums, on the CPU of every rank. Collective: every rank names
-        the same. Only one rank of each replica's last stage counts."""
+        """Return the columns `names` and "seen" (bool), and the sums, on the CPU of every rank. Collective: every rank
+        must pass the same names. Only one rank of each replica's last stage contributes."""
         names = ("seen", *names)
         columns = [self._columns.get(name, self._zeros()) for name in names]
         sums = [self._totals.get(name, torch.zeros(())).to(columns[0])[None] for name in totals]

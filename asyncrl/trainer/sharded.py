@@ -1,9 +1,10 @@
-"""The state of a network and its optimizer in a folder that all ranks write and read, in Megatron's torch_dist format.
+"""Sharded state of a network and its optimizer, in a folder that all ranks write and read, in Megatron's torch_dist
+format.
 
-A parameter is saved once, in float32: its master value, under the key of Megatron's model. Its moments stand beside it
-under `optimizer.exp_avg.KEY` and `optimizer.exp_avg_sq.KEY`. So a checkpoint knows neither the layout nor the precision
-nor the kind of optimizer that wrote it. (Megatron's own optimizer state does not load across expert parallelism, nor
-into an optimizer that is not distributed.)
+A parameter is saved once, in float32: its master value, under the key of Megatron's model. Its moments are saved under
+`optimizer.exp_avg.KEY` and `optimizer.exp_avg_sq.KEY`. A checkpoint is thus independent of the layout, the precision
+and the kind of optimizer that wrote it. (Megatron's own optimizer state can be loaded neither under another expert
+parallelism nor into an optimizer that is not distributed.)
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ from asyncrl.trainer.sharding import Box, Placed, Shape
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of this rank, and which box of the whole it is."""
+    """A tensor of this rank, and its box in the whole tensor."""
 
     key: str
     box: Box
-    tensor: Tensor  # of the box's size
+    tensor: Tensor  # has the size of the box
 
 
 class Sharded:
@@ -62,7 +63,7 @@ class Sharded:
         self._network, self._optimizer = network, optimizer
 
     def written(self) -> Iterator[Piece]:
-        """Each element of the whole is written by one rank."""
+        """Yield the pieces that this rank writes. Each element of the whole is written by one rank."""
         places = {id(place.tensor): place for place in self._network.placed()}
         for shard in self._optimizer.shards():
             place = places[id(shard.parameter)]
@@ -73,19 +74,19 @@ class Sharded:
                 yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
 
     def weights(self) -> Iterator[Piece]:
-        """What this rank computes with, in its own precision."""
+        """Yield the weights that this rank computes with, in their own precision."""
         for place in self._network.placed():
             yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
 
     def states(self) -> Iterator[Piece]:
-        """What this rank's optimizer holds. In float32 a weight is its own master."""
+        """Yield the state of this rank's optimizer. In float32 a weight is its own master."""
         places = {id(place.tensor): place for place in self._network.placed()}
         for shard in self._optimizer.shards():
             masters = {"": shard.master} if _apart(shard.master, shard.parameter) else {}
             yield from _pieces(places[id(shard.parameter)], shard.start, {**masters, **_moments(shard.moments)})
 
     def load(self, folder: Path) -> None:
-        """As `write` left it under any layout. Raises RecordError."""
+        """Load what `write` saved under any layout. Raises RecordError."""
         read(folder, list(self.weights()))
         read(folder, list(self.states()))
 
@@ -99,7 +100,7 @@ def _apart(master: Tensor, parameter: Tensor) -> bool:
 
 
 def _pieces(place: Placed, start: int, flat: dict[str, Tensor]) -> Iterator[Piece]:
-    """Of flat tensors, by prefix, that hold elements from `start` on."""
+    """Yield the pieces of flat tensors, given by key prefix, that hold the elements from `start` on."""
     end = start + len(next(iter(flat.values())))
     for box in place.boxes:
         for part in box.within(start, end):
@@ -109,11 +110,11 @@ def _pieces(place: Placed, start: int, flat: dict[str, Tensor]) -> Iterator[Piec
 
 
 class Staged:
-    """A copy of pieces in host memory, which is kept for the next time: what is written while training goes on."""
+    """A reusable copy of pieces in host memory, which is written while training continues."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         pinned = any(piece.tensor.is_cuda for piece in pieces)
-        # zeros, so that the first copy finds its memory touched, as all later ones do
+        # zeros, so that the memory is already touched at the first copy, as it is at all later ones
         self.pieces = [
             replace(piece, tensor=torch.zeros(piece.box.size, dtype=piece.tensor.dtype, pin_memory=pinned))
             for piece in pieces
@@ -121,11 +122,11 @@ class Staged:
 
     @property
     def nbytes(self) -> int:
-        """Of this rank."""
+        """Size of this rank's copy in bytes."""
         return sum(piece.tensor.nbytes for piece in self.pieces)
 
     def copy(self, pieces: Sequence[Piece]) -> None:
-        """Take the values as they are now, of the same pieces."""
+        """Copy the current values of the same pieces."""
         for own, piece in zip(self.pieces, pieces, strict=True):
             assert (own.key, own.box) == (piece.key, piece.box), f"{own.key} lies elsewhere now"
             own.tensor.copy_(piece.tensor, non_blocking=True)
@@ -134,12 +135,13 @@ class Staged:
 
 
 def write(folder: Path, pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> None:
-    """Collective over `group`. Raises torch's CheckpointException on every rank when one of them fails."""
+    """Write the pieces. Collective over `group`. Raises torch's CheckpointException on every rank if one of them
+    fails."""
     save_chunks({}, storage_writer=FileSystemWriter(folder), planner=_Writing(pieces), process_group=group)
 
 
 def read(folder: Path, pieces: Sequence[Piece]) -> None:
-    """Fill these. Raises RecordError when the folder is damaged, or holds another model."""
+    """Fill the pieces from a folder. Raises RecordError if the folder is damaged or holds another model."""
     metadata = read_metadata(folder)
     by_key: defaultdict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
@@ -155,7 +157,7 @@ def read(folder: Path, pieces: Sequence[Piece]) -> None:
 
 
 def _items(folder: Path, metadata: Metadata, key: str, wanted: Sequence[Piece]) -> list[ReadItem]:
-    """What to read of a key, all of it checked to be there."""
+    """Return what to read of a key, after checking that all of it is there."""
     entry, whole = metadata.state_dict_metadata.get(key), wanted[0].box.whole
     if not isinstance(entry, TensorStorageMetadata):
         raise RecordError(f"{folder} has no {key}: it is of another model, or of another algo.advantage")
@@ -173,7 +175,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class _Writing(SavePlanner):
-    """torch asks it what this rank writes."""
+    """The save planner: tells torch what this rank writes."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._tensors: dict[tuple[str, Shape], Tensor] = {(p.key, p.box.offset): p.tensor for p in pieces}
@@ -191,14 +193,14 @@ class _Writing(SavePlanner):
         ]
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing."""
+        """Do nothing: the items are known already."""
 
     def create_local_plan(self) -> SavePlan:
-        """The pieces."""
+        """Return the plan of this rank's pieces."""
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Everybody's, checked to be everything, once."""
+        """Combine all plans. Raises RuntimeError unless every element is saved exactly once."""
         plans, metadata = create_default_global_save_plan(all_plans)
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
@@ -208,24 +210,24 @@ class _Writing(SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The tensor of a piece."""
+        """Return the tensor of a piece."""
         index = write_item.index
         assert index.offset is not None
         return self._tensors[index.fqn, tuple(index.offset)]
 
 
 class _Filling:
-    """torch asks it where what was read belongs."""
+    """The load planner: tells torch where to put what was read."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._tensors = {(piece.key, piece.box.offset): piece.tensor for piece in pieces}
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:
-        """The part of a piece's tensor; other precisions are converted by the copy into it."""
+        """Return the part of a piece's tensor to copy into; the copy converts the precision."""
         index = item.dest_index
         assert index.offset is not None
         tensor = self._tensors[index.fqn, tuple(index.offset)]
@@ -234,4 +236,4 @@ class _Filling:
         return tensor
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """It is there already."""
+        """Do nothing: the data is in place already."""

@@ -1,9 +1,9 @@
-"""Where this rank's tensors lie in the whole model, as boxes of Megatron's checkpoint keys.
+"""Positions of this rank's tensors in the whole model, as boxes of Megatron's checkpoint keys.
 
-A box is a cuboid of the tensor that tensor, pipeline and expert parallelism of degree 1 would hold. Megatron tells the
-box of each parameter (`sharded_state_dict`). Its distributed optimizer gives each data-parallel rank a stretch of the
-flattened parameter, which is three boxes at most for a matrix: part of a row, whole rows, part of a row. In boxes every
-rank writes and reads what it has under any layout, and none gathers anything.
+A box is a cuboid of the tensor that tensor, pipeline and expert parallelism of degree 1 would hold. Megatron gives the
+box of each parameter (`sharded_state_dict`). Its distributed optimizer gives each data-parallel rank a range of the
+flattened parameter, which is at most three boxes for a matrix: part of a row, whole rows, part of a row. With boxes,
+every rank writes and reads its own data under any layout, without gathering anything.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Elements [start, start + the product of `size`) of a flattened local tensor, and where they lie in `key`."""
+    """Elements [start, start + the product of `size`) of a flattened local tensor, and their position in `key`."""
 
     key: str
-    whole: Shape  # of the tensor that the key names
+    whole: Shape  # shape of the tensor that the key names
     offset: Shape
     size: Shape
     start: int
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.size)
 
     def within(self, start: int, end: int) -> Iterator[Box]:
-        """What of it lies in elements [start, end) of the local tensor."""
+        """Yield the parts of this box that lie in elements [start, end) of the local tensor."""
         first, last = max(start, self.start) - self.start, min(end, self.start + self.numel) - self.start
         for offset, size in boxes(self.size, first, last):
             at = sum(o * math.prod(self.size[axis + 1 :]) for axis, o in enumerate(offset))
@@ -52,12 +52,12 @@ class Placed:
 
     tensor: Tensor
     boxes: tuple[Box, ...]
-    ours: bool  # of the ranks that hold the same, this one and its data-parallel peers write it
-    first: bool  # and of these it is the first
+    ours: bool  # of the ranks with the same shard, this one and its data-parallel peers write it
+    first: bool  # this rank is the first of them
 
 
 def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Elements [start, end) of a row-major tensor, as (offset, size) of boxes in their order."""
+    """Yield the boxes (offset, size) that cover elements [start, end) of a row-major tensor, in order."""
     if start >= end:
         return
     if not shape:
@@ -81,18 +81,18 @@ def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
 
 
 def placed(chunks: list[GPTModel], vocab_size: int) -> list[Placed]:
-    """Every parameter and persistent buffer of these chunks of layers. Padding of the vocabulary, of which each layout
-    has its own, belongs to no box."""
+    """Return every parameter and persistent buffer of these chunks of layers. The vocabulary's padding, which differs
+    between layouts, belongs to no box."""
     tensors = [t for chunk in chunks for t in chunk.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
     tensors = sorted({t.data_ptr(): t for t in tensors if t.numel()}.values(), key=lambda t: t.data_ptr())
     starts = [tensor.data_ptr() for tensor in tensors]
     found: dict[int, list[ShardedTensor]] = {number: [] for number in range(len(tensors))}
     for chunk in chunks:
-        # GPTModel's own looks for the vocabulary layer, which a critic has not
+        # GPTModel's own method looks for the vocabulary layer, which a critic does not have.
         states = (
             MegatronModule.sharded_state_dict(chunk) if hasattr(chunk, "value_head") else chunk.sharded_state_dict()
         )
-        apply_factories(states)  # a gate and what it gates are stored one below the other, whatever the layout
+        apply_factories(states)  # stores gate and up as separate rows, whatever the layout
         for sharded in _sharded(states):
             assert sharded.data is not None, f"{sharded.key} has no data"
             found[bisect_right(starts, sharded.data.data_ptr()) - 1].append(sharded)
@@ -112,7 +112,7 @@ def _box(tensor: Tensor, part: ShardedTensor, vocab_size: int) -> Box:
     assert data.is_contiguous(), f"{part.key} does not lie in one piece"
     start = (data.data_ptr() - tensor.data_ptr()) // tensor.element_size()
     whole, size = list(part.global_shape), [1] * axis + list(part.local_shape)
-    if part.allow_shape_mismatch:  # rows of words
+    if part.allow_shape_mismatch:  # rows of the vocabulary
         whole[axis] = vocab_size
         size[axis] = max(0, min(size[axis], vocab_size - part.global_offset[axis]))
     return Box(part.key, tuple(whole), tuple(part.global_offset), tuple(size), start)

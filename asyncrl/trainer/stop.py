@@ -1,4 +1,4 @@
-"""When a run has done what it was asked for."""
+"""The rule that decides when a run is finished."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from asyncrl.config import Run
 
 
 class StopRule:
-    """Steps, tokens or reward, whichever is reached first. Decided from figures that every rank shares."""
+    """Stops at a number of steps, of tokens, or at a reward, whichever is reached first. Every rank decides alike,
+    because all have the same statistics."""
 
     def __init__(self, run: Run, end: int | None = None) -> None:
-        """`end`: the version that the last batch of a recording makes; then nothing else ends the run."""
+        """Set up the rule. `end` is the version after the last batch of a recording; if it is set, nothing else ends
+        the run."""
         self._run, self._end = run, end
         self._rewards: deque[float] = deque(maxlen=run.reward_window)
         self._tokens = 0.0
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint stores."""
         return {"rewards": list(self._rewards), "tokens": self._tokens}
 
     def restore(self, counters: dict[str, Any]) -> None:
-        """As `counters` gave them."""
+        """Restore what `counters` returned."""
         self._rewards.extend(counters["rewards"])
         self._tokens = counters["tokens"]
 
     def reason(self, step: dict[str, float]) -> str | None:
-        """Why the run ends after this step, or None."""
+        """Return why the run ends after this step, or None."""
         if self._end is None:
             self._rewards.append(step["reward/mean"])
             self._tokens += step["tokens/generated"]
         return self.at(int(step["step"]))
 
     def at(self, version: int) -> str | None:
-        """Why the run ends at this version, from the steps so far."""
+        """Return why the run ends at this version, given the steps so far, or None."""
         if self._end is not None:
             return "every batch of the recording is trained" if version == self._end else None
         mean = sum(self._rewards) / max(1, len(self._rewards))

@@ -1,8 +1,9 @@
-"""Attention over a pack without a mask of rows by rows: memory grows with the row, work with what is attended to.
+"""Attention over a pack without an N by N mask: memory grows with the number of rows, work with the pairs that attend.
 
-On CPU, block by block (trainer/blocks.py says which): the kernels return log Z of the scores beside the values, so that
-parts of one softmax can be computed apart. Backward gives each block the values and log Z of the whole row and sums (as
-ring attention does, arXiv 2310.01889). On a GPU FlexAttention gets the same rule as a mask of blocks.
+On CPU it runs block by block (trainer/blocks.py plans the blocks): the kernels return log Z of the scores with the
+values, so that parts of one softmax can be computed separately. Backward gives each block the values and log Z of the
+whole row and sums the gradients (like ring attention, arXiv 2310.01889). On a GPU, FlexAttention gets the same rule as
+a block mask.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 class _TreeAttention(torch.autograd.Function):
-    """q [n, h, d], k and v [N, g, d] with g dividing h -> [n, h, d]."""
+    """Attention on CPU: q [n, h, d], k and v [N, g, d] with g dividing h -> [n, h, d]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: Plan, scale: float) -> Tensor:
@@ -57,12 +58,12 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, log_z = ctx.saved_tensors
         grad = grads[0].contiguous()
         exact = torch.promote_types(q.dtype, torch.float32)
-        whole = len(q) == len(k)  # then every key is one of a row's own, whose call comes first
+        whole = len(q) == len(k)  # then every key is covered by `own` calls, which come first
         sums = [torch.empty(q.shape, dtype=exact)]
         sums += [(torch.empty if whole else torch.zeros)(x.shape, dtype=exact) for x in (k, v)]
         for number, call in enumerate((*ctx.calls.own, *ctx.calls.above)):
             mine, z = call.take_queries(grad), _rows_of(call, log_z)
-            if not call.alone:  # what pads a block has no gradient, and a probability of 0 for every key
+            if not call.alone:  # padding has no gradient, and probability 0 for every key
                 mine = mine.masked_fill(call.spare_queries[:, None, :, None], 0.0)
                 z = z.masked_fill(call.spare_queries[:, None], math.inf)
             parts = _backward(
@@ -84,17 +85,17 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _rows_of(call: Call, log_z: Tensor) -> Tensor:
-    """[N, h] -> [B, h, Q], laid out as the kernel left it."""
+    """Select the block rows of [N, h] -> [B, h, Q], laid out as the kernel left them."""
     return call.take_queries(log_z[..., None]).squeeze(-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
-    """q [n, h, d], k [N, g, d], v [N, g, e] -> [n, h, e]: each of this rank's n rows (all N, without context
-    parallelism) over the rows that it attends to."""
+    """Attend with each of this rank's n rows (all N without context parallelism) to the rows that the pack allows: q
+    [n, h, d], k [N, g, d], v [N, g, e] -> [n, h, e]."""
     if q.device.type != "cpu":
         return _flex(q, k, v, pack, scale)
     width = v.shape[-1]
-    if width != q.shape[-1]:  # latent attention's: the kernel takes one width
+    if width != q.shape[-1]:  # latent attention: the kernel supports a single width
         widest = max(width, q.shape[-1])
         q, k, v = (torch.nn.functional.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if pack not in _PLANS:
@@ -103,7 +104,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
     return out[..., :width]
 
 
-_PLANS: WeakKeyDictionary[Pack, Plan] = WeakKeyDictionary()  # one for all layers, and for both passes
+_PLANS: WeakKeyDictionary[Pack, Plan] = WeakKeyDictionary()  # shared by all layers and both passes
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def _flex_attention() -> Any:
 
 
 def block_mask(pack: Pack) -> Any:
-    """The rule of `pack.ends` for FlexAttention, which keeps it by blocks of 128 rows."""
+    """Return the rule of `pack.ends` for FlexAttention, which stores it in blocks of 128 rows."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     ends, (first, last) = pack.ends, pack.rows

@@ -1,1 +1,1 @@
-"""Weights on their way: HF names <-> Megatron shards, buckets, transports, publishing."""
+"""Weight transfer from trainer to engines: HF names <-> Megatron shards, buckets, transports, publishing."""

@@ -14,7 +14,7 @@ from asyncrl.weights.layouts import Pieces
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a bucket; `start` and `end` are bytes within it."""
+    """One tensor of a bucket; `start` and `end` are byte offsets within it."""
 
     name: str
     dtype: torch.dtype
@@ -32,12 +32,13 @@ def plan_buckets(
     *,
     together: Callable[[str], str] = lambda name: name,
 ) -> list[Bucket]:
-    """Tensors in their order, in buckets of at most `limit` bytes; a larger tensor travels alone, never split.
+    """Divide tensors, in their order, into buckets of at most `limit` bytes. A larger tensor gets its own bucket and is
+    never split.
 
-    Neighbours for whose names `together` gives the same word count as one tensor.
+    Consecutive tensors for whose names `together` returns the same key stay in one bucket.
 
-    Receivers view the flat bytes in place and find each tensor at the sum of the sizes before it, so a bucket has no
-    gaps, and its wider dtypes come first: then every offset is a multiple of its tensor's item size.
+    Receivers view the flat bytes in place and find each tensor at the sum of the preceding sizes. A bucket therefore
+    has no gaps, and its wider dtypes come first, so that every offset is a multiple of its tensor's item size.
     """
     buckets: list[Bucket] = []
     members: list[tuple[str, torch.dtype, torch.Size]] = []
@@ -62,12 +63,12 @@ def _laid_out(members: list[tuple[str, torch.dtype, torch.Size]]) -> Bucket:
 
 
 def nbytes(bucket: Bucket) -> int:
-    """Size of a bucket in bytes."""
+    """Return the size of a bucket in bytes."""
     return bucket[-1].end if bucket else 0
 
 
 def views(flat: Tensor, bucket: Bucket) -> dict[str, Tensor]:
-    """The tensors of a bucket by name, as views of its bytes (uint8)."""
+    """Return the tensors of a bucket by name, as views of its bytes (uint8)."""
     return {entry.name: flat[entry.start : entry.end].view(entry.dtype).view(entry.shape) for entry in bucket}
 
 

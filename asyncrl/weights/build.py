@@ -1,4 +1,4 @@
-"""The transport that a configuration asks for."""
+"""Construction of the configured transport."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from asyncrl.weights.transport import Transport
 def build_transport(
     config: Config, fleet: Fleet, *, host: str, alone: bool, stage: int, gpu: bool, folder: Path
 ) -> tuple[Transport, str]:
-    """The transport of one pipeline stage's exporting rank, and the reason for the choice in words.
+    """Build the transport of one pipeline stage's exporting rank. Returns it with the reason for the choice.
 
-    `host` is the rank's address, and `alone` says that all trainer ranks are there: stages on several machines must
-    choose alike. `gpu` says where the trainer runs, `folder` where disk and delta write.
+    `host` is the rank's address. `alone` says that all trainer ranks are on that host; otherwise the host is not used,
+    because stages on several machines must make the same choice. `gpu` says whether the trainer runs on GPUs. `folder`
+    is where disk and delta write.
     """
     engine_tp = config.engine.tensor_parallel
     name, reason = choose(config.weights.transport, list(fleet.urls), host if alone else "", gpu=gpu)

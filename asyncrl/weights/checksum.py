@@ -1,8 +1,9 @@
-"""What an SGLang engine must answer to POST /weights_checker {"action": "checksum"}, computed from the HF tensors sent.
+"""The checksums that an SGLang engine must answer to POST /weights_checker {"action": "checksum"}, computed from the HF
+tensors sent.
 
-The engine hashes its own fused, padded parameters on every tensor-parallel rank; engine_layout.py says how they come
-from HF tensors. Nothing is assembled here: each part enters its ranks' running hashes when its turn comes, and only
-those that come before their turn are kept.
+The engine hashes its own fused, padded parameters on every tensor-parallel rank; engine_layout.py describes how they
+are built from HF tensors. Nothing is assembled here: each part is added to its ranks' running hashes in order, and only
+the parts that arrive early are kept.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from asyncrl.errors import EngineError, WeightsError
 from asyncrl.weights.engine_layout import EngineLayout, Place
 
 Checksums = list[dict[str, str]]
-"""For each tensor-parallel rank, a hash by engine parameter name."""
+"""A hash by engine parameter name, for each tensor-parallel rank."""
 
 
 class Hash(Protocol):
-    """A hash over the bytes of tensors laid one after the other."""
+    """A hash over the concatenated bytes of tensors."""
 
     def update(self, tensor: Tensor) -> None:
-        """Add a tensor's bytes; it is not kept."""
+        """Add a tensor's bytes. The tensor is not kept."""
 
     def hexdigest(self) -> str:
-        """16 hexadecimal digits."""
+        """Return 16 hexadecimal digits."""
 
 
 class CpuHash:
@@ -38,20 +39,20 @@ class CpuHash:
         self._sha = hashlib.sha256()
 
     def update(self, tensor: Tensor) -> None:
-        """No copy where the tensor is contiguous and on the CPU."""
+        """Add a tensor's bytes, without a copy if the tensor is contiguous and on the CPU."""
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         self._sha.update(flat.view(torch.uint8).numpy().data)
 
     def hexdigest(self) -> str:
-        """Big-endian, as the engine prints it."""
+        """Return the digits in big-endian order, as the engine prints them."""
         return self._sha.hexdigest()[:16]
 
 
 class CudaHash:
     """SGLang's `gpu_tensor_hash` (sglang/kernels/ops/memory/gpu_tensor_hash.py) in torch, on the tensors' own device.
 
-    A murmur-like mix of every 32-bit word with its position, summed over tiles of 8192 words; each tile's two sums are
-    mixed with the total length, and the tiles' results are summed. Memory beside the tensor stays below 256 MiB.
+    A murmur-like mix of every 32-bit word with its position is summed over tiles of 8192 words. Each tile's two sums
+    are mixed with the total length, and the tiles' results are summed. Temporary memory stays below 256 MiB.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class CudaHash:
         self._words = 0
 
     def update(self, tensor: Tensor) -> None:
-        """Whole tiles are mixed at once; the bytes after them wait for the next call."""
+        """Mix whole tiles at once, and keep the remaining bytes for the next call."""
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         for chunk in flat.split(TILES_AT_ONCE * TILE_BYTES):
             aligned = torch.cat([self._tail.to(chunk.device), chunk])
@@ -69,7 +70,7 @@ class CudaHash:
             self._mix(aligned[:whole].view(torch.int32).view(-1, TILE_WORDS))
 
     def _mix(self, words: Tensor) -> None:
-        """words: int32 [tiles, words of a tile] -> two sums for each tile."""
+        """Mix words, int32 [tiles, words per tile], into two sums for each tile."""
         value = words.to(torch.int64) & MASK
         place = torch.arange(self._words, self._words + words.numel(), device=words.device).view_as(value) & MASK
         self._words += words.numel()
@@ -78,7 +79,7 @@ class CudaHash:
         self._sums.append(torch.stack([first.sum(1), second.sum(1)], 1) & MASK)
 
     def hexdigest(self) -> str:
-        """Ends the hash: the last words are padded with zero bytes to 32 bits."""
+        """Finish the hash: the last bytes are padded with zeros to 32 bits."""
         if self._tail.numel():
             padding = self._tail.new_zeros(-self._tail.numel() % 4)
             self._mix(torch.cat([self._tail, padding]).view(torch.int32).view(1, -1))
@@ -102,7 +103,8 @@ def _rotl32(x: Tensor, by: int) -> Tensor:
 
 
 def _fmix32(x: Tensor) -> Tensor:
-    """Unsigned 32-bit arithmetic in int64, whose products wrap above the bits that are kept."""
+    """Apply murmur's finalizer: unsigned 32-bit arithmetic in int64, whose products overflow only above the bits that
+    are kept."""
     x = (x ^ x >> 16) * 0x85EBCA6B & MASK
     x = (x ^ x >> 13) * 0xC2B2AE35 & MASK
     return x ^ x >> 16
@@ -119,20 +121,20 @@ HASHES: dict[str, Callable[[], Hash]] = {"cpu": CpuHash, "cuda": CudaHash}
 
 
 class _Parameter:
-    """An engine parameter under way."""
+    """An engine parameter that is not complete yet."""
 
     def __init__(self, hashes: list[Hash]) -> None:
         self.hashes = hashes
         self.turn = 0
         self.early: dict[int, tuple[str, Tensor]] = {}
-        """HF name and tensor by place, of those that came before their turn."""
+        """HF name and tensor by index, of the parts that arrived early."""
 
 
 class ExpectedChecksums:
-    """Takes the HF tensors of one publish, or of one pipeline stage, in any order.
+    """Checksums expected for the HF tensors of one publish, or of one pipeline stage, added in any order.
 
-    `hf` is the model's config.json, `dtype` what the engine was started with (a weight sent in another one is
-    converted, as the engine does), `device` where the engine runs: hash and padding depend on it.
+    `hf` is the model's config.json. `dtype` is the dtype that the engine was started with (a weight sent in another
+    dtype is converted, as the engine does). `device` is where the engine runs: hash and padding depend on it.
     """
 
     def __init__(
@@ -145,9 +147,10 @@ class ExpectedChecksums:
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
-        """One full HF tensor. It may be overwritten afterwards: what must wait for its turn is copied.
+        """Add one full HF tensor. It may be overwritten afterwards: a tensor that arrives early is copied.
 
-        Raises WeightsError naming a tensor that the engine has no place for, that came before, or that does not divide.
+        Raises WeightsError with the name of a tensor that the engine has no place for, that was added before, or that
+        is not divisible.
         """
         if name == "lm_head.weight" and self._layout.tied:
             return  # the engine skips it and has no such parameter
@@ -183,18 +186,18 @@ class ExpectedChecksums:
 
     @property
     def held_bytes(self) -> int:
-        """Of tensors that wait for their turn."""
+        """Bytes of the tensors that are kept because they arrived early."""
         return sum(part.nbytes for parameter in self._open.values() for _, part in parameter.early.values())
 
     def result(self) -> Checksums:
-        """Raises WeightsError naming the fused parameters of which a tensor never came."""
+        """Return the checksums. Raises WeightsError with the names of the fused parameters that are incomplete."""
         if self._open:
             raise WeightsError(f"never whole, as HF tensors are missing: {', '.join(sorted(self._open))}")
         return self._done
 
 
 def merge(stages: Sequence[Checksums]) -> Checksums:
-    """The results of all pipeline stages as one. Raises WeightsError when two stages hold the same parameter."""
+    """Merge the results of all pipeline stages. Raises WeightsError if two stages hold the same parameter."""
     merged: Checksums = [{} for _ in stages[0]]
     for stage in stages:
         for whole, part in zip(merged, stage, strict=True):
@@ -205,14 +208,14 @@ def merge(stages: Sequence[Checksums]) -> Checksums:
 
 
 def parse(answer: dict[str, Any]) -> Checksums:
-    """The engine's answer, in order of tensor-parallel rank.
+    """Parse the engine's answer, in order of tensor-parallel rank.
 
-    Raises EngineError unless it holds every rank of one tensor-parallel group once.
+    Raises EngineError unless it contains every rank of one tensor-parallel group exactly once.
     """
     by_rank: dict[int, dict[str, str]] = {}
     for rank in answer.get("ranks") or []:
         place = rank["parallelism_info"]
-        place = place[0] if isinstance(place, list) else place  # SGLang 0.5.20 knows one role only
+        place = place[0] if isinstance(place, list) else place  # SGLang 0.5.20 gives one entry, not a list
         by_rank[place["tp_rank"]] = rank["checksums"]
     if not by_rank or sorted(by_rank) != list(range(len(answer["ranks"]))):
         raise EngineError(
@@ -222,7 +225,7 @@ def parse(answer: dict[str, Any]) -> Checksums:
 
 
 def differing(expected: Checksums, answered: Checksums) -> list[str]:
-    """Names of the engine parameters whose hashes differ on some rank, or that only one side has.
+    """Return the names of the engine parameters whose hashes differ on some rank, or that only one side has.
 
     Nothing is left out: SGLang itself skips the rotary caches, which are its only tensors that are not weights.
     """

@@ -1,4 +1,5 @@
-"""Which transport carries new weights, and why. Without torch: the launcher tells it before anything is started."""
+"""The choice of transport for new weights. Does not import torch, because the launcher reports the choice before
+anything is started."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool) -> tuple[str, str]:
-    """The transport for `weights.transport`, and why."""
+    """Return the transport for the setting `weights.transport`, and the reason. Raises ConfigError if it cannot reach
+    the engines."""
     hosts = {str(urlsplit(url).hostname) for url in engines}
     here = hosts <= LOOPBACK | {host}
     if setting == "tensor" and not here:

@@ -1,11 +1,11 @@
-"""Transport of changes: what differs bit for bit from the version that the engines serve, through shared files.
+"""Delta transport: only the bits that differ from the version that the engines serve, through shared files.
 
-After an optimizer step in bfloat16 most weights are the same bits as before. For each bucket the file holds the places
-and the new values of the others, or the whole bucket where that is smaller (or where nothing is known of the engines,
-where a tensor's dtype has no NaN to stand for "unchanged", and where a new value is itself NaN). The engine's half is
-asyncrl/engine/delta.py: it checks every file's checksum and the version that it builds upon before it changes anything,
-and refuses by a receipt. The idea of loading a sparse update through the model's own loader, with NaN for "unchanged",
-is that of verl's delta_sharded weight transfer.
+After an optimizer step in bfloat16 most weights keep the same bits. For each bucket, the file holds the positions and
+new values of the changed weights. It holds the whole bucket if that is smaller, if the state of the engines is unknown,
+if a tensor's dtype has no NaN to stand for "unchanged", or if a new value is itself NaN. The engine's half is
+asyncrl/engine/delta.py: before it changes anything it checks every file's checksum and the version that the update
+builds on, and it reports a refusal in a receipt. Loading a sparse update through the model's own loader, with NaN for
+"unchanged", is the idea of verl's delta_sharded weight transfer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RECEIPT_POLL = 0.01
 
 
 class DeltaTransport(DiskTransport):
-    """SGLang's update_weights_from_tensor with our loader as its load_format; HTTP carries the folder's name only."""
+    """SGLang's update_weights_from_tensor with our loader as its load_format. HTTP carries only the folder's name."""
 
     session = True
 
@@ -44,12 +44,13 @@ class DeltaTransport(DiskTransport):
         self._full = True
 
     def start(self, version: int, *, full: bool = False) -> None:
-        """Engines that join hold nothing to build upon: then all get everything."""
+        """Start a version. If engines join, all engines get everything, because those that join have no base
+        version."""
         super().start(version)
         self._full = full or bool(self._fleet.joining) or self._base_version is None
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
-        """One file, of changes or of everything. Raises WeightsError when the disk does not take it."""
+        """Write one file, of changes or of everything. Raises WeightsError if the disk cannot take it."""
         file, base = self._next_file(), self._base.get(self._written)
         changes = None if self._full or base is None else changed(flat, base, bucket)
         if changes is None:
@@ -71,7 +72,8 @@ class DeltaTransport(DiskTransport):
         write_bucket(file, flat, bucket, {"kind": kind, "sha256": digest, "of": json.dumps(of or {})})
 
     def deliver(self, version: int) -> bool:
-        """Let the engines apply the folder, and read their receipts. False when one refused: it wants everything."""
+        """Let the engines apply the folder, and read their receipts. Returns False if an engine refused a delta: then
+        it needs the full weights."""
         folder = self._commit(version)
         (folder / "receipts").mkdir()
         built_upon = None if self._full else self._base_version
@@ -93,11 +95,12 @@ class DeltaTransport(DiskTransport):
         return not refusals or self._full
 
     def accepted(self, version: int) -> None:
-        """What was sent is what the next changes build upon."""
+        """Record the version as the base of the next delta."""
         self._base_version = version
 
     def _receipts(self, folder: Path, numbers: dict[str, int]) -> dict[str, str]:
-        """Refusals by engine. An engine without receipts in time is lost (a shared file system may be slow to show)."""
+        """Return refusals by engine. An engine whose receipts do not appear in time is lost (a shared file system may
+        show them late)."""
         deadline = time.monotonic() + self._fleet.timeout
         refusals: dict[str, str] = {}
         for url, number in numbers.items():
@@ -114,7 +117,8 @@ class DeltaTransport(DiskTransport):
 
 
 def changed(flat: Tensor, base: Tensor, bucket: Bucket) -> dict[str, Tensor] | None:
-    """Places (int64, or int32 where they fit) and new bits of what differs: NAME|at, NAME|to. None: send all."""
+    """Return the positions (int32 if they fit, else int64) and new bits of what differs, as NAME|at and NAME|to. None
+    means to send everything."""
     found: dict[str, Tensor] = {}
     size = 0
     for entry in bucket:
@@ -133,7 +137,7 @@ def changed(flat: Tensor, base: Tensor, bucket: Bucket) -> dict[str, Tensor] | N
         if size >= flat.numel():
             return None
     touched = {unit_of(entry.name) for entry in bucket if f"{entry.name}|at" in found}
-    for entry in bucket:  # what must arrive together does, with nothing to change
+    for entry in bucket:  # tensors that must arrive together do, even with nothing to change
         if unit_of(entry.name) in touched and f"{entry.name}|at" not in found:
             found[f"{entry.name}|at"] = torch.empty(0, dtype=torch.int32)
             found[f"{entry.name}|to"] = torch.empty(0, dtype=BITS[entry.dtype.itemsize])

@@ -1,4 +1,4 @@
-"""Transport through a shared file system: safetensors files, written while the engines still generate."""
+"""Disk transport: safetensors files on a shared file system, written while the engines still generate."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asyncrl.weights.files import write_bucket
 from asyncrl.weights.transport import Transport
 
 KEPT = 2
-"""Versions that stay on disk: the engines hold the path of the last one."""
+"""Number of versions that stay on disk: the engines keep the path of the last one."""
 
 
 class DiskTransport(Transport):
-    """SGLang's update_weights_from_disk. A version's folder appears under its name only when it is whole.
+    """SGLang's update_weights_from_disk. A version's folder gets its final name only when it is complete.
 
     The files are written before the pause from two buckets of memory, whatever `weights.staging` says.
     """
@@ -32,18 +32,18 @@ class DiskTransport(Transport):
         self._version, self._written = 0, 0
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Files are written from CPU memory."""
+        """Allocate CPU memory, from which the files are written."""
         return super().allocate(nbytes, torch.device("cpu"))
 
     def start(self, version: int, *, full: bool = False) -> None:
-        """A folder for this version. Exporting ranks call it, rank 0 before the others."""
+        """Create a folder for this version. Exporting ranks call it, rank 0 before the others."""
         self._version, self._written = version, 0
         if self._stage == 0:
             shutil.rmtree(self._partial(version), ignore_errors=True)
         self._partial(version).mkdir(parents=True, exist_ok=True)
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
-        """One file. Raises WeightsError when the disk does not take it."""
+        """Write one file. Raises WeightsError if the disk cannot take it."""
         write_bucket(self._next_file(), flat, bucket)
 
     def deliver(self, version: int) -> bool:

@@ -21,9 +21,9 @@ ATTEMPTS = 3
 class DistributedTransport(Transport):
     """SGLang's update_weights_from_distributed with load_format flattened_bucket.
 
-    The group is made anew whenever the fleet has changed. A gloo broadcast that breaks leaves every receiver without
-    the bucket: those that died are lost, and the others get this bucket again in a new group. NCCL does not tell that
-    a receiver died: there the trainer's collective runs into its timeout, and the run ends.
+    A new group is created whenever the fleet has changed. If a gloo broadcast breaks, no receiver gets the bucket:
+    receivers that died are lost, and the others get this bucket again in a new group. NCCL does not report that a
+    receiver died: the trainer's collective times out, and the run ends.
     """
 
     def __init__(self, fleet: Fleet, engine_tp: int, *, host: str, stage: int, backend: str) -> None:
@@ -32,10 +32,10 @@ class DistributedTransport(Transport):
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._members: tuple[str, ...] = ()
-        self._made_at = -1  # the fleet's count of changes when the group was made
+        self._made_at = -1  # the fleet's change counter when the group was created
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
-        """Raises EngineError when engines that live cannot be reached by a broadcast."""
+        """Broadcast one bucket. Raises EngineError if live engines cannot be reached by a broadcast."""
         body = {
             "names": [entry.name for entry in bucket],
             "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket],
@@ -44,7 +44,7 @@ class DistributedTransport(Transport):
             "flush_cache": False,
         }
         if not self._fleet.urls:
-            return  # all are dead, and will be started again
+            return  # all are dead and will be restarted
         problem = ""
         for attempt in range(ATTEMPTS):
             try:
@@ -56,7 +56,7 @@ class DistributedTransport(Transport):
                 receiving = self._fleet.start("/update_weights_from_distributed", dict.fromkeys(self._members, named))
                 broken = self._broadcast(flat)
                 if attempt == ATTEMPTS - 1 and not broken:
-                    self._fleet.finish(receiving)  # whoever still fails has a fault of its own
+                    self._fleet.finish(receiving)  # an engine that still fails has an error of its own
                     return
                 _, problems = self._fleet.settle(receiving)
                 if not problems and not broken:
@@ -67,7 +67,8 @@ class DistributedTransport(Transport):
         raise EngineError(f"{ATTEMPTS} broadcasts of a bucket failed though the engines live: {problem}")
 
     def _broadcast(self, flat: Tensor) -> str:
-        """Why it broke, or nothing. A broken group is left at once: it would keep the other receivers waiting."""
+        """Broadcast, and return why it broke, or "". A broken group is left at once, because it would block the other
+        receivers."""
         try:
             dist.broadcast(flat, src=0, group=self._group)
         except RuntimeError as error:
@@ -76,7 +77,8 @@ class DistributedTransport(Transport):
         return ""
 
     def _connect(self) -> None:
-        """Rank 0 is this process; engine i holds ranks 1 + i * tp onwards. All join at once."""
+        """Join a group with the engines. Rank 0 is this process; engine i has the ranks from 1 + i * tp on. All join at
+        once."""
         members = self._fleet.urls
         if self._members == members and self._made_at == self._fleet.changes:
             return
@@ -112,7 +114,7 @@ class DistributedTransport(Transport):
         self._members, self._made_at = members, self._fleet.changes
 
     def _disconnect(self) -> None:
-        """Leave the group here, and let the engines that live forget it."""
+        """Leave the group, and let the live engines destroy it."""
         self._leave()
         if self._members:
             forgetting = {url: {"group_name": self._name} for url in self._members if url in self._fleet.urls}
@@ -129,10 +131,11 @@ class DistributedTransport(Transport):
 def group_beside_the_default(
     backend: str, url: str, world: int, name: str, timeout: float, *, rank: int = 0
 ) -> dist.ProcessGroup:
-    """A process group that other programs may join (as SGLang's init_custom_process_group does, from the same parts).
+    """Create a process group that other programs may join (like SGLang's init_custom_process_group, from the same
+    functions).
 
-    torch's new_group only splits the default group; this one has a store and a world of its own. Raises EngineError
-    when the others do not come within `timeout` seconds.
+    torch's new_group only splits the default group; this one has its own store and world. Raises EngineError if the
+    others do not join within `timeout` seconds.
     """
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed.rendezvous import rendezvous

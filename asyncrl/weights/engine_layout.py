@@ -1,12 +1,13 @@
-"""Which HF tensors make which parameter of an SGLang engine, and how its tensor-parallel ranks cut them.
+"""Mapping from HF tensors to the parameters of an SGLang engine, and their split over its tensor-parallel ranks.
 
-One table per model family, read from SGLang 0.5.21: `load_weights` of sglang/srt/models/*.py, and the weight loaders of
-layers/linear.py, layers/vocab_parallel_embedding.py and layers/moe/fused_moe_triton/layer.py. A fused parameter is its
-HF tensors cut for the rank and laid one after the other, so that its bytes are known part by part.
+There is one table per model family, read from SGLang 0.5.21: `load_weights` of sglang/srt/models/*.py, and the weight
+loaders of layers/linear.py, layers/vocab_parallel_embedding.py and layers/moe/fused_moe_triton/layer.py. A fused
+parameter is the concatenation of its HF tensors, each cut for the rank, so that its bytes are known part by part.
 
-An engine on CPU pads what does not divide (configs/update_config.py); one on a GPU repeats key-value heads and refuses
-the rest. Meant are engines with tensor parallelism alone: no expert or data parallelism inside an engine, no quantized
-weights, no weights packed for AMX. On CPU several shared experts must have an inner size that needs no padding.
+An engine on CPU pads dimensions that are not divisible (configs/update_config.py); one on a GPU replicates key-value
+heads and refuses everything else. The tables cover engines with tensor parallelism alone: no expert or data parallelism
+inside an engine, no quantized weights, no weights packed for AMX. On CPU, several shared experts must have an inner
+size that needs no padding.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from asyncrl.errors import WeightsError
 from asyncrl.weights.layouts import dims_of
 
 VOCAB_MULTIPLE = 64
-CPU_INNER_MULTIPLE = 32  # times the tensor-parallel degree
+CPU_INNER_MULTIPLE = 32  # multiplied by the tensor-parallel degree
 
 
 @dataclass(frozen=True)
 class Split:
-    """One engine's tensor-parallel ranks, and the head counts of its model before padding."""
+    """One engine's tensor-parallel degree, and the head counts of its model before padding."""
 
     tp: int
     heads: int
@@ -36,7 +37,8 @@ class Split:
     cpu: bool
 
     def share(self, length: int, multiple: int = 1) -> int:
-        """What a rank gets of a dimension, after padding on CPU to `multiple` per rank. Raises ValueError."""
+        """Return a rank's share of a dimension, padded on CPU to `multiple` per rank. Raises ValueError if it is not
+        divisible."""
         if self.cpu:
             return _up(length, multiple * self.tp) // self.tp
         if length % self.tp:
@@ -45,7 +47,7 @@ class Split:
 
     @property
     def kv_replicas(self) -> int:
-        """How many ranks hold the same key-value head."""
+        """Number of ranks that hold the same key-value head."""
         return 1 if self.cpu else max(1, self.tp // self.kv_heads)
 
     @property
@@ -55,12 +57,12 @@ class Split:
 
     @property
     def heads_here(self) -> int:
-        """Query heads of a rank: padding keeps the number of queries to a key."""
+        """Query heads of a rank. Padding preserves the number of queries per key."""
         return self.kv_heads_here * (self.heads // self.kv_heads) if self.cpu else self.share(self.heads)
 
 
 Cut = Callable[[Tensor, Split, int], Tensor]
-"""(full HF tensor, split, rank) -> that rank's part; a view where nothing is padded."""
+"""Maps (full HF tensor, split, rank) to that rank's part, which is a view if nothing is padded."""
 
 
 def _up(length: int, multiple: int) -> int:
@@ -68,7 +70,7 @@ def _up(length: int, multiple: int) -> int:
 
 
 def _slice(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
-    """The index-th piece of `size`; zeros from where the tensor ends."""
+    """Return the index-th slice of `size`, with zeros beyond the end of the tensor."""
     start = min(index * size, tensor.shape[dim])
     piece = tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
     missing = list(piece.shape)
@@ -77,7 +79,7 @@ def _slice(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
 
 
 def _heads(tensor: Tensor, dim: int, total: int, index: int, count: int) -> Tensor:
-    """The index-th group of `count` heads of `total`."""
+    """Return the index-th group of `count` heads of `total`."""
     if tensor.shape[dim] % total:
         raise ValueError(f"its dimension {dim} of {tensor.shape[dim]} does not hold {total} heads")
     return _slice(tensor, dim, index, count * (tensor.shape[dim] // total))
@@ -122,16 +124,16 @@ class Rule:
     engine: str
     parts: tuple[tuple[str, Cut], ...]
     dtype: torch.dtype | None = None
-    """The engine's own choice, where it is not the dtype that the engine was started with."""
+    """The engine's own dtype, if it is not the one that the engine was started with."""
 
     @property
     def per_expert(self) -> bool:
-        """Whether the parameter stacks the tensors of all routed experts."""
+        """True if the parameter stacks the tensors of all routed experts."""
         return "{expert}" in self.parts[0][0]
 
     @property
     def same_everywhere(self) -> bool:
-        """Whether all ranks hold the same bytes."""
+        """True if all ranks hold the same bytes."""
         return all(cut is _whole for _, cut in self.parts)
 
 
@@ -190,7 +192,7 @@ BODY: Table = (
 ATTENTION: Table = (_qkv("weight"), _same("self_attn.o_proj.weight", _out))
 QKV_BIAS: Table = (_qkv("bias"),)
 QK_NORM: Table = (_same("self_attn.q_norm.weight"), _same("self_attn.k_norm.weight"))
-LATENT_ATTENTION: Table = (  # DeepSeek's; queries come through a low rank, or not
+LATENT_ATTENTION: Table = (  # DeepSeek's; the query projection is low-rank in some models
     _same("self_attn.q_proj.weight", _query),
     _same("self_attn.q_b_proj.weight", _query),
     _same("self_attn.q_a_layernorm.weight"),
@@ -220,7 +222,7 @@ ROUTER_BIAS: Table = (
 LLAMA: Table = (*BODY, *ATTENTION, *MLP)
 QWEN2: Table = (*LLAMA, *QKV_BIAS)
 QWEN3: Table = (*LLAMA, *QK_NORM)
-QWEN3_MOE: Table = (*BODY, *ATTENTION, *QK_NORM, *ROUTER, *EXPERTS)  # SGLang takes every layer for a sparse one
+QWEN3_MOE: Table = (*BODY, *ATTENTION, *QK_NORM, *ROUTER, *EXPERTS)  # SGLang treats every layer as sparse
 MIXTRAL: Table = (
     *BODY,
     *ATTENTION,
@@ -253,7 +255,7 @@ def _table(hf: dict[str, Any]) -> Table:
 
 
 def _fuses_shared_expert(hf: dict[str, Any]) -> bool:
-    """Whether an engine on a GPU, unless told otherwise, keeps the shared expert as the last of the routed ones
+    """Return whether an engine on a GPU, by default, stores the shared expert as the last of the routed ones
     (`shared_experts_fusion_disable_reason` of both models)."""
     if hf.get("n_shared_experts") != 1:
         return False
@@ -263,7 +265,8 @@ def _fuses_shared_expert(hf: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an HF tensor goes: the engine parameter's full name, its rule, and which of its `count` parts this is."""
+    """Destination of an HF tensor: the engine parameter's full name, its rule, and which of its `count` parts the
+    tensor is."""
 
     parameter: str
     rule: Rule
@@ -284,7 +287,7 @@ class EngineLayout:
         self._rules = {name: (rule, index) for rule in table for index, (name, _) in enumerate(rule.parts)}
 
     def find(self, name: str) -> Place:
-        """The place of an HF tensor. Raises WeightsError when the engine has none."""
+        """Return the place of an HF tensor. Raises WeightsError if the engine has none."""
         renamed = name.replace(".shared_experts.", f".experts.{self._routed}.") if self._shared_is_routed else name
         general, layer, expert = _general(renamed)
         experts = self._routed + self._shared_is_routed
@@ -296,7 +299,7 @@ class EngineLayout:
 
 
 def _general(name: str) -> tuple[str, int | None, int | None]:
-    """A name with placeholders for its numbers, and the numbers of layer and expert."""
+    """Return a name with placeholders for its numbers, and the numbers of layer and expert."""
     numbers: dict[str, int] = {}
 
     def replaced(found: re.Match[str]) -> str:

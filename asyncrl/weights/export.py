@@ -1,4 +1,4 @@
-"""The weights as an HF folder that transformers and SGLang load."""
+"""Export of the weights as an HF folder that transformers and SGLang can load."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ def save_hf(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Runs on every rank. Each pipeline stage writes its own files, one tensor in memory at a time; config and
-    tokenizer come from the source folder. The folder appears under its name only when it is whole.
+    """Save the weights; runs on every rank. Each pipeline stage writes its own files, with one tensor in memory at a
+    time. Config and tokenizer come from the source folder. The folder gets its final name only when it is complete.
 
-    Raises WeightsError when the disk does not take it.
+    Raises WeightsError if the disk cannot take it.
     """
     building = target.with_name(target.name + ".partial")
     if parallel.is_first:
         shutil.rmtree(building, ignore_errors=True)
         shutil.copytree(source, building, ignore=shutil.ignore_patterns(*WEIGHTS))
     plans: list[list[Bucket]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(plans, plan_buckets(weights.described(), shard_bytes))  # rank 0 has made the folder
+    # collective, so that rank 0 has created the folder
+    dist.all_gather_object(plans, plan_buckets(weights.described(), shard_bytes))
     names = iter(_file_names(sum(len(plan) for plan in plans)))
     files = [[(next(names), bucket) for bucket in plan] for plan in plans]
     stream = weights.hf_tensors()
     for name, bucket in files[dist.get_rank()]:
         write_stream(building / name, bucket, stream)
-    rest = [name for name, _ in stream]  # on ranks that export nothing: their part in every gather
+    rest = [name for name, _ in stream]  # ranks that export nothing still take part in every gather
     assert not rest, f"the stream gave more than was planned: {rest}"
     dist.barrier()
     if parallel.is_first:
@@ -59,9 +60,9 @@ def _file_names(count: int) -> list[str]:
 
 
 def _describe(folder: Path, dtype: str) -> None:
-    """In config.json: the precision, and what was left out."""
+    """Write the precision into config.json, and remove what was left out."""
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)
     if "num_nextn_predict_layers" in config:
-        config["num_nextn_predict_layers"] = 0  # multi-token prediction was left out at loading
+        config["num_nextn_predict_layers"] = 0  # multi-token prediction was dropped at loading
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))

@@ -1,4 +1,4 @@
-"""Buckets as safetensors files: a bucket's bytes are already what such a file holds after its header."""
+"""Buckets as safetensors files: the bytes of a bucket are what such a file holds after its header."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ DTYPES = {
     torch.int16: "I16",
     torch.uint8: "U8",
 }
-ALIGNMENT = 8  # readers map the bytes: they want to begin on a multiple of the widest item
+ALIGNMENT = 8  # readers map the bytes, which should start at a multiple of the widest item
 
 
 def write_bucket(file: Path, flat: Tensor, bucket: Bucket, metadata: dict[str, str] | None = None) -> None:
-    """Write one bucket (`flat`: uint8, on CPU). Raises WeightsError with the file when the disk does not take it."""
+    """Write one bucket (`flat`: uint8, on CPU). Raises WeightsError with the file if the disk cannot take it."""
     with _created(file, bucket, metadata) as (out, _):
         _write(out, flat)
 
 
 def write_stream(file: Path, bucket: Bucket, stream: Iterator[tuple[str, Tensor]]) -> None:
-    """Write the stream's next tensors to their places in the bucket, one in memory at a time. Raises as above."""
+    """Write the stream's next tensors to their places in the bucket, with one in memory at a time. Raises WeightsError
+    with the file if the disk cannot take it."""
     with _created(file, bucket, None) as (out, begin):
         places = {entry.name: begin + entry.start for entry in bucket}
         for _ in bucket:
             name, tensor = next(stream)
             out.seek(places[name])
             _write(out, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
-        os.fsync(out.fileno())  # meant to outlive the run
+        os.fsync(out.fileno())  # the file is meant to outlive the run
 
 
 def write_index(folder: Path, files: dict[str, Bucket]) -> None:
-    """model.safetensors.index.json: which file holds which tensor."""
+    """Write model.safetensors.index.json, which maps each tensor to its file."""
     index = {
         "metadata": {"total_size": sum(entry.end - entry.start for bucket in files.values() for entry in bucket)},
         "weight_map": {entry.name: file for file, bucket in sorted(files.items()) for entry in bucket},
@@ -57,7 +58,7 @@ def write_index(folder: Path, files: dict[str, Bucket]) -> None:
 
 @contextmanager
 def _created(file: Path, bucket: Bucket, metadata: dict[str, str] | None) -> Iterator[tuple[FileIO, int]]:
-    """A new file with its header, and where its bytes begin; no half file stays.
+    """Create a file with its header, and yield it with the offset of the tensors. An incomplete file is removed.
 
     Format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors.
     https://github.com/huggingface/safetensors#format

@@ -1,4 +1,4 @@
-"""The tensors of an HF folder by name, read one at a time."""
+"""Reader of the tensors of an HF folder by name, one at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from asyncrl.errors import WeightsError
 from asyncrl.weights.names import Mapping
 
-IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers that old checkpoints carry; computed from the config
-MTP_LAYER = re.compile(r"(.*\.layers\.\d+\.)eh_proj\.weight")  # only layers of multi-token prediction hold this tensor
+IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers in old checkpoints; the model computes them from the config
+MTP_LAYER = re.compile(r"(.*\.layers\.\d+\.)eh_proj\.weight")  # only layers of multi-token prediction have this tensor
 
 
 class HFFolder:
-    """One or many .safetensors files, open while the `with` block lasts."""
+    """One or many .safetensors files, open inside the `with` block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +42,8 @@ class HFFolder:
         self._open.close()
 
     def _files(self) -> list[Path]:
-        """Those of the index, where there is one: some folders hold the same weights again in another form."""
+        """Return the files of the index if there is one, because some folders hold the same weights again in another
+        format."""
         index = self._folder / "model.safetensors.index.json"
         if index.is_file():
             return [self._folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -52,11 +53,11 @@ class HFFolder:
         return files
 
     def names(self) -> list[str]:
-        """All tensors."""
+        """Return the names of all tensors."""
         return list(self._file_of)
 
     def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """One tensor. Raises WeightsError when it is not there, or not of this shape."""
+        """Read one tensor. Raises WeightsError if it is missing or has another shape."""
         if name not in self._file_of:
             raise WeightsError(f"{name} is missing in {self._folder}")
         file = self._file_of[name]
@@ -68,13 +69,14 @@ class HFFolder:
         return tensor
 
     def mtp_names(self) -> list[str]:
-        """Tensors of layers that draft further tokens (multi-token prediction); they are neither trained nor served."""
+        """Return the tensors of multi-token prediction layers, which draft further tokens; they are neither trained nor
+        served."""
         layers = tuple(found[1] for name in self._file_of if (found := MTP_LAYER.fullmatch(name)))
         return [name for name in self._file_of if name.startswith(layers)]
 
     def check_nothing_left(self, mapping: Mapping, mine: Callable[[str], bool] = lambda name: False) -> None:
-        """Raises WeightsError with tensors that would be lost in silence: those that no Megatron parameter holds, and
-        those that were for this reader (`mine`) and that it did not read."""
+        """Raise WeightsError with the tensors that would be lost silently: those that no Megatron parameter holds, and
+        those that belong to this reader (`mine`) but were not read."""
         given = self._file_of.keys() - set(self.mtp_names())
         left = sorted(
             name

@@ -1,4 +1,4 @@
-"""How full HF tensors lie in one rank's Megatron parameter: `shard` cuts, `join` puts together again."""
+"""Layouts of full HF tensors in one rank's Megatron parameter: `shard` cuts them, `join` reassembles them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Dims:
-    """The numbers of a model that layouts need."""
+    """The dimensions of a model that layouts need."""
 
     heads: int
     kv_heads: int
@@ -22,7 +22,7 @@ class Dims:
 
 
 def dims_of(hf: dict[str, Any]) -> Dims:
-    """From an HF config, with its defaults."""
+    """Read the dimensions from an HF config, with its defaults."""
     heads = hf["num_attention_heads"]
     return Dims(
         heads,
@@ -35,17 +35,17 @@ def dims_of(hf: dict[str, Any]) -> Dims:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A full tensor that still lies in views of its shards, one after the other along `dim`."""
+    """A full tensor as views of its shards, concatenated along `dim` only on demand."""
 
     parts: list[Tensor]
     dim: int = 0
 
     def tensor(self) -> Tensor:
-        """The full tensor; a single piece is handed out as it lies, without a copy."""
+        """Return the full tensor. A single piece is returned without a copy."""
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, self.dim)
 
     def copy_to(self, place: Tensor) -> None:
-        """The only copy between a shard and a bucket."""
+        """Copy into a bucket, which is the only copy between a shard and a bucket."""
         if len(self.parts) == 1:
             place.copy_(self.parts[0])
         else:
@@ -54,8 +54,8 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Layout:
-    """shard(full tensors, degree, rank, dims) -> one rank's tensor; join(every rank's tensor, dims) -> full tensors, in
-    pieces."""
+    """shard(full tensors, degree, rank, dims) returns one rank's tensor; join(every rank's tensor, dims) returns the
+    full tensors in pieces."""
 
     shard: Callable[[list[Tensor], int, int, Dims], Tensor]
     join: Callable[[list[Tensor], Dims], list[Pieces]]
@@ -68,13 +68,14 @@ def _padded(tensor: Tensor, degree: int) -> Tensor:
 
 
 def _shard_qkv(full: list[Tensor], degree: int, rank: int, dims: Dims) -> Tensor:
-    """Megatron interleaves by key-value head: the queries of its group, its key, its value."""
+    """Shard queries, keys and values. Megatron interleaves them by key-value head: the queries of its group, its key,
+    its value."""
     q, k, v = (tensor.unflatten(0, (dims.kv_heads, -1)) for tensor in full)
     return torch.cat([q, k, v], 1).chunk(degree)[rank].flatten(0, 1)
 
 
 def _join_qkv(parts: list[Tensor], dims: Dims) -> list[Pieces]:
-    """[kv heads of the rank, (queries + 2) * head_dim, ...] of every rank -> queries, keys, values."""
+    """Join [kv heads of the rank, (queries + 2) * head_dim, ...] of every rank into queries, keys and values."""
     groups = [group for part in parts for group in part.unflatten(0, (dims.kv_heads // len(parts), -1)).unbind()]
     d = dims.head_dim
     return [
@@ -83,28 +84,28 @@ def _join_qkv(parts: list[Tensor], dims: Dims) -> list[Pieces]:
 
 
 def _join_gate_up(parts: list[Tensor], _: Dims) -> list[Pieces]:
-    """Each rank holds its gate rows above its up rows."""
+    """Join gate and up; each rank holds its gate rows above its up rows."""
     halves = [part.chunk(2) for part in parts]
     return [Pieces([gate for gate, _ in halves]), Pieces([up for _, up in halves])]
 
 
 def _join_vocab(parts: list[Tensor], dims: Dims) -> list[Pieces]:
-    """Without the rows that were added to make the shards equal."""
+    """Join the vocabulary without the padding rows that make the shards equal."""
     rows = parts[0].shape[0]
     return [Pieces([part[: dims.vocab - rank * rows] for rank, part in enumerate(parts) if rank * rows < dims.vocab])]
 
 
 WHOLE = Layout(lambda full, degree, rank, dims: full[0], lambda parts, dims: [Pieces(parts[:1])], split=False)
-"""The same on every rank."""
+"""Equal on every rank."""
 COLUMN = Layout(lambda full, degree, rank, dims: full[0].chunk(degree)[rank], lambda parts, dims: [Pieces(parts)])
-"""Output features split (dimension 0)."""
+"""Output features are split (dimension 0)."""
 ROW = Layout(lambda full, degree, rank, dims: full[0].chunk(degree, 1)[rank], lambda parts, dims: [Pieces(parts, 1)])
-"""Input features split (dimension 1)."""
+"""Input features are split (dimension 1)."""
 VOCAB = Layout(lambda full, degree, rank, dims: _padded(full[0], degree).chunk(degree)[rank], _join_vocab)
-"""Rows split, after padding with zeros to a multiple of the degree."""
+"""Rows are split, after padding with zeros to a multiple of the degree."""
 QKV = Layout(_shard_qkv, _join_qkv)
-"""Queries, keys and values in one matrix (or bias), by key-value head."""
+"""Queries, keys and values in one matrix (or bias), grouped by key-value head."""
 GATE_UP = Layout(
     lambda full, degree, rank, dims: torch.cat([tensor.chunk(degree)[rank] for tensor in full]), _join_gate_up
 )
-"""The two matrices of a gated MLP, one above the other."""
+"""The two matrices of a gated MLP, stacked."""

@@ -1,7 +1,7 @@
-"""Which Megatron parameter is which HF tensors: one table per model family, read in both directions.
+"""Mapping between Megatron parameters and HF tensors: one table per model family, used in both directions.
 
-A new family is a table here, an entry in models/architectures.py, and a line in its test. Megatron's names are those of
-megatron-core's local layer spec; HF's are those of the safetensors files.
+A new family needs a table here, an entry in models/architectures.py, and a line in its test. Megatron's names are those
+of megatron-core's local layer spec; HF's are those of the safetensors files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, Lay
 
 @dataclass(frozen=True)
 class Rule:
-    """`{layer}` and `{expert}` are numbers in the whole model, whatever rank holds them."""
+    """One Megatron parameter and its HF tensors. `{layer}` and `{expert}` are numbers in the whole model, whatever rank
+    holds them."""
 
     megatron: str
     layout: Layout
@@ -23,7 +24,8 @@ class Rule:
 
     @property
     def expert(self) -> bool:
-        """A routed expert's weight: sharded over the expert-parallel ranks, not over the dense layout."""
+        """True for a routed expert's weight, which is sharded over the expert-parallel ranks, not over the dense
+        layout."""
         return "{expert}" in self.megatron
 
 
@@ -39,7 +41,7 @@ def _layer(megatron: str, layout: Layout, *hf: str) -> Rule:
 
 
 def _gated(megatron: str, *gate_up_down: str) -> Table:
-    """A gated MLP, given HF's names of its three matrices."""
+    """Return the rules of a gated MLP, given HF's names of its three matrices."""
     gate, up, down = gate_up_down
     return (
         _layer(f"{megatron}.linear_fc1.weight", GATE_UP, f"{gate}.weight", f"{up}.weight"),
@@ -66,7 +68,7 @@ QK_NORM: Table = (
     _layer("self_attention.q_layernorm.weight", WHOLE, "self_attn.q_norm.weight"),
     _layer("self_attention.k_layernorm.weight", WHOLE, "self_attn.k_norm.weight"),
 )
-LATENT_ATTENTION: Table = (  # DeepSeek's; queries come through a low rank, or not
+LATENT_ATTENTION: Table = (  # DeepSeek's; the query projection is low-rank in some models
     _layer("self_attention.linear_q_proj.weight", COLUMN, "self_attn.q_proj.weight"),
     _layer("self_attention.linear_q_down_proj.weight", COLUMN, "self_attn.q_a_proj.weight"),
     _layer("self_attention.q_layernorm.weight", WHOLE, "self_attn.q_a_layernorm.weight"),
@@ -116,12 +118,12 @@ FAMILIES: dict[str, Table] = {
 
 
 INSEPARABLE = {"self_attn.kv_a_proj_with_mqa.weight": "self_attn.q_a_proj.weight"}
-"""HF tensors that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only when it sees both, and
-keeps the old weights in silence otherwise."""
+"""HF tensors that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only if it sees both, and
+otherwise silently keeps the old weights."""
 
 
 def unit_of(hf_name: str) -> str:
-    """A word that tensors share which must arrive together."""
+    """Return a key that is equal for tensors that must arrive together."""
     for name, leader in INSEPARABLE.items():
         if hf_name.endswith(name):
             return hf_name.removesuffix(name) + leader
@@ -137,7 +139,7 @@ class Found:
     expert: int | None
 
     def hf_names(self, *, expert_offset: int = 0) -> tuple[str, ...]:
-        """HF names of this parameter, or of the same parameter of an expert further on."""
+        """Return the HF names of this parameter, or of the same parameter of the expert `expert_offset` further on."""
         expert = None if self.expert is None else self.expert + expert_offset
         return tuple(name.format(layer=self.layer, expert=expert) for name in self.rule.hf)
 
@@ -153,22 +155,22 @@ class Mapping:
         self._hf = {name: rule for rule in FAMILIES[architecture] for name in rule.hf}
 
     def find(self, megatron_name: str) -> Found:
-        """The rule of a parameter, whose layer and expert numbers are global."""
+        """Return the rule of a parameter whose layer and expert numbers are global."""
         general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
         if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")
         return Found(self._rules[general], layer, None if expert is None else int(expert))
 
     def knows(self, hf_name: str) -> bool:
-        """Whether some Megatron parameter holds this HF tensor."""
+        """Return whether some Megatron parameter holds this HF tensor."""
         return _general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0] in self._hf
 
 
 def _general(name: str, expert_pattern: str) -> tuple[str, str | None, str | None]:
-    """A name with placeholders for its numbers, and the numbers."""
+    """Return a name with placeholders for its numbers, and the numbers."""
     layer = re.search(r"(?<=\.layers\.)(\d+)(?=\.)", name)
     expert = re.search(expert_pattern, name)
-    for found, place in ((expert, "{expert}"), (layer, "{layer}")):  # from the right: positions stay true
+    for found, place in ((expert, "{expert}"), (layer, "{layer}")):  # from right to left, so that positions stay valid
         if found:
             name = name[: found.start()] + place + name[found.end() :]
     return name, layer and layer[0], expert and expert[0]

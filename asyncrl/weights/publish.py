@@ -1,19 +1,19 @@
-"""Make a version the one that every engine serves.
+"""Publication of a version to every engine.
 
     meet       every rank learns which engines there are
     fill       the stage's first rank copies its HF tensors into buckets while the engines still generate
-               (staging=full: into all of them; disk and delta write them out)
-    hold       the rollout side keeps new requests back
+               (staging=full: into all of them; disk and delta write them to files)
+    hold       the rollout side holds back new requests
     update     pause -> begin -> send -> end -> verify, when due -> version -> continue   (engine/update.py)
     announce   the rollout side opens admission for the next cohort
 
-With staging=full the pause holds only the sending; with staging=stream it also holds the gathering, of which all but
-the first bucket overlaps the sending, and two buckets (Transport.memories) are all the memory it takes. Pipeline stages
-send one after the other, each from its first rank, inside the session that rank 0 opened.
+With staging=full, the engines are paused only for sending. With staging=stream they are also paused for gathering, all
+of which overlaps with sending except for the first bucket, and only the memory of two buckets (Transport.memories) is
+needed. Pipeline stages send one after the other, each from its first rank, inside the session that rank 0 opened.
 
-    waits for     the engines (weights.timeout a call), the other stages (the process group's timeout)
-    on failure    an engine that fails is lost and the others go on (engine/control.py); any other error leaves the
-                  engines paused and ends the run: nobody samples from half-new weights
+    waits for     the engines (weights.timeout per call), the other stages (the process group's timeout)
+    on failure    an engine that fails is lost and the others continue (engine/control.py); any other error leaves the
+                  engines paused and ends the run, so that nothing is sampled from partly updated weights
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from asyncrl.weights.transport import Transport
 
 T = TypeVar("T")
 NAMED = 8
-"""Differing tensors that a message names."""
+"""Number of differing tensors that a message names."""
 
 
 class Publisher:
-    """One per trainer rank; only the exporting ranks hold buckets, only rank 0 speaks to the engines of versions."""
+    """The publisher of one trainer rank. Only exporting ranks hold buckets; only rank 0 controls the engines' updates
+    and versions."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Publisher:
         self._verified_once = False
 
     def prepare(self) -> None:
-        """Plan and allocate the buckets. Runs on every rank while the engines still load; needs none of them."""
+        """Plan and allocate the buckets. Runs on every rank while the engines still load, and needs none of them."""
         self._plan = plan_buckets(self._weights.described(), self._settings.bucket_mb << 20, together=unit_of)
         sizes = [nbytes(bucket) for bucket in self._plan]
         if not self._full:
@@ -79,8 +80,8 @@ class Publisher:
 
     @torch.no_grad()
     def publish(self, version: int) -> dict[str, float]:
-        """Runs on every rank. Returns seconds of filling, verifying and of the pause, bytes sent by this rank, and how
-        many engines serve."""
+        """Publish a version; runs on every rank. Returns the seconds of filling, of verifying and of the pause, the
+        bytes sent by this rank, and the number of engines that serve."""
         started = time.monotonic()
         first = self._parallel.is_first
         if self._plan is None:
@@ -115,10 +116,10 @@ class Publisher:
             "engines": float(len(self._fleet.serving)),
         }
 
-    # -- who takes part ------------------------------------------------------------------------------------
+    # -- participants --------------------------------------------------------------------------------------
 
     def _meet(self, version: int) -> None:
-        """Rank 0 says which engines there are, after it has made room for the version."""
+        """Broadcast rank 0's list of engines, after rank 0 has prepared for the version."""
         if self._parallel.is_first:
             self._fleet.reconcile()
             self._transport.start(version)
@@ -131,7 +132,7 @@ class Publisher:
                     self._transport.start(version)
 
     def _agree(self) -> None:
-        """Wait for every rank; engines that one of them lost are lost to all."""
+        """Wait for every rank; engines that one rank lost are lost to all."""
         for lost in _from_all(self._fleet.lost):
             for url, reason in lost.items():
                 self._fleet.lose(url, reason)
@@ -139,10 +140,10 @@ class Publisher:
     def _session(self) -> AbstractContextManager[None]:
         return self._update.session() if self._parallel.is_first and self._transport.session else nullcontext()
 
-    # -- the bytes -----------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------
 
     def _send_in_turn(self, expected: ExpectedChecksums | None) -> None:
-        """Stage after stage, all inside what rank 0 has opened."""
+        """Send stage after stage, inside the session that rank 0 opened."""
         if self._parallel.pp == 1:
             self._send(expected)
             return
@@ -153,7 +154,7 @@ class Publisher:
             self._agree()
 
     def _send(self, expected: ExpectedChecksums | None) -> None:
-        """Send each bucket while the next is being filled (or, when all are full, one after the other)."""
+        """Send each bucket while the next one is being filled (or one after the other, if all are filled)."""
         ready = zip(self._memory, self._plan or [], strict=True) if self._full else self._fill(expected)
         sending: Future[None] | None = None
         for flat, bucket in ready:
@@ -164,7 +165,8 @@ class Publisher:
             sending.result()
 
     def _fill(self, expected: ExpectedChecksums | None) -> Iterator[tuple[Tensor, Bucket]]:
-        """Every bucket in turn, filled. With fewer memories than buckets, others are read while one is written."""
+        """Fill and yield the buckets in turn. If there is less memory than buckets, one is sent while the next is
+        filled."""
         stream = self._weights.stream()
         for number, bucket in enumerate(self._plan or []):
             flat = self._memory[number % len(self._memory)][: nbytes(bucket)]
@@ -172,20 +174,20 @@ class Publisher:
                 if expected is not None:
                     expected.add(name, tensor)
             if self._parallel.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # another thread sends it
+                torch.cuda.current_stream().synchronize()  # another thread sends the bucket
             yield flat, bucket
-        rest = [name for name, _ in stream]  # on ranks that export nothing: their part in every gather
+        rest = [name for name, _ in stream]  # ranks that export nothing still take part in every gather
         assert not rest, f"the stream gave more than was planned: {rest}"
 
     def _deliver(self, version: int) -> None:
-        """Until the engines have taken the version; they may ask for all of it."""
+        """Deliver the version until the engines have taken it. They may ask for the full weights."""
         while not _from_first(self._transport.deliver(version) if self._parallel.is_first else True):
             if self._parallel.exports:
                 self._transport.start(version, full=True)
             self._send_in_turn(None)
         self._transport.accepted(version)
 
-    # -- the proof -----------------------------------------------------------------------------------------
+    # -- verification --------------------------------------------------------------------------------------
 
     def _verification_is_due(self, version: int) -> bool:
         every = self._settings.verify_every
@@ -193,7 +195,8 @@ class Publisher:
         return bool(self._settings.verify and due)
 
     def _verify(self, expected: ExpectedChecksums) -> float:
-        """Compare every engine's own checksums with those of what was sent; loses engines that differ."""
+        """Compare every engine's own checksums with those of the weights that were sent, and lose engines that differ.
+        Returns the seconds that it took."""
         started = time.monotonic()
         whole = merge([stage for stage in _from_all(expected.result()) if stage])
         self._verified_once = True
@@ -215,7 +218,7 @@ def _world() -> int:
 
 
 def _from_all(mine: T) -> list[T]:
-    """Every rank's value; waits for all of them."""
+    """Return every rank's value; waits for all ranks."""
     if _world() == 1:
         return [mine]
     found: list[Any] = [None] * _world()
@@ -224,7 +227,7 @@ def _from_all(mine: T) -> list[T]:
 
 
 def _from_first(mine: bool) -> bool:
-    """Rank 0's word."""
+    """Return rank 0's value."""
     if _world() == 1:
         return mine
     word = [mine]

@@ -1,12 +1,12 @@
-"""Megatron shards <-> HF tensors, as a stream: at any time it holds the shards of one parameter (of routed experts: of
-one expert per expert-parallel rank). They are handed out as views, and joined where they are copied to.
+"""Resharding between Megatron shards and HF tensors, as a stream. At any time it holds the shards of one parameter (for
+routed experts: of one expert per expert-parallel rank). They are passed on as views, and joined when they are copied.
 
-Out: each parameter of a pipeline stage is gathered on the stage's first rank, which alone sees HF tensors. Dense
-parameters come from the first replica's tensor-parallel group. Routed experts come from the group of all expert-tensor
-and expert-parallel ranks of the first expert replica: one gather brings the i-th expert of each of them. Sequence
-parallelism, context parallelism and further replicas hold no weights of their own and take no part.
+Export: each parameter of a pipeline stage is gathered on the stage's first rank, the only one that sees HF tensors.
+Dense parameters come from the first replica's tensor-parallel group. Routed experts come from the group of all
+expert-tensor-parallel and expert-parallel ranks of the first expert replica: one gather brings the i-th expert of each
+of them. Sequence parallelism, context parallelism and further replicas hold no weights of their own and take no part.
 
-In: each rank reads what its parameters need; nothing is communicated.
+Import: each rank reads what its parameters need; nothing is communicated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class Resharder:
-    """The weights of one rank's model chunks (several under virtual pipelining) between Megatron's layout and HF's."""
+    """The weights of one rank's model chunks (several under virtual pipelining), converted between Megatron's layout
+    and HF's."""
 
     def __init__(self, chunks: Sequence[GPTModel], architecture: str, dims: Dims, parallel: Parallel) -> None:
         self._chunks, self._dims, self._parallel = chunks, dims, parallel
@@ -50,42 +51,44 @@ class Resharder:
             (number, name, self._mapping.find(_global_name(name, _layers(chunk), self._first_expert)))
             for number, chunk in enumerate(self._chunks)
             for name, tensor in chunk.state_dict().items()
-            if isinstance(tensor, Tensor)  # and not a layer's extra state
+            if isinstance(tensor, Tensor)  # excludes a layer's extra state
         ]
 
     def _tensors(self, which: list[tuple[int, str, Found]]) -> Iterator[tuple[Found, Tensor]]:
-        """Looked up anew for each walk: mixed precision and data parallelism move a model's memory once it is built."""
+        """Look the tensors up again for each pass: mixed precision and data parallelism move a model's memory after
+        construction."""
         states = [chunk.state_dict() for chunk in self._chunks]
         return ((found, states[chunk][name]) for chunk, name, found in which)
 
     def _degree(self, found: Found) -> int:
-        """Ranks that share this parameter."""
+        """Return the number of ranks that share this parameter."""
         if found.rule.expert:
             return self._parallel.etp
         return self._parallel.tp if found.rule.layout.split else 1
 
     def _is_tied_copy(self, found: Found) -> bool:
-        """The last stage's copy of the embedding."""
+        """Return whether this is the last stage's copy of a tied embedding."""
         return self._dims.tied and found.rule.megatron == "output_layer.weight"
 
-    # -- out -----------------------------------------------------------------------------------------------
+    # -- export --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def stream(self) -> Iterator[tuple[str, Pieces]]:
-        """(HF name, full tensor in pieces) of this stage in a fixed order on the exporting rank; on all others nothing.
+        """Yield (HF name, full tensor in pieces) of this stage, in a fixed order, on the exporting rank, and nothing on
+        other ranks.
 
-        Every rank must walk it to its end: it takes part in a gather per split parameter. Pieces may be views of the
-        parameter itself: read them before the next optimizer step.
+        Every rank must iterate to the end, because it takes part in a gather per split parameter. Pieces may be views
+        of the parameter itself: read them before the next optimizer step.
         """
         for found, tensor in self._tensors(self._exported):
             yield from self._joined(found, self._gathered(found, tensor))
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The same with each tensor in one piece."""
+        """Yield (HF name, full tensor), with each tensor in one piece."""
         return ((name, pieces.tensor()) for name, pieces in self.stream())
 
     def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
-        """Name, dtype and shape of what `hf_tensors` yields, without touching a weight or another rank."""
+        """Yield name, dtype and shape of what `hf_tensors` yields, without accessing weights or other ranks."""
         if not self._parallel.exports:
             return
         for found, tensor in self._tensors(self._exported):
@@ -96,7 +99,7 @@ class Resharder:
 
     @cached_property
     def _exported(self) -> list[tuple[int, str, Found]]:
-        """The parameters in whose gathers this rank takes part; those that must arrive together are neighbours."""
+        """The parameters in whose gathers this rank takes part; those that must arrive together are adjacent."""
         p = self._parallel
         exported = []
         for chunk, name, found in self._found:
@@ -110,7 +113,7 @@ class Resharder:
         return [exported[i] for i in sorted(range(len(exported)), key=lambda i: places[units[i]])]
 
     def _gathered(self, found: Found, shard: Tensor) -> list[Tensor]:
-        """Every rank's shard on the exporting rank; elsewhere nothing."""
+        """Return every rank's shard on the exporting rank, and nothing elsewhere."""
         group = self._parallel.expert_group if found.rule.expert else self._parallel.tp_group
         if group.size() == 1 or not (found.rule.expert or found.rule.layout.split):
             return [shard] if self._parallel.exports else []
@@ -119,17 +122,17 @@ class Resharder:
         return parts or []
 
     def _joined(self, found: Found, parts: list[Tensor]) -> Iterator[tuple[str, Pieces]]:
-        """Full tensors from all shards; of routed experts, one for each expert-parallel rank in turn."""
+        """Join all shards into full tensors; for routed experts, one per expert-parallel rank in turn."""
         degree = self._degree(found)
         for owner, first in enumerate(range(0, len(parts), degree)):
             names = found.hf_names(expert_offset=owner * self._experts_here)
             yield from zip(names, found.rule.layout.join(parts[first : first + degree], self._dims), strict=True)
 
-    # -- in ------------------------------------------------------------------------------------------------
+    # -- import --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Fill this rank's weights from an HF folder. Raises WeightsError with the tensor that is missing, left over or
+        """Fill this rank's weights from an HF folder. Raises WeightsError with a tensor that is missing, left over or
         of another shape."""
         with HFFolder(folder) as source:
             for found, tensor in self._tensors(self._found):
@@ -147,7 +150,7 @@ class Resharder:
             )
 
     def _is_for_this_rank(self, hf_name: str) -> bool:
-        """Whether an HF tensor belongs to a layer and an expert that this rank holds, or that no rank holds."""
+        """Return whether an HF tensor belongs to a layer and an expert that this rank holds, or that no rank holds."""
         layer, expert = (re.search(rf"\.{kind}\.(\d+)\.", hf_name) for kind in ("layers", "experts"))
         if layer is None:
             return False
@@ -158,11 +161,12 @@ class Resharder:
 
 
 def _layers(chunk: GPTModel) -> list[int]:
-    """A chunk's layers by their numbers in the whole model, from 0."""
+    """Return a chunk's layers by their numbers in the whole model, from 0."""
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
 
 def _global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
-    """A chunk's own name, with the numbers of the whole model: `layers` by local number, experts from the first on."""
+    """Rename from local numbers to those of the whole model: `layers` by local number, experts from `first_expert`
+    on."""
     name = re.sub(r"(?<=\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name, count=1)
     return re.sub(r"(?<=\.local_experts\.)\d+", lambda found: str(first_expert + int(found[0])), name)

@@ -1,4 +1,4 @@
-"""Transport on one host: the engines read the bucket where it lies, in shared memory or through CUDA IPC."""
+"""Transport on one host: the engines read the bucket in place, from shared memory or through CUDA IPC."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from asyncrl.engine.control import Fleet
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.transport import Transport
 
-DEVICE = 6  # place of the device in what torch's reduce_tensor returns for a CUDA tensor
+DEVICE = 6  # index of the device in what torch's reduce_tensor returns for a CUDA tensor
 
 
 class TensorTransport(Transport):
     """SGLang's update_weights_from_tensor with load_format flattened_bucket.
 
-    On CPU an engine answers when every rank has copied. On CUDA torch waits for a rank's copies before that rank lets
-    go of its handle, but only rank 0 has done so when it answers: the others have for certain when the next bucket is
-    answered, so a stream takes three buckets there.
+    On CPU an engine answers when every rank has copied. On CUDA, torch waits for a rank's copies before that rank
+    releases its handle, but when the engine answers, only its rank 0 has certainly done so. The other ranks certainly
+    have when the engine answers for the next bucket, so a stream needs three buckets there.
     """
 
     def __init__(self, fleet: Fleet, engine_tp: int) -> None:
@@ -37,16 +37,18 @@ class TensorTransport(Transport):
         self.memories = 3 if torch.cuda.is_available() and engine_tp > 1 else 2
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Shared memory on CPU. The default sharing by file descriptor needs both ends to share a parent's secret."""
+        """Allocate shared memory on CPU. torch's default of sharing file descriptors requires both processes to share a
+        parent's secret."""
         if device.type != "cpu":
             return super().allocate(nbytes, device)
         torch.multiprocessing.set_sharing_strategy("file_system")
         return torch.empty(nbytes, dtype=torch.uint8).share_memory_()
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
-        """A handle of its own for every engine and tensor-parallel rank: each takes its part of every tensor.
+        """Send a separate handle for every engine and tensor-parallel rank; each rank takes its part of every tensor.
 
-        Shared memory is counted: a handle adds one, opening it takes one away, so no handle may be opened twice.
+        Shared memory is reference-counted: a handle adds one reference and opening it removes one, so no handle may be
+        opened twice.
         """
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
@@ -63,7 +65,7 @@ class TensorTransport(Transport):
 
 
 def _handle(flat: Tensor, metadata: list[Any]) -> str:
-    """What SGLang's MultiprocessingSerializer would make: the bytes stay where they are."""
+    """Serialize a handle like SGLang's MultiprocessingSerializer; the bytes are not copied."""
     buffer = io.BytesIO()
     shared = _ByUUID(flat) if flat.is_cuda else flat
     with METADATA.known():
@@ -72,9 +74,9 @@ def _handle(flat: Tensor, metadata: list[Any]) -> str:
 
 
 class _ByUUID:
-    """A CUDA tensor that pickles with its GPU's UUID: engines number the GPUs that they see in another way.
+    """A CUDA tensor that pickles with its GPU's UUID, because engines may number the visible GPUs differently.
 
-    The other half is sglang/srt/utils/patch_torch.py, which looks the UUID up.
+    The other half is sglang/srt/utils/patch_torch.py, which looks up the UUID.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -87,8 +89,8 @@ class _ByUUID:
 
 
 class _Metadata:
-    """The one class that SGLang's unpickler looks up by name. Importing sglang for it would cost 0.7 GB and seconds, so
-    its name is lent to a class of the same fields while a handle is pickled."""
+    """Stand-in for the one class that SGLang's unpickler looks up by name. Importing sglang for it would cost 0.7 GB
+    and seconds, so a class with the same fields takes its name while a handle is pickled."""
 
     MODULE = "sglang.srt.weight_sync.tensor_bucket"
     FIELDS = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
@@ -101,7 +103,7 @@ class _Metadata:
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """pickle wants to find a class under its name before it writes it down."""
+        """Register the class under its name inside the block, because pickle looks it up before writing the name."""
         names = [self.MODULE]
         while parent := names[-1].rpartition(".")[0]:
             names.append(parent)

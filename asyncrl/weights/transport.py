@@ -1,9 +1,10 @@
-"""How a bucket's bytes reach the engines: one small protocol, four media (one file each), among which choice.py picks.
+"""Transports of a bucket's bytes to the engines: one small protocol, four implementations (one file each); choice.py
+picks one.
 
-tensor       one host: the bucket lies in shared memory (CPU) or is a CUDA IPC handle; HTTP carries the handle
+tensor       one host: the bucket is in shared memory (CPU) or shared by CUDA IPC; HTTP carries the handle
 distributed  any host: HTTP carries names, dtypes and shapes; one gloo or NCCL broadcast carries the bytes
 disk         a shared file system: safetensors files, written while the engines still generate
-delta        the same, holding only what changed bit for bit since the version that the engines serve
+delta        the same, with only the bits that changed since the version that the engines serve
 """
 
 from __future__ import annotations
@@ -17,31 +18,33 @@ from asyncrl.weights.bucket import Bucket
 
 
 class Transport(ABC):
-    """Carries the buckets of one pipeline stage's exporting rank to every engine of the fleet."""
+    """Sends the buckets of one pipeline stage's exporting rank to every engine of the fleet."""
 
     ahead = False
-    """Whether buckets are sent before the pause; then the pause holds only `deliver`."""
+    """Whether buckets are sent before the pause; then the engines are paused only for `deliver`."""
     memories = 2
-    """Buckets that staging=stream takes: one is filled while the other is sent."""
+    """Number of buckets that staging=stream needs: one is filled while another is sent."""
     session = True
-    """Whether the engines want a weight-update session around it."""
+    """Whether the engines need a weight-update session around the transfer."""
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory for a bucket, uint8."""
+        """Allocate memory for a bucket, uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def start(self, version: int, *, full: bool = False) -> None:
-        """Before the first bucket of a version; `full` asks for every byte, whatever the engines hold."""
-        return  # most need no preparation
+        """Prepare for the first bucket of a version. `full` requests all bytes, whatever the engines hold."""
+        return  # most transports need no preparation
 
     @abstractmethod
     def send(self, flat: Tensor, bucket: Bucket) -> None:
-        """Send one filled bucket; `flat` may be filled anew when this returns. Loses engines that do not load it."""
+        """Send one filled bucket. `flat` may be refilled when this returns. Engines that do not load the bucket are
+        lost."""
 
     def deliver(self, version: int) -> bool:
-        """On rank 0, in the pause, after every stage has sent. False: the engines want all of it, in full."""
+        """Complete the transfer, on rank 0, during the pause, after every stage has sent. Returns False if the engines
+        need the full weights."""
         return True
 
     def accepted(self, version: int) -> None:
-        """On every exporting rank: the engines serve what was sent."""
+        """Record that the engines serve what was sent; called on every rank."""
         return
