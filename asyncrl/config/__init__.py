@@ -1,8 +1,8 @@
-"""The whole configuration, as strict immutable models: one class per group of `conf/`.
+"""Configuration schema: strict, immutable pydantic models, one class per group of `conf/`.
 
-Hydra composes the YAML files, `load` validates the result once, and every other process reads the `config.json`
-that the launcher leaves in the run folder. Values live in `conf/`, meanings and limits live here: no default is
-written twice. `asyncrl-train --help` prints the docstrings below.
+Hydra composes the YAML files and `load` validates the result once. The launcher writes it to `config.json` in the run
+folder, from which every other process reads it. Values live in `conf/`; meanings and limits live here, so that no
+default is written twice. `asyncrl-train --help` prints the docstrings below.
 """
 
 from __future__ import annotations
@@ -46,26 +46,28 @@ __all__ = [
 
 
 ALONE = ("none", "gae", "reinforce_pp", "turn_loo")
-"""Advantages that know something of an episode without siblings; turn_loo by its forks."""
+"""Advantage estimators that work without siblings in a group; turn_loo compares the forks of an episode."""
 
 
 class Config(Section):
-    """Everything."""
+    """The complete configuration of a run."""
 
     mode: Literal["train", "rollout_only", "replay"]
-    """train: engines generate, trainers train. rollout_only: engines alone, with the weights that they start from; what
-    they write is recorded. replay: trainers alone train the batches of a recording, in its order:
-    the same ones give the same weights to the last bit, another algorithm can be looked at on the same data."""
+    """train: engines generate and trainers train. rollout_only: only engines run, with their initial weights, and their
+    output is recorded. replay: only trainers run and train the batches of a recording in its order. The same batches
+    give bitwise identical weights; a different algorithm can be tested on the same data."""
     record: bool
-    """Write all groups, and every event that orders the run, to records/ in the run folder."""
+    """Record all groups, and every event that determines the order of the run, in records/ of the run folder."""
     deterministic: bool
-    """The same tokens and weights to the last bit whenever it is run, also from a checkpoint on: every sample has a
-    seed of its own, engines answer one request at a time on a CPU and by batch-invariant kernels on a GPU. Slow; only
-    with rollout.max_staleness=0, or the moment would decide which weights write a token (docs/checkpoints.md)."""
+    """Bitwise reproducible tokens and weights, also when resumed from a checkpoint: every sample has its own seed, and
+    engines process one request at a time on a CPU and use batch-invariant kernels on a GPU. Slow. Requires
+    rollout.max_staleness=0, since otherwise timing would decide which weights generate a token
+    (docs/checkpoints.md)."""
     replay: Replay
     resume: str | None
-    """auto: go on from the newest whole checkpoint in the run folder, or begin where there is none; or the folder of a
-    checkpoint, or of a run whose newest is meant, to go on from in a run folder of its own. Unset: begin."""
+    """auto: resume from the newest complete checkpoint in the run folder, or start fresh if there is none. Otherwise
+    the folder of a checkpoint, or of a run whose newest checkpoint is used; the resumed run then writes to a run folder
+    of its own. unset: start fresh."""
     checkpoint: Checkpoint
     run: Run
     model: Model
@@ -76,13 +78,13 @@ class Config(Section):
     rollout: Rollout
     algo: Algo
     agent: str
-    """Who plays an episode, as an import path, module:name: an async function of (prompt, generate), or a class with
-    such a method, run. A task may have one of its own."""
+    """Agent that plays an episode, as an import path module:name: an async function of (prompt, generate), or a class
+    with such a method named run. A task may define its own agent."""
     agent_params: Parameters
-    """Its arguments, beside prompt and generate; of a class, those that it is made with."""
+    """Arguments of the agent besides prompt and generate; for a class, its constructor arguments."""
     task: Task
     tasks: dict[Name, Task]
-    """Several tasks in the place of `task`, by name, mixed by their weights: +task@tasks.NAME=OPTION."""
+    """Several tasks instead of `task`, by name, mixed according to their weights: +task@tasks.NAME=OPTION."""
     eval: Eval
     weights: Weights
     cluster: Cluster
@@ -183,28 +185,28 @@ class Config(Section):
 
     @property
     def mixture(self) -> dict[str, Task]:
-        """What training draws from, by name: `tasks`, or `task` alone."""
+        """Return the training tasks by name: `tasks`, or `task` alone."""
         return dict(self.tasks) or {self.task.name: self.task}
 
     @property
     def eval_sets(self) -> dict[str, Task]:
-        """What evaluation asks, by name: the held-out questions of every task, and further sets."""
+        """Return the evaluation sets by name: the held-out questions of every task, and the additional sets."""
         return self.mixture | self.eval.sets if self.eval.questions else {}
 
     def group_size(self, name: str) -> int:
-        """Completions of a prompt of this task."""
+        """Return the number of completions per prompt of this task."""
         return self.mixture[name].group_size or self.rollout.group_size
 
     def field_of(self, name: str) -> str:
-        """The field that holds this task or set."""
+        """Return the config field that holds this task or set."""
         if name in self.eval.sets:
             return f"eval.sets.{name}"
         return f"tasks.{name}" if self.tasks else "task"
 
 
 def load(values: dict[str, Any]) -> Config:
-    """Validate composed values; raises ConfigError with one line per wrong field, and for a value that stands in the
-    environment and is not there (secrets.py)."""
+    """Validate composed values. Raises ConfigError with one line per invalid field, and for a value that refers to a
+    missing environment variable (secrets.py)."""
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -219,7 +221,7 @@ def load(values: dict[str, Any]) -> Config:
 
 
 def read(run_dir: Path) -> Config:
-    """The configuration of a run, as its launcher wrote it."""
+    """Read the configuration of a run from the config.json that its launcher wrote."""
     return load(json.loads((run_dir / "config.json").read_text()))
 
 
@@ -230,7 +232,7 @@ REMEDIES = {
 
 
 def _explained(error: ValidationError) -> ConfigError:
-    """pydantic's report as field, value and remedy, one line per problem."""
+    """Convert a pydantic error to field, value and remedy, one line per problem."""
     problems = []
     for item in error.errors():
         cause = item.get("ctx", {}).get("error")
@@ -246,5 +248,5 @@ def _explained(error: ValidationError) -> ConfigError:
 
 
 def on_gpu(section: Trainer | Engine | Frozen, gpus: int) -> bool:
-    """Whether the processes of this section run on GPUs."""
+    """Return whether the processes of this section run on GPUs."""
     return section.device == "cuda" or (section.device == "auto" and gpus > 0)

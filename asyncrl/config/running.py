@@ -1,4 +1,4 @@
-"""The run itself: its ends, its weights on their way, its machines and its figures."""
+"""Configuration of the run itself: stop conditions, checkpoints, replay, weight transport, cluster and metrics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from asyncrl.errors import ConfigError
 
 
 class Run(Section):
-    """What this run is, where it writes, and when it ends."""
+    """Name, output folder and stop conditions of the run."""
 
     name: str
     """Name of the run; part of the default folder."""
     dir: str
     """Run folder. Must be new or empty, unless `run.overwrite` is set."""
     overwrite: bool
-    """Empty an existing run folder first (only a folder of a run, in which nothing lies that this one reads)."""
+    """Empty an existing run folder first. Only applies to the folder of a run that contains none of this run's
+    inputs."""
     seed: Natural
     """Seed of the prompt order, of tiny models and of Megatron."""
     max_steps: Count
@@ -44,39 +45,40 @@ class Checkpoint(Section):
     """Checkpoints of the whole run, in checkpoints/ of the run folder: see docs/checkpoints.md."""
 
     every: Count | None
-    """Write one every so many versions, and at the end; unset: none."""
+    """Write a checkpoint every this many versions, and at the end; unset: none."""
     keep_last: Count
-    """How many of the newest stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: Count | None
-    """Those of versions that this divides stay for ever; unset: none do."""
+    """Keep checkpoints of versions divisible by this permanently; unset: none."""
     timeout: Positive
-    """Seconds that writing one may take, beside training."""
+    """Timeout for writing one checkpoint in the background, in seconds."""
 
 
 class Replay(Section):
-    """Which recorded batches mode=replay trains, without engines; and what a run is compared with."""
+    """Recorded batches that mode=replay trains without engines, and the recording that a run is compared with."""
 
     source: str | None = Field(alias="from")
     """Folder of the run whose recording (record=true) is replayed."""
     first: Natural | None
-    """Number of the first batch; unset: the first that there is. Weights are those of model.path, whatever it is."""
+    """Number of the first batch; unset: the first available. Training always starts from the weights of model.path."""
     last: Natural | None
-    """Number of the last batch; unset: the last that there is."""
+    """Number of the last batch; unset: the last available."""
     schedule: bool
-    """Do the whole schedule again, with the recorded answers in the place of engines: buffer, admission, staleness and
-    ledger run for real, and must come to the same batches and books."""
+    """Repeat the whole schedule, with recorded answers instead of engines: buffer, admission, staleness and ledger run
+    for real and must produce the same batches and the same ledger."""
     loop: Count
-    """Train these batches so many times over, as if each time were at its own age: with first=last, one batch."""
+    """Number of passes over these batches, each time with their recorded staleness; with first=last, the same batch is
+    trained every time."""
     compare: str | None
-    """With mode=train: folder of a recorded run. What is generated is compared with the group of the same slot there,
-    and compare.jsonl tells where tokens and log-probabilities first differ."""
+    """With mode=train: folder of a recorded run. Generated groups are compared with the recorded group of the same
+    slot, and compare.jsonl reports where tokens and log-probabilities first differ."""
     keep: str | None
-    """A function like rollout.accept, as my_module:my_function: groups for which it gives true are trained; unset: all
-    are."""
+    """Filter like rollout.accept, as my_module:my_function: groups for which it returns true are trained; unset: all
+    groups are."""
 
     @property
     def folder(self) -> Path:
-        """That of the run to replay."""
+        """Return the folder of the run to replay."""
         assert self.source is not None, "mode=replay without replay.from is refused"
         return Path(self.source).expanduser()
 
@@ -93,43 +95,46 @@ class Replay(Section):
 
 
 class Weights(Section):
-    """How new weights reach the engines."""
+    """Transport of new weights to the engines."""
 
     transport: Literal["auto", "tensor", "distributed", "disk", "delta"]
     """tensor: shared memory or CUDA IPC on one host; distributed: gloo or NCCL broadcast; disk: files on a file system
-    that engines share; delta: such files with only what changed; auto picks one of the first two and says why."""
+    that the engines share; delta: the same, but only with what changed; auto: picks tensor or distributed and reports
+    why."""
     staging: Literal["full", "stream"]
-    """full: every bucket is filled before the pause, which is then the shortest, in memory for all weights of a stage;
-    stream: two buckets, filled and sent in turn during the pause. Disk and delta write before the pause, from two."""
+    """full: every bucket is filled before the pause, which is then shortest, but takes memory for all weights of a
+    stage; stream: two buckets are filled and sent alternately during the pause. disk and delta write before the pause,
+    from two buckets."""
     bucket_mb: Count
-    """Size of a bucket in MiB; a larger tensor travels alone."""
+    """Size of a bucket in MiB; a larger tensor gets a bucket of its own."""
     pause_mode: Literal["in_place", "retract", "abort", "drain"]
-    """What an update does to requests in flight. in_place: freeze, and go on with the KV cache they have; retract:
-    prefill them anew under the new weights; abort: return them unfinished, to be continued as new requests; drain: wait
-    until they are answered, while no new one starts (slow: to compare with)."""
+    """Effect of a weight update on requests in flight. in_place: pause them and continue with their existing KV cache;
+    retract: prefill them again under the new weights; abort: return them unfinished, to be continued as new requests;
+    drain: wait until they have finished, while no new ones start (slow; a baseline for comparison)."""
     verify: bool
     """Compare the engines' checksums with those of the weights sent, at the first publish and when an engine joins.
-    Off for engines that quantize: what they hold is not what was sent."""
+    Disable it for engines that quantize, since they hold different values from those sent."""
     verify_every: Count | None
-    """Compare them every so many versions, too; unset: only then."""
+    """Also compare the checksums every this many versions; unset: only in those two cases."""
     folder: str | None
-    """Where disk and delta write, on a file system that all engines see; unset: weights/ in the run folder."""
+    """Folder that disk and delta write to, on a file system that all engines see; unset: weights/ in the run folder."""
     timeout: Positive
-    """Seconds that any one call of a publish may take. An engine that does not answer for as long between publishes
-    hangs: it is killed, and then it died."""
+    """Timeout of any single call of a publish, in seconds. An engine that does not answer for this long between
+    publishes is considered hung: it is killed and treated as dead."""
 
 
 class Container(Section):
-    """An image that the run's processes start in, but for the launcher: docs/slurm.md."""
+    """Container image for all processes of the run except the launcher: docs/slurm.md."""
 
     kind: Literal["none", "pyxis", "apptainer"]
-    """pyxis: Slurm's own, by enroot; apptainer: also singularity."""
+    """pyxis: Slurm's own container support, based on enroot; apptainer: also singularity."""
     image: str | None
-    """As the kind names it: a registry's image, or a file."""
+    """Image in the notation of that kind: a registry image, or a file."""
     mounts: list[str]
-    """Folders of the nodes, as FROM:TO, beside the folder of the command, run.dir and the model's."""
+    """Additional mounts of node folders, as FROM:TO; the working directory, run.dir and the model folders are always
+    mounted."""
     python: str
-    """Python in the image, with asyncrl installed."""
+    """Python interpreter in the image, with asyncrl installed."""
 
     @model_validator(mode="after")
     def _has_an_image(self) -> Container:
@@ -139,58 +144,58 @@ class Container(Section):
 
 
 class Cluster(Section):
-    """Machines, addresses and how to end."""
+    """Machines, addresses, supervision and shutdown."""
 
     launcher: Literal["local", "slurm"]
-    """local: all on this machine; slurm: as a job, or inside of one (docs/slurm.md)."""
+    """local: everything runs on this machine; slurm: as a Slurm job, or inside of one (docs/slurm.md)."""
     nodes: Count | None
-    """Machines of the job; unset: as many as the ranks need."""
+    """Number of machines of the job; unset: as many as the ranks need."""
     trainer_nodes: Count | None
-    """The first so many are the trainers' alone; unset: engines take what trainers leave."""
+    """Number of leading machines reserved for trainers; unset: engines use what trainers leave free."""
     cpu_nodes: Natural
-    """Machines without GPUs among them, for router and rollouts: a part of the job of their own, the first."""
+    """Number of machines without GPUs, for router and rollouts: a separate component of the Slurm job, its first."""
     submit: bool
-    """Hand the job to Slurm; else only write its script, and print where it lies."""
+    """Submit the job to Slurm; otherwise only write its script and print the path."""
     time: str | Count | None
-    """Its limit, as Slurm writes it (1-00:00:00), or in minutes; unset: the partition's."""
+    """Time limit of the job, in Slurm's notation (1-00:00:00) or in minutes; unset: the partition's default."""
     signal_seconds: Count
-    """Seconds before the limit, or before it is preempted, at which it writes a checkpoint and is queued again."""
+    """Seconds before the time limit or a preemption at which the job writes a checkpoint and is requeued."""
     requeues: Natural
-    """How often it is queued again, for that or because a machine failed; above 0 needs checkpoint.every."""
+    """Maximum number of requeues, for that reason or after a machine failure; above 0 requires checkpoint.every."""
     sbatch: dict[str, Any]
-    """Further options of sbatch, by name: partition, account, qos, mem, exclusive: true, ..."""
+    """Additional sbatch options, by name: partition, account, qos, mem, exclusive: true, ..."""
     setup: list[str]
-    """Lines of its script before the command: module load, source, export."""
+    """Lines of the job script before the command: module load, source, export."""
     srun: list[str]
-    """Further options of every srun."""
+    """Additional options of every srun."""
     container: Container
     host: str | None
-    """Address that every server binds to; unset: each machine's own on `cluster.interface`."""
+    """Address that every server binds to; unset: each machine's own address on `cluster.interface`."""
     interface: str | None
-    """Network interface of those addresses (eth0, ib0); unset: that of the route to other machines."""
+    """Network interface of those addresses (eth0, ib0); unset: the interface of the route to other machines."""
     tls: bool
-    """Every server of the run shows a certificate that the run has signed, and connections are encrypted: nobody else
-    on its machines, or between them, can read the run's key or stand in for one of its servers. false, for machines
-    that nobody else uses, makes a request cheaper (docs/security.md)."""
+    """Encrypt all connections; every server presents a certificate signed by the run. Nobody else on the machines or
+    between them can then read the run's API key or impersonate one of its servers. false makes requests cheaper, for
+    machines that nobody else uses (docs/security.md)."""
     gpus: Natural | None
-    """GPUs to use of each machine; unset: those that it has. A job that is submitted must be told."""
+    """Number of GPUs to use on each machine; unset: all of them. Required for a job that is submitted."""
     start_timeout: Positive
-    """Seconds that the machines of a job may take to answer at first."""
+    """Timeout for the first response of a job's machines, in seconds."""
     lost_timeout: Positive
-    """Seconds without a sign of life of the launcher, whose machine may have failed, after which a job's processes end
-    and the job is queued again, or cancelled where `requeues` are used up."""
+    """Seconds without a heartbeat of the launcher, whose machine may have failed, after which the processes of a job
+    exit and the job is requeued, or cancelled if `requeues` are used up."""
     stall_timeout: Positive | None
-    """Seconds for which the rollout process or a trainer rank may make no progress: spend in one micro-batch, or give
-    no sign of life. Then the run ends, and RUN/logs/NAME.stack shows what each of them was doing. Must exceed the
-    longest micro-batch; unset, nobody checks."""
+    """Seconds for which the rollout process or a trainer rank may make no progress: spend in one micro-batch, or send
+    no heartbeat. Then the run ends, and RUN/logs/NAME.stack shows the stack of each of them. Must exceed the duration
+    of the longest micro-batch; unset: no check."""
     preflight: bool
-    """Look at versions, model files, memory, folders and network before anything is started, and start nothing where
-    the run would fail (docs/slurm.md). --check does it alone, wherever it is given."""
+    """Check versions, model files, memory, folders and network before anything is started, and refuse to start a run
+    that would fail (docs/slurm.md). --check runs only these checks, on any machine."""
     on_engine_death: Literal["restart", "fail"]
-    """What the death of an engine or of the router, or that it hangs, means for a run that is under way: start it again
-    (an engine gets all weights, and serves once its checksum is confirmed), or end the run."""
+    """What happens when an engine or the router dies or hangs during a run. restart: it is started again (an engine
+    receives all weights and serves once its checksum is confirmed); fail: the run ends."""
     max_restarts: Natural
-    """How often any one of them is started again; the next death ends the run."""
+    """Maximum number of restarts of each engine or router; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
 
@@ -216,9 +221,9 @@ class Cluster(Section):
 
 
 class Metrics(Section):
-    """Where figures go besides metrics.jsonl and summary.json, which are always written."""
+    """Metric outputs in addition to metrics.jsonl and summary.json, which are always written."""
 
     console: bool
-    """A line per step in the terminal."""
+    """Print one line per step to the terminal."""
     tensorboard: bool
-    """Event files in tb/."""
+    """Write TensorBoard event files to tb/."""

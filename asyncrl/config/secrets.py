@@ -1,8 +1,8 @@
-"""Values of parameters that stand in the environment: in memory by value, on disk by name.
+"""Parameter values that come from environment variables: kept as values in memory and as references on disk.
 
     task.reward_params.api_key: ${oc.env:JUDGE_KEY}     as a user writes it, or {env: JUDGE_KEY}
     {"env": "JUDGE_KEY"}                                in config.json, recordings and checkpoints
-    {"env": "Bearer ${JUDGE_KEY}"}                      a longer text around one
+    {"env": "Bearer ${JUDGE_KEY}"}                      a longer text that contains the value
 
 Each process that reads the configuration takes the value from its own environment.
 """
@@ -17,17 +17,18 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer
 
 REFERENCE = "env"
-"""The one key of a mapping that stands for such a value."""
+"""Only key of a mapping that represents such a value."""
 
 
 class Secret(str):
-    """The value. It is written, copied and shown as its reference; other processes are sent the plain text."""
+    """A string whose value comes from environment variables. It is serialized, copied and displayed as its reference;
+    pickling, which is how other processes receive it, produces the plain text."""
 
-    reference: str  # a variable's name, or a text with ${NAME} in it
-    missing: list[str]  # variables that this process's environment lacks
+    reference: str  # name of a variable, or a text that contains ${NAME}
+    missing: list[str]  # variables that are not set in this process's environment
 
     def __new__(cls, reference: str, environment: Mapping[str, str] = os.environ) -> Secret:
-        """What the variables of the reference hold now."""
+        """Create the string from the current values of the referenced variables."""
         template = Template(reference if "${" in reference else f"${{{reference}}}")
         made = super().__new__(cls, template.safe_substitute(environment))
         made.reference = reference
@@ -48,14 +49,15 @@ class Secret(str):
 
 
 def opened(value: Any) -> Any:
-    """Parameters whose references are Secrets. The parameters themselves are none, whatever their names."""
+    """Return the parameters with their references replaced by Secrets. The top-level mapping itself is never treated as
+    a reference, whatever its keys."""
     if isinstance(value, dict):
         return {name: _opened(item) for name, item in value.items()}
     return [opened(item) for item in value] if isinstance(value, list) else value
 
 
 def closed(value: Any) -> Any:
-    """The same with references again, as it may be written."""
+    """Return the value with its Secrets replaced by references, safe to write to disk."""
     if isinstance(value, Secret):
         return {REFERENCE: value.reference}
     if isinstance(value, dict):
@@ -72,7 +74,7 @@ def _opened(value: Any) -> Any:
 
 
 def secrets(value: Any, field: str = "") -> Iterator[tuple[str, Secret]]:
-    """All of them in a section, its lists and mappings, by field."""
+    """Yield every Secret in a section, including nested lists and mappings, with its field."""
     if isinstance(value, Secret):
         yield field, value
     elif isinstance(value, dict):
@@ -86,6 +88,6 @@ def secrets(value: Any, field: str = "") -> Iterator[tuple[str, Secret]]:
 
 
 Parameters = Annotated[dict[str, Any], BeforeValidator(opened), PlainSerializer(closed)]
-"""Of what is named by import path or kind: ours do not know their names."""
+"""Free-form parameters of whatever is named by an import path or a kind; the schema does not know their names."""
 FREE = ("params", "agent_params", "reward_params", "tools", "tool_options", "request_fields")
-"""The fields of this kind."""
+"""Names of the fields of this type."""

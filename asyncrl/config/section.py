@@ -1,4 +1,4 @@
-"""What a group of settings is, and the kinds of numbers in it."""
+"""Base class of all config sections, and the constrained number types they use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 AboveOne = Annotated[float, Field(gt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Bounds = Annotated[tuple[NonNegative, Positive], Field(strict=False)]  # YAML and JSON know lists alone
+Bounds = Annotated[tuple[NonNegative, Positive], Field(strict=False)]  # YAML and JSON only have lists
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
-"""Stands in the names of fields and figures."""
+"""A name that is safe inside config fields and metric names."""
 Dtype = Literal["auto", "bfloat16", "float32"]
 """Number format of weights and activations; the launcher resolves auto (launch/precision.py)."""
 
@@ -30,4 +30,4 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
         serialize_by_alias=True,
-    )  # infinity has no JSON: the other processes would read null
+    )  # JSON has no infinity: the other processes would read null

@@ -1,4 +1,4 @@
-"""The model, its trainers, and the algorithm."""
+"""Configuration of the model, the trainer and the algorithm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Model(Section):
     """The model to train."""
 
     path: str
-    """An HF folder (config.json, safetensors, tokenizer), or builtin:smollm2-135m, or builtin:tiny."""
+    """HF folder (config.json, safetensors, tokenizer), or builtin:smollm2-135m, or builtin:tiny."""
     chat_template: str | None
-    """A jinja file that replaces the tokenizer's chat template."""
+    """Jinja file that replaces the tokenizer's chat template."""
 
 
 class Optimizer(Section):
@@ -33,11 +33,11 @@ class Optimizer(Section):
     decay_steps: Count | None
     """Step at which min_lr is reached; unset: run.max_steps."""
     beta1: Share
-    """Decay of the mean of gradients."""
+    """Decay rate of the gradient's running mean (first moment)."""
     beta2: Share
-    """Decay of the mean of their squares."""
+    """Decay rate of the squared gradient's running mean (second moment)."""
     eps: Positive
-    """Added to the root of that mean."""
+    """Added to the square root of the second moment."""
     weight_decay: NonNegative
     """Decoupled weight decay."""
     clip_grad: NonNegative
@@ -45,50 +45,53 @@ class Optimizer(Section):
 
 
 class Trainer(Section):
-    """Megatron: layout, precision, optimizer, and what to do with a bad step."""
+    """Megatron trainer: parallel layout, precision, optimizer, and handling of bad steps."""
 
     device: Literal["auto", "cpu", "cuda"]
-    """Where the ranks run; auto takes CUDA when the machine has it."""
+    """Device of the ranks; auto uses CUDA if the machine has it."""
     tensor_parallel: Count
-    """Ranks that share each matrix."""
+    """Tensor-parallel ranks, which share each weight matrix."""
     pipeline_parallel: Count
-    """Ranks that share the layers."""
+    """Pipeline-parallel ranks (stages), which share the layers."""
     virtual_pipeline: Count
-    """Chunks of layers that each pipeline stage holds, interleaved with those of the other stages; 1: one."""
+    """Chunks of layers per pipeline stage, interleaved with those of the other stages; 1: no interleaving."""
     context_parallel: Count
-    """Ranks that share the tokens of each sequence, for long ones; each attends with its own to everyone's."""
+    """Context-parallel ranks, which share the tokens of each sequence, for long sequences; each rank's queries attend
+    to the keys of all ranks."""
     data_parallel: Count
-    """Replicas that share each batch."""
+    """Data-parallel replicas, which share each batch."""
     expert_parallel: Count
-    """Ranks that share the routed experts of a mixture-of-experts layer."""
+    """Expert-parallel ranks, which share the routed experts of a mixture-of-experts layer."""
     expert_tensor_parallel: Count | None
-    """Ranks that share each matrix of a routed expert; unset: tensor_parallel."""
+    """Tensor-parallel ranks of each routed expert's matrices; unset: tensor_parallel."""
     sequence_parallel: bool
-    """Split activations along the sequence between the tensor-parallel ranks."""
+    """Split activations along the sequence dimension between the tensor-parallel ranks."""
     dtype: Dtype
-    """Precision of the weights in forward and backward; the master weights are always float32. auto: bfloat16 on GPUs,
-    on CPUs what they multiply faster."""
+    """Precision of the weights in forward and backward; the master weights are always float32. auto: bfloat16 on GPUs;
+    on CPUs the format with the faster matrix multiplication."""
     micro_batch_tokens: Count
-    """Upper limit of packed tokens in one forward pass. A larger group runs alone."""
+    """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
     logit_rows: Count
-    """Upper limit of tokens whose logits over the vocabulary exist at a time; those of more are made twice."""
+    """Maximum number of tokens whose vocabulary logits are in memory at a time; those beyond it are recomputed in
+    backward."""
     share_prompts: bool
-    """Run the prompt of a group once and let its completions attend to it (exact; off only to compare)."""
+    """Run the prompt of a group once and let all its completions attend to it (exact; disable it only for
+    comparison)."""
     threads: Count
-    """Torch threads of a rank on CPU."""
+    """Number of torch threads per rank on CPU."""
     optimizer: Optimizer
     on_bad_step: Literal["skip", "stop"]
-    """What to do when the gradient norm is not finite or above bad_grad_norm: skip the update, or end the run."""
+    """Action when the gradient norm is not finite or exceeds bad_grad_norm: skip the update, or end the run."""
     bad_grad_norm: Positive | None
-    """Gradient norm (before clipping) above which a step counts as exploding; unset: only NaN and infinity."""
+    """Gradient norm (before clipping) above which a step counts as bad; unset: only NaN and infinity do."""
     max_bad_steps: Count
-    """Under `skip`, end the run after this many bad steps in a row."""
+    """With `skip`, end the run after this many consecutive bad steps."""
     save_hf_every: Count | None
-    """Write the weights as an HF folder every so many steps; unset: only at the end."""
+    """Write the weights as an HF folder every this many steps; unset: only at the end."""
 
     @property
     def world_size(self) -> int:
-        """Number of trainer ranks."""
+        """Return the number of trainer ranks."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @model_validator(mode="after")
@@ -114,7 +117,7 @@ class Trainer(Section):
 
 
 class Algo(Section):
-    """Advantage, loss and corrections."""
+    """Advantage estimator, loss, off-policy corrections, KL and distillation."""
 
     advantage: Literal[
         "none",
@@ -134,40 +137,43 @@ class Algo(Section):
         "gigpo",
         "dr_gigpo",
     ]
-    """Estimator of advantages: one function of algo/advantage.py or, for turns, algo/credit.py, which names its paper.
-    none: rewards count for nothing, as in pure distillation."""
+    """Advantage estimator: a function in algo/advantage.py or, for turn-level ones, algo/credit.py, which cites its
+    paper. none: rewards are ignored, as in pure distillation."""
     discount: Share
-    """Decay of later rewards: per token in reinforce_pp and gae, per turn in grpo_turn, turn_discounted, turn_loo and
-    the gigpos; the others know whole episodes only."""
+    """Discount of later rewards: per token in reinforce_pp and gae; per turn in grpo_turn, turn_discounted, turn_loo,
+    gigpo and dr_gigpo. The other estimators only use the reward of the whole episode."""
     gae_lambda: Share
-    """Of gae: decay of later errors of the critic; 1 takes whole returns."""
+    """gae: the λ of generalized advantage estimation, the decay of later TD errors; 1 uses full returns."""
     critic_path: str | None
-    """Of gae: HF folder of the policy's architecture that the critic starts from; unset: model.path."""
+    """gae: HF folder that the critic is initialized from, with the policy's architecture; unset: model.path."""
     critic_lr: Positive
-    """Of gae: peak learning rate of the critic."""
+    """gae: peak learning rate of the critic."""
     critic_warmup: Natural
-    """Of gae: first batches that train the critic alone."""
+    """gae: number of initial batches that only train the critic."""
     value_clip: Positive | None
-    """Of gae: how far a value may move in one step before its loss is cut; unset: as far as it likes."""
+    """gae: clip range of the value loss, the largest change of a value in one step; unset: no clipping."""
     pass_k: Count
-    """Of pass_at_k: the samples of which one must be right."""
+    """pass_at_k: number of samples k of which at least one must be correct."""
     correct_above: float
-    """Of pass_at_k: a sample is right when its reward is above this."""
+    """pass_at_k: a sample is correct if its reward is above this."""
     step_weight: NonNegative
-    """Of the gigpos: weight of the turn among those in one state, beside that of the episode."""
+    """gigpo and dr_gigpo: weight of the turn-level advantage (among turns in the same state) relative to the
+    episode-level one."""
     overlong_buffer: Count | None
-    """Tokens below rollout.max_new_tokens from which on an answer's reward falls, as in DAPO, and that of an episode by
-    its longest; unset: it does not."""
+    """Length in tokens of DAPO's soft-penalty window below rollout.max_new_tokens; an episode is penalized by its
+    longest answer. unset: no penalty."""
     overlong_penalty: NonNegative
-    """How far it has fallen at rollout.max_new_tokens."""
+    """Penalty at rollout.max_new_tokens; it grows linearly from 0 across the window."""
     length_penalty: NonNegative
-    """Taken off the reward of an answer of rollout.max_new_tokens, and of a shorter one in proportion."""
+    """Length penalty: subtracted from the reward of an answer of rollout.max_new_tokens, and proportionally from
+    shorter ones."""
     reward_clip: Positive | None
-    """Rewards are cut at this and at its negative; unset: they are not."""
+    """Clip rewards to plus or minus this; unset: no clipping."""
     normalize_rewards: bool
-    """Give the rewards of a batch mean 0 and standard deviation 1 before advantages are made of them."""
+    """Normalize the rewards of a batch to mean 0 and standard deviation 1 before advantages are computed."""
     mask_truncated: bool
-    """Leave out answers that ended by length; their rewards still count for their siblings."""
+    """Exclude answers that were truncated at the length limit from the loss; their rewards still count for their
+    siblings."""
     loss: Literal[
         "ppo",
         "gspo",
@@ -181,93 +187,101 @@ class Algo(Section):
         "vespo",
         "m2po",
     ]
-    """Policy loss: one function of algo/loss.py, which names its paper."""
+    """Policy loss: a function in algo/loss.py, which cites its paper."""
     clip_low: Share
-    """Lower width of the clip: the ratio to the proximal policy stays above 1 - clip_low."""
+    """Lower clip width: the ratio to the proximal policy is clipped at 1 - clip_low."""
     clip_high: NonNegative
-    """Upper width of the clip: the ratio stays below 1 + clip_high."""
+    """Upper clip width: the ratio is clipped at 1 + clip_high."""
     dual_clip: AboveOne | None
-    """Where the advantage A is negative, the loss stays below -A times this; unset: it has no bound."""
+    """Dual clip: for a negative advantage A, the loss is capped at -A times this; unset: no cap."""
     dppo_trust: Positive
-    """Of dppo_tv: how far a token's probability may have moved from what the engine wrote it with."""
+    """dppo_tv: trust region, the largest change of a token's probability since the engine generated it."""
     sapo_up: Positive
-    """Of sapo: temperature of the gate where the advantage is positive."""
+    """sapo: temperature of the gate for positive advantages."""
     sapo_down: Positive
-    """Of sapo: temperature of the gate elsewhere."""
+    """sapo: temperature of the gate for all other advantages."""
     m2_threshold: Positive
-    """Of m2po: largest mean square of the logarithm of the ratio to what the engine wrote a token with; the tokens that
-    lie furthest out are left out until the others meet it."""
+    """m2po: maximum mean square of the log-ratio to the engine's probabilities; tokens with the largest deviation are
+    masked until the rest meets it."""
     proximal: Literal["start", "log_linear", "behaviour"]
-    """What clipping is measured from. start: the weights that the batch's steps start from (with one step they are the
-    current ones, and cost no pass of their own); log_linear: between the engine's and the current log-probabilities by
-    the tokens' age; behaviour: the engine's, in the place of any correction."""
+    """Proximal policy, which ratios are clipped against. start: the weights before the batch's first optimizer step
+    (with a single step these are the current weights, and no extra pass is needed); log_linear: an interpolation
+    between the engine's and the current log-probabilities by the age of the token; behaviour: the engine's
+    probabilities, which replaces a correction."""
     correction: Literal["tis", "tis_sequence", "icepop"] | None
-    """Weight for the gap between engine and trainer; unset: none."""
+    """Importance weight that corrects the mismatch between engine and trainer; unset: none."""
     correction_cap: Positive
-    """Largest weight: above it a token's is cut (tis), or the token masked (icepop)."""
+    """Upper bound of the importance weight: above it the weight is truncated (tis, tis_sequence), or the token masked
+    (icepop)."""
     correction_floor: NonNegative
-    """Smallest weight, in the same way."""
+    """Lower bound of the importance weight, applied in the same way."""
     mask_sequence: Bounds | None
-    """Train only sequences whose weights multiply to a number between these; unset: all."""
+    """Only train sequences whose product of importance weights lies within these bounds; unset: all."""
     mask_geometric: Bounds | None
-    """Train only sequences whose weights' geometric mean lies between these, as in [0.999, 1.001]; unset: all."""
+    """Only train sequences whose geometric mean of importance weights lies within these bounds, such as [0.999, 1.001];
+    unset: all."""
     mask_opsm: NonNegative | None
-    """Leave out sequences of negative advantage that have become less likely by more than this, nats per token."""
+    """Off-policy sequence mask: drop sequences with a negative advantage that have become less likely by more than
+    this, in nats per token; unset: none."""
     mask_lag: Natural | None
-    """Leave out tokens that are older than this, in versions."""
+    """Mask tokens older than this, in versions; unset: none."""
     aggregation: Literal["token", "sequence", "constant"]
-    """Unit of the mean: tokens, sequences, or sequences of `rollout.max_new_tokens` tokens."""
+    """Loss aggregation: mean over tokens, over sequences, or over sequences of a constant length of
+    `rollout.max_new_tokens`."""
     entropy_bonus: NonNegative
-    """Coefficient of the entropy of the policy in the loss."""
+    """Coefficient of the policy's entropy in the loss."""
     kl_coefficient: NonNegative
-    """Weight of the KL to the reference model."""
+    """Coefficient of the KL to the reference model."""
     kl_estimator: Literal["k1", "k2", "k3", "ratio"]
-    """Estimator of it: one function of algo/kl.py, which tells what each is good for."""
+    """Estimator of that KL: a function in algo/kl.py, which describes the use of each."""
     kl_place: Literal["reward", "loss"]
-    """Taken off the reward of each token, or added to its loss."""
+    """Subtract the KL from the reward of each token, or add it to the token's loss."""
     kl_meter_every: Natural
-    """Measure the KL to the reference every so many batches, as kl/reference; 0: only where kl_coefficient needs it."""
+    """Measure the KL to the reference every this many batches, as kl/reference; 0: only if kl_coefficient needs it."""
     distill_coefficient: NonNegative
-    """On-policy distillation: weight of the KL to the teacher (teacher.model); 0: off. Alone with advantage=none."""
+    """On-policy distillation: coefficient of the KL to the teacher (teacher.model); 0: off. With advantage=none it is
+    the only training signal."""
     distill_place: Literal["advantage", "loss"]
-    """Taken off the advantage of each token, where clipping bounds it like the rest, or added to its loss as the
-    estimator `ratio` (algo/kl.py). Without clipping and discount, both have one gradient (algo/distill.py)."""
+    """Subtract the KL from the advantage of each token, where it is subject to clipping, or add it to the token's loss
+    with the estimator `ratio` (algo/kl.py). Without clipping and discount, both have the same gradient
+    (algo/distill.py)."""
     distill_discount: Share
-    """In the advantage: each token answers for its own difference to the teacher, and for the later ones with this
-    decay per token; 0: for its own alone."""
+    """With distill_place=advantage: each token is credited with its own difference to the teacher and those of later
+    tokens, discounted by this per token; 0: only with its own."""
     reference: Literal["weights", "teacher"]
-    """Who the reference of the KL is. weights: frozen ones in the trainer; teacher: the teacher's engines, which score
-    every episode anyway, so that the trainer holds no second weights and makes no second pass."""
+    """Reference model of the KL. weights: frozen weights in the trainer; teacher: the teacher's engines, which score
+    every episode anyway, so that the trainer needs no second copy of the weights and no second forward pass."""
     reference_path: str | None
-    """Of weights: an HF folder of the policy's architecture; unset: the model that training starts from."""
+    """With reference=weights: HF folder of the reference, with the policy's architecture; unset: the initial model."""
     reference_offload: bool
-    """Keep the reference's weights in host memory between its passes."""
+    """Offload the reference's weights to host memory between its passes."""
     trust_region: Positive | None
-    """Leave out a batch's further optimizer steps once the policy has moved this far from where they started, as the
-    mean over tokens of KL(start || policy); unset: no bound."""
+    """Skip the remaining optimizer steps of a batch once the policy has moved this far from where they started,
+    measured as the token mean of KL(start || policy); unset: no bound."""
     routing_replay: Literal["none", "R2", "R3"]
-    """Experts that a mixture-of-experts model's routers are given in the policy's passes. R2: those that they chose
-    where the batch's optimizer steps start; R3: those that the engines chose for each token (docs/algorithms.md)."""
+    """Routing replay: experts that a mixture-of-experts model's routers are forced to use in the policy's passes. R2:
+    those that the trainer's routers chose before the batch's first optimizer step; R3: those that the engines chose for
+    each token (docs/algorithms.md)."""
     replay_groups: Natural
-    """Past groups that are trained again with each batch, as long as rollout.max_staleness allows; 0: none."""
+    """Number of past groups that are trained again with each batch, subject to rollout.max_staleness; 0: none."""
     reset_every: Count | None
-    """Draw the weights back towards those that training started from, and forget the optimizer's moments, every so many
-    batches (LoRR, arXiv 2508.06412: against what high replay overfits to); unset: never."""
+    """Interpolate the weights towards the initial ones, and reset the optimizer's moments, every this many batches
+    (LoRR, arXiv 2508.06412: prevents overfitting at high replay ratios); unset: never."""
     reset_share: Share
-    """How far: 0 keeps the weights, 1 returns to the start."""
+    """Interpolation factor of that reset: 0 keeps the weights, 1 restores the initial ones."""
     mini_batches: Count
-    """Optimizer steps that share a batch, each with its part of the groups."""
+    """Optimizer steps per pass over a batch, each on its share of the groups."""
     epochs: Count
-    """How often a batch is gone through."""
+    """Number of passes over a batch."""
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of one batch."""
+        """Return the number of optimizer steps per batch."""
         return self.mini_batches * self.epochs
 
     @model_validator(mode="after")
     def _counts_nothing_twice(self) -> Algo:
-        itself = self.loss in ("dppo_tv", "topr", "vespo", "m2po")  # tests hold this to LOSSES
+        itself = self.loss in ("dppo_tv", "topr", "vespo", "m2po")  # a test compares this with LOSSES
         if self.correction and (itself or self.proximal == "behaviour"):
             with_what = f"algo.loss={self.loss}" if itself else f"algo.proximal={self.proximal}"
             raise ConfigError(
@@ -307,7 +321,7 @@ class Algo(Section):
 
     @model_validator(mode="after")
     def _acts(self) -> Algo:
-        """What is set must be able to do what it says."""
+        """Check that every setting has an effect."""
         for mask in ("mask_sequence", "mask_geometric"):
             bounds = getattr(self, mask)
             if bounds and bounds[0] > bounds[1]:

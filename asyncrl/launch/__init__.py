@@ -1,1 +1,1 @@
-"""The launcher: compose, validate, plan, supervise. Never imports torch."""
+"""The launcher: composes, validates, plans and supervises a run. It never imports torch."""

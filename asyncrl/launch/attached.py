@@ -1,4 +1,4 @@
-"""What engines that run already must have been started with (engine.urls)."""
+"""Checks of engines that are already running (engine.urls): the arguments they must have been started with."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ANSWER_SECONDS = 30.0
 
 
 def run_key(config: Config) -> str:
-    """The API key of a run: a new one, or the one that engines were started with."""
+    """Return the API key of a run: a new one, or with engine.urls the one in the environment, if set."""
     return (os.environ.get(KEY) if config.engine.urls else None) or secrets.token_hex(24)
 
 
 def check_attached(config: Config, key: str) -> None:
-    """Ask each of them, where there are engines at all. Raises ConfigError when one does not answer, refuses the key,
-    or was started otherwise."""
+    """Query each attached engine, unless the run is a replay. Raises ConfigError if one does not answer, rejects the
+    API key, or was started with other arguments."""
     for url in config.engine.urls if config.mode != "replay" else ():
         told = _ask(url, "/server_info", key)
         for name, wanted in wanted_of(config).items():
@@ -33,14 +33,14 @@ def check_attached(config: Config, key: str) -> None:
                 flag = " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
                 raise ConfigError(FIELD, url, f"Its {name} is {told.get(name)!r}: start it with {flag}.")
         version = str(_ask(url, "/model_info", key).get("weight_version"))
-        if config.mode == "rollout_only" and not version.isdigit():  # nobody gives it another
+        if config.mode == "rollout_only" and not version.isdigit():  # nobody will assign another version
             remedy = f"Its weight_version is {version!r}, no number: start it with --weight-version 0."
             raise ConfigError(FIELD, url, remedy)
 
 
 def attached_dtype(config: Config, key: str) -> str | None:
-    """Precision that the engines of engine.urls were started with; None where there are none, or they do not tell.
-    Raises ConfigError when they differ from each other or from an explicit engine.dtype."""
+    """Return the precision that the engines of engine.urls were started with; None if there are none, or they do not
+    report it. Raises ConfigError if they differ from each other or from an explicit engine.dtype."""
     found: str | None = None if config.engine.dtype == "auto" else config.engine.dtype
     for url in config.engine.urls if config.mode != "replay" else ():
         dtype = _ask(url, "/server_info", key).get("dtype")
@@ -54,7 +54,7 @@ def attached_dtype(config: Config, key: str) -> str | None:
 
 
 def wanted_of(config: Config) -> dict[str, Any]:
-    """Fields of /server_info that must be so, whoever started it."""
+    """Return the fields of /server_info that every attached engine must have."""
     engine = config.engine
     return {
         "tp_size": engine.tensor_parallel,

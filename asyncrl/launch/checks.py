@@ -1,4 +1,4 @@
-"""What the model, the machine and the task rule out, refused before anything starts."""
+"""Checks of a configuration against the model, the machine and the task, before anything starts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from asyncrl.tasks.scores import rewards
 
 
 def check_model(config: Config, hf: dict[str, Any]) -> None:
-    """Refuse models and layouts that cannot be built; `hf` is the model folder's config.json."""
+    """Refuse models and layouts that cannot be built. `hf` is the model folder's config.json."""
     check_architecture(hf)
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
     trains = [d for d in range(1, heads + 1) if heads % d == 0 and kv_heads % d == 0]
     serves = [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
     for field, degree, allowed in (
         ("trainer", config.trainer.tensor_parallel, trains),
-        ("engine", config.engine.tensor_parallel, serves),  # SGLang repeats key-value heads (weights/engine_layout.py)
+        ("engine", config.engine.tensor_parallel, serves),  # SGLang replicates KV heads (weights/engine_layout.py)
     ):
         if degree not in allowed:
             number, what = (heads, "attention heads") if heads % degree else (kv_heads, "key-value heads")
@@ -46,7 +46,8 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
 
 
 def _check_engine(hf: dict[str, Any]) -> None:
-    """SGLang's qwen3_moe.py builds experts in every layer and drops the weights of others in silence."""
+    """Refuse Qwen3-MoE models with dense layers: SGLang's qwen3_moe.py builds experts in every layer and silently drops
+    the weights of dense ones."""
     dense = hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
     if hf["architectures"][0] == "Qwen3MoeForCausalLM" and dense:
         raise ConfigError(
@@ -55,7 +56,7 @@ def _check_engine(hf: dict[str, Any]) -> None:
 
 
 def _check_layers(trainer: Trainer, layers: int) -> None:
-    """Every pipeline stage, and every chunk of it, holds as many layers as the others."""
+    """Check that the layers can be divided evenly among pipeline stages and their chunks."""
     stages, chunks = trainer.pipeline_parallel, trainer.virtual_pipeline
     if layers % stages:
         raise ConfigError("trainer.pipeline_parallel", stages, f"Must divide the model's {layers} layers.")
@@ -66,7 +67,8 @@ def _check_layers(trainer: Trainer, layers: int) -> None:
 
 
 def _check_features(trainer: Trainer, model: dict[str, Any]) -> None:
-    """Tensor-parallel ranks take even shares of every MLP. (Heads are checked, the vocabulary is padded.)"""
+    """Check that tensor-parallel ranks can divide every MLP evenly. Heads are checked elsewhere, and the vocabulary is
+    padded."""
     if "kv_lora_rank" in model:
         model = {**model, "latent": model["kv_lora_rank"] + model["qk_rope_head_dim"]}
     tensor, expert_tensor = trainer.tensor_parallel, trainer.expert_tensor_parallel or trainer.tensor_parallel
@@ -86,7 +88,7 @@ def _check_features(trainer: Trainer, model: dict[str, Any]) -> None:
 
 
 def _check_experts(trainer: Trainer, experts: int) -> None:
-    """Experts are shared evenly; a model without routed experts has nothing to share."""
+    """Check that the expert parallelism divides the routed experts, and is only set for models that have some."""
     for field, value, off in (
         ("expert_parallel", trainer.expert_parallel, 1),
         ("expert_tensor_parallel", trainer.expert_tensor_parallel, None),
@@ -106,12 +108,13 @@ def _check_experts(trainer: Trainer, experts: int) -> None:
 
 
 CANNOT_TELL_EXPERTS = ("pp_size", "pipeline_parallel_size", "enable_hierarchical_cache", "speculative_algorithm")
-"""SGLang 0.5.21 keeps a token's experts on the rank that chose them, at the place of its KV entry: those of other
-stages are missing, those of an entry that went to host memory and back are another token's, drafts are not counted."""
+"""SGLang settings that are incompatible with R3. SGLang 0.5.21 keeps the experts of a token on the rank that chose
+them, at the location of its KV entry. With pipeline parallelism those of other stages are missing, an entry that was
+moved to host memory and back belongs to another token, and draft tokens are not recorded."""
 
 
 def _check_replay(config: Config, hf: dict[str, Any]) -> None:
-    """Routing replay needs routers, R3 engines that tell what theirs chose."""
+    """Check that routing replay has routers to replay, and for R3 engines that report their routing."""
     replay = config.algo.routing_replay
     if replay == "none":
         return
@@ -154,8 +157,8 @@ def check_devices(config: Config, gpus: int) -> None:
 
 
 def check_files(config: Config) -> list[LocalSandboxes]:
-    """Refuse tasks that cannot be built and a chat template that is not there. Returns what their code would run in,
-    not started yet."""
+    """Refuse tasks that cannot be built and a missing chat template. Return the sandboxes in which their code would
+    run, not yet started."""
     with noted() as sandboxes:
         rewards(config, tasks.build_all(config))
     template = config.model.chat_template
@@ -165,8 +168,8 @@ def check_files(config: Config) -> list[LocalSandboxes]:
 
 
 def check_sandboxes(sandboxes: Sequence[LocalSandboxes]) -> list[Protections]:
-    """What protects this machine from the code that the model writes, each answer once. Raises ConfigError where that
-    is less than is wanted."""
+    """Return how this machine is protected from code that the model writes, without duplicates. Raises ConfigError if
+    the protection is weaker than required."""
 
     async def ask() -> list[Protections]:
         found = []

@@ -1,4 +1,4 @@
-"""Composition of the settings by Hydra: from conf/ and the command line to plain values."""
+"""Composition of the settings with Hydra, from conf/ and the command line to plain values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Composed:
 def compose(conf: Path) -> list[Composed]:
     """Return the settings of every run that sys.argv asks for: several under --multirun, none when Hydra has only
     printed something (--cfg, completion). Raises CompositionError for what Hydra refuses."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, and CompositionError adds field and remedy
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and CompositionError adds field and remedy
     composed: list[tuple[DictConfig, list[str]]] = []
 
     def keep(one: DictConfig) -> None:
@@ -47,7 +47,8 @@ def compose(conf: Path) -> list[Composed]:
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
-    """The settings as values; in parameters what stands in the environment stays a reference (config/secrets.py)."""
+    """Return the settings as plain values. In free-form parameters, values from the environment remain references
+    (config/secrets.py)."""
     for name, resolver in (("oc.env", _marked_env), ("oc.decode", _decoded)):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
     values: Any = _referred(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
@@ -55,11 +56,11 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     return values
 
 
-# -- values of the environment -----------------------------------------------------------------------------
-# Resolved by OmegaConf, a variable's value cannot be told from other text: so it is marked while it is resolved. In
-# parameters a reference takes its place (config/secrets.py), elsewhere the value.
+# -- values from the environment ---------------------------------------------------------------------------
+# Once OmegaConf has resolved a variable, its value is indistinguishable from other text. The resolver therefore marks
+# it. In free-form parameters a reference then replaces the marked text (config/secrets.py), elsewhere the value does.
 
-_BEGIN, _MIDDLE, _END = "\ue000", "\ue001", "\ue002"  # no text of a setting has these
+_BEGIN, _MIDDLE, _END = "\ue000", "\ue001", "\ue002"  # private-use characters, which no setting contains
 _MARKED = re.compile(f"{_BEGIN}([^{_MIDDLE}]*){_MIDDLE}([^{_END}]*){_END}")
 
 
@@ -78,8 +79,8 @@ def _plain(text: str) -> str:
 
 
 def _referred(value: Any, *, parameters: bool = False) -> Any:
-    """Without marks."""
-    from asyncrl.config.secrets import FREE, REFERENCE  # pydantic: once there are settings to validate
+    """Replace marked text by references in free-form parameters, and by the values elsewhere."""
+    from asyncrl.config.secrets import FREE, REFERENCE  # imports pydantic, so only when there are settings to validate
 
     if isinstance(value, dict):
         return {name: _referred(item, parameters=parameters or name in FREE) for name, item in value.items()}
@@ -95,7 +96,7 @@ def _referred(value: Any, *, parameters: bool = False) -> Any:
 
 
 def check_resume(values: dict[str, Any], composed: DictConfig) -> None:
-    """A folder that is named after the moment is another one when the command is given again."""
+    """Refuse resume=auto with a run folder named after the current time: the same command would never find it again."""
     unresolved: Any = OmegaConf.to_container(composed, resolve=False)
     if values.get("resume") == "auto" and "${now:" in str(unresolved["run"]["dir"]):
         remedy = "run.dir is a new folder each time: set run.dir=FOLDER, which the same command finds again."
@@ -107,7 +108,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _spelling(message: str) -> str:
-    """The nearest field to the one that Hydra did not find, and where all are listed."""
+    """Return a hint with the field most similar to the one that Hydra did not find."""
     quoted = re.search(r"'([\w.]+)'", message)
     near = difflib.get_close_matches(quoted[1], reference.field_names(), n=1) if quoted else []
     return (f"Did you mean {near[0]}? " if near else "") + "asyncrl-train --help lists every field and group."

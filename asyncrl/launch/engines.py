@@ -1,17 +1,17 @@
-"""`asyncrl-engines`: engines that join a run which is under way, and leave it.
+"""`asyncrl-engines`: add engines to a running run, remove them, or list them.
 
-    asyncrl-engines add RUN               as many as the GPUs hold, of this machine, or of those of the Slurm job that
-                                          it is given in; ends with the run, or when it is asked to
-    asyncrl-engines add RUN --count 2     so many
-    asyncrl-engines remove RUN URL ...    whoever started them; waits until they have left
-    asyncrl-engines list RUN              who serves, and who leaves
+    asyncrl-engines add RUN               start as many engines as fit the GPUs of this machine, or of the Slurm job in
+                                          which the command is given; ends with the run, or on a signal
+    asyncrl-engines add RUN --count 2     start this many
+    asyncrl-engines remove RUN URL ...    remove engines, whoever started them; waits until they have left
+    asyncrl-engines list RUN              print all engines and their state
 
 RUN is the run's folder, on a file system that all its machines see (docs/engines.md).
 
-waits for     the run's lease (leases.py); once it is asked to stop, the trainer, who lets its engines go
+waits for     the lease of the run (leases.py); after a signal, the trainer, which releases the engines
 deadline      LEASE_SECONDS; LEAVE_SECONDS (launch/restarts.py)
-on death      of an engine: it is started again, as the run's own. Of this command: its engines die with it, and the run
-              goes on with the others
+on death      of an engine: restarts it, like the run's own engines. Of this command: its engines die with it, and the
+              run continues with the others
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from asyncrl.tls import Authority
 from asyncrl.weights.choice import LOOPBACK, choose
 
 PORTS = 32
-"""Of a machine, unless more engines are asked for: each takes two."""
+"""Minimum number of ports to reserve on a machine; each engine takes two."""
 TOLD_SECONDS = 5.0
 
 
 class RunEnded(Exception):
-    """The run that the engines belong to."""
+    """The run to which the engines belong has ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns 0, 1 when something failed, 2 for wrong arguments, 128 + n when signal n stopped it."""
+    """Run the command. Return 0, 1 if something failed, 2 for wrong arguments, 128 + n if signal n stopped it."""
     asked = _parser().parse_args(argv)
     os.umask(0o077)
     try:
@@ -71,16 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(1, error)
     except Stopped as stopped:
         return _told(128 + stopped.number, f"stopped by {stopped} before the run had let its engines go")
-    except KeyboardInterrupt:  # while nothing of ours runs
+    except KeyboardInterrupt:  # while none of our processes runs
         return _told(128 + signal.SIGINT, "stopped by SIGINT")
     return 0
 
 
 class _Run:
-    """One that is under way."""
+    """A run in progress."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError when there is none."""
+        """Open the run. Raises ConfigError if there is none."""
         self.folder = folder.expanduser().absolute()
         if not (self.folder / FILE).is_file():
             raise ConfigError("RUN", str(folder), f"It holds no {FILE}: name the folder of a run that is under way.")
@@ -95,7 +95,7 @@ class _Run:
             raise ConfigError("mode", self.config.mode, remedy)
 
     def lease(self) -> dict[str, object] | None:
-        """The launcher's; None when it has ended, or is another life of the run, with other keys."""
+        """Return the launcher's lease; None if the launcher has ended, or the run was restarted with other keys."""
         told = self.registry.run()
         return told if told and told["run_id"] == self.addresses.run_id else None
 
@@ -104,7 +104,7 @@ class _Run:
 
 
 def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> None:
-    """Start engines, and keep them until the run ends or they have left."""
+    """Start engines, and supervise them until the run ends or they have left."""
     if count is not None and count < 1:
         raise ConfigError("--count", count, "Must be 1 or more; unset, as many as the GPUs hold.")
     word, ports = secrets.token_hex(4), max(PORTS, 2 * (count or 0))
@@ -120,11 +120,11 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
     seats = place_engines(config, nodes, count)
     if cluster.tls:
         Authority(run.folder).sign(seat.url for one in seats for seat in one)
-    mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # so that no sweep takes the run's for ours
+    mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # cleanup must spare the run's own processes
     specs = engines(config, mine, seats, run.folder, label=f"{word}-", seed=int(word[:6], 16))
     keeper = Keeper(run, {one[0].url: one[0].node.name or socket.gethostname() for one in seats})
     if job:
-        ours = [] if job.id == run.job else job.cancelled()  # it may be the run's own
+        ours = [] if job.id == run.job else job.cancelled()  # it may be the run's own job
         lease = run.registry.file_of(keeper.urls[0])
         specs = job.steps(specs, run.folder, mine.run_id, [run.folder, mine.model], lease, ours)
     policy = restart_policy(run.folder, mine, specs, job.has if job else None, f"{word}-")
@@ -141,10 +141,10 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
 
 
 class Keeper:
-    """The leases of engines that were started here, and theirs on the run."""
+    """Maintains the leases of the engines started here, and watches the lease of the run."""
 
     def __init__(self, run: _Run, engines: Mapping[str, str]) -> None:
-        """`engines`: the machine of each, by URL."""
+        """Register the engines and their leases. `engines` maps the URL of each to its machine."""
         self.urls, self._run, self._stopping = list(engines), run, False
         for url in engines:
             run.registry.starts(url)
@@ -152,7 +152,7 @@ class Keeper:
         self._looked_at = time.monotonic()
 
     def each_poll(self) -> None:
-        """Raises RunEnded."""
+        """Renew the leases. Raises RunEnded when the run's lease has ended."""
         for lease in self._leases:
             lease.renew()
         if time.monotonic() - self._looked_at > RENEW_SECONDS:
@@ -161,7 +161,7 @@ class Keeper:
                 raise RunEnded
 
     def asked_to_stop(self, number: int) -> None:
-        """By a signal: have the run let them go. Raises Stopped at the second one."""
+        """Handle a signal: ask the run to release the engines. Raises Stopped at the second signal."""
         if self._stopping:
             raise Stopped(number)
         self._stopping = True
@@ -170,7 +170,7 @@ class Keeper:
             self._run.registry.ask_to_leave(url)
 
     def end(self) -> None:
-        """They are gone."""
+        """End the leases and deregister the engines, once they have stopped."""
         for lease in self._leases:
             lease.end()
         for url in self.urls:
@@ -178,7 +178,7 @@ class Keeper:
 
 
 def check_reach(run: _Run, node: Node) -> None:
-    """Raises ConfigError where new weights or requests could not come to this machine."""
+    """Raise ConfigError if new weights or requests could not reach this machine."""
     config, addresses = run.config, run.addresses
     hosts = {*addresses.trainers, httpx.URL(addresses.router).host}
     local = hosts <= LOOPBACK
@@ -200,7 +200,8 @@ def check_reach(run: _Run, node: Node) -> None:
 
 
 def remove(run: _Run, urls: Sequence[str]) -> None:
-    """Ask engines to leave, and wait until they have. Raises ConfigError for one that is not known."""
+    """Ask engines to leave, and wait until they have. Raises ConfigError for an unknown one, DeadlineExceeded if one
+    does not leave in time."""
     joined, addresses = run.registry.joined(), run.addresses
     known = [*addresses.engines, *addresses.attached, *joined]
     for url in urls:
@@ -220,14 +221,15 @@ def remove(run: _Run, urls: Sequence[str]) -> None:
 
 
 def _has_left(run: _Run, url: str) -> bool:
-    """Nobody of ours stops an attached one: it has left when the trainer says so."""
+    """Return whether an engine has left. An attached one is not stopped by the run: it has left when the trainer says
+    so."""
     if url in run.addresses.attached:
         return run.registry.has_left(url)
     return url not in run.registry.leaving()
 
 
 def listed(run: _Run) -> list[str]:
-    """A line for each engine."""
+    """Return a line for each engine."""
     joined, addresses, leaving = run.registry.joined(), run.addresses, run.registry.leaving()
     kinds = {
         **dict.fromkeys(addresses.engines, "of the run"),

@@ -1,6 +1,7 @@
-"""What the launcher tells before a run begins: how long a step and the run will take on these CPUs.
+"""Estimate of the duration of a step and of the run on CPUs, reported before the run begins.
 
-machine.json in the run folder keeps the choices of dtype and the estimate; the summary compares it with the truth.
+machine.json in the run folder holds the chosen dtypes and the estimate; the summary compares it with the actual
+duration.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from asyncrl.planner.memory import counted
 from asyncrl.tasks import Task
 
 SAMPLED = 4
-"""Questions of each task whose length is measured."""
+"""Number of questions per task whose length is measured."""
 PER_MESSAGE = 5
-"""Tokens that a chat template puts around a message."""
+"""Tokens that a chat template adds to each message."""
 PER_TOKEN = 4
-"""Characters of a token, where there is no tokenizer.json."""
+"""Characters per token, if there is no tokenizer.json."""
 
 
 def forecast(config: Config, folder: Path, hf: dict[str, Any], precision: Precision) -> Estimate | None:
-    """Estimate for one training run; None where a side runs on GPUs, or does not run at all. `folder` is the model's,
-    `hf` its config.json."""
+    """Estimate one training run; None if trainer or engines run on GPUs, or do not run at all. `folder` is the model
+    folder, `hf` its config.json."""
     rates = {choice.part: choice.rates for choice in precision.choices}
     trainer, engine = rates.get("trainer"), rates.get("engine")
     if config.mode != "train" or trainer is None or engine is None:
@@ -51,13 +52,13 @@ def forecast(config: Config, folder: Path, hf: dict[str, Any], precision: Precis
 
 
 def lines(precision: Precision, expected: Estimate | None) -> list[str]:
-    """For the console."""
+    """Return the lines for the console: the dtypes and the estimate."""
     told = [choice.line() for choice in precision.choices]
     return told + ([f"estimate: {summary_of(expected)}"] if expected else [])
 
 
 def summary_of(expected: Estimate) -> str:
-    """The estimate in words."""
+    """Return the estimate in words."""
     return (
         f"{duration(expected.run)} for the run, {duration(expected.step)} a step (trainer "
         f"{duration(expected.trainer)}, engines {duration(expected.engines)}), from the measured speed of this CPU"
@@ -65,7 +66,7 @@ def summary_of(expected: Estimate) -> str:
 
 
 def write(run_dir: Path, precision: Precision, expected: Estimate | None) -> None:
-    """machine.json: the choices with their reasons, and the estimate."""
+    """Write machine.json: the dtypes with their reasons, and the estimate."""
     choices = {choice.part: {"dtype": choice.dtype, "why": choice.why} for choice in precision.choices}
     content = {"dtype": choices, "estimate": asdict(expected) if expected else None}
     partial = run_dir / f"{MACHINE}.{os.getpid()}"
@@ -74,7 +75,7 @@ def write(run_dir: Path, precision: Precision, expected: Estimate | None) -> Non
 
 
 def duration(seconds: float) -> str:
-    """As people say it."""
+    """Format a duration for people to read."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -97,7 +98,8 @@ def _workload(config: Config, folder: Path) -> Workload:
 
 
 def _prompt_tokens(config: Config, folder: Path, built: Mapping[str, Task]) -> tuple[float, float]:
-    """Tokens that the prompts of a task begin with in common, and the further ones of each: means over the tasks."""
+    """Return the number of tokens in the common prefix of a task's prompts, and the number of further tokens per
+    prompt, averaged over the tasks."""
     split = _tokenizer(folder)
     common, further = [], []
     for name, task in built.items():
@@ -115,7 +117,7 @@ def _prompt_tokens(config: Config, folder: Path, built: Mapping[str, Task]) -> t
 
 
 def _tokenizer(folder: Path) -> Callable[[str], list[Any]]:
-    """A function from text to its tokens."""
+    """Return a function that splits text into tokens."""
     if not (folder / "tokenizer.json").is_file():
         return lambda text: [text[start : start + PER_TOKEN] for start in range(0, len(text), PER_TOKEN)]
     from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
-"""Clean up after processes that were killed: their children, their files in shared memory, their temporary files.
+"""Cleanup after killed processes: their children, shared-memory files and temporary files.
 
-The launcher does this at the end of its run. If the launcher itself was killed, the next launcher on this machine does,
-whatever its run: it finds the folder of the dead one (Scratch), whose lock nobody holds any more.
+The launcher does this at the end of its run. If the launcher itself was killed, the next launcher on this machine does
+it, for whichever run: it finds the folder of the dead launcher (Scratch), whose lock is free.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from asyncrl.ports import HOST_TMPDIR
 
 SHARED = Path("/dev/shm")
 OURS = ("torch_", "sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_", "nccl-")
-"""Files that torch, SGLang, multiprocessing and NCCL make for themselves; what else is mapped belongs to somebody."""
+"""Name prefixes of the files that torch, SGLang, multiprocessing and NCCL create; all other mapped files are left
+alone."""
 PREFIX = "asyncrl-run-"
 OWNER, NOTED = "owner", "shared.json"
 START_NOTE_SECONDS, NOTE_SECONDS = 2.0, 60.0
-"""Between two looks at what is mapped: often while processes start, because that is when they map."""
+"""Seconds between two scans of the mapped files: more frequent while processes start, because that is when they map."""
 STARTING_SECONDS = 120.0
-"""How long a process counts as starting."""
+"""Seconds for which a process counts as starting."""
 KILL_SECONDS = 2.0
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """In a child, before its program begins: the kernel sends it this when who started it dies. (An srun must get
-    SIGTERM: one that is killed leaves its step running.)"""
+    """Ask the kernel to send the calling process this signal when its parent dies. Called in a child before its program
+    begins. (An srun must get SIGTERM: a killed srun leaves its step running.)"""
     _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
 def shared_files(leaders: Iterable[int]) -> set[Path]:
-    """Files in shared memory that the living processes of these groups have mapped and would have to remove."""
+    """Return the shared-memory files mapped by the living processes of these groups, which they would have to
+    remove."""
     groups, found = set(leaders), set()
     for pid in _processes():
-        with contextlib.suppress(OSError):  # gone meanwhile, or not ours to read
+        with contextlib.suppress(OSError):  # it has ended, or is not readable for us
             if os.getpgid(pid) in groups:
                 for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                     name = line.partition(f" {SHARED}/")[2]
@@ -57,8 +59,8 @@ def shared_files(leaders: Iterable[int]) -> set[Path]:
 
 
 def sweep(value: str, files: Iterable[Path], variable: str = "ASYNCRL_RUN_ID") -> None:
-    """Kill what left its process group but carries the run's id, or another mark, in its environment (torch's
-    shared-memory manager does, and would wait two seconds for other clients), and remove these files."""
+    """Kill the processes that left their process group but carry the run's id, or another mark, in their environment,
+    and remove these files. (torch's shared-memory manager does so, and would wait two seconds for other clients.)"""
     mark = f"{variable}={value}".encode()
     for pid in carrying(mark):
         with contextlib.suppress(ProcessLookupError):
@@ -75,7 +77,7 @@ def _processes() -> Iterable[int]:
 
 
 def carrying(mark: bytes) -> list[int]:
-    """Living processes, other than this one, whose environment holds the mark."""
+    """Return the living processes, other than this one, whose environment contains the mark."""
     found = []
     for pid in _processes():
         with contextlib.suppress(OSError):
@@ -85,28 +87,28 @@ def carrying(mark: bytes) -> list[int]:
 
 
 class Scratch:
-    """The folder for the temporary files of a run on this machine; its processes have it as their TMPDIR. It also lists
-    their files in shared memory, so that the next launcher can remove them if this one is killed."""
+    """The folder for the temporary files of a run on this machine, set as TMPDIR of its processes. It also records
+    their shared-memory files, so that the next launcher can remove them if this one is killed."""
 
     def __init__(
         self, value: str, variable: str = "ASYNCRL_RUN_ID", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Also remove what killed launchers have left. Code of a model may run as another user, who can enter the
-        folder by its name but cannot list it."""
+        """Create the folder, and remove what killed launchers have left. The model's code may run as another user, who
+        can enter the folder by its name but cannot list it."""
         remove_abandoned()
         self._mark, self._clock = {"variable": variable, "value": value}, clock
         self._noted: set[Path] = set()
         self._started_at = self._noted_at = clock()
         made = Path(tempfile.mkdtemp(prefix=".asyncrl-new-"))
         self._held = os.open(made / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(self._held, fcntl.LOCK_EX)  # until this process is dead, however it dies
+        fcntl.flock(self._held, fcntl.LOCK_EX)  # held until this process dies, however it dies
         jsonl.replace(made / NOTED, {**self._mark, "files": []})
         made.chmod(0o711)
         self.path = made.rename(made.with_name(PREFIX + made.name.removeprefix(".asyncrl-new-")))
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for the processes. Caches that outlive a run stay outside of this folder."""
+        """Return the environment variables for the processes. Caches that outlive a run stay outside of this folder."""
         return {
             "TMPDIR": str(self.path),
             HOST_TMPDIR: os.environ.get(HOST_TMPDIR) or tempfile.gettempdir(),
@@ -114,11 +116,11 @@ class Scratch:
         }
 
     def starts(self) -> None:
-        """Look often for a while: a process is being started."""
+        """Scan frequently for a while, because a process is being started."""
         self._started_at = self._clock()
 
     def note(self, leaders: Iterable[int]) -> None:
-        """Write down which shared-memory files the processes of these groups have mapped, when that is due."""
+        """Record the shared-memory files that the processes of these groups have mapped, if a scan is due."""
         now = self._clock()
         wait = START_NOTE_SECONDS if now - self._started_at < STARTING_SECONDS else NOTE_SECONDS
         if now - self._noted_at < wait:
@@ -127,11 +129,11 @@ class Scratch:
         before = len(self._noted)
         self.see(leaders)
         if len(self._noted) > before:
-            with contextlib.suppress(OSError):  # a full disk: it would be for the dead alone
+            with contextlib.suppress(OSError):  # full disk; the record only matters if this process is killed
                 jsonl.replace(self.path / NOTED, {**self._mark, "files": sorted(map(str, self._noted))})
 
     def see(self, leaders: Iterable[int]) -> None:
-        """Find out what they have mapped now. This must happen before they are stopped."""
+        """Scan the files that these groups have mapped now. Must be called before they are stopped."""
         self._noted |= shared_files(leaders)
 
     def remove(self) -> None:
@@ -142,9 +144,9 @@ class Scratch:
 
 
 def remove_abandoned() -> None:
-    """Remove what launchers of this user left when they were killed: processes, shared memory and folders."""
+    """Remove what killed launchers of this user have left: processes, shared memory and folders."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or being removed by another
+        with contextlib.suppress(OSError):  # another user's, or another process is removing it
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
                 _remove_abandoned(folder)
@@ -153,8 +155,8 @@ def remove_abandoned() -> None:
 def _remove_abandoned(folder: Path) -> None:
     held = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it lives
-        with contextlib.suppress(ValueError, KeyError):  # it was killed while it wrote
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+        with contextlib.suppress(ValueError, KeyError):  # the owner was killed while it wrote
             told = json.loads((folder / NOTED).read_text())
             files = [Path(file) for file in told["files"]]
             ours = [file for file in files if file.parent == SHARED and file.name.startswith(OURS)]

@@ -1,4 +1,4 @@
-"""What this machine offers a run: its address, GPUs, found without torch, and free ports."""
+"""The resources that this machine offers a run: its address, its GPUs (found without torch), and free ports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from asyncrl.launch.placement import Node
 from asyncrl.ports import free_ports
 
 ELSEWHERE = "192.0.2.1"
-"""An address of documentation (RFC 5737): that of no machine, and behind the default route."""
+"""An address reserved for documentation (RFC 5737): no machine has it, and it lies behind the default route."""
 
 
 def count_gpus(configured: int | None) -> int:
-    """GPUs to use: the configured number, or CUDA_VISIBLE_DEVICES, or the device files of the NVIDIA driver."""
+    """Return the number of GPUs to use: as configured, or from CUDA_VISIBLE_DEVICES, or from the NVIDIA driver's device
+    files."""
     if configured is not None:
         return configured
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -28,9 +29,9 @@ def count_gpus(configured: int | None) -> int:
 
 
 def this_node(host: str | None, interface: str | None, gpus: int, ports: int) -> Node:
-    """This machine with so many of its GPUs and free ports. `host` is its address, unset: that of the interface, unset:
-    the one through which it reaches other machines. Raises ConfigError when there is no such interface, AsyncRLError
-    when the address is not of this machine."""
+    """Describe this machine with this many of its GPUs and free ports. `host` is its address; if unset, the address of
+    `interface`, or of the route to other machines. Raises ConfigError if there is no such interface, AsyncRLError if
+    the address does not belong to this machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = visible.split(",")[:gpus] if visible and gpus else [str(number) for number in range(gpus)]
     name = ""
@@ -40,7 +41,7 @@ def this_node(host: str | None, interface: str | None, gpus: int, ports: int) ->
 
 
 def _address(interface: str | None) -> tuple[str, str]:
-    """IPv4 address and interface."""
+    """Return the IPv4 address and its interface."""
     known = {
         name: one.address
         for name, addresses in psutil.net_if_addrs().items()
@@ -52,7 +53,7 @@ def _address(interface: str | None) -> tuple[str, str]:
             raise ConfigError("cluster.interface", interface, f"{socket.gethostname()} has {sorted(known)}: name one.")
         return known[interface], interface
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end, suppress(OSError):
-        end.connect((ELSEWHERE, 9))  # sends nothing: asks the kernel for the way
+        end.connect((ELSEWHERE, 9))  # sends nothing, only asks the kernel for the route
         mine = end.getsockname()[0]
         return mine, next((name for name, address in known.items() if address == mine), "")
     outward = [(address, name) for name, address in known.items() if not address.startswith("127.")]

@@ -1,8 +1,8 @@
 """Entry point of `asyncrl-train`: compose -> validate -> plan -> supervise.
 
-Imports come in the order in which they are needed, because they are most of the time until the first line. `--help`
-needs the standard library alone; Hydra is imported to compose the settings; pydantic, httpx, rich and the rest of the
-launcher (launch/run.py) are imported once there is a run. tests/test_imports.py checks this.
+Imports are deferred until they are needed, because they dominate the time until the first output. `--help` only needs
+the standard library. Hydra is imported to compose the settings; pydantic, httpx, rich and the rest of the launcher
+(launch/run.py) are imported once there is a run. tests/test_imports.py checks this.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "co
 
 
 def main() -> None:
-    """The command. Exits with 0 when done, 1 when a run failed, 2 for a wrong setting, 128 + n after signal n."""
+    """Run the command. Exits with 0 on success, 1 if a run failed, 2 for a wrong setting, PAUSED if a run was asked to
+    stop and can be resumed, 128 + n after signal n."""
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(reference.render(CONF))
         return
     checking = CHECK in sys.argv
-    sys.argv = [word for word in sys.argv if word != CHECK]  # the rest is Hydra's
-    os.umask(0o077)  # what a run writes is its owner's: keys, rollouts, weights (launch/run_folder.py)
+    sys.argv = [word for word in sys.argv if word != CHECK]  # the remaining arguments are for Hydra
+    os.umask(0o077)  # files of a run are private to their owner: keys, rollouts, weights (launch/run_folder.py)
     try:
         from asyncrl.launch.compose import compose
 
@@ -51,7 +52,7 @@ def main() -> None:
         _fail(PAUSED, f"{paused}\nwith checkpoint.every and resume=auto the same command goes on")
     except Stopped as stopped:
         _fail(128 + stopped.number, f"stopped by {stopped}")
-    except KeyboardInterrupt:  # before the supervisor's handlers stand
+    except KeyboardInterrupt:  # before the supervisor has installed its signal handlers
         _fail(128 + signal.SIGINT, "stopped by SIGINT")
 
 

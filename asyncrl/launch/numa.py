@@ -1,6 +1,7 @@
-"""Processors near a process's GPUs: on a machine with several sockets, memory and interrupts of the others are far.
+"""NUMA binding: CPUs near a process's GPUs. On a machine with several sockets, memory and interrupts of the other
+sockets are remote.
 
-Read from what the driver and the kernel tell, without CUDA. Where they tell nothing, nothing is bound.
+The topology is read from the driver and the kernel, without CUDA. If it is unknown, nothing is bound.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ ROOT = Path("/")
 
 
 def near(visible: str, root: Path = ROOT) -> None:
-    """Bind this process to the processors near these GPUs (a value of CUDA_VISIBLE_DEVICES), as far as it may use
+    """Bind this process to the CPUs near these GPUs (a value of CUDA_VISIBLE_DEVICES), as far as it is allowed to use
     them."""
     if wanted := processors(visible, root) & os.sched_getaffinity(0):
         os.sched_setaffinity(0, wanted)
 
 
 def processors(visible: str, root: Path = ROOT) -> set[int]:
-    """Those near the GPUs; none where that is not known."""
+    """Return the CPUs near the GPUs; an empty set if they are unknown."""
     known = _by_bus(root)
     found: set[int] = set()
     for name in filter(None, visible.split(",")):
@@ -32,7 +33,7 @@ def processors(visible: str, root: Path = ROOT) -> set[int]:
 
 
 def _by_bus(root: Path) -> list[tuple[str, str]]:
-    """Bus address and UUID of each GPU, in the order that CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them."""
+    """Return the bus address and UUID of each GPU, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     found = []
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         lines = (folder / "information").read_text().splitlines() if (folder / "information").is_file() else []
@@ -46,7 +47,7 @@ def _of_uuid(name: str, known: list[tuple[str, str]]) -> str:
 
 
 def _numbers(text: str) -> set[int]:
-    """Of a list as the kernel writes it: 0-3,8."""
+    """Parse a list in the kernel's format: 0-3,8."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

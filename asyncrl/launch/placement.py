@@ -1,9 +1,9 @@
-"""Which process runs where: a run's roles on its machines. Pure.
+"""Placement of a run's processes on its machines. Pure.
 
-Trainer ranks fill the first machines, in blocks, so that tensor-parallel neighbours share one. Engines take the GPUs
-that are left, in order; one whose ranks do not fit into a machine takes several whole ones. Router and rollout process
-stand on the first machine, which may be one without GPUs. On machines without GPUs trainers get the first half, engines
-take turns on the others.
+Trainer ranks fill the first machines in blocks, so that tensor-parallel neighbours share a machine. Engines take the
+remaining GPUs in order; an engine whose ranks do not fit on one machine takes several whole ones. Router and rollout
+process run on the first machine, which may be one without GPUs. On machines without GPUs, trainers get the first half,
+and engines are assigned to the others round-robin.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from asyncrl.errors import ConfigError
 class Node:
     """A machine of the run."""
 
-    name: str  # as Slurm calls it; empty where there is one machine
-    address: str  # where its servers listen, and the others find them
-    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
-    ports: tuple[int, ...]  # free a moment ago
-    interface: str = ""  # of the address; empty: collectives find it themselves
+    name: str  # its name in Slurm; empty if the run has only one machine
+    address: str  # address that its servers bind to and others connect to
+    gpus: tuple[str, ...]  # as in CUDA_VISIBLE_DEVICES
+    ports: tuple[int, ...]  # ports that were free when the machine was probed
+    interface: str = ""  # network interface of the address; empty: collectives find it themselves
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of one process."""
+    """The machine, GPUs and ports assigned to one process."""
 
     node: Node
-    gpus: tuple[int, ...] = ()  # its own, by their place among those of the node
+    gpus: tuple[int, ...] = ()  # indices of its GPUs among those of the node
     port: int = 0
-    meeting: int = 0  # port where its ranks find each other, or, of the router, where its metrics are
-    scheme: str = "http"  # https where servers prove to be the run's (tls.py)
+    meeting: int = 0  # rendezvous port of its ranks; for the router, its metrics port
+    scheme: str = "http"  # https if servers authenticate as the run's (tls.py)
 
     @property
     def url(self) -> str:
-        """Of the server there."""
+        """Return the URL of the server."""
         return f"{self.scheme}://{self.node.address}:{self.port}"
 
     @property
     def visible(self) -> str:
-        """CUDA_VISIBLE_DEVICES."""
+        """Return the value of CUDA_VISIBLE_DEVICES."""
         return ",".join(self.node.gpus[place] for place in self.gpus)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The seats of a run."""
+    """The seats of all processes of a run."""
 
     router: Seat
     rollout: Seat
     trainers: list[Seat]  # by rank; `gpus` are those of all ranks on the node
-    engines: list[list[Seat]]  # of each the machines that it spans: the first's server is the engine's
+    engines: list[list[Seat]]  # per engine, one seat for each machine that it spans; the first one's server answers
     teachers: list[Seat] = field(default_factory=list)
     judges: list[Seat] = field(default_factory=list)
 
     def urls(self) -> dict[str, Any]:
-        """Of its servers, as Addresses have them."""
+        """Return the URLs of the servers, as fields of Addresses."""
         return {
             "engines": tuple(seats[0].url for seats in self.engines),
             "router": self.router.url,
@@ -70,18 +70,18 @@ class Placement:
         }
 
     def listening(self) -> list[str]:
-        """The URLs of all seats where something may listen: also those of an engine's further ranks."""
+        """Return the URLs of all seats with a listening process, including those of an engine's further ranks."""
         alone = (self.router, self.rollout, *self.teachers, *self.judges)
         return [seat.url for seat in (*alone, *(seat for seats in self.engines for seat in seats))]
 
     def local_rank(self, rank: int) -> int:
-        """Place of a trainer rank among those of its node."""
+        """Return the local rank of a trainer rank: its index among the ranks of its node."""
         mine = self.trainers[rank].node
         return sum(seat.node == mine for seat in self.trainers[:rank])
 
 
 class _Room:
-    """What is left of a node."""
+    """The unassigned GPUs and ports of a node."""
 
     def __init__(self, node: Node, cluster: Cluster) -> None:
         self.node, self._scheme = node, "https" if cluster.tls else "http"
@@ -95,12 +95,12 @@ class _Room:
 
 
 def ports_wanted(config: Config) -> int:
-    """Free ports of a node that are enough, whatever is placed on it."""
+    """Return the number of free ports that suffices for a node, whatever is placed on it."""
     return 2 * (config.engine.count + config.teacher.started + config.judge.started) + 4
 
 
 def place(config: Config, nodes: Sequence[Node]) -> Placement:
-    """Raises ConfigError when the machines are too few."""
+    """Assign every process of the run to a machine. Raises ConfigError if there are too few machines."""
     rooms = [_Room(node, config.cluster) for node in nodes]
     working = rooms[config.cluster.cpu_nodes :]
     if not working:
@@ -127,8 +127,8 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
 
 
 def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> list[list[Seat]]:
-    """Further engines, on machines of their own; unset, as many as their GPUs hold, or one on each that has none.
-    Raises ConfigError when the machines are too few."""
+    """Place additional engines on machines of their own. Without `count`, place as many as fit the GPUs, or one per
+    machine without GPUs. Raises ConfigError if there are too few machines."""
     each, rooms = len(nodes[0].gpus), [_Room(node, config.cluster) for node in nodes]
     if count is None:
         gpu, ranks = _on_gpu("engine", config.engine, each), config.engine.tensor_parallel
@@ -191,7 +191,7 @@ def _on_gpus(name: str, section: Engine | Frozen, rooms: list[_Room], each: int)
 
 
 def nodes_wanted(config: Config, each: int) -> int:
-    """The fewest machines with `each` GPUs that do."""
+    """Return the smallest number of machines with `each` GPUs that can hold the run."""
     problem: ConfigError | None = None
     fleets = (config.engine, config.teacher, config.judge)
     most = config.trainer.world_size + sum(fleet.tensor_parallel * fleet.count for fleet in fleets) + 1
@@ -207,7 +207,7 @@ def nodes_wanted(config: Config, each: int) -> int:
 
 
 def imagined(config: Config, count: int, each: int) -> list[Node]:
-    """Machines as a job will have them."""
+    """Return placeholders for the machines of a job that has not started."""
     ports = tuple(range(1, 1 + ports_wanted(config)))
     gpus = tuple(str(number) for number in range(each))
     cpu_nodes = config.cluster.cpu_nodes

@@ -1,4 +1,4 @@
-"""What to start: from a configuration and addresses to process specifications. Pure."""
+"""Process specifications of a run, derived from configuration, addresses and placement. Pure."""
 
 from __future__ import annotations
 
@@ -24,42 +24,43 @@ from asyncrl.launch.placement import Placement, Seat
 from asyncrl.tls import signed
 
 PORTS = ("--port", "--nccl-port", "--dist-init-addr", "--prometheus-port")
-"""Arguments that go by the environment: every user of the machine can read a command line, seconds before its process
-listens."""
+"""Arguments that are passed through the environment: every user of the machine can read a command line, seconds before
+its process listens."""
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
-"""The router's HTTP client would take a proxy of the environment for requests to engines, with the run's API key."""
+"""Disables proxies: the router's HTTP client would otherwise use a proxy from the environment for requests to engines,
+which carry the run's API key."""
 ROUTER_PATIENCE = 30.0
-"""Seconds: it computes nothing, but a machine may be busy."""
+"""Seconds that the router may take to answer: it computes nothing, but its machine may be busy."""
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process of the run. `name` is also the name of its log."""
+    """Specification of one process of the run. `name` is also the name of its log."""
 
     name: str
     argv: list[str]
     env: dict[str, str]
-    ends_the_run: bool = False  # its clean exit is the run's success; any other end is a failure
-    restarts: int = 0  # how often it is started again when it dies while the run is under way
-    url: str = ""  # where an engine of the policy listens
-    watch: str = ""  # what is asked to tell whether it hangs
-    patience: float = 0.0  # seconds that it may take to answer
+    ends_the_run: bool = False  # exit code 0 means that the run succeeded; anything else is a failure
+    restarts: int = 0  # maximum number of restarts after it dies during the run
+    url: str = ""  # URL of an engine of the policy
+    watch: str = ""  # URL that is queried to detect a hang
+    patience: float = 0.0  # timeout of that query, in seconds
     stop_signal: int = signal.SIGTERM
-    node: str = ""  # the machine, where there are several
-    step: bool = False  # argv is an srun, which passes signals on, and kills the process at SIGTERM
+    node: str = ""  # its machine, if the run has several
+    step: bool = False  # whether argv is an srun, which forwards signals, and kills the process on SIGTERM
     reports: bool = False  # whether it reports its progress in a file (progress.py)
-    together: str = ""  # processes of one name here live and die together: the ranks of an engine on several machines
+    together: str = ""  # processes with the same value live and die together: ranks of an engine on several machines
 
     @property
     def killed_at_once(self) -> bool:
-        """Whether it is killed without being asked to end, because it holds nothing to save. (At SIGTERM an srun kills
-        its step.)"""
+        """Return whether it is killed without being asked to stop, because it has no state to save. (On SIGTERM an srun
+        kills its step.)"""
         return self.stop_signal == (signal.SIGTERM if self.step else signal.SIGKILL)
 
 
 def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
-    """Engines, those of teacher and judge, router, rollout process, trainer ranks: all started at once, side by
-    side."""
+    """Return the specifications of engines (including those of teacher and judge), router, rollout process and trainer
+    ranks. All are started at once and run concurrently."""
     trainers = _trainers(config, addresses, placement, run_dir)
     if config.mode == "replay":
         again = [_rollout("asyncrl.rollout.reenact", addresses, placement.rollout, run_dir)]
@@ -92,14 +93,15 @@ def _rollout(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> Pr
 
 
 def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
-    """In the trainers' place."""
+    """Return the specification of the collector, which replaces the trainers in mode=rollout_only."""
     argv = [sys.executable, "-m", "asyncrl.collect", str(run_dir)]
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": ""}
     return ProcessSpec("collect", argv, env, ends_the_run=True, node=seat.node.name)
 
 
 def _without_ports(argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    """A command of the wrappers of SGLang or the router, and the part of it that they take from the environment."""
+    """Remove the port arguments from a command of the SGLang or router wrappers. Return the rest, and the environment
+    variable that passes them."""
     places = {place for word in PORTS if word in argv for place in (argv.index(word), argv.index(word) + 1)}
     hidden = [word for place, word in enumerate(argv) if place in places]
     return [word for place, word in enumerate(argv) if place not in places], {ARGUMENTS: shlex.join(hidden)}
@@ -110,7 +112,8 @@ def _restarts(config: Config) -> int:
 
 
 def _shared_env(addresses: Addresses, seat: Seat) -> dict[str, str]:
-    """One thread per process: with more, processes that share cores slow each other down a hundredfold."""
+    """Return the environment of every process. It sets one thread per process: with more, processes that share cores
+    slow each other down a hundredfold."""
     interface = seat.node.interface or ("lo" if seat.node.address.startswith("127.") else "")
     named = dict.fromkeys(INTERFACES, interface) if interface else {}
     return {
@@ -123,27 +126,29 @@ def _shared_env(addresses: Addresses, seat: Seat) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "HF_HUB_OFFLINE": "1",  # everything is local: a hub that cannot be reached must not cost a retry
+        "HF_HUB_OFFLINE": "1",  # everything is local: an unreachable hub must not cost retries
     }
 
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""Through which collectives go; otherwise they ask for this machine's name, which may mean its loopback."""
+"""Variables that set the network interface of collectives; by default they resolve this machine's name, which may be
+its loopback."""
 
-# On CPU glibc gives every large tensor back to the kernel and gets it anew, zeroed, page by page: eight times the cost
-# of a copy into memory that was touched before. This keeps what was freed for the next.
+# On CPU, glibc returns every large tensor to the kernel and allocates it again, zeroed, page by page, at eight times
+# the cost of a copy into memory that was touched before. These settings make it reuse freed memory.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
 
 def engines(
     config: Config, addresses: Addresses, seats_of: list[list[Seat]], run_dir: Path, label: str = "", seed: int = 0
 ) -> list[ProcessSpec]:
-    """Of the policy; the label keeps the names of those apart that are started later."""
+    """Return the specifications of the policy's engines. `label` distinguishes the names of engines that are started
+    later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
-    by_ipc = config.weights.transport == "tensor"  # a handle opens only where the trainer's GPU is seen
+    by_ipc = config.weights.transport == "tensor"  # an IPC handle can only be opened where the trainer's GPU is visible
     for number, seats in enumerate(seats_of):
-        for place, seat in enumerate(seats):  # several: it spans as many machines, of which the first answers
+        for place, seat in enumerate(seats):  # if several: one per machine, of which the first answers
             full = server_argv(
                 config.engine,
                 addresses.model,
@@ -177,7 +182,7 @@ def engines(
                     stop_signal=signal.SIGKILL,
                     restarts=_restarts(config),
                     url="" if place else seat.url,
-                    watch="" if place else f"{seat.url}/server_info",  # its scheduler answers, not the server alone
+                    watch="" if place else f"{seat.url}/server_info",  # answered by its scheduler, not just the server
                     patience=config.weights.timeout,
                     node=seat.node.name,
                     together=name if len(seats) > 1 else "",
@@ -187,7 +192,7 @@ def engines(
 
 
 def _shown(run_dir: Path, url: str) -> dict[str, object]:
-    """SGLang's arguments of a server that proves to be the run's."""
+    """Return the SGLang arguments for TLS, if the run has certificates."""
     files = signed(run_dir, url)
     if not files:
         return {}
@@ -195,14 +200,14 @@ def _shown(run_dir: Path, url: str) -> dict[str, object]:
 
 
 def _spanning(seats: list[Seat], place: int) -> dict[str, object]:
-    """SGLang's arguments of an engine on several machines."""
+    """Return the SGLang arguments of an engine that spans several machines."""
     meeting = f"{seats[0].node.address}:{seats[0].meeting}"
     return {"nnodes": len(seats), "node_rank": place, "dist_init_addr": meeting}
 
 
 def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
-    """Engines of the teacher and of the judge. They are asked directly: neither the router nor the trainer's publishes
-    know them."""
+    """Return the specifications of the teacher's and the judge's engines. They are queried directly: neither the router
+    nor the trainer's publishes include them."""
     specs = []
     for name, section, folder, seats in (
         ("teacher", config.teacher, addresses.teacher, placement.teachers),
@@ -240,14 +245,15 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
 
 
 def _meeting(section: Engine | Frozen, port: int) -> int | None:
-    """Where the ranks of an engine meet; with replicas SGLang wants a port for each of them."""
+    """Return the rendezvous port of an engine's ranks; None with data-parallel replicas, for which SGLang needs a port
+    each."""
     return port if int(section.server_args.get("dp_size") or 1) == 1 else None
 
 
 def _trainers(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
-    """Ranks under torchrun's environment contract.
+    """Return the specifications of the trainer ranks, with torchrun's environment variables.
 
-    The supervisor starts them itself: each has a log and an exit of its own, and no agent stands between.
+    The supervisor starts them itself instead of torchrun, so that each has its own log and exit code.
     """
     gpu = on_gpu(config.trainer, addresses.gpus)
     seats = placement.trainers

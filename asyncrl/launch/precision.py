@@ -1,11 +1,12 @@
-"""`dtype: auto`: which number format trainer, engines, teacher and judge compute in, and how long the run will take.
+"""Resolution of `dtype: auto` for trainer, engines, teacher and judge.
 
-On a GPU it is bfloat16. On a CPU it is what the machines that will run the part multiply faster (asyncrl/probe.py); the
-slowest of them decides, so that all ranks agree. What a run goes on from, or replays, decides before that. The launcher
-writes the result into config.json, which every process reads, and the reasons into machine.json.
+On a GPU it becomes bfloat16. On a CPU it becomes the format with the faster matrix multiplication on the machines that
+will run the part (asyncrl/probe.py); the slowest machine decides, so that all ranks agree. The format of a run that is
+resumed or replayed takes precedence. The launcher writes the result to config.json, which every process reads, and the
+reasons to machine.json.
 
 waits for     the probe of each machine (PROBE_SECONDS)
-on a hang     LaunchError, which names the machine
+on a hang     raises LaunchError, which names the machine
 """
 
 from __future__ import annotations
@@ -29,45 +30,46 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 PARTS = {"trainer": "train", "engine": "generate", "teacher": "generate", "judge": "generate"}
-"""Sections with a dtype, and which of a machine's rates count for them."""
+"""Sections with a dtype, and the kind of measured rate that applies to each."""
 PROBE_SECONDS = 120.0
-"""A cold import of torch from a shared file system takes most of it."""
+"""Timeout of the probe. A cold import of torch from a shared file system takes most of it."""
 SLOW = 1.5
-"""An explicit dtype that takes this many times as long as the other one is warned of."""
+"""Slowdown of an explicit dtype, relative to the other one, from which a warning is given."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The number format of one part."""
+    """The number format of one part, and the reason."""
 
     part: str
     dtype: str
     why: str
     rates: Rates | None = None
-    """Of the slowest of its machines; None on GPUs, and where nothing was measured."""
+    """Rates of the slowest of its machines; None on GPUs, and if nothing was measured."""
     remedy: str = ""
-    """Where an explicit setting is slow: what to do."""
+    """What to do about an explicit dtype that is slow."""
 
     @property
     def field(self) -> str:
-        """The setting."""
+        """Return the name of the setting."""
         return f"{self.part}.dtype"
 
     def line(self) -> str:
-        """For the console."""
+        """Return a line for the console."""
         return f"{self.field} {self.dtype}: {self.why}" + (f". {self.remedy}" if self.remedy else "")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The configuration with every dtype resolved, and why."""
+    """The configuration with every dtype resolved, and the reasons."""
 
     config: Config
     choices: list[Choice] = field(default_factory=list)
 
 
 def used(config: Config, models: Mapping[str, Any]) -> list[str]:
-    """Parts that this run starts and whose model is known; `models` maps part to config.json's values."""
+    """Return the parts that this run starts and whose model is known. `models` maps parts to the contents of
+    config.json."""
     parts = [part for part in ("teacher", "judge") if getattr(config, part).started]
     parts += ["trainer"] if config.mode != "rollout_only" else []
     parts += ["engine"] if config.mode != "replay" else []
@@ -84,9 +86,9 @@ def resolve(
     before: dict[str, Any] | None = None,
     attached: str | None = None,
 ) -> Precision:
-    """Replace every `auto` and say why. `models` maps each part to its model's config.json, `before` is the resolved
-    configuration that this run goes on from or replays, `attached` what engines of engine.urls were started with.
-    Raises LaunchError when a machine cannot be measured."""
+    """Resolve every `auto` and explain the choice. `models` maps each part to its model's config.json, `before` is the
+    resolved configuration of the run that is resumed or replayed, `attached` the dtype of the engines of engine.urls.
+    Raises LaunchError if a machine cannot be measured."""
     parts = used(config, models)
     measured = [part for part in parts if not on_gpu(getattr(config, part), gpus)]
     wanted = {part: (_shape(models[part]), _machines(placement, part)) for part in measured}
@@ -112,12 +114,13 @@ def resolve(
 
 
 def assumed(config: Config, gpus: int) -> Config:
-    """The configuration of a run whose machines cannot be asked yet: bfloat16 on GPUs, float32, the larger, on CPUs."""
+    """Return the configuration of a run whose machines cannot be measured yet: bfloat16 on GPUs and float32, the larger
+    format, on CPUs."""
     return _replaced(config, {}, gpus)
 
 
 def recorded(config: Config, run_dir: Path) -> dict[str, Any] | None:
-    """config.json of the run that this one replays, or, with resume, goes on from; None where there is none."""
+    """Return config.json of the run that is replayed or resumed; None if there is none."""
     if config.mode == "replay":
         folder = config.replay.folder
     elif config.resume == AUTO:
@@ -163,7 +166,8 @@ def _of(rates: Rates, part: str) -> dict[str, float]:
 
 
 def _replaced(config: Config, dtypes: Mapping[str, str], gpus: int) -> Config:
-    """Parts that do not run get what they would most likely have: nothing computes with it."""
+    """Return the configuration with these dtypes. Parts that do not run get their most likely dtype, which has no
+    effect."""
     changes = {}
     for part in PARTS:
         section = getattr(config, part)
@@ -178,7 +182,8 @@ def _shape(hf: dict[str, Any]) -> str:
 
 
 def _machines(placement: Placement, part: str) -> list[str]:
-    """Names of the machines of a part; of engines that others started, those of the trainers: they are not asked."""
+    """Return the machines of a part. Attached engines cannot be probed, so the trainers' machines stand in for
+    theirs."""
     seats: Iterable[Seat] = {
         "trainer": placement.trainers,
         "engine": [seat for engine in placement.engines for seat in engine] or placement.trainers,
@@ -189,7 +194,7 @@ def _machines(placement: Placement, part: str) -> list[str]:
 
 
 def _ask(wanted: Iterable[tuple[str, Sequence[str]]], job: Job | None) -> dict[tuple[str, str], Rates]:
-    """Rates by shape and machine."""
+    """Return the measured rates by shape and machine. Raises LaunchError if a measurement is missing."""
     pairs = list(dict.fromkeys((shape, machine) for shape, machines in wanted for machine in machines))
     if not pairs:
         return {}
@@ -236,7 +241,7 @@ def _run(program: list[str]) -> str:
 
 
 def _parsed(output: str) -> Iterator[tuple[str, str, Rates]]:
-    """Shape, machine and rates of each line; other programs print, too."""
+    """Yield shape, machine and rates from each line of the probe; lines of other programs are ignored."""
     for line in output.splitlines():
         _, mark, text = line.partition(probe.MARK)
         if mark:

@@ -1,13 +1,14 @@
 """The supervisor: owns every process of a run on this machine.
 
-waits for     a death, or a signal to stop
-on a stall    of a process that reports its progress: the run ends, and what each of them was doing is written down
-on death      once the run is under way an engine or the router is started again (launch/restarts.py); any other process
-              that ends otherwise than a finished trainer ends the run: who, where, how, its last lines
-on SIGUSR1    the run is asked to end with a checkpoint (the file STOP, which the trainer looks for)
-always        every process is stopped, in reverse order of need, and what outlives its parent is swept up by the
-              run's id in its environment; nothing is left behind. After SIGKILL of the launcher each child is killed by
-              the kernel, which it has asked for; what children had started is ended when the run goes on
+waits for     the death of a process, or a signal to stop
+on a stall    of a process that reports its progress: writes down what each of them was doing, and ends the run
+on death      restarts an engine or the router, once the run has started (launch/restarts.py). If any other process
+              ends, except a trainer that has finished, ends the run and reports the process, its machine, how it ended
+              and its last lines
+on SIGUSR1    asks the run to end with a checkpoint (by the file STOP, which the trainer polls)
+always        stops every process, clients before servers, and kills processes that outlived their parent, found by the
+              run's id in their environment; nothing is left behind. If the launcher gets SIGKILL, the kernel kills each
+              child, at the child's request; what children have started is killed when the run is resumed
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from asyncrl.progress import DUMP_SIGNAL
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20
-COMPANION_SECONDS = 1.0  # a death drags others along: wait this long to tell the first from the rest
+COMPANION_SECONDS = 1.0  # wait this long after a death, to tell its cause from the deaths that it causes
 PEER_SECONDS = 15.0
-"""In which a process ends that has told others that it failed: it closes what it has open first."""
+"""Seconds within which a process ends after it has reported the failure of a peer: it closes its connections first."""
 STEP_SECONDS = 15.0
-"""In which Slurm kills a step, after its own patience (KillWait)."""
+"""Seconds within which Slurm kills a step, after its own KillWait."""
 
 
 class Supervisor:
-    """Starts the specifications, watches them, and leaves nothing behind."""
+    """Starts the specified processes, watches them, and leaves nothing behind."""
 
     def __init__(
         self,
@@ -56,17 +57,17 @@ class Supervisor:
         on_signal: Callable[[int], None] | None = None,
         stalls: Stalls | None = None,
     ) -> None:
-        """`on_signal` in the place of what signals mean to a run; `stalls` finds processes that make no progress."""
+        """`on_signal` replaces the default handling of signals; `stalls` detects processes that make no progress."""
         self._specs = {spec.name: spec for spec in specs}
         self._run_dir, self._run_id, self._grace = run_dir, run_id, grace
         self._policy = policy or RestartPolicy(run_dir)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._gone: set[str] = set()  # for good: they have left, or were lost with their machines
+        self._gone: set[str] = set()  # stopped for good: they have left, or were lost with their machine
         self._on_signal, self._stalls = on_signal, stalls
 
     def run(self, each_poll: Callable[[], None]) -> None:
-        """Until the trainers have finished, or, where there are none, all have left. Raises ProcessDied, Stopped or
-        Paused; processes are gone in every case."""
+        """Run until the trainers have finished, or, if there are none, until all processes have left. Raises
+        ProcessDied, Stopped or Paused. All processes are gone in every case."""
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_to_stop)
         self._scratch = Scratch(self._run_id)
@@ -90,7 +91,7 @@ class Supervisor:
     def _start(self, name: str) -> None:
         spec = self._specs[name]
         self._scratch.starts()
-        # to a file, not a pipe: children of children may hold it for long
+        # to a file instead of a pipe, which grandchildren may keep open for long
         with self._log(name).open("ab") as log:
             self._children[name] = subprocess.Popen(
                 spec.argv,
@@ -108,7 +109,8 @@ class Supervisor:
             )
 
     def _finished(self) -> bool:
-        """Whether all trainers ended well. Raises ProcessDied at the first other end that is no engine's."""
+        """Handle all deaths since the last call. Return whether the run is over: all trainers ended well, or without
+        trainers, all processes have left. Raises ProcessDied when a process ends that may not be restarted."""
         for name in [*self._policy.given_up(self._specs.values()), *self._policy.hanging()]:
             self._kill(name)
         for name in self._policy.may_stop(spec for name, spec in self._specs.items() if name not in self._gone):
@@ -137,7 +139,7 @@ class Supervisor:
                 raise Paused("ended as it was asked to")
             return True
         for name, code in wrong.items():
-            self._kill(name)  # what is left of its group
+            self._kill(name)  # what is left of its process group
             for mate in self._mates(name) - dead.keys():
                 self._kill(mate)
             if self._policy.may_start_now(self._specs[name], f"{how(code)}; see {self._log(name)}"):
@@ -145,32 +147,33 @@ class Supervisor:
         return False
 
     def _engines(self) -> set[str]:
-        """Of the policy, that are not given up."""
+        """Return the policy's engines that are not given up."""
         return {name for name, spec in self._specs.items() if spec.url} - self._gone
 
     def _give_up(self, name: str, text: str) -> None:
-        """For good, with whoever lives with it."""
+        """Kill a process and those that live and die with it, and never restart them."""
         for mate in self._whole(name):
             self._kill(mate)
         self._gone |= self._whole(name)
         print(f"asyncrl: {text}", file=sys.stderr, flush=True)
 
     def _leaves(self, name: str) -> bool:
-        """Whether it, or the engine that it is a rank of, is asked to leave: whatever ends it then ends it well."""
+        """Return whether the process, or the engine of which it is a rank, is asked to leave. Any exit then counts as
+        leaving."""
         return any(self._policy.leaves(self._specs[mate]) for mate in self._whole(name))
 
     def _whole(self, name: str) -> set[str]:
-        """It, and whoever lives and dies with it."""
+        """Return the process and those that live and die with it."""
         together = self._specs[name].together
         return {name, *(mate for mate, spec in self._specs.items() if together and spec.together == together)}
 
     def _mates(self, name: str) -> set[str]:
-        """Who must die with it: those that have not been started again since they did so last."""
+        """Return the other processes that must die with it: those not yet restarted for this death."""
         times = self._policy.count(name)
         return {mate for mate in self._whole(name) - {name} if self._policy.count(mate) <= times}
 
     def _kill(self, name: str) -> None:
-        """At once. An srun that is killed could not kill its step."""
+        """Kill a process immediately. An srun gets SIGTERM, because a killed srun could not kill its step."""
         if self._specs[name].step:
             _signal(self._children[name], signal.SIGTERM)
         else:
@@ -180,8 +183,8 @@ class Supervisor:
         return self._run_dir / "logs" / f"{name}.log"
 
     def _diagnosis(self, first: dict[str, int]) -> str:
-        """The first to die, killed ones before failed ones, and who followed. Of those that say that another one has
-        failed, that other, if it dies soon."""
+        """Describe the first process that died, killed ones before failed ones, and list those that followed. If the
+        dead processes blame a peer and that peer dies soon, it is described instead."""
         blaming = all(code == PEER_FAILED for code in first.values())
         deadline = time.monotonic() + (PEER_SECONDS if blaming else COMPANION_SECONDS)
         while time.monotonic() < deadline and (not blaming or self._ended().keys() <= first.keys()):
@@ -221,12 +224,13 @@ class Supervisor:
         return stalls.message(stalled, logs)
 
     def _ended(self) -> dict[str, int]:
-        """Exit codes, of those that did not end well."""
+        """Return the exit codes of the processes that did not end well."""
         codes = {name: child.poll() for name, child in self._children.items()}
         return {name: code for name, code in codes.items() if code}
 
     def _first_of(self, name: str, code: int) -> tuple[str, str, Path]:
-        """Who died, how, and its log. A step may be several processes, and its tasks have told of their own ends."""
+        """Return who died, how, and its log. A step may consist of several processes, whose tasks have recorded their
+        ends."""
         if not self._specs[name].step:
             return name, how(code), self._log(name)
         folder = self._run_dir / "slurm" / "steps"
@@ -263,7 +267,7 @@ class Supervisor:
             _signal(child, signal.SIGTERM)
         self._wait(steps, STEP_SECONDS)
         for child in self._children.values():
-            _signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has gone
+            _signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has ended
             child.wait()
         self._scratch.remove()
 
@@ -282,7 +286,8 @@ class Supervisor:
 
 
 def _signal(child: subprocess.Popen[bytes], number: int) -> None:
-    """To itself alone: srun has a child that would die of it. It ignores one that it has had."""
+    """Send a signal to the process alone, not to its group: srun has a child that would die of it. A dead process is
+    ignored."""
     if child.poll() is None:
         child.send_signal(number)
 
@@ -293,5 +298,5 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def how(code: int) -> str:
-    """How a process ended."""
+    """Describe how a process ended."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

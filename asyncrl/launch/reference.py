@@ -1,4 +1,5 @@
-"""`asyncrl-train --help`: fields and their meanings, from the docstrings in asyncrl/config, and the groups in conf/."""
+"""Output of `asyncrl-train --help`: the fields and their meanings, from the docstrings in asyncrl/config, and the
+groups in conf/."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CONFIG = Path(__file__).parents[1] / "config"
-"""Parsed and not imported, so that --help answers without pydantic."""
+"""Folder of the config classes. They are parsed instead of imported, so that --help needs no pydantic."""
 
 USAGE = """\
 asyncrl-train [field=value | group=option] ...
@@ -25,7 +26,7 @@ Trains a language model with asynchronous RL: Megatron trainers and SGLang engin
 
 
 def render(conf: Path) -> str:
-    """The whole help text."""
+    """Return the whole help text."""
     groups = [
         textwrap.fill(
             ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))),
@@ -40,7 +41,7 @@ def render(conf: Path) -> str:
 
 
 def field_names() -> list[str]:
-    """Every field, dotted."""
+    """Return the dotted name of every field."""
     return [line.split()[0] for line in _fields() if line.startswith("  ") and not line.startswith("   ")]
 
 
@@ -74,7 +75,7 @@ def _section(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: st
 
 
 def _name(field: ast.AnnAssign) -> str:
-    """As it is set: some names are words of Python, and have another in the class."""
+    """Return the name by which a field is set: a field whose name is a Python keyword has an alias."""
     for keyword in field.value.keywords if isinstance(field.value, ast.Call) else ():
         if keyword.arg == "alias" and isinstance(keyword.value, ast.Constant):
             return str(keyword.value.value)
@@ -88,7 +89,7 @@ def _field(name: str, kind: str, meaning: str | None) -> Iterator[str]:
 
 
 def docstrings(section: ast.ClassDef) -> dict[str, str]:
-    """The string that stands under each field."""
+    """Return the docstring below each field."""
     found = {}
     for field, below in zip(section.body, section.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):

@@ -1,4 +1,4 @@
-"""mode=replay: that there is a recording, and in which settings the run that made it was another."""
+"""Checks of mode=replay: whether there is a recording, and which settings differ from those of the recorded run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ OTHER_ANYWAY = (
     "cluster",
     "engine",
 )
-"""Settings that a replay does not read, or must have otherwise."""
+"""Settings that a replay does not read, or that have to differ."""
 
 
 def check_recording(config: Config) -> None:
-    """Refuse to replay what was not recorded. Raises RecordError where the recording is damaged."""
+    """Refuse to replay what was not recorded. Raises ConfigError if there is no recording or batch, RecordError if the
+    recording is damaged."""
     for field, named in (("from", config.replay.source), ("compare", config.replay.compare)):
         folder = Path(named).expanduser() if named else None
         if folder and not (folder / "records").is_dir() and not list(folder.glob("*.frames")):
@@ -34,7 +35,7 @@ def check_recording(config: Config) -> None:
             raise ConfigError(f"replay.{field}", named, remedy)
     if config.mode != "replay":
         return
-    from asyncrl.records.reading import Recording  # the launcher of other runs does without pyarrow
+    from asyncrl.records.reading import Recording  # imports pyarrow, which other runs' launchers do without
 
     steps = Recording(config.replay.folder).steps
     if not steps:
@@ -46,14 +47,15 @@ def check_recording(config: Config) -> None:
 
 
 def differences(config: Config) -> list[str]:
-    """field: recorded -> now, for all that matters to training. Empty when the run's config.json is not there."""
+    """Return a line "field: recorded -> now" for each different setting that matters to training. Empty if the recorded
+    run's config.json is missing."""
     if config.mode != "replay" or not (file := config.replay.folder / "config.json").is_file():
         return []
     return differing(json.loads(file.read_text()), config)
 
 
 def differing(before: dict[str, Any], config: Config) -> list[str]:
-    """field: before -> now, for all that matters to training."""
+    """Return a line "field: before -> now" for each different setting that matters to training."""
     then, now = _flat(before), _flat(json.loads(config.model_dump_json()))
     return [
         f"{name}: {then.get(name)} -> {now.get(name)}"

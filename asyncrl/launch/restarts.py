@@ -1,16 +1,17 @@
-"""The restart policy: which processes are started again when they die, and what must happen first.
+"""The restart policy: which processes are restarted when they die, and what must happen first.
 
-An engine that died loses its weights, but its address may be known to the router, which would send it requests as soon
-as it answers again. So the router forgets it first; the trainer finds it (Fleet.reconcile), sends it all weights, and
-has the router know it again. An engine that the trainer has given up (it hangs, or holds wrong weights) is killed, and
-then it died like any other. So is an engine or a router that lives and does not answer (launch/watch.py), whatever the
-trainer does meanwhile. A router that was started again learns from the trainer who serves.
+An engine that dies loses its weights, but the router may still know its address and would send it requests as soon as
+it answers again. The router is therefore told to forget it first. Then the trainer finds the restarted engine
+(Fleet.reconcile), sends it all weights, and registers it with the router. An engine that the trainer has given up (it
+hangs, or holds wrong weights) is killed and restarted in the same way. So is an engine or a router that is alive but
+does not answer (launch/watch.py), whatever the trainer is doing. A restarted router learns from the trainer which
+engines serve.
 
-An engine may be asked to leave (asyncrl-engines remove). It is stopped once the trainer has let it go, and not started
-again.
+An engine may be asked to leave (asyncrl-engines remove). It is stopped once the trainer has released it, and not
+restarted.
 
-In a job a machine may fail. What was started there and has not begun is tried again, until Slurm has taken the machine
-out of the job; an engine that was there is lost then, and the run goes on with the others.
+In a Slurm job a machine may fail. A process that could not be started there is retried until Slurm has removed the
+machine from the job. An engine that was there is then lost, and the run continues with the others.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.launch.watch import Watch
 
 FORGET_SECONDS = 5.0
-"""For the router's answer about an engine that died."""
+"""Timeout of the router's response when it is told to forget a dead engine."""
 RETRY_SECONDS = 10.0
-"""Between two tries to start a process on a machine that does not answer."""
+"""Seconds between two attempts to start a process on a machine that does not answer."""
 LOOK_SECONDS = 1.0
-"""Between two looks for engines that are asked to leave: the folder may be on a file system that many share."""
+"""Seconds between two checks for engines that are asked to leave: the folder may be on a widely shared file system."""
 LEAVE_SECONDS = 600.0
-"""For which an engine that is asked to leave waits for the trainer, who may be in the middle of a long step."""
+"""Maximum seconds that a leaving engine waits for the trainer, which may be in the middle of a long step."""
 
 
 class RestartPolicy:
-    """The restarts of one run; `forget` makes the router forget an engine, or raises EngineError; `watches` by name;
-    `has_machine` tells whether a machine of a job is still the job's. `newcomers`: a word that no other launcher has,
-    where the engines come to a run that is under way, and need its weights from the first."""
+    """The restarts of one run. `forget` makes the router forget an engine, or raises EngineError; `watches` are by
+    process name; `has_machine` tells whether a machine still belongs to the job. `newcomers` is a word unique to this
+    launcher if its engines join a run in progress, and need its weights from the start."""
 
     def __init__(
         self,
@@ -66,42 +67,44 @@ class RestartPolicy:
         self._looked_at = -LOOK_SECONDS
 
     def count(self, name: str) -> int:
-        """How often a process was started again."""
+        """Return how often a process was restarted."""
         return self._restarts[name]
 
     def allows(self, spec: ProcessSpec) -> bool:
-        """Whether it may be started (once more). A process that dies before all were up has a fault of its own."""
+        """Return whether the process may be restarted once more. A process that dies before all were up is faulty
+        itself."""
         return self._restarts[spec.name] < spec.restarts and (self._run_dir / READY).exists()
 
     def lost(self, spec: ProcessSpec) -> bool:
-        """Whether its machine is gone for good. Asked of one that died, and seldom: Slurm answers."""
+        """Return whether the machine of a dead process has left the job. Queries Slurm, and does so rarely."""
         if not (spec.step and spec.restarts) or self._began(spec.name) or not self._due(spec.name):
             return False
         return not self._has_machine(spec.node)
 
     def _began(self, name: str) -> bool:
-        """Whether the process itself had begun when its step ended."""
+        """Return whether the process itself had started when its step ended."""
         return begin_file(self._run_dir / "slurm" / "steps", name).exists()
 
     def _due(self, name: str) -> bool:
         return time.monotonic() - self._tried.get(name, -RETRY_SECONDS) >= RETRY_SECONDS
 
     def may_start_now(self, spec: ProcessSpec, how: str) -> bool:
-        """Tell of a death once, and count the restart when it may happen now; else to be asked again."""
+        """Report a death once. Return whether the process may be restarted now, and count the restart; if not, ask
+        again later."""
         if spec.name not in self._announced:
             self._announced.add(spec.name)
             print(f"asyncrl: {spec.name} died ({how}); it is started again", file=sys.stderr, flush=True)
         try:
             if spec.url:
                 self._forget(spec.url)
-        except EngineError:  # the router is gone, too: a new one knows no engines
+        except EngineError:  # the router is dead as well, and a new one knows no engines
             return False
         if spec.step:
             if not self._due(spec.name):
                 return False
             self._tried[spec.name] = time.monotonic()
         self._announced.discard(spec.name)
-        if not spec.step or self._began(spec.name):  # else nothing has died: its machine does not answer
+        if not spec.step or self._began(spec.name):  # otherwise nothing has died: its machine does not answer
             self._restarts[spec.name] += 1
         for note in (begin_file, end_file):
             note(self._run_dir / "slurm" / "steps", spec.name).unlink(missing_ok=True)
@@ -110,7 +113,8 @@ class RestartPolicy:
         return True
 
     def given_up(self, specs: Iterable[ProcessSpec]) -> list[str]:
-        """Engines that the trainer has given up since the last call, and that were not started again meanwhile."""
+        """Return the engines that the trainer has given up since the last call, and that have not been restarted
+        since."""
         by_url = {spec.url: spec for spec in specs if spec.url}
         found = []
         for note in self._notes():
@@ -120,7 +124,7 @@ class RestartPolicy:
         return found
 
     def hanging(self) -> list[str]:
-        """Processes that do not answer, since the last call; while a run starts, they may take their time."""
+        """Return the processes found to hang since the last call; none while the run is starting."""
         if not (self._run_dir / READY).exists():
             return []
         found = [name for name, watch in self._watches.items() if watch.hangs()]
@@ -130,16 +134,16 @@ class RestartPolicy:
         return found
 
     def incarnation(self, name: str) -> str:
-        """What the process is told of its life; nothing in the first."""
+        """Return the incarnation that the process is told; "" for the first one."""
         restarts = self._restarts[name]
         return f"{RESTARTED}{self._newcomers}{restarts}" if restarts or self._newcomers else ""
 
     def leaves(self, spec: ProcessSpec) -> bool:
-        """Whether it is asked to."""
+        """Return whether it is asked to leave."""
         return spec.name in self._asked_at
 
     def may_stop(self, specs: Iterable[ProcessSpec]) -> list[str]:
-        """Engines that are asked to leave, and that the trainer has let go, or has not in so long."""
+        """Return the engines that are asked to leave and that the trainer has released, or has not released in time."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_SECONDS:
             return []
@@ -154,7 +158,7 @@ class RestartPolicy:
         return found
 
     def stopped(self, spec: ProcessSpec) -> None:
-        """It has left."""
+        """Record that an engine has left."""
         self._registry.stopped(spec.url)
 
 
@@ -165,9 +169,9 @@ def restart_policy(
     has_machine: Callable[[str], bool] | None = None,
     newcomers: str = "",
 ) -> RestartPolicy:
-    """That of these processes, with the router and watches of a run that is about to be under way."""
+    """Return the restart policy of these processes, with the router and the watches of a run that is about to start."""
 
-    def forget(url: str) -> None:  # makes its HTTP client when an engine has died: a run need not wait for it to start
+    def forget(url: str) -> None:  # creates its HTTP client late, so that a run need not wait for it to start
         Workers(addresses.router, addresses.access, FORGET_SECONDS).remove(url)
 
     watches = {spec.name: Watch(spec.watch, addresses.access, spec.patience) for spec in specs if spec.watch}

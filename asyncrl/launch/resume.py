@@ -1,4 +1,4 @@
-"""resume=auto|PATH: which checkpoint a run goes on from, whether it may, and what of the run folder is rolled back."""
+"""resume=auto|PATH: choice of the checkpoint, checks of its compatibility, and rollback of the run folder."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from asyncrl.launch.replay import differing
 
 ROLLED_BACK, LOCK = "rolled_back", "lock"
 FOLLOWED = {"metrics.jsonl": "version", "eval.jsonl": "version_max"}
-"""Files whose lines belong to versions, and the field that says to which."""
+"""Files whose lines belong to versions, and the field that holds the version."""
 MUST_STAY = ("run.seed", "rollout.batch_groups", "rollout.max_staleness", "rollout.effective_lead", "eval.questions")
-"""The groups under way were admitted, and their prompts drawn, under these."""
+"""Settings that must not change, because the groups in flight were admitted, and their prompts drawn, under them."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint that is whole."""
+    """A complete checkpoint to resume from."""
 
     folder: Path
     manifest: Manifest
 
     @property
     def version(self) -> int:
-        """That every engine served."""
+        """Return its version, which every engine served."""
         return self.manifest.version
 
     @property
     def run_dir(self) -> Path | None:
-        """Of the run that wrote it; None where the checkpoint was moved."""
+        """Return the folder of the run that wrote it; None if the checkpoint was moved."""
         return self.folder.parent.parent if self.folder.parent.name == FOLDER else None
 
 
 def choose(config: Config, run_dir: Path) -> Resume | None:
-    """The checkpoint to go on from; None where the run begins. Raises ConfigError where one was named and there is
-    none, RecordError where the one that was named is damaged."""
+    """Return the checkpoint to resume from; None if the run starts fresh. Raises ConfigError if a named one does not
+    exist, or does not fit the settings; RecordError if it is damaged, or if none in the run folder is complete."""
     if config.resume is None:
         return None
     if config.resume == "auto":
@@ -71,7 +71,7 @@ def choose(config: Config, run_dir: Path) -> Resume | None:
 
 
 def _check(config: Config, resume: Resume) -> None:
-    """Whether these settings can go on from it."""
+    """Check that the checkpoint can be resumed with these settings."""
     if config.mode == "replay":
         return
     if manifest.ROLLOUT not in resume.manifest.files:
@@ -91,7 +91,8 @@ def _check(config: Config, resume: Resume) -> None:
 
 
 def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None:
-    """Why there is nothing left to do in the run's own folder, or None: it ended, and is asked for nothing more."""
+    """Return why a run in its own folder is finished: it has ended, and nothing more is requested. None if there is
+    work left."""
     summary = run_dir / "summary.json"
     if not summary.exists():
         return None
@@ -103,31 +104,31 @@ def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None
 
 
 def made_progress(run_dir: Path, origin: Resume | None) -> bool:
-    """Whether the run that has just ended wrote a checkpoint."""
+    """Return whether the run that has just ended wrote a checkpoint."""
     return max(Shelf(run_dir).versions(), default=-1) > (origin.version if origin else -1)
 
 
 def check_apart(run_dir: Path, resume: Resume | None) -> None:
-    """Refuse to empty the folder that holds the checkpoint which a new run in it would go on from."""
+    """Refuse to empty a folder that holds the checkpoint to resume from."""
     if resume and run_dir in resume.folder.parents:
         raise ConfigError("resume", str(resume.folder), "It lies in run.dir: set resume=auto, or another run.dir.")
 
 
 def changes(config: Config, resume: Resume | None) -> list[str]:
-    """field: before -> now."""
+    """Return a line "field: before -> now" for each setting that differs from the checkpoint's."""
     return differing(resume.manifest.config, config) if resume else []
 
 
 def roll_back(run_dir: Path, resume: Resume | None) -> None:
-    """Make the run folder what it was at the checkpoint; what came after it is kept aside. A run that goes on in a
-    folder of its own gets the lines before the checkpoint. The folder is locked: whoever worked in it is dead."""
+    """Restore the run folder to its state at the checkpoint, and move everything later aside. A run that resumes in a
+    folder of its own gets the lines before the checkpoint. The folder is locked, so nobody is working in it."""
     _end_leftovers(run_dir)
     version = resume.version if resume else -1
     source = resume.run_dir if resume else run_dir
     aside = run_dir / ROLLED_BACK / f"{len(list((run_dir / ROLLED_BACK).glob('*'))):04d}"
     aside.mkdir(parents=True)
     for name, field in FOLLOWED.items():
-        lines = Tail(source / name)() if source else []  # whole ones: the last may have been cut short
+        lines = Tail(source / name)() if source else []  # only complete lines: the last one may be truncated
         kept = [line for line in lines if line[field] <= version]
         if source == run_dir:
             _write(aside / name, [line for line in lines if line[field] > version])
@@ -135,25 +136,26 @@ def roll_back(run_dir: Path, resume: Resume | None) -> None:
     for name in (LOST, "summary.json"):
         if (run_dir / name).exists():
             (run_dir / name).rename(aside / name)
-    if (run_dir / "config.json").exists():  # it stays: without it the folder has no run to go on with
+    if (run_dir / "config.json").exists():  # a copy: without it the folder has no run to resume
         shutil.copy(run_dir / "config.json", aside)
     (run_dir / READY).unlink(missing_ok=True)
     shutil.rmtree(run_dir / "weights", ignore_errors=True)  # buckets of the disk transport
     for path in Shelf(run_dir).folder.glob("[0-9]*"):
         if int(path.name) > version and (path / manifest.NAME).exists():
-            path.rename(aside / f"checkpoint-{path.name}")  # damaged: it was refused
+            path.rename(aside / f"checkpoint-{path.name}")  # damaged: it was rejected
         elif int(path.name) > version:
-            Shelf(run_dir).remove(path)  # cut short
+            Shelf(run_dir).remove(path)  # incomplete
 
 
 def _end_leftovers(run_dir: Path) -> None:
-    """Programs that environments and agents had started: a launcher that was killed could not end those."""
-    with suppress(OSError, ValueError, KeyError):  # there is none, or it was cut short
+    """Kill programs that environments and agents had started, which a killed launcher could not do."""
+    with suppress(OSError, ValueError, KeyError):  # there is no such file, or it is truncated
         sweep(json.loads((run_dir / FILE).read_text())["run_id"], ())
 
 
 def lock(run_dir: Path) -> int:
-    """Keep every other launcher out of the folder until this one ends. Raises ConfigError when one is at work there."""
+    """Keep every other launcher out of the folder until this one ends. Raises ConfigError if another one is running
+    there."""
     descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

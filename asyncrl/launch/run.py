@@ -1,4 +1,5 @@
-"""What `asyncrl-train` does with composed settings: validates them, and checks, submits or supervises the runs."""
+"""Implementation of `asyncrl-train` after composition: validates the settings, and checks, submits or supervises the
+runs."""
 
 from __future__ import annotations
 
@@ -39,12 +40,13 @@ if TYPE_CHECKING:
 
 
 def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
-    """Validate the settings of each run; with its arguments. Raises ConfigError."""
+    """Validate the settings of each run, and return them with its arguments. Raises ConfigError."""
     return [(configuration.load(one.values), one.overrides) for one in composed]
 
 
 def check(composed: list[tuple[Config, list[str]]]) -> int:
-    """--check: print what would be wrong with these runs, and start nothing. Returns 1 if one would fail, else 0."""
+    """Implement --check: print the problems of these runs without starting anything. Return 1 if one would fail, else
+    0."""
     from asyncrl.launch.preflight.findings import failed, rendered
     from asyncrl.launch.preflight.questions import check_questions
     from asyncrl.launch.preflight.run import preflight
@@ -63,15 +65,15 @@ def check(composed: list[tuple[Config, list[str]]]) -> int:
 
 
 def _folders(composed: list[tuple[Config, list[str]]]) -> list[Path]:
-    """Of the runs; several have a number each."""
+    """Return the folders of the runs; several runs get numbered subfolders."""
     folders = [Path(config.run.dir).expanduser().absolute() for config, _ in composed]
     return [folder / str(number) for number, folder in enumerate(folders)] if len(folders) > 1 else folders
 
 
 def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
-    """Run one configuration, or several one after the other (--multirun), or submit them as a job. `began` is the
-    moment of the command."""
-    signal.signal(signal.SIGUSR1, _not_begun)  # until the supervisor's handlers stand
+    """Run one configuration, or several sequentially (--multirun), or submit them as a job. `began` is the time of the
+    command."""
+    signal.signal(signal.SIGUSR1, _not_begun)  # until the supervisor installs its handlers
     first, folders = composed[0][0], _folders(composed)
     if first.cluster.launcher == "slurm":
         from asyncrl.launch.slurm.job import Job
@@ -97,7 +99,7 @@ def _not_begun(number: int, _: object) -> None:
 
 
 def launch(config: Config, run_dir: Path, began: float) -> None:
-    """Run one configuration to its end, on this machine or on those of the job; `began`: the moment of the command."""
+    """Run one configuration to its end, on this machine or on those of the job. `began` is the time of the command."""
     from asyncrl.models import catalog
 
     job = _job(config)
@@ -138,7 +140,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     goes_on = config.resume == "auto" and run_folder.is_run(run_dir) and (run_dir / "config.json").is_file()
     if not goes_on:
         resume.check_apart(run_dir, origin)
-        run_folder.prepare(config, run_dir)  # last: a refused run must not empty a folder
+        run_folder.prepare(config, run_dir)  # last, because a refused run must not empty a folder
     run_folder.take(run_dir)
     held = resume.lock(run_dir)
     if goes_on and (reason := resume.finished(config, run_dir, origin)):
@@ -187,7 +189,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     except ProcessDied as error:
         if not (config.cluster.requeues and resume.made_progress(run_dir, origin)):
             raise
-        raise Paused(str(error)) from None  # a fault that comes again at once is no machine's
+        raise Paused(str(error)) from None  # without progress it is no machine failure
     finally:
         if job:
             job.end_steps(addresses.run_id)
@@ -201,7 +203,7 @@ def _model_config(folder: Path) -> dict[str, Any]:
 
 
 def _model_configs(model: Path, teacher: Path | None, judge: Path | None) -> dict[str, dict[str, Any]]:
-    """config.json of the model that each part of the run computes with."""
+    """Return config.json of the model of each part of the run."""
     folders = {"trainer": model, "engine": model, "teacher": teacher, "judge": judge}
     return {part: _model_config(folder) for part, folder in folders.items() if folder}
 
@@ -215,13 +217,13 @@ def supervise(
     console: Console,
     stalls: Stalls | None,
 ) -> None:
-    """From the first process to the last. Raises as Supervisor.run does."""
+    """Start the processes and supervise them until all have ended. Raises the same errors as Supervisor.run."""
     policy = restart_policy(run_dir, addresses, specs, job.has if job else None)
     registry = Registry(run_dir)
     registry.clear()
     facts = {"run_id": addresses.run_id, "host": socket.gethostname(), "job": job.id if job else ""}
     lease = registry.lease_of_run(**facts)
-    lease.renew()  # before anything is started that would miss it
+    lease.renew()  # before any process starts that would miss it
 
     def each_poll() -> None:
         lease.renew()
@@ -234,7 +236,7 @@ def supervise(
 
 
 def _job(config: Config) -> Job | None:
-    """The Slurm job of a run; None when it is on this machine alone, or the job has yet to be submitted."""
+    """Return the Slurm job of a run; None if it runs only on this machine, or the job has not been submitted."""
     if config.cluster.launcher != "slurm":
         return None
     from asyncrl.launch.slurm.job import Job

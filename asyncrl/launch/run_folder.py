@@ -1,7 +1,7 @@
-"""The run folder: it is its owner's alone, known by a mark of ours, and emptied only when that is asked for.
+"""The run folder: private to its owner, identified by a marker file, and emptied only on request.
 
-Whatever a run or its user reads must not lie in a folder that is emptied, and a `config.json` says nothing: every model
-folder has one.
+Inputs of a run must not lie in a folder that is emptied. A `config.json` does not identify a run folder, since every
+model folder has one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from asyncrl.launch import resume
 
 MARK = ".asyncrl-run"
 AT_ONCE = {"logs", "slurm", resume.LOCK, MARK}
-"""What a launcher makes first: one that was killed at once leaves these alone."""
+"""What a launcher creates first; a launcher killed early leaves nothing else."""
 OUTPUTS = ("run.dir", "weights.folder")
-"""Settings that name what a run writes."""
+"""Settings that name outputs of a run."""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has begun in it."""
+    """Return whether a run has started in the folder."""
     return (folder / MARK).is_file()
 
 
 def prepare(config: Config, run_dir: Path) -> None:
-    """A run never writes into another's folder, and never empties one that is not a run's, or holds what it reads."""
+    """Check that the run may use this folder, and empty it if run.overwrite is set. A folder is never emptied if it is
+    not a run's, if a run is in progress there, or if it holds inputs of this run. Raises ConfigError."""
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError("run.dir", str(run_dir), "This is a file: name a folder.")
     if not run_dir.exists() or {path.name for path in run_dir.iterdir()} <= AT_ONCE:
@@ -42,12 +43,12 @@ def prepare(config: Config, run_dir: Path) -> None:
         remedy = f"{run_dir} has no {MARK}, and so is no run's: empty it yourself if that is meant."
         raise ConfigError("run.overwrite", True, remedy)
     _check_apart(config, run_dir)
-    os.close(resume.lock(run_dir))  # a run may be at work in it
+    os.close(resume.lock(run_dir))  # a run may be in progress there
     shutil.rmtree(run_dir)
 
 
 def take(run_dir: Path) -> None:
-    """Make it, mark it, and close it to everybody else. Raises ConfigError where it is another user's."""
+    """Create the folder, mark it, and make it private. Raises ConfigError if it belongs to another user."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     try:
         run_dir.chmod(0o700)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT)
 PROBE = 64 << 10
-"""Bytes."""
+"""Bytes written to test a folder."""
 
 
 def full(folders: Iterable[Path]) -> list[str]:

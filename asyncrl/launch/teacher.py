@@ -1,4 +1,4 @@
-"""What rules a teacher out: it must read the same token ids as the policy, and whole episodes of it."""
+"""Check of the teacher: it must have the policy's token ids, and a context for whole episodes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asyncrl.errors import ConfigError
 
 FIELD = "teacher.model"
 NAMED = 3
-"""Tokens that differ, of which so many are named."""
+"""Number of differing tokens to show in the error."""
 
 
 def check_teacher(config: Config, model: Path, teacher: Path) -> None:
-    """Refuse a teacher that cannot score the policy's episodes; both are HF folders. Token ids alone travel, so every
-    id must mean the same token to both; merges, templates and the ids that end an answer may differ (a base model may
-    learn from its instruct version)."""
+    """Refuse a teacher that cannot score the policy's episodes; both are HF folders. Only token ids are sent, so every
+    id must mean the same token to both. Merges, templates and end-of-sequence ids may differ (a base model may be
+    distilled from its instruct version)."""
     mine, its = _config(model), _config(teacher)
     _check_vocabulary(str(config.teacher.model), model, teacher)
     for what, name, own, theirs in (
@@ -34,13 +34,13 @@ def check_teacher(config: Config, model: Path, teacher: Path) -> None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Of its language model: engines serve more kinds of models than the trainer trains."""
+    """Return the config of the language model: engines serve more kinds of models than the trainer trains."""
     hf: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return {**hf, **(hf.get("text_config") or {})}
 
 
 def _contexts(config: Config, mine: dict[str, Any], its: dict[str, Any]) -> tuple[int, int]:
-    """Tokens that the engines of the policy, and of the teacher, take."""
+    """Return the context lengths of the policy's and the teacher's engines, in tokens."""
     own, other = (
         int(section.server_args.get("context_length") or hf["max_position_embeddings"])
         for section, hf in ((config.engine, mine), (config.teacher, its))
@@ -65,7 +65,7 @@ def _check_vocabulary(named: str, model: Path, teacher: Path) -> None:
 
 
 def _tokens(folder: Path) -> dict[int, str] | None:
-    """What every id of a tokenizer.json stands for, special tokens included; None where there is no such file."""
+    """Return the token of every id in tokenizer.json, including special tokens; None if there is no such file."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None

@@ -1,7 +1,8 @@
-"""Servers that live and do not answer: an engine or a router that was stopped, or waits for something for ever.
+"""Detection of servers that are alive but do not answer: an engine or a router that was stopped, or waits forever.
 
-Asked from the supervisor's loop, which must not wait, nor have threads beside its forks: so by a socket that does not
-block. Who refuses or resets the connection is dead, or not up yet: the supervisor sees that by itself.
+The queries are sent from the supervisor's loop, which must neither block nor run threads alongside its forks, so they
+use a non-blocking socket. A server that refuses or resets the connection is dead or not up yet, which the supervisor
+detects itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ EVERY_SECONDS = 5.0
 
 
 class Watch:
-    """One server, asked every few seconds; it hangs when it has not begun to answer for `patience` seconds."""
+    """Watches one server with a query every few seconds. It hangs if it has not begun to answer after `patience`
+    seconds."""
 
     def __init__(self, url: str, access: Access, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
         address = urlsplit(url)
@@ -35,7 +37,8 @@ class Watch:
         self._asked_at, self._connected, self._sent = clock(), False, False
 
     def hangs(self) -> bool:
-        """Ask when it is time, look for an answer otherwise; to be called again and again."""
+        """Return whether the server hangs. Sends a query when one is due, otherwise looks for the answer; call it
+        repeatedly."""
         waited = self._clock() - self._asked_at
         if self._socket is None:
             if waited >= EVERY_SECONDS:
@@ -47,7 +50,7 @@ class Watch:
         return waited > self._patience
 
     def forget(self) -> None:
-        """The question under way, if any: it was answered, or the server is another process now."""
+        """Drop the pending query, if any: it was answered, or the server is a new process."""
         if self._socket:
             self._socket.close()
         self._socket, self._asked_at = None, self._clock()
@@ -59,7 +62,7 @@ class Watch:
         self._socket.connect_ex((self._host, self._port))
 
     def _heard(self) -> bool:
-        """Whether an answer has begun, or there is nobody to give one."""
+        """Return whether an answer has begun, or there is nobody left to answer."""
         assert self._socket
         try:
             if not self._connected and not self._connect(self._socket):
@@ -77,7 +80,7 @@ class Watch:
         return True
 
     def _connect(self, connection: socket.socket) -> bool:
-        """Whether it is there by now. Raises OSError when it was refused."""
+        """Return whether the connection is established. Raises OSError if it was refused."""
         if failed := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(failed, os.strerror(failed))
         _, writable, _ = select.select([], [connection], [], 0)

@@ -1,1 +1,1 @@
-"""Figures: spans and step records, their sinks, and the console that shows them."""
+"""Metrics: spans and step records, their sinks, and the console that displays them."""

@@ -1,4 +1,4 @@
-"""What the user sees: one line per step, followed from metrics.jsonl, and the summary at the end."""
+"""Terminal output of a run: one line per step, read from metrics.jsonl, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from asyncrl.terminal import visible
 
 
 class Console:
-    """Follows a run's files. The launcher calls `follow` at every poll."""
+    """Follows the metric files of a run and prints new records. The launcher calls `follow` at every poll."""
 
     def __init__(self, config: Config, run_dir: Path, out: rich.console.Console | None = None) -> None:
         self._config, self._run_dir = config, run_dir
         self._out = out or rich.console.Console(highlight=False, soft_wrap=True)
         names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl")
         self._evaluations, self._warnings, self._steps = (Tail(run_dir / name, new=True) for name in names)
-        self._first: tuple[int, float] | None = None  # step and time that the pace is measured from
+        self._first: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
 
     def opening(self, differences: Sequence[str] = (), resumed: str | None = None, notes: Sequence[str] = ()) -> None:
-        """What is about to start, and where it writes; of a replay or a run that goes on, from where, and in which
-        settings it is another. `notes` are further lines."""
+        """Print what is about to start and the run folder. For a replay or a resumed run, also print its source and the
+        settings that differ from it. `notes` are additional lines."""
         c, t = self._config, self._config.trainer
         layout = (
             f"trainer TP {t.tensor_parallel} × PP {t.pipeline_parallel} × CP {t.context_parallel} "
@@ -57,7 +57,7 @@ class Console:
         self._print(f"run folder {escape(str(self._run_dir))}")
 
     def follow(self) -> None:
-        """Print what was written since the last call."""
+        """Print the records written since the last call."""
         for record in self._evaluations():
             self._print(self._evaluation(record))
         for record in self._warnings():
@@ -66,7 +66,7 @@ class Console:
             self._print(self._line(record))
 
     def closing(self) -> None:
-        """The summary as a table."""
+        """Print the summary as a table."""
         summary = json.loads((self._run_dir / "summary.json").read_text())
         table = Table(show_header=False, box=None)
         for name, value in summary.items():
@@ -101,12 +101,12 @@ class Console:
         )
 
     def _samples_per_second(self, r: dict[str, Any]) -> float:
-        """Over the last steps: batches come in bursts."""
+        """Return the throughput over the last steps; batches arrive in bursts, so a single step says little."""
         self._recent.append((r["samples/generated"], r["time/step"]))
         return sum(samples for samples, _ in self._recent) / max(1e-9, sum(seconds for _, seconds in self._recent))
 
     def _seconds_left(self, r: dict[str, Any]) -> float:
-        """At the pace since the first step, without the start-up."""
+        """Extrapolate from the pace since the first step, which excludes start-up."""
         if self._first is None:
             self._first = (r["step"] - 1, r["time/since_start"] - r["time/step"])
         steps, since = self._first
@@ -118,5 +118,5 @@ class Console:
 
 
 def escape(text: str) -> str:
-    """As it is, without what steers rich or the terminal."""
+    """Escape rich markup and terminal control sequences."""
     return markup.escape(visible(text))

@@ -1,6 +1,8 @@
-"""The fields of every file that a run writes, in one place. Scripts may rely on them; a test holds them to it.
+"""Documentation of the fields of every metrics file that a run writes. Scripts may rely on them; a test compares them
+with the files.
 
-Times are seconds, gaps are natural logarithms. `step` counts batches and equals `version`, the version it published.
+Times are in seconds, log-probability gaps in nats. `step` counts batches and equals `version`, the version that the
+step published.
 """
 
 from __future__ import annotations
@@ -75,10 +77,10 @@ STEP = {
     "bytes/published": "bytes of weights sent by this rank",
 }
 
-# The same file, where algo.kl_coefficient or algo.kl_meter_every asks for a reference
+# The same file, if algo.kl_coefficient or algo.kl_meter_every requires a reference
 STEP_REFERENCE = {"kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the step's start"}
 
-# The same file, with algo.entropy_bonus: it costs a pass over the logits
+# The same file, with algo.entropy_bonus, because computing it takes a pass over the logits
 STEP_ENTROPY = {"entropy": "mean entropy of the policy at the trained tokens"}
 
 # The same file, with algo.advantage=gae
@@ -90,7 +92,7 @@ STEP_CRITIC = {
     "critic/value": "mean value before the update",
 }
 
-# The same file, where there is a teacher
+# The same file, if there is a teacher
 STEP_TEACHER = {
     "kl/teacher": "k3 estimate of KL(policy || teacher) over the trained tokens, at the step's start; absent where "
     "rollout.temperature is not 1",
@@ -102,7 +104,7 @@ STEP_TEACHER = {
     "time/teacher": "mean time from an episode's end until the teacher has scored it, since the step before",
 }
 
-# The same file, with algo.routing_replay; of each token in each layer with experts, in the passes with gradient
+# The same file, with algo.routing_replay; per token and layer with experts, in the passes with gradient
 STEP_ROUTER = {
     "router/differs": "share whose experts are not those that the trainer's own router would have chosen",
     "router/overlap": "mean share of the experts that are",
@@ -114,7 +116,7 @@ STEP_RECORDING = {
     "recording/bytes": "written to it since the step before",
 }
 
-# The same file, with replay.compare; of all trajectories so far
+# The same file, with replay.compare; over all trajectories so far
 STEP_COMPARISON = {
     "compare/same": "share whose tokens are those of the recorded run",
     "compare/gap": "largest difference of log-probabilities before the first other token",
@@ -126,7 +128,7 @@ STEP_CHECKPOINT = {
     "time/save": "where the step before ended with a checkpoint: copying the state, after waiting for the one before",
 }
 
-# The same file, for each age of tokens in the batch, in versions; the last stands for older ones, too
+# The same file, for each token age in the batch, in versions; the last one includes all older tokens
 STEP_BY_LAG = {"logprob_gap/lag<k>": "mean |log-probability gap| of the tokens that are <k> versions old"}
 
 # The same file, with rollout.max_running_groups=auto
@@ -140,14 +142,14 @@ STEP_ADAPTIVE = {
     "engines/prefill_wasted": "share of their time that goes into prefilling what they had prefilled before",
 }
 
-# The same file, for each task where there are several; <task> is its name
+# The same file, for each task if there are several; <task> is its name
 STEP_BY_TASK = {
     "groups/batch/<task>": "groups of the batch that are the task's",
     "reward/mean/<task>": "mean reward of their trajectories; absent where there are none",
     "groups/signal/<task>": "share of them whose rewards differ; absent where there are none",
 }
 
-# The same file, where episodes have several roles; <role> is one that the policy plays
+# The same file, if episodes have several roles; <role> is one that the policy plays
 STEP_BY_ROLE = {"reward/role/<role>": "mean reward of what it did, with that of the episode that all roles share"}
 
 # The same file, with rollout.overlong_prompts=skip, once a question was too long
@@ -224,7 +226,7 @@ SUMMARY_CHECKPOINT = {
     "checkpoint/failed": "how many could not be written",
 }
 
-# The same file, for each evaluation set where there are several; <set> is its name
+# The same file, for each evaluation set if there are several; <set> is its name
 SUMMARY_BY_SET = {
     "accuracy/before/<set>": "accuracy of the set at version 0",
     "accuracy/after/<set>": "the same at the last version",
@@ -232,7 +234,7 @@ SUMMARY_BY_SET = {
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    """Those that are no fields of metrics.jsonl as they stand here."""
+    """Return the names that are not documented as fields of metrics.jsonl."""
     tables = [table for name, table in globals().items() if name.startswith("STEP") and isinstance(table, dict)]
     fields = [re.sub(r"<\w+>", ".+", re.escape(field).replace("\\<", "<")) for table in tables for field in table]
     pattern = re.compile("|".join(fields))

@@ -1,4 +1,4 @@
-"""Tells when engine and trainer drift apart."""
+"""Detection of a growing mismatch between engine and trainer log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WINDOW = 20
-"""Steps that a mean is taken over."""
+"""Number of steps in the moving average."""
 FACTOR = 3.0
 FLOOR = 0.02
-"""Nats: a gap below this times FACTOR is nothing to speak of, whatever the first steps had."""
+"""Lower bound of the baseline, in nats: a gap below FLOOR times FACTOR is never reported, however small the gap of the
+first steps was."""
 
 
 class GapWatch:
-    """A sink of step records. Warns when the mean gap of the last steps is FACTOR times that of the first, and again
-    whenever it has grown by FACTOR since."""
+    """A sink of step records that warns when the moving average of the gap exceeds FACTOR times its first value, and
+    again each time it has grown by FACTOR since the last warning."""
 
     def __init__(self, warn: Callable[[str, int], None]) -> None:
         self._warn, self._recent = warn, deque[float](maxlen=WINDOW)
         self._usual: float | None = None
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """One step; those that trained nothing have no gap."""
+        """Process one step. Steps that trained nothing have no gap and are ignored."""
         if not record["tokens/trained"]:
             return
         self._recent.append(record["logprob_gap/mean"])

@@ -1,4 +1,4 @@
-"""Spans, and one record per step built from what trainer and rollout side report."""
+"""Spans, and one record per step, built from the reports of trainer and rollout process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Step = dict[str, float]
 
 
 class StepLog:
-    """Collects a step's spans and figures, keeps what the summary needs, and hands each record to the sinks."""
+    """Collects the spans and metrics of a step, keeps what the summary needs, and passes each record to the sinks."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class StepLog:
         clock: Callable[[], float] = time.monotonic,
         begins: Callable[[str, int], None] = lambda span, step: None,
     ) -> None:
-        """`started_at` is the wall-clock time (time.time) of the command; `tasks` are those that training mixes;
-        `begins` is told of every span, and of which step it is."""
+        """Create the log. `started_at` is the wall-clock time (time.time) of the command; `tasks` are the training
+        tasks; `begins` is called with the name of every span and its step."""
         self._sinks, self._tasks, self._clock, self._begins = sinks, tasks, clock, begins
         self._offset = time.time() - started_at - clock()
-        self._before = 0.0  # seconds of the runs that this one goes on from
+        self._before = 0.0  # seconds spent by earlier runs that this one resumes
         self._spans: dict[str, float] = {}
         self._last_end: float | None = None
         self._first_batch: float | None = None
@@ -38,18 +38,18 @@ class StepLog:
         self.staleness: Counter[int] = Counter()
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint keeps, beside the steps, which are in metrics.jsonl."""
+        """Return the state for a checkpoint. It excludes the steps, which are in metrics.jsonl."""
         return {"staleness": dict(self.staleness)}
 
     def restore(self, counters: dict[str, Any], steps: list[Step]) -> None:
-        """As it was after these steps; time goes on from the last of them."""
+        """Restore the state after these steps; time/since_start continues from the last of them."""
         self.staleness = Counter({int(age): count for age, count in counters["staleness"].items()})
         self.steps = list(steps)
         self._before = steps[-1]["time/since_start"] if steps else 0.0
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Adds to time/NAME of the current step."""
+        """Measure the duration of the block and add it to time/NAME of the current step."""
         began = self._clock()
         self._begins(name, len(self.steps) + 1)
         try:
@@ -58,7 +58,8 @@ class StepLog:
             self._spans[f"time/{name}"] = self._spans.get(f"time/{name}", 0.0) + self._clock() - began
 
     def step(self, version: int, batch: Batch, figures: dict[str, float], sent: dict[str, float]) -> Step:
-        """Close a step. The first one starts when its batch arrived: before that the run was starting up."""
+        """Close a step and pass its record to the sinks. The first step begins when its batch arrives, so that start-up
+        is excluded."""
         now = self._clock()
         if self._last_end is None:
             self._first_batch = self._last_end = now - self._spans.get("time/train", 0.0) - self._spans["time/publish"]
@@ -105,7 +106,7 @@ class StepLog:
         return record
 
     def _by_task(self, groups: Sequence[Group]) -> Step:
-        """Where there are several tasks: what the batch held of each."""
+        """Return the metrics of each task in the batch; none if training has only one task."""
         figures: Step = {}
         for task in self._tasks if len(self._tasks) > 1 else ():
             mine = [group for group in groups if group.task == task]
@@ -117,7 +118,7 @@ class StepLog:
         return figures
 
     def summary(self, window: int) -> dict[str, Any]:
-        """Figures of the whole run, from its steps."""
+        """Aggregate the steps to the metrics of the whole run."""
         steps = self.steps
 
         def total(name: str) -> float:
@@ -146,7 +147,8 @@ class StepLog:
 
 
 def accuracies(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """For the summary, from the lines of the first and the last evaluation: the mean over sets, and each of several."""
+    """Return the accuracies for the summary from the records of the first and the last evaluation: the mean over the
+    sets and, if there are several, the accuracy of each."""
     figures: dict[str, float | None] = {}
     for when, lines in (("before", before), ("after", after)):
         figures[f"accuracy/{when}"] = statistics.fmean(line["accuracy"] for line in lines) if lines else None
@@ -156,25 +158,26 @@ def accuracies(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
 
 
 def machine_figures(machine: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
-    """For the summary, from machine.json: what each part computed in and why, and how good the estimate was."""
+    """Return the entries of machine.json for the summary: the number format of each part with its reason, and the error
+    of the time estimate."""
     figures: dict[str, Any] = {}
     for part, choice in machine["dtype"].items():
         figures[f"dtype/{part}"] = f"{choice['dtype']} ({choice['why']})"
     if estimate := machine["estimate"]:
         figures["estimate/step"], figures["estimate/run"] = estimate["step"], estimate["run"]
-        untrained = estimate["steps"] - summary["steps"]  # of a run that a budget, a target or a signal ended
+        untrained = estimate["steps"] - summary["steps"]  # cut off by a budget, a target or a signal
         figures["estimate/error"] = (estimate["run"] - untrained * estimate["step"]) / summary["time/total"] - 1
     return figures
 
 
 def _mean(name: str, steps: Sequence[Step]) -> dict[str, float]:
-    """Where nothing is trained there is none."""
+    """Return the mean of a metric over the steps that have it; empty if none does, as without training."""
     found = [step[name] for step in steps if name in step]
     return {name: statistics.fmean(found)} if found else {}
 
 
 def _by_role(trajectories: Sequence[Trajectory]) -> Step:
-    """Where there are several roles, or one that has a name."""
+    """Return the mean reward of each named role."""
     rewards: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for role, reward in trajectory.totals().items():

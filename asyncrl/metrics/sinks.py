@@ -1,4 +1,4 @@
-"""Where step records go besides metrics.jsonl."""
+"""Sinks of step records besides metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from asyncrl.metrics.record import Step
 
 
 class TensorBoard:
-    """Event files in tb/."""
+    """Sink that writes TensorBoard event files to tb/."""
 
     def __init__(self, folder: Path, first: int | None = None) -> None:
-        """`first`: the step that a run goes on with; what the folder holds of it and later ones is not shown."""
+        """Open the event files. `first` is the step that a resumed run continues with; recorded events from that step
+        on are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=first)

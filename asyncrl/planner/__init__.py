@@ -1,1 +1,1 @@
-"""What a setting will give: the system in simulated time, with the real buffer and concurrency rule, and the laws."""
+"""Capacity planner: estimates of duration, memory and throughput, and a simulation of a run in virtual time."""

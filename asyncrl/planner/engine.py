@@ -1,10 +1,11 @@
-"""An engine as a few numbers: every request in its batch decodes one token a step, and a step takes longer in a larger
-batch. Exact in virtual time, whatever the clock: the simulation drives it, and the time-dilated stub engine.
+"""A model of an engine with a few parameters: every request in the batch decodes one token per step, and a step takes
+longer in a larger batch. It is exact in virtual time and independent of the clock; both the simulation and the
+time-dilated stub engine use it.
 
     step(b) = per_token + per_request * b      seconds, b requests in the batch
-    full cache      the request with the fewest tokens goes back to the queue, to be prefilled anew (as SGLang retracts)
-    prefill         decoding stands still meanwhile; what lies in the prefix cache costs nothing
-    prefix cache    what requests leave behind, the least recently used goes first
+    full cache      the request with the fewest tokens returns to the queue and is prefilled again (SGLang's retraction)
+    prefill         decoding stops meanwhile; tokens found in the prefix cache cost nothing
+    prefix cache    holds what requests leave behind; the least recently used entry is evicted first
 """
 
 from __future__ import annotations
@@ -17,56 +18,58 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 ROOM_STEPS = 20
-"""A full cache is cleared until every request can write this many tokens more (SGLang's retract_decode_steps)."""
+"""When the cache is full, requests are retracted until each remaining one can decode this many more tokens (SGLang's
+retract_decode_steps)."""
 
 
 @dataclass(frozen=True)
 class EngineShape:
-    """Measured, or made up."""
+    """Parameters of an engine, measured or assumed."""
 
     per_token: float = 0.012
-    """Seconds of a decode step in an empty batch."""
+    """Base time of a decode step in seconds, for an empty batch."""
     per_request: float = 0.00012
-    """Seconds that each request adds to it."""
+    """Additional seconds per request in the batch."""
     max_running: int = 256
-    """Requests in the batch."""
+    """Maximum number of requests in the batch."""
     kv_tokens: float = math.inf
-    """Tokens that the KV cache holds."""
+    """Capacity of the KV cache in tokens."""
     prefill_rate: float = math.inf
-    """Tokens per second."""
+    """Prefill throughput in tokens per second."""
 
     def rate(self, running: int) -> float:
-        """Tokens per second of the whole batch."""
+        """Return the decode throughput of the whole batch in tokens per second."""
         return running / (self.per_token + self.per_request * running)
 
 
 @dataclass(eq=False)
 class Job:
-    """A request: `tokens` to write after `context` tokens, seen every `interval` tokens."""
+    """A request that generates `tokens` tokens after a context of `context` tokens and is reported every `interval`
+    tokens."""
 
     tokens: float
     context: float = 0.0
     prefix: tuple[Hashable, float] | None = None
-    """A part of the context that others share: its name, and its tokens."""
+    """Part of the context shared with other requests: its key and its number of tokens."""
     session: Hashable = None
-    """What a later request may continue: its context is found in the cache under this name."""
+    """Key under which the prefix cache keeps this request's context for a later request that continues it."""
     interval: float = math.inf
     done: float = 0.0
-    """Tokens that were written when it was last seen."""
+    """Number of tokens generated when it was last reported."""
     began: Callable[[], None] | None = None
-    """Called when it enters the batch for the first time."""
-    _start: float = 0.0  # virtual time at which its first token would have been written
-    _mark: float = 0.0  # tokens at which it is seen next
-    _serial: int = 0  # of its entry among the events
+    """Called when the request enters the batch for the first time."""
+    _start: float = 0.0  # virtual time of its first token
+    _mark: float = 0.0  # number of tokens at its next report
+    _serial: int = 0  # serial of its current event; older events are stale
 
     @property
     def finished(self) -> bool:
-        """Whether it has been written."""
+        """Return whether all its tokens are generated."""
         return self.done >= self.tokens
 
 
 class SimulatedEngine:
-    """Driven by whoever has a clock: `submit`, then `advance` at every `next_time`."""
+    """An engine without a clock of its own: the caller submits requests and calls `advance` at every `next_time`."""
 
     def __init__(self, shape: EngineShape) -> None:
         self.shape = shape
@@ -74,8 +77,8 @@ class SimulatedEngine:
         self.retractions = 0
         self.prefilled = self.decoded = 0.0  # tokens
         self.prefill_seconds = 0.0
-        self._virtual = 0.0  # tokens that a request would have written that was there all the time
-        self._held = 0.0  # what running requests hold is _held + n * _virtual tokens
+        self._virtual = 0.0  # virtual time: the tokens of a request that has been running from the start
+        self._held = 0.0  # running requests hold _held + n * _virtual tokens
         self._stands_until = 0.0
         self._paused = False
         self._running: dict[Job, None] = {}
@@ -89,29 +92,29 @@ class SimulatedEngine:
 
     @property
     def running(self) -> int:
-        """Requests in the batch."""
+        """Return the number of requests in the batch."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Return the number of requests in the queue."""
         return len(self._queue)
 
     @property
     def used(self) -> float:
-        """Tokens that running requests hold in the cache."""
+        """Return the number of tokens that running requests hold in the cache."""
         return self._held + len(self._running) * self._virtual
 
     # -- requests ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, now: float) -> None:
-        """A request arrives."""
+        """Add a request to the queue."""
         self._move(now)
         self._queue.append(job)
         self._fill()
 
     def abort(self, job: Job, now: float) -> None:
-        """A request goes, wherever it is; `done` says how many tokens it has."""
+        """Remove a request from the batch or the queue, and store its number of tokens in `done`."""
         self._move(now)
         if job in self._running:
             job.done = self._virtual - job._start
@@ -121,12 +124,12 @@ class SimulatedEngine:
         self._fill()
 
     def written(self, job: Job, now: float) -> float:
-        """Tokens of a request, seen or not."""
+        """Return the number of tokens that a request has generated, reported or not."""
         self._move(now)
         return self._virtual - job._start if job in self._running else job.done
 
     def retract(self, now: float) -> None:
-        """Every request goes back to the queue, to be prefilled anew; what lies in the prefix cache is forgotten."""
+        """Return every request to the queue, to be prefilled again, and clear the prefix cache."""
         self._move(now)
         self._cache.clear()
         self._cached = 0.0
@@ -135,17 +138,17 @@ class SimulatedEngine:
         self._fill()
 
     def pause(self, now: float) -> None:
-        """Decoding stands still until `resume`."""
+        """Stop decoding until `resume`."""
         self._move(now)
         self._paused = True
 
     def resume(self, now: float) -> None:
-        """Decoding goes on."""
+        """Continue decoding."""
         self._move(now)
         self._paused = False
 
     def next_time(self) -> float:
-        """When `advance` is due; infinite while nothing will happen by itself."""
+        """Return the time at which `advance` is due; infinity if no event is pending."""
         self._drop_stale()
         if self._paused or not self._running:
             return math.inf
@@ -153,7 +156,7 @@ class SimulatedEngine:
         return max(self.now, self._stands_until) + max(0.0, steps) * self._step()
 
     def advance(self, now: float) -> list[Job]:
-        """Requests that are to be seen at `now`, with `done` brought up to date; those that are finished have left."""
+        """Advance to `now`. Return the requests to report, with `done` updated; finished ones have left the batch."""
         seen: dict[Job, None] = {}
         while self.next_time() <= now:
             self._move(self.next_time())
@@ -174,13 +177,13 @@ class SimulatedEngine:
         self._move(now)
         return list(seen)
 
-    # -- within --------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------
 
     def _step(self) -> float:
         return self.shape.per_token + self.shape.per_request * len(self._running)
 
     def _move(self, now: float) -> None:
-        """Let time pass in which nothing happens."""
+        """Advance the time over a period without events."""
         if not self._paused and self._running:
             steps = max(0.0, now - max(self.now, self._stands_until)) / self._step()
             self._virtual += steps
@@ -188,13 +191,14 @@ class SimulatedEngine:
         self.now = max(self.now, now)
 
     def _full_at(self) -> float:
-        """The virtual time at which the cache is full."""
-        if len(self._running) < 2:  # a single request is let be
+        """Return the virtual time at which the cache is full; infinity for a single request, which is never
+        retracted."""
+        if len(self._running) < 2:  # a single request is never retracted
             return math.inf
         return (self.shape.kv_tokens - self._held) / len(self._running)
 
     def _fill(self) -> None:
-        """Take requests from the queue while there is room."""
+        """Move requests from the queue to the batch while there is room."""
         while self._queue and len(self._running) < self.shape.max_running:
             job = self._queue[0]
             size = job.context + job.done
@@ -215,7 +219,7 @@ class SimulatedEngine:
     def _prefill(self, job: Job, size: float) -> None:
         found = self._cache.get(job.session, 0.0)
         if job.session in self._cache:
-            self._cached -= self._cache.pop(job.session)  # it is the running request's now
+            self._cached -= self._cache.pop(job.session)  # now held by the running request
         if job.prefix:
             name, tokens = job.prefix
             found = max(found, self._cache.get(name, 0.0))
@@ -235,7 +239,7 @@ class SimulatedEngine:
             heapq.heappop(self._events)
 
     def _leave(self, job: Job) -> None:
-        """Out of the batch; what it held stays in the prefix cache."""
+        """Remove a request from the batch; its tokens stay in the prefix cache if it has a session."""
         del self._running[job]
         job._serial = 0
         self._held -= job.context - job._start

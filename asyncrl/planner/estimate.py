@@ -1,15 +1,15 @@
-"""How long a step and a run will take on CPUs, from measured rates and the operations of a step. Pure.
+"""Estimated duration of a step and of a run on CPUs, from measured rates and the operations of a step. Pure.
 
-    forward      2 operations for each parameter and token; with both gradients 6 (arXiv 2001.08361, section 2.1)
-    trainer      6 body packed + 6 head written             packed: common beginnings once (algo/pack.py)
-    engines      2 body (read + written) + 2 head written    read: each new version prefills its prompts anew
-                 and PASS for each layer of each pass    passes: one for each token of an answer, two for each prompt
-    step         max(trainer, engines, what both need over what the cores give); one after the other at bound 0;
-                 and PUBLISH
+    forward      2 operations per parameter and token; with both gradients 6 (arXiv 2001.08361, section 2.1)
+    trainer      6 body packed + 6 head written             packed: shared prefixes once (algo/pack.py)
+    engines      2 body (read + written) + 2 head written    read: each new version prefills its prompts again
+                 and PASS per layer and forward pass     passes: one per token of an answer, two per prompt
+    step         max(trainer, engines, both together at the rate of the cores); trainer + engines at staleness 0;
+                 plus PUBLISH
 
-Nobody can know before the run how long answers get and which groups carry a signal: ANSWER and SIGNAL are assumptions.
-TRAINER, ENGINE, PASS, PUBLISH and START_UP are what a run takes beside its matrix products, measured on 2 cores of an
-AMD EPYC (Zen 3, AVX2) with the default run.
+The length of answers and the fraction of groups with a signal are unknown before the run: ANSWER and SIGNAL are
+assumptions. TRAINER, ENGINE, PASS, PUBLISH and START_UP account for everything besides matrix products, as measured on
+2 cores of an AMD EPYC (Zen 3, AVX2) with the default run.
 """
 
 from __future__ import annotations
@@ -20,57 +20,58 @@ from dataclasses import dataclass
 from asyncrl.planner.memory import Shape, Weight, active
 
 ANSWER = 0.5
-"""Length of an answer, as a share of rollout.max_new_tokens."""
+"""Assumed mean length of an answer, as a fraction of rollout.max_new_tokens."""
 SIGNAL = 0.4
-"""Share of groups that carry a signal; the others are not trained."""
+"""Assumed fraction of groups with a signal; the others are not trained."""
 TRAINER, ENGINE = 1.2, 1.6
-"""Time over that of the matrix products at the measured rates."""
+"""Measured time relative to that of the matrix products alone."""
 PASS = 1.0e-3
-"""Seconds of Python for each layer of a pass of an engine."""
+"""Python overhead in seconds per layer and forward pass of an engine."""
 PUBLISH = 0.3
-"""Seconds of a step for the batch on its way and the weights."""
+"""Seconds per step for transferring the batch and publishing the weights."""
 START_UP = 30.0
-"""Seconds from the command to the first batch, beside the first evaluation."""
+"""Seconds from the command to the first batch, excluding the first evaluation."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters that multiply each token."""
+    """Number of parameters that each token is multiplied with."""
 
     body: float
     head: float
-    """Of the output layer, which multiplies only tokens that are predicted."""
+    """Parameters of the output layer, which is only applied to predicted tokens."""
     layers: int
 
     @classmethod
     def of(cls, weights: Sequence[Weight], shape: Shape) -> Model:
-        """`weights` as memory.counted gives them."""
+        """Count the parameters of a model. `weights` is a result of memory.counted."""
         head = shape.vocab * shape.hidden
         return cls(active(weights, shape) - head, head, shape.layers)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens of a step and of an evaluation."""
+    """Token counts of a step and of an evaluation."""
 
     groups: int
     group_size: int
     beginning: float
-    """Tokens that all prompts begin with."""
+    """Number of tokens in the prefix common to all prompts."""
     question: float
-    """Further tokens of a prompt."""
+    """Number of further tokens of a prompt."""
     answer: float
-    """Tokens of an answer."""
+    """Number of tokens of an answer."""
     steps: int
     share_prompts: bool
     synchronous: bool
     questions: int
-    """Of an evaluation; there are two: before and after."""
+    """Questions per evaluation; there are two evaluations, before and after training."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the processes get: operations per second of one of them, and how many run at full speed at once."""
+    """Measured speed of the machine: operations per second of one process, and how many processes run at full speed
+    concurrently."""
 
     train: float
     generate: float
@@ -78,30 +79,30 @@ class Machine:
     engines: int
     cores: int
     two: float
-    """Rate of two processes over one."""
+    """Throughput of two processes relative to one."""
 
     def speedup(self, processes: int) -> float:
-        """Rate of so many processes at once, over that of one."""
+        """Return the throughput of this many concurrent processes relative to one."""
         return 1 + (min(processes, self.cores) - 1) * (self.two - 1)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds."""
+    """Estimated durations in seconds."""
 
     trainer: float
     engines: float
     step: float
     run: float
     steps: int
-    """Of the run: a number, not seconds."""
+    """Number of steps of the run."""
 
 
 def estimate(model: Model, work: Workload, machine: Machine) -> Estimate:
-    """Time of a step and of the run."""
+    """Estimate the duration of a step and of the run."""
     samples = work.groups * work.group_size
     written = samples * work.answer
-    read = work.beginning + work.groups * work.question + samples  # a sibling's last prompt token is computed anew
+    read = work.beginning + work.groups * work.question + samples  # the last prompt token is computed for each sibling
     apart = samples * (work.beginning + work.question + work.answer)
     shared = SIGNAL * work.groups * (work.question + work.group_size * work.answer)
     shared += min(1.0, SIGNAL * work.groups) * work.beginning
@@ -119,7 +120,7 @@ def estimate(model: Model, work: Workload, machine: Machine) -> Estimate:
 
 
 def _forward(model: Model, tokens: float, predicted: float, machine: Machine) -> float:
-    """Seconds of one process."""
+    """Return the seconds of a forward pass in one process."""
     return ENGINE * 2 * (model.body * tokens + model.head * predicted) / machine.generate
 
 

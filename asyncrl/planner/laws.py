@@ -1,6 +1,6 @@
-"""What bounds throughput, by arithmetic: the trainer's law, the engines' law, and the better of their splits.
+"""Upper bounds of throughput: of the trainer, of the engines, and of the best split of devices between them.
 
-With everything busy all the time X tokens per second cannot exceed
+If both are always busy, the throughput in tokens per second cannot exceed
 
     trainer     tokens / (tokens / rate + fixed)           tokens of a batch
     engines     engines * C / (per_token + per_request * C)        C requests in each batch
@@ -12,20 +12,20 @@ from asyncrl.planner.engine import EngineShape
 
 
 def trainer_law(rate: float, fixed: float, batch_tokens: float) -> float:
-    """Tokens per second of a trainer that never waits."""
+    """Return the tokens per second of a trainer that never waits."""
     return batch_tokens / (batch_tokens / rate + fixed)
 
 
 def engines_law(engines: int, shape: EngineShape) -> float:
-    """Tokens per second of engines whose batches are always full."""
+    """Return the tokens per second of engines whose batches are always full."""
     return engines * shape.rate(shape.max_running)
 
 
 def bottleneck_bound(
     devices: int, shape: EngineShape, rate_per_device: float, fixed: float, batch_tokens: float
 ) -> tuple[float, int]:
-    """Tokens per second that no asynchronous run on so many devices exceeds, and the number of engines that allows
-    it; each device is an engine or a part of the trainer."""
+    """Return the tokens per second that no asynchronous run on this many devices can exceed, and the number of engines
+    that attains it. Each device is either an engine or part of the trainer."""
     return max(
         (
             min(

@@ -1,7 +1,7 @@
-"""Made-up workloads: lengths of answers as they are seen, log-normal and alike within a group; slow environments.
+"""Synthetic workloads with realistic answer lengths, log-normal and correlated within a group, and slow environments.
 
-As in the measurements that published systems give: reasoning answers have sigma 0.9, with a heavy tail 1.3; an agent's
-turns split its tokens, and its tools take log-normal seconds.
+The parameters follow measurements published for other systems: reasoning answers have sigma 0.9, or 1.3 with a heavy
+tail; an agent's tokens are split over its turns, and its tools take log-normal times.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from asyncrl.planner.simulation import Episode
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal, cut off; the same episodes for the same number of a group."""
+    """Log-normal lengths with a cutoff; the same group number always yields the same episodes."""
 
     mean: float
-    """Tokens of an episode, before they are cut off."""
+    """Mean number of tokens of an episode, before the cutoff."""
     sigma: float
     """Standard deviation of the logarithm."""
     longest: int
     group_size: int
     alike: float = 0.5
-    """Share of the logarithm's variance that the siblings of a group have in common."""
+    """Fraction of the logarithm's variance that the siblings of a group share."""
     turns: float = 1.0
     """Mean number of turns (geometric)."""
     tool_seconds: float = 0.0
@@ -37,7 +37,7 @@ class Lengths:
     seed: int = 0
 
     def group(self, number: int) -> list[Episode]:
-        """The siblings of group `number`."""
+        """Return the episodes of group `number`."""
         draw = random.Random(f"{self.seed} {number}")
         common = draw.gauss() * math.sqrt(self.alike)
         return [self._episode(draw, common + draw.gauss() * math.sqrt(1 - self.alike)) for _ in range(self.group_size)]
@@ -64,5 +64,5 @@ class Lengths:
         return min(self.tool_longest, math.exp(draw.gauss(centre, self.tool_sigma)))
 
     def episodes(self) -> Callable[[int], Sequence[Episode]]:
-        """`group`, remembered."""
+        """Return a memoized `group`."""
         return lru_cache(maxsize=None)(self.group)

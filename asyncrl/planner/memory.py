@@ -1,10 +1,11 @@
-"""What a rank of the trainer and of an engine holds in memory, by arithmetic. Bytes, unless a name says otherwise.
+"""Memory of a trainer rank and of an engine rank, computed from shapes. All sizes are in bytes unless a name says
+otherwise.
 
-What is counted exactly is what stays: weights, gradients, masters and moments, as trainer/network.py and
-trainer/optimizer.py hold them, and buckets of a publish, as weights/publish.py does. Activations are an estimate in the
-manner of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for the layers that trainer/model.py builds: no dropout
-and no masks of it, gated MLPs, attention that keeps no matrix of scores, nothing computed twice; a test compares it
-with what Megatron keeps on a CPU. Not counted: what libraries take for themselves, and the fragments of their
+Persistent memory is counted exactly: weights, gradients, master weights and moments as in trainer/network.py and
+trainer/optimizer.py, and the buckets of a publish as in weights/publish.py. Activations are estimated in the manner of
+Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for the layers that trainer/model.py builds: no dropout and no
+dropout masks, gated MLPs, attention that does not store the score matrix, no recomputation; a test compares the
+estimate with what Megatron keeps on a CPU. Not counted: the libraries' own memory, and fragmentation of their
 allocators.
 """
 
@@ -19,16 +20,16 @@ from typing import NamedTuple
 BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT = 4
 MASTER, MOMENTS, GRADIENT = FLOAT, 2 * FLOAT, FLOAT
-"""Bytes of each parameter in float32; AdamW has two moments."""
+"""Bytes per parameter in float32; AdamW has two moments."""
 CHECKPOINT = MASTER + MOMENTS
-"""Bytes of each parameter in a checkpoint, whatever the precision of training (trainer/sharded.py)."""
+"""Bytes per parameter in a checkpoint, whatever the training precision (trainer/sharded.py)."""
 LOGITS = 12
-"""Bytes of each logit of a chunk where most are held: s, s - m and e^(s - m) in float32 (trainer/head.py)."""
+"""Peak bytes per logit of a chunk: s, s - m and e^(s - m) in float32 (trainer/head.py)."""
 WHOLE = ("norm.weight", "gate.weight", "e_score_correction_bias")
-"""Ends of the names of tensors that every tensor-parallel rank holds whole: norms, and routers."""
+"""Name suffixes of tensors that every tensor-parallel rank holds entirely: norms and routers."""
 KEYS = ("k_proj.weight", "v_proj.weight")
-"""Ends of the names of tensors of which several ranks of an engine hold the same, where they are more than key-value
-heads (weights/engine_layout.py)."""
+"""Name suffixes of tensors that engine ranks hold replicated if there are more ranks than key-value heads
+(weights/engine_layout.py)."""
 
 
 class Weight(NamedTuple):
@@ -39,23 +40,23 @@ class Weight(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def layer(self) -> int | None:
-        """Its number, from 0; None outside of layers."""
+        """Return the layer number, from 0; None outside of layers."""
         found = re.search(r"\.layers\.(\d+)\.", self.name)
         return int(found[1]) if found else None
 
     @property
     def routed(self) -> bool:
-        """Whether it belongs to a routed expert."""
+        """Return whether it belongs to a routed expert."""
         return ".experts." in self.name
 
     @property
     def whole(self) -> bool:
-        """Whether tensor-parallel ranks do not share it."""
+        """Return whether tensor-parallel ranks hold it entirely instead of sharding it."""
         return self.name.endswith(WHOLE)
 
 
@@ -65,7 +66,7 @@ class Layout:
 
     tensor: int = 1
     pipeline: int = 1
-    chunks: int = 1  # of layers in a stage
+    chunks: int = 1  # chunks of layers per stage (virtual pipeline)
     context: int = 1
     data: int = 1
     expert: int = 1
@@ -74,57 +75,57 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that share the optimizer's state of a dense parameter."""
+        """Return the number of ranks that shard the optimizer state of a dense parameter."""
         return self.data * self.context
 
     @property
     def expert_replicas(self) -> int:
-        """The same of a routed expert's."""
+        """Return the number of ranks that shard the optimizer state of a routed expert's parameter."""
         return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
 
     def stage_of(self, layer: int, layers: int) -> int:
-        """The pipeline stage of a layer; under virtual pipelining they take turns."""
+        """Return the pipeline stage of a layer; under virtual pipelining, chunks alternate between stages."""
         return layer // (layers // (self.pipeline * self.chunks)) % self.pipeline
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What activations, logits and caches are made of: widths, in numbers per token."""
+    """Dimensions that determine activations, logits and caches: widths, in numbers per token."""
 
     layers: int
     hidden: int
-    queries: int  # of all heads
+    queries: int  # over all heads
     keys: int
     values: int
-    inner: int  # of a dense MLP
+    inner: int  # MLP width of a dense layer
     vocab: int
-    tied: bool = False  # the output layer is the embedding
-    rotated: int = 0  # of one head
-    normed: bool = False  # queries and keys
-    sparse: int = 0  # layers with routed experts
-    chosen: int = 0  # experts of a token
+    tied: bool = False  # whether the output layer is the embedding
+    rotated: int = 0  # rotary dimensions per head
+    normed: bool = False  # whether queries and keys are normalized
+    sparse: int = 0  # number of layers with routed experts
+    chosen: int = 0  # experts per token
     expert_inner: int = 0
-    shared_inner: int = 0  # of the experts that take every token
-    cached: int = 0  # of a token in a layer of the KV cache
-    cache_heads: int = 1  # heads of it, which tensor-parallel ranks share, and repeat where they are more
+    shared_inner: int = 0  # total width of the shared experts
+    cached: int = 0  # KV cache numbers per token and layer
+    cache_heads: int = 1  # KV heads, sharded over tensor-parallel ranks and replicated if there are more ranks
 
 
 class Held(NamedTuple):
-    """Parameters of one rank."""
+    """Number of parameters on one rank."""
 
     dense: int
     routed: int
 
     @property
     def all(self) -> int:
-        """Of both kinds."""
+        """Return the total."""
         return self.dense + self.routed
 
 
 def counted(weights: Iterable[Weight], shape: Shape) -> list[Weight]:
-    """Without what neither trainer nor engine loads: further layers (multi-token prediction), buffers of old
-    checkpoints, and an output layer that is the embedding; and without the number for each expert that balances a
-    router, which is no parameter."""
+    """Return the weights that trainer and engine load. This excludes further layers (multi-token prediction), buffers
+    of old checkpoints, an output layer that is the embedding, and the router's load-balancing bias, which is not a
+    parameter."""
     return [
         one
         for one in weights
@@ -135,8 +136,8 @@ def counted(weights: Iterable[Weight], shape: Shape) -> list[Weight]:
 
 
 def held(weights: Sequence[Weight], shape: Shape, layout: Layout, stage: int) -> Held:
-    """Parameters of the first rank of a pipeline stage, which holds no fewer than the others. `weights` as `counted`
-    gives them."""
+    """Return the number of parameters on the first rank of a pipeline stage, which holds at least as many as the
+    others. `weights` is a result of `counted`."""
     dense = routed = 0
     for one in weights:
         if stage not in stages_of(one, shape, layout):
@@ -146,13 +147,14 @@ def held(weights: Sequence[Weight], shape: Shape, layout: Layout, stage: int) ->
         elif one.whole:
             dense += one.elements
         else:
-            rows = -(-one.shape[0] // layout.tensor)  # a vocabulary is padded; all else divides
+            rows = -(-one.shape[0] // layout.tensor)  # the vocabulary is padded; everything else divides evenly
             dense += rows * math.prod(one.shape[1:])
     return Held(dense, routed)
 
 
 def stages_of(weight: Weight, shape: Shape, layout: Layout) -> tuple[int, ...]:
-    """The pipeline stages that hold a tensor: two of an embedding that is the output layer, whose first sends it."""
+    """Return the pipeline stages that hold a tensor. A tied embedding is on two stages, of which the first publishes
+    it."""
     first, last = 0, layout.pipeline - 1
     if weight.layer is not None:
         return (layout.stage_of(weight.layer, shape.layers),)
@@ -163,20 +165,20 @@ def stages_of(weight: Weight, shape: Shape, layout: Layout) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Training:
-    """What of the settings takes memory of a trainer rank."""
+    """The settings that determine the memory of a trainer rank."""
 
-    dtype: str  # of weights and activations
-    tokens: int  # of a micro-batch
+    dtype: str  # weights and activations
+    tokens: int  # per micro-batch
     logit_rows: int
-    frozen: int = 0  # further copies of the weights: of a reference, of the start
-    critic: bool = False  # a second network with an optimizer
-    bucket: int = 0  # bytes of a bucket, where two are all that a publish takes; 0: all buckets at once
+    frozen: int = 0  # number of frozen copies of the weights: reference, initial weights
+    critic: bool = False  # whether there is a critic, a second network with its optimizer
+    bucket: int = 0  # bytes of a bucket if a publish uses two; 0: all buckets at once
     publishes: bool = True
-    fused_norms: bool = False  # torch's on a GPU, which keep their input; on a CPU also the normed rows, in float32
+    fused_norms: bool = False  # fused norms (GPU) keep only their input; else also the output in float32
 
 
 def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: Layout, training: Training) -> dict[str, int]:
-    """Bytes by what they are for, of the rank that holds most."""
+    """Return the bytes on the rank that holds most, by purpose."""
     stages = [_stage(weights, shape, layout, training, stage) for stage in range(layout.pipeline)]
     return max(stages, key=lambda parts: sum(parts.values()))
 
@@ -190,7 +192,7 @@ def _stage(weights: Sequence[Weight], shape: Shape, layout: Layout, training: Tr
     return {
         "weights": mine.all * item * networks,
         "gradients": mine.all * GRADIENT * networks,
-        "masters": stepped * MASTER * networks if item < MASTER else 0,  # in float32 a weight is its own master
+        "masters": stepped * MASTER * networks if item < MASTER else 0,  # float32 weights are their own masters
         "moments": stepped * MOMENTS * networks,
         "frozen weights": mine.all * item * training.frozen,
         "publish buckets": min(sent, 2 * training.bucket) if training.bucket else sent,
@@ -200,21 +202,23 @@ def _stage(weights: Sequence[Weight], shape: Shape, layout: Layout, training: Tr
 
 
 def _stepped(mine: Held, layout: Layout) -> int:
-    """Parameters whose optimizer state a rank has: Megatron's distributed optimizer, where there are replicas."""
+    """Return the number of parameters whose optimizer state a rank holds: Megatron's distributed optimizer shards it
+    over the replicas, if there are any."""
     if layout.replicas == 1:
         return mine.all
     return -(-mine.dense // layout.replicas) + -(-mine.routed // layout.expert_replicas)
 
 
 def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: Layout, *, critic: bool) -> int:
-    """Bytes of host memory in which a rank keeps what it writes to a checkpoint (trainer/sharded.py)."""
+    """Return the bytes of host memory in which a rank stages its part of a checkpoint (trainer/sharded.py)."""
     stages = (_stepped(held(weights, shape, layout, stage), layout) for stage in range(layout.pipeline))
     return max(stages) * CHECKPOINT * (1 + critic)
 
 
 def activations(shape: Shape, layout: Layout, training: Training, stage: int) -> int:
-    """Bytes that forward keeps for backward. The first of p stages holds p micro-batches at once (1F1B), every later
-    one less; interleaved stages 1 + (p - 1) / (p v) as many (arXiv 2205.05198, section 4.2.3 and appendix C)."""
+    """Return the bytes that forward keeps for backward. With 1F1B, the first of p stages holds p micro-batches at once
+    and each later stage one less; interleaved stages hold 1 + (p - 1) / (p v) times p (arXiv 2205.05198, section 4.2.3
+    and appendix C)."""
     p, v = layout.pipeline, layout.chunks
     in_flight = p - stage if v == 1 else p * (1 + (p - 1) / (p * v))
     sparse = shape.sparse / shape.layers
@@ -225,13 +229,14 @@ def activations(shape: Shape, layout: Layout, training: Training, stage: int) ->
 
 
 def layer_bytes(shape: Shape, layout: Layout, training: Training, *, routed: bool) -> float:
-    """Bytes per token that a layer keeps on a rank.
+    """Return the bytes per token that a layer keeps on a rank.
 
-    Its two norms; of attention the projections, rotated queries and keys with their angles, and what it gives; of an
-    MLP gate, up, and their product. A routed expert's rows count for each expert of a token, as if all had equal loads.
+    Counted are its two norms; the projections of attention, rotated queries and keys with their angles, and its output;
+    gate, up and their product in an MLP. The rows of a routed expert count once per expert of a token, assuming equal
+    loads.
     """
     t, rows, item = layout.tensor, layout.tensor if layout.sequence else 1, BYTES[training.dtype]
-    norm = item if training.fused_norms else 2 * FLOAT  # what backward needs of its input
+    norm = item if training.fused_norms else 2 * FLOAT  # of its input, for backward
     kept = 2 * (item + norm) * shape.hidden / rows
     kept += item * (2 * shape.queries + 2 * shape.keys + shape.values + shape.queries) / t + 4 * item * shape.rotated
     if shape.normed and not training.fused_norms:
@@ -244,7 +249,7 @@ def layer_bytes(shape: Shape, layout: Layout, training: Training, *, routed: boo
 
 
 def _logits(shape: Shape, layout: Layout, training: Training) -> int:
-    """The chunk, and the product that is added to the gradient of the output layer."""
+    """Return the bytes of one chunk of logits and of the product that is added to the output layer's gradient."""
     columns = -(-shape.vocab // layout.tensor)
     rows = min(training.logit_rows, -(-training.tokens // layout.context))
     return rows * columns * LOGITS + columns * shape.hidden * BYTES[training.dtype]
@@ -253,7 +258,7 @@ def _logits(shape: Shape, layout: Layout, training: Training) -> int:
 def engine_rank(
     weights: Sequence[Weight], shape: Shape, *, tensor: int, dtype: str, tokens: int, cache_dtype: str = ""
 ) -> dict[str, int]:
-    """Bytes of one rank of an engine: its share of the weights, and the KV cache of so many tokens."""
+    """Return the bytes on one rank of an engine: its share of the weights, and the KV cache of this many tokens."""
     share = Layout(tensor=tensor, data=1, expert_tensor=tensor)
     item = 1 if cache_dtype.startswith("fp8") else BYTES[dtype]
     cache, parts = tokens * shape.layers * shape.cached * item, min(tensor, shape.cache_heads)
@@ -265,12 +270,13 @@ def engine_rank(
 
 
 def buckets(sizes: Iterable[int], limit: int) -> int:
-    """How many of at most `limit` bytes; a larger tensor travels alone, none is split."""
+    """Return the number of buckets of at most `limit` bytes; a larger tensor gets a bucket of its own, and none is
+    split."""
     return len(packed(sizes, limit))
 
 
 def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
-    """The same, in their order: of each its bytes, and how many tensors it holds (as weights/bucket.py plans them)."""
+    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them."""
     found: list[tuple[int, int]] = []
     for size in sizes:
         filled, count = found[-1] if found else (limit, 0)
@@ -282,14 +288,15 @@ def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
 
 
 def parameters(weights: Iterable[Weight]) -> Held:
-    """Of the whole model."""
+    """Return the number of parameters of the whole model."""
     found = list(weights)
     routed = sum(one.elements for one in found if one.routed)
     return Held(sum(one.elements for one in found) - routed, routed)
 
 
 def active(weights: Sequence[Weight], shape: Shape) -> float:
-    """Parameters that multiply each token: without the embedding, and of routed experts those that it chooses."""
+    """Return the number of parameters that each token is multiplied with: without the embedding, and only the routed
+    experts that it selects."""
     held = parameters(weights)
     if not shape.tied:
         held = held._replace(dense=held.dense - shape.vocab * shape.hidden)

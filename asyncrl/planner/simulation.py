@@ -1,6 +1,7 @@
-"""A whole run in simulated time: the real buffer and concurrency rule between simulated engines and a trainer.
+"""Simulation of a whole run: the real buffer and concurrency controller between simulated engines and a simulated
+trainer.
 
-What is left out: the router's and the client's own time, weights on their way beyond a pause of given length.
+Not simulated: the processing time of router and client, and the weight transfer except for a pause of fixed length.
 """
 
 from __future__ import annotations
@@ -22,77 +23,79 @@ from asyncrl.types import Group
 
 @dataclass(frozen=True)
 class Episode:
-    """Tokens of each turn, and seconds of the environment after each but the last."""
+    """Tokens of each turn, and seconds in the environment after each turn except the last."""
 
     turns: Sequence[float]
     seconds: Sequence[float] = ()
 
     @property
     def tokens(self) -> float:
-        """Of all turns."""
+        """Return the total number of tokens."""
         return sum(self.turns)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`episodes(number)` are the siblings of the group that is started as number `number`."""
+    """Workload of a simulated run. `episodes(number)` returns the siblings of the group that is started as number
+    `number`."""
 
     episodes: Callable[[int], Sequence[Episode]]
     batch_groups: int
     prompt: float = 0.0
-    """Tokens."""
+    """Tokens of a prompt."""
     longest: int = 1 << 20
-    """Tokens of the longest episode."""
+    """Maximum tokens of an episode."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Machines and mode."""
+    """Hardware and settings of a simulated run."""
 
     engines: int
     train_rate: float
-    """Tokens per second of the whole trainer."""
+    """Throughput of the whole trainer in tokens per second."""
     max_staleness: int
     lead: int | None = None
     train_fixed: float = 0.0
-    """Further seconds of a step."""
+    """Fixed seconds per step, in addition."""
     pause: float = 0.0
-    """Seconds for which engines stand still at a publish."""
+    """Seconds for which a publish pauses the engines."""
     drain: bool = False
-    """Weights wait until no request is in flight."""
+    """Whether a publish waits until no request is in flight."""
     in_play: int | None = None
-    """Episodes at once; unset: the concurrency rule decides, 0: as many as are admitted."""
+    """Maximum number of concurrent episodes; None: decided by the concurrency controller, 0: as many as admission
+    allows."""
     observe_every: float = 1.0
     shape: EngineShape = field(default_factory=EngineShape)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """After the warm-up."""
+    """Averages and counts of a simulated run, excluding the warm-up."""
 
     tokens_per_s: float
     step: float
     trainer_busy: float
     engines_busy: float
-    """Of what they could write with full batches."""
+    """Fraction of the throughput with full batches."""
     staleness_mean: float
     staleness_max: int
     retractions: int
     prefilled: float
-    """Tokens, for each that was trained."""
+    """Prefilled tokens per trained token."""
     in_play: float
-    """Mean number of episodes at once."""
+    """Mean number of concurrent episodes."""
 
 
 class Played(Group, frozen=True, array_like=True):
-    """A group of which only the size and the birth matter."""
+    """A finished group, reduced to its size and the version at its start."""
 
     tokens: int = 0
     born: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Of all siblings."""
+        """Return the number of tokens of all siblings."""
         return self.tokens
 
 
@@ -100,7 +103,7 @@ class Played(Group, frozen=True, array_like=True):
 class _Playing:
     ticket: Ticket
     left: int
-    first_turns: int  # that are being written: they are one request, as siblings ask for them together
+    first_turns: int  # first turns in progress; they count as one request, because siblings request them together
     tokens: float
     engine: SimulatedEngine
     born: int
@@ -108,7 +111,7 @@ class _Playing:
 
 
 def simulate(workload: Workload, setting: Setting, steps: int, warm: int = 4) -> Outcome:
-    """Run `warm` + `steps` steps."""
+    """Simulate `warm` + `steps` steps and measure the latter."""
     run = _Run(workload, setting)
     run.until(warm)
     started, before = run.now, run.counters()
@@ -137,14 +140,14 @@ class _Run:
         self.staleness: list[int] = []
         self._buffer = CohortBuffer(workload.batch_groups, setting.max_staleness, setting.lead, clock=lambda: self.now)
         self._engines = [SimulatedEngine(setting.shape) for _ in range(setting.engines)]
-        self._open = dict.fromkeys(self._engines, 0)  # requests as the router counts them
+        self._open = dict.fromkeys(self._engines, 0)  # number of requests, as the router counts them
         self._window = Window(workload.longest) if setting.in_play is None else None
         self._number = itertools.count()
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._jobs: dict[Job, tuple[_Playing, Episode, int]] = {}
         self._held: list[Callable[[], None]] | None = None
-        self._needed = 0.0  # tokens to be prefilled since the engines were last asked
+        self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
         self._training = self._draining = False
         self._asked_at = 0.0
         self._in_play = 0
@@ -153,7 +156,7 @@ class _Run:
             self._observe()
 
     def counters(self) -> tuple[float, ...]:
-        """What has been summed up so far."""
+        """Return the running totals."""
         return (
             self._trained,
             self._busy,
@@ -164,7 +167,7 @@ class _Run:
         )
 
     def until(self, version: int) -> None:
-        """Go on until a version is published."""
+        """Run until a version is published."""
         while self._buffer.version < version:
             self._admit()
             self._take()
@@ -174,7 +177,7 @@ class _Run:
         heapq.heappush(self._timers, (time, next(self._serial), action))
 
     def _step(self) -> None:
-        """The next thing that happens."""
+        """Process the next event."""
         engine = min(self._engines, key=SimulatedEngine.next_time)
         due, timer = engine.next_time(), self._timers[0][0] if self._timers else math.inf
         time = min(due, timer)
@@ -194,7 +197,7 @@ class _Run:
         size = len(self.workload.episodes(0))
         while self._may_start(size) and (ticket := self._buffer.admit()):
             episodes = self.workload.episodes(next(self._number))
-            engine = min(self._open, key=self._open.__getitem__)  # the router's choice: the fewest requests
+            engine = min(self._open, key=self._open.__getitem__)  # like the router: the engine with the fewest requests
             size, tokens = len(episodes), sum(one.tokens for one in episodes)
             playing = _Playing(ticket, size, size, tokens, engine, -1, size)
             self._in_play += size

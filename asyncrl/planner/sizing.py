@@ -1,16 +1,17 @@
-"""What a publish, training and generation will take on hardware that need not be there, by arithmetic. Pure.
+"""Estimated duration of a publish and throughput of training and generation on any hardware, computed from
+specifications. Pure.
 
-A publish is counted as weights/publish.py goes about it over NCCL (weights/distributed.py). The pipeline stages send
-one after the other. The first rank of a stage gathers its bucket: dense matrices from its tensor-parallel group, routed
-experts from all ranks that hold them (weights/reshard.py), and copies it into place; then one broadcast takes it to all
-ranks of all engines, which load it and answer.
+A publish is modelled after weights/publish.py over NCCL (weights/distributed.py). The pipeline stages send one after
+the other. The first rank of a stage gathers its bucket and copies it into place: dense matrices come from its
+tensor-parallel group, routed experts from all ranks that hold them (weights/reshard.py). One broadcast then sends the
+bucket to all ranks of all engines, which load it and confirm.
 
     gather(b)   b (n - 1)/G / inside + b (G - n)/G / between + 2 b / memory       G ranks, n of them in one machine
-    send(b)     b / link + 2 b / memory + call + tensor * (tensors in it)       link: inside where one machine has all
-    full        fill: the slowest stage's gathers, engines generate;    pause: all sends
-    stream      pause, for each stage: first gather, then of each send and the next gather the longer one
+    send(b)     b / link + 2 b / memory + call + tensor * (tensors in it)       link: inside if one machine has all
+    full        fill: gathers of the slowest stage, while engines generate;    pause: all sends
+    stream      pause, per stage: first gather, max(send, next gather) for each bucket but the last, last send
 
-Nothing here was measured on such machines. `Hardware` says where each number comes from.
+None of this was measured on such hardware. `Hardware` states the source of each number.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from asyncrl.planner.memory import BYTES, Layout, Shape, Weight, active, packed,
 
 @dataclass(frozen=True)
 class Hardware:
-    """Of one GPU, in bytes and bytes per second: an NVIDIA H100 SXM with one 400 Gbit/s adapter, as vendors state them;
-    and what is assumed of it."""
+    """Specifications of one GPU, in bytes and bytes per second, and assumptions about it: an NVIDIA H100 SXM with one
+    400 Gbit/s adapter, as stated by the vendors."""
 
     memory: float = 80e9
     hbm: float = 3.35e12  # HBM3
@@ -35,44 +36,44 @@ class Hardware:
     flops: float = 989e12  # bfloat16, dense
     per_machine: int = 8
     share: float = 0.7
-    """Of each of these bandwidths that is reached: an assumption."""
+    """Attained fraction of each of these bandwidths: an assumption."""
     mfu: float = 0.3
-    """Of the floating-point operations that training a dense model reaches: an assumption."""
+    """Attained fraction of the floating-point operations when training a dense model: an assumption."""
     sparse_mfu: float = 0.15
     """The same with routed experts, which the trainer multiplies one by one: an assumption."""
     call: float = 0.004
-    """Seconds that a bucket costs beside its bytes: measured, with one engine on a CPU (docs/weights.md)."""
+    """Overhead per bucket in seconds, besides its bytes: measured with one engine on a CPU (docs/weights.md)."""
     tensor: float = 30e-6
-    """Seconds of an engine's Python for each tensor that it loads: measured there, 8 ms for 272."""
+    """Python overhead of an engine per loaded tensor, in seconds: measured in the same setup, 8 ms for 272 tensors."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The engines."""
+    """The engines of a run."""
 
     count: int
     tensor: int
     running: int
-    """Requests that one engine decodes at once."""
+    """Maximum number of requests that one engine decodes concurrently."""
     tokens: int
-    """Of its KV cache."""
+    """KV cache size of one engine, in tokens."""
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Of one version to all engines."""
+    """Size and duration of publishing one version to all engines."""
 
     nbytes: int
     buckets: tuple[int, ...]
-    """Of each pipeline stage."""
+    """Number of buckets per pipeline stage."""
     fill: float
     """Seconds before the pause."""
     pause: float
-    """Seconds for which engines stand still."""
+    """Seconds for which the engines are paused."""
 
     @property
     def seconds(self) -> float:
-        """Of the trainer."""
+        """Return the total seconds for which the trainer is occupied."""
         return self.fill + self.pause
 
 
@@ -87,7 +88,8 @@ def publish(
     one_machine: bool,
     hardware: Hardware,
 ) -> Publish:
-    """`weights` as memory.counted gives them; `bucket` in bytes. `one_machine`: it holds all trainers and engines."""
+    """Estimate a publish. `weights` is a result of memory.counted; `bucket` is in bytes; `one_machine` tells whether
+    one machine holds all trainers and engines."""
     item, link = BYTES[dtype], hardware.inside if one_machine else hardware.between
     counts, stages = [], []
     for stage in range(layout.pipeline):
@@ -111,7 +113,7 @@ def publish(
 
 
 def _gather(dense: float, layout: Layout, hardware: Hardware) -> float:
-    """Seconds for each byte of a stage, of which the share `dense` is not of routed experts."""
+    """Return the gather time in seconds per byte of a stage; `dense` is the fraction that is not routed experts."""
     seconds = 2 / hardware.hbm
     for part, ranks in ((dense, layout.tensor), (1 - dense, layout.expert * layout.expert_tensor)):
         near = min(ranks, hardware.per_machine)
@@ -120,7 +122,7 @@ def _gather(dense: float, layout: Layout, hardware: Hardware) -> float:
 
 
 def _in_turn(gathers: Sequence[float], sends: Sequence[float]) -> float:
-    """Two memories: while one is sent the other is filled."""
+    """Return the duration of alternating gathers and sends with two buffers: one is filled while the other is sent."""
     return gathers[0] + sum(max(pair) for pair in zip(sends, gathers[1:], strict=False)) + sends[-1]
 
 
@@ -128,15 +130,17 @@ def _in_turn(gathers: Sequence[float], sends: Sequence[float]) -> float:
 
 
 def train_rate(weights: Sequence[Weight], shape: Shape, hardware: Hardware) -> float:
-    """Tokens per second of one GPU: 6 operations for each active parameter, forward and backward (arXiv 2001.08361,
-    section 2.1). Attention's scores and shared prompts are left out, the one for the other."""
+    """Return the training throughput of one GPU in tokens per second: 6 operations per active parameter, forward and
+    backward (arXiv 2001.08361, section 2.1). Attention scores and shared prompts are ignored; they are assumed to
+    offset each other."""
     mfu = hardware.sparse_mfu if shape.sparse else hardware.mfu
     return mfu * hardware.flops / (6 * active(weights, shape))
 
 
 def engine_shape(rank: dict[str, int], fleet: Fleet, context: float, hardware: Hardware) -> EngineShape:
-    """A step of decoding reads a rank's weights once, and the cache of each request, `context` tokens long; `rank` as
-    memory.engine_rank gives it. Sums over ranks, sampling and prefill are left out. Requests are as many as fit."""
+    """Estimate the decoding speed of an engine: a step reads a rank's weights once, and the cache of each request of
+    `context` tokens. `rank` is a result of memory.engine_rank. Communication between ranks, sampling and prefill are
+    ignored. The batch holds as many requests as fit the cache."""
     speed = hardware.hbm * hardware.share
     each = rank["KV cache"] / fleet.tokens * context
     running = max(1, min(fleet.running, int(fleet.tokens / context)))
@@ -145,14 +149,14 @@ def engine_shape(rank: dict[str, int], fleet: Fleet, context: float, hardware: H
 
 @dataclass(frozen=True)
 class Balance:
-    """Tokens per second of either side, were it never to wait."""
+    """Throughput of trainer and engines in tokens per second, if neither ever waited for the other."""
 
     trainers: float
     engines: float
 
     @property
     def rate(self) -> float:
-        """Of the run: no more than this."""
+        """Return the upper bound of the run's throughput."""
         return min(self.trainers, self.engines)
 
 
@@ -167,7 +171,8 @@ def balance(
     sent: Publish,
     hardware: Hardware,
 ) -> Balance:
-    """`gpus` of the trainer. It also publishes each batch; engines stand still in the pause."""
+    """Compare trainer and engines. `gpus` is the number of trainer GPUs. The trainer also publishes after each batch,
+    and the engines stand still during the pause."""
     trains = trainer_law(train_rate(weights, shape, hardware) * gpus, sent.seconds, batch_tokens)
     writes = engines_law(fleet.count, engine)
     return Balance(trains, trainer_law(writes, sent.pause, batch_tokens))

@@ -1,1 +1,1 @@
-"""What can be known to be wrong with a run before any of its processes is started."""
+"""Preflight: checks of a run before any of its processes is started."""

@@ -1,7 +1,8 @@
-"""A sum over all trainers' machines, by what their ranks will use: python -m asyncrl.launch.preflight.allreduce JSON.
+"""An all-reduce over all trainer machines, with the backend that the ranks will use: python -m
+asyncrl.launch.preflight.allreduce JSON.
 
-waits for     the other machines: the meeting, then the sum
-deadline      `seconds` for all of it, once torch is there
+waits for     the other machines: rendezvous, then the sum
+deadline      `seconds` for all of it, once torch is imported
 """
 
 from __future__ import annotations
@@ -21,46 +22,48 @@ from asyncrl.launch.preflight.telling import end_after, tell
 from asyncrl.launch.slurm.task import node
 
 NUMBERS = 1 << 20
-"""Of the sum, in float32: 4 MiB."""
+"""Number of float32 elements in the sum: 4 MiB."""
 GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What every machine is told, in the same words."""
+    """Parameters of the check, identical on every machine."""
 
     backend: str
     """gloo or nccl."""
     names: Sequence[str]
-    """The machines; the first one's is rank 0."""
+    """Names of the machines; the first is rank 0."""
     address: str
-    """Of the first."""
+    """Address of the first machine."""
     port: int
     interfaces: Mapping[str, str]
-    """By machine; empty: collectives find it themselves."""
+    """Network interface by machine; empty: collectives find it themselves."""
     seconds: float
 
     def argv(self) -> list[str]:
-        """Of the program, after Python."""
+        """Return the arguments of the program, after Python."""
         return ["-m", __name__, json.dumps(asdict(self))]
 
 
 def main(told: AllReduce) -> None:
-    """Whatever it finds it ends well: at an exit code srun would kill those that have not told yet."""
+    """Run the check and report the result. Always exits with 0: on any other exit code srun would kill the tasks that
+    have not reported yet."""
     me = node()
     if name := told.interfaces.get(me):
         os.environ.update(dict.fromkeys(INTERFACES, name))
     try:
         answer: dict[str, Any] = {"problem": "", "seconds": _sum(told, me)}
-    except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
+    except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
         answer = {"problem": str(error).strip().partition("\n")[0]}
     tell({"node": me, **answer})
-    os._exit(0)  # a group that failed may never be taken down
+    os._exit(0)  # the process group of a failed collective may never shut down
 
 
 def _sum(told: AllReduce, me: str) -> float:
-    """Seconds of the second sum: the first also makes the connections."""
-    import torch  # before the deadline begins: from a slow file system it may take long
+    """Return the seconds of the second sum; the first also sets up the connections. Raises ValueError for a wrong
+    sum."""
+    import torch  # imported before the deadline starts: on a slow file system it may take long
     import torch.distributed as dist
 
     end_after(told.seconds + GRACE_SECONDS, {"node": me, "problem": f"no end after {told.seconds:.0f} s"})
@@ -80,7 +83,7 @@ def _sum(told: AllReduce, me: str) -> float:
         numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
         began = time.monotonic()
         dist.all_reduce(numbers)
-        found, right = float(numbers[0]), sum(range(1, len(told.names) + 1))  # reading it waits for the device
+        found, right = float(numbers[0]), sum(range(1, len(told.names) + 1))  # reading the value waits for the device
         seconds = time.monotonic() - began
         if found != right:
             raise ValueError(f"the sum is {found}, not {right}")

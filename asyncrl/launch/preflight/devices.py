@@ -1,4 +1,4 @@
-"""GPUs that are wanted, against those that the machines show. Pure."""
+"""Check of the requested GPUs against those that the machines report. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 
 def check_gpus(nodes: Sequence[Node], machines: Sequence[Machine]) -> list[Finding]:
-    """Nodes and machines are the same, in the same order."""
+    """Check the GPUs of each machine. `nodes` and `machines` are in the same order."""
     if not any(node.gpus for node in nodes):
         idle = sum(len(machine.gpus) for machine in machines)
         note = f"; {idle} that are there are left alone" if idle else ""

@@ -1,4 +1,4 @@
-"""What a machine tells of itself, beside what placement needs (launch/machine.py): packages, GPUs, memory."""
+"""Facts about a machine beyond those that placement needs (launch/machine.py): packages, GPUs, memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMI_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as nvidia-smi lists it."""
+    """A device as listed by nvidia-smi."""
 
     index: int
     name: str
@@ -28,25 +28,25 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of one machine. What could not be learnt is empty, or 0."""
+    """Facts about one machine. Unknown ones are empty, or 0."""
 
     name: str
     versions: dict[str, str] = field(default_factory=dict)
     gpus: tuple[Gpu, ...] = ()
     memory: int = 0
-    """Bytes that its processes may take together: the machine's, or the limit of their control group."""
+    """Bytes available to its processes together: the machine's memory, or the limit of their control group."""
 
     def told(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the facts as values for JSON."""
         return asdict(self)
 
     @classmethod
     def heard(cls, told: dict[str, Any]) -> Machine:
-        """From JSON."""
+        """Create a Machine from JSON values."""
         return cls(**{**told, "gpus": tuple(Gpu(**one) for one in told["gpus"])})
 
     def visible(self, names: Iterable[str]) -> list[Gpu]:
-        """Those that CUDA_VISIBLE_DEVICES calls so: by index, or by the beginning of the uuid."""
+        """Return the GPUs with these names in CUDA_VISIBLE_DEVICES: an index, or a prefix of the UUID."""
         wanted = list(names)
         return [
             one for one in self.gpus if str(one.index) in wanted or any(one.uuid.startswith(w) for w in wanted if w)
@@ -54,12 +54,12 @@ class Machine:
 
 
 def this_machine(name: str, versions: dict[str, str]) -> Machine:
-    """Facts of this one."""
+    """Return the facts about this machine."""
     return Machine(name, versions, tuple(_gpus()), _memory())
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """nvidia-smi's lines. Those of devices that tell no number are left out, as is what is no such line."""
+    """Parse nvidia-smi's output. Devices without an index or a memory size, and other lines, are skipped."""
     found = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) == 4 and row[0].strip().isdigit() and row[2].strip().isdigit():
@@ -91,7 +91,7 @@ def _own_group() -> str:
 
 
 def _limits(root: Path, group: str) -> list[int]:
-    """Of the control group and all above it (version 2)."""
+    """Return the memory limits of the control group and its ancestors (version 2)."""
     folder, found = root / group.strip("/"), []
     for one in (folder, *folder.parents):
         if not one.is_relative_to(root):

@@ -1,4 +1,4 @@
-"""What was found: one line each, and what to do about it."""
+"""Results of the preflight: one line each, with a remedy."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from asyncrl.errors import AsyncRLError, ConfigError
 
 WIDTH = 120
 LABEL, FIELD = 8, 26
-"""Widths of the columns."""
+"""Column widths."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: Literal["ok", "warning", "error"]
     """error: the run would fail; warning: it may."""
     field: str
-    """The setting that it is about, or a word for what is no setting."""
+    """The setting concerned, or a word for what is not a setting."""
     value: str
     """What was found."""
     remedy: str = ""
 
     def lines(self) -> str:
-        """For people to read."""
+        """Return the finding as wrapped text."""
         indent = " " * (LABEL + FIELD + 2)
         text = _filled(self.value, f"{self.level:{LABEL}} {self.field:{FIELD}} ", indent)
         return text + ("\n" + _filled(self.remedy, indent + "-> ", indent) if self.remedy else "")
 
 
 def _filled(text: str, first: str, later: str) -> str:
-    """Paths stay whole: they are copied."""
+    """Wrap text. Paths are kept whole, so that they can be copied."""
     return textwrap.fill(
         text,
         WIDTH,
@@ -46,22 +46,22 @@ def _filled(text: str, first: str, later: str) -> str:
 
 
 def ok(field: str, value: str) -> Finding:
-    """As it must be."""
+    """Return the finding of a check that passed."""
     return Finding("ok", field, value)
 
 
 def warning(field: str, value: str, remedy: str) -> Finding:
-    """The run may fail of it, or be slow."""
+    """Return the finding of a problem that may fail the run, or slow it down."""
     return Finding("warning", field, value, remedy)
 
 
 def error(field: str, value: str, remedy: str) -> Finding:
-    """The run would fail of it."""
+    """Return the finding of a problem that would fail the run."""
     return Finding("error", field, value, remedy)
 
 
 def refused(check: Callable[[], object], field: str) -> list[Finding]:
-    """A check that raises, as findings; an error that names no field is about `field`."""
+    """Run a check that raises, and return its error as a finding. An error without a field is attributed to `field`."""
     try:
         check()
     except ConfigError as problem:
@@ -72,12 +72,12 @@ def refused(check: Callable[[], object], field: str) -> list[Finding]:
 
 
 def failed(findings: Sequence[Finding]) -> bool:
-    """Whether the run would fail."""
+    """Return whether the run would fail."""
     return any(one.level == "error" for one in findings)
 
 
 def rendered(findings: Sequence[Finding]) -> str:
-    """All of them, and their numbers."""
+    """Return all findings as text, followed by their counts."""
     counts = {level: sum(one.level == level for one in findings) for level in ("error", "warning", "ok")}
     total = f"preflight: {counts['error']} error(s), {counts['warning']} warning(s), {counts['ok']} ok"
     return "\n".join([*(one.lines() for one in findings), total])

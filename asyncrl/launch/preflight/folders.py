@@ -1,4 +1,4 @@
-"""The folders that a run writes to: whether they can be written, how fast, and whether there is room."""
+"""Checks of the folders that a run writes to: permission, write speed and free space."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 from asyncrl.planner.memory import BYTES, CHECKPOINT
 
 MEASURED = 64 << 20
-"""Bytes that are written to learn how fast."""
+"""Bytes written to measure the speed."""
 RECORDED = 6
-"""Bytes of a token of a long answer in a recording (docs/records.md)."""
+"""Bytes per token of a long answer in a recording (docs/records.md)."""
 PUBLISHED = 3
-"""Versions of the weights that disk and delta keep, and the one that is being written (weights/disk.py)."""
+"""Versions of the weights on disk at a time with disk and delta, including the one being written (weights/disk.py)."""
 FREE_UP = "Free some of it, or name a folder on a larger file system."
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What was learnt of one."""
+    """State of a folder."""
 
     path: Path
     problem: str = ""
-    """Why it cannot be written; empty: it can."""
+    """Why it is not writable; empty: it is."""
     free: int = 0
-    """Bytes."""
+    """Free bytes."""
     speed: float = 0.0
-    """Bytes per second onto the disk, of one writer."""
+    """Bytes per second to the disk, for one writer."""
     checkpoints: int = 0
-    """Bytes of those that are there."""
+    """Bytes of existing checkpoints."""
 
 
 def look_at(path: Path, size: int = MEASURED) -> Folder:
-    """Writes a file of so many bytes into it, or into the nearest folder above it that there is, and removes it."""
+    """Measure a folder by writing a file of this many bytes to it, or to its nearest existing parent. The file is
+    removed."""
     there = next(one for one in (path, *path.parents) if one.exists())
     if not there.is_dir():
         return Folder(path, f"{there} is a file")
@@ -62,25 +63,25 @@ def look_at(path: Path, size: int = MEASURED) -> Folder:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that a run needs on a disk."""
+    """Disk space that a run needs, in bytes."""
 
     checkpoint: int
-    """One."""
+    """One checkpoint."""
     checkpoints: int
-    """All that there are at once."""
+    """All checkpoints that exist at a time."""
     weights: int
-    """HF folders of the weights."""
+    """Weights written as HF folders."""
     published: int
-    """By disk and delta."""
+    """Weights published by disk and delta."""
     recorded: int
-    """No more than this."""
+    """Upper bound of the recording."""
 
 
 def room_of(config: Config, elements: int) -> Room:
-    """For a policy of so many parameters."""
+    """Return the disk space for a policy of this many parameters."""
     training, steps = config.mode != "rollout_only", config.run.max_steps
     one = elements * CHECKPOINT * (1 + (config.algo.advantage == "gae")) if training else 0
-    kept = config.checkpoint.keep_last + 1  # the oldest goes when the newest stands
+    kept = config.checkpoint.keep_last + 1  # the oldest is removed once the newest is complete
     if config.checkpoint.every and config.checkpoint.keep_every:
         kept += sum(
             version % config.checkpoint.keep_every == 0 for version in range(0, steps + 1, config.checkpoint.every)
@@ -99,7 +100,7 @@ def room_of(config: Config, elements: int) -> Room:
 
 
 def check_folders(config: Config, room: Room, run: Folder, shared: Folder | None) -> list[Finding]:
-    """The run's folder and, where it is set, weights.folder."""
+    """Check the run folder and, if set, weights.folder."""
     here = {
         "checkpoints": max(0, room.checkpoints - run.checkpoints),
         "weights as HF folders": room.weights,

@@ -1,4 +1,4 @@
-"""What the ranks of a run will hold, against the memory of the GPUs or machines that they stand on. Pure."""
+"""Check of the memory that the ranks need, against that of their GPUs or machines. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from asyncrl.launch.preflight.facts import Machine
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 CERTAIN = 0.5
-"""Share of the activations that are certain, as they are estimated; the rest is a matter of a warning."""
+"""Fraction of the estimated activations that is certainly needed; the rest only leads to a warning."""
 TIGHT = 0.9
-"""Share of a memory above which libraries and fragments may not find room."""
+"""Fraction of a memory above which libraries and fragmentation may not leave enough room."""
 ESTIMATED = "activations"
 _SGLANG = 2 * 413_000_000
 PROCESS = {"trainer": 301_000_000, "engine": _SGLANG, "teacher": _SGLANG, "judge": _SGLANG}
-"""Bytes that processes have of their own once they have imported their libraries, as measured with those of
-requirements/cpu.txt; an engine is a server and a scheduler."""
+"""Bytes of a process after it has imported its libraries, measured with those of requirements/cpu.txt. An engine has
+two processes, a server and a scheduler."""
 REMEDIES = {
     "trainer": "Raise trainer.tensor_parallel, pipeline_parallel or data_parallel, lower trainer.micro_batch_tokens, "
     "or set weights.staging=stream.",
@@ -32,27 +32,28 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Need:
-    """What one rank of a role holds."""
+    """Memory that one rank of a role needs."""
 
     parts: Mapping[str, int]
-    """Bytes by what they are for: of its GPU, or of the machine where there is none."""
+    """Bytes by purpose, on its GPU, or in its machine's memory if it has none."""
     gpu: bool
     host: int = 0
-    """Bytes of the machine's memory in any case."""
+    """Additional bytes in the machine's memory, with or without a GPU."""
 
     @property
     def total(self) -> int:
-        """As estimated."""
+        """Return the estimated total."""
         return sum(self.parts.values())
 
     @property
     def certain(self) -> float:
-        """No less."""
+        """Return a lower bound of the total."""
         return self.total - (1 - CERTAIN) * self.parts.get(ESTIMATED, 0)
 
 
 def check_memory(placement: Placement, needs: Mapping[str, Need], machines: Mapping[str, Machine]) -> list[Finding]:
-    """`needs` by role; `machines` by the names of the nodes. Where a memory is not known it is not compared."""
+    """Check every role against its GPUs, and every machine against its processes. `needs` is by role, `machines` by
+    node name. Unknown memory sizes are not compared."""
     ranks = {
         "trainer": placement.trainers,
         "engine": [seat for seats in placement.engines for seat in seats],
@@ -67,7 +68,7 @@ def check_memory(placement: Placement, needs: Mapping[str, Need], machines: Mapp
     sure: defaultdict[str, float] = defaultdict(float)
     for role, need in needs.items():
         for seat in ranks[role]:
-            # of a seat on GPUs all ranks of an engine are one entry
+            # the seat of an engine on GPUs stands for all of its ranks there
             own = need.host + PROCESS[role] * max(1, len(seat.gpus) if role != "trainer" else 1)
             used[seat.node.name] += own + (0 if need.gpu else need.total)
             sure[seat.node.name] += own + (0 if need.gpu else need.certain)
@@ -81,7 +82,7 @@ def check_memory(placement: Placement, needs: Mapping[str, Need], machines: Mapp
 
 
 def _of_device(role: str, need: Need, seats: Sequence[Seat], machines: Mapping[str, Machine]) -> Finding:
-    """A rank against the smallest GPU that one of its kind stands on."""
+    """Compare a rank with the smallest GPU that a rank of its role is placed on."""
     what = f"a rank of the {role}"
     parts = " (" + ", ".join(f"{part} {_gb(size)}" for part, size in need.parts.items() if size) + ")"
     if not need.gpu:

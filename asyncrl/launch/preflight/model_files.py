@@ -1,7 +1,8 @@
-"""A model folder: whether all of it is there, and the names and shapes of its tensors, from headers alone.
+"""Check of a model folder: whether it is complete, and the names and shapes of its tensors, read from file headers
+only.
 
-A .safetensors file begins with the length of its header, 8 bytes little-endian, then the header: JSON, in which every
-tensor has dtype, shape and data_offsets, its bytes after the header (https://github.com/huggingface/safetensors).
+A .safetensors file begins with the length of its header, 8 bytes little-endian, and the header: JSON in which every
+tensor has dtype, shape and data_offsets, its byte range after the header (https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from asyncrl.planner.memory import Weight
 
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""Any of these sets of files is a tokenizer."""
+"""Each of these sets of files is a complete tokenizer."""
 LONGEST_HEADER = 100_000_000
-"""Bytes; what the library takes."""
+"""Limit of the safetensors library, in bytes."""
 COPY = "Copy or download the folder anew."
 
 
 @dataclass
 class ModelFiles:
-    """What a folder holds."""
+    """Contents and problems of a model folder."""
 
     weights: list[Weight] = field(default_factory=list)
     nbytes: int = 0
-    """Of the weights, in the precision of the files."""
+    """Bytes of the weights, in the precision of the files."""
     problems: list[Finding] = field(default_factory=list)
 
 
 def read_model(folder: Path, name: str) -> ModelFiles:
-    """`name` is the setting that names the folder."""
+    """Read a model folder. `name` is the setting that refers to it."""
     files = ModelFiles()
     if not _is_json(folder / "config.json"):
         files.problems.append(error(name, f"{folder}/config.json is missing or no JSON", COPY))
@@ -52,7 +53,7 @@ def read_model(folder: Path, name: str) -> ModelFiles:
 
 
 def check_model_files(folder: Path, files: ModelFiles, name: str) -> list[Finding]:
-    """What is wrong, or that nothing is."""
+    """Return the problems of the folder, or one finding that it is complete."""
     if files.problems:
         return files.problems
     count = sum(weight.elements for weight in files.weights)
@@ -73,7 +74,7 @@ def _is_json(path: Path) -> bool:
 
 
 def _shards(folder: Path, name: str, problems: list[Finding]) -> tuple[Sequence[Path], set[str]]:
-    """The files with weights, as weights/folder.py picks them, and the tensors that an index names."""
+    """Return the weight files, selected as in weights/folder.py, and the tensors listed by an index."""
     if not (folder / INDEX).is_file():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -88,7 +89,7 @@ def _shards(folder: Path, name: str, problems: list[Finding]) -> tuple[Sequence[
 
 
 def _read_shard(path: Path, name: str, files: ModelFiles) -> set[str]:
-    """Takes its tensors in; returns their names."""
+    """Add the tensors of a file to `files`, and return their names."""
     try:
         size = path.stat().st_size
     except OSError:
@@ -111,7 +112,7 @@ def _read_shard(path: Path, name: str, files: ModelFiles) -> set[str]:
 
 
 def _header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    """And where the data begins. Raises ValueError."""
+    """Return the header, and the offset of the data. Raises ValueError if it is invalid."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, LONGEST_HEADER):

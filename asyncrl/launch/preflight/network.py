@@ -1,4 +1,4 @@
-"""Ports, and what the machines of a job said of the ways between them. Pure, but for the questions of `ask`."""
+"""Checks of ports and of the network between the machines of a job. Pure, except for the `ask` functions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from asyncrl.launch.preflight.telling import heard
 from asyncrl.launch.slurm.job import Job
 
 REACH_SECONDS, SUM_SECONDS = 30.0, 60.0
-"""Deadlines on the machines; to start there each step has cluster.start_timeout beside."""
+"""Deadlines on the machines; starting each step there may take another cluster.start_timeout."""
 NAMED = 4
-"""Addresses that a line names."""
+"""Maximum number of addresses in a line."""
 OPEN = "Set cluster.interface (or cluster.host) to a network on which the machines reach each other on all ports."
 
 
 def check_ports(nodes: Sequence[Node], wanted: int) -> list[Finding]:
-    """Free ones that were found on each machine."""
+    """Check that every machine has enough free ports."""
     remedy = f"{wanted} are needed: end what listens there, or set cluster.host to another address."
     found = [
         error("cluster.host", f"{node.name} has {len(node.ports)} free ports at {node.address}", remedy)
@@ -37,8 +37,8 @@ def check_ports(nodes: Sequence[Node], wanted: int) -> list[Finding]:
 def ask_reach(
     job: Job, folders: Iterable[Path], models: Iterable[Path], run_id: str
 ) -> tuple[Reach, dict[str, dict[str, Any]]]:
-    """Of every machine, whether it reaches the first, and sees these folders, which exist. Those that cannot be written
-    are left out: that is another finding."""
+    """Ask every machine whether it reaches the first one, and sees these folders, which exist. Folders that are not
+    writable are skipped, since another check reports them."""
     first, *others = job.nodes
     marks: dict[str, Path] = {}
     try:
@@ -66,7 +66,7 @@ def ask_reach(
 
 
 def check_reach(reach: Reach, answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Every other machine has reached the first."""
+    """Check that every other machine has reached the first one."""
     where = f"{reach.listener} ({reach.address}:{reach.port})"
     found = []
     for name in reach.others:
@@ -80,12 +80,12 @@ def check_reach(reach: Reach, answers: Mapping[str, Mapping[str, Any]]) -> list[
 
 
 def unseen(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Folders that a machine does not see, by machine."""
+    """Return the folders that each machine does not see."""
     return {name: list(answer["unseen"]) for name, answer in answers.items() if answer.get("unseen")}
 
 
 def ask_allreduce(job: Job, placement: Placement, *, gpu: bool) -> tuple[AllReduce, dict[str, dict[str, Any]]]:
-    """Of the trainers' machines, one rank each."""
+    """Run an all-reduce with one rank on each of the trainers' machines."""
     nodes = list(dict.fromkeys(seat.node for seat in placement.trainers))
     told = AllReduce(
         "nccl" if gpu else "gloo",
@@ -100,7 +100,7 @@ def ask_allreduce(job: Job, placement: Placement, *, gpu: bool) -> tuple[AllRedu
 
 
 def check_allreduce(told: AllReduce, answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """All of them have the sum."""
+    """Check that every machine has the correct sum."""
     problems = {
         name: answers[name]["problem"] if name in answers else "no answer"
         for name in told.names

@@ -1,7 +1,7 @@
-"""Whether this machine reaches the first one, and sees its folders: python -m asyncrl.launch.preflight.reach JSON.
+"""Check that this machine reaches the first one, and sees its folders: python -m asyncrl.launch.preflight.reach JSON.
 
-The first machine listens and sends back what it is sent; every other one connects and compares. Nothing of the run is
-told: only names of machines.
+The first machine listens and echoes what it receives; every other one connects and compares. Only machine names are
+sent, nothing else of the run.
 
 waits for     the other machines, which start at about the same time
 deadline      `seconds` for all of it
@@ -23,13 +23,13 @@ from asyncrl.launch.slurm.task import node
 
 AGAIN_SECONDS = 0.1
 ONE_SECONDS = 5.0
-"""For one connection."""
+"""Timeout of one connection."""
 GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What every machine is told, in the same words."""
+    """Parameters of the check, identical on every machine."""
 
     listener: str
     """Name of the first machine."""
@@ -38,17 +38,18 @@ class Reach:
     others: Sequence[str]
     seconds: float
     folders: Mapping[str, str]
-    """Of each a file that the launcher made in it, whose content is its own name."""
+    """For each folder, a file that the launcher created in it, whose content is its own name."""
     models: Mapping[str, int]
-    """Of each folder the size of its config.json."""
+    """For each model folder, the size of its config.json."""
 
     def argv(self) -> list[str]:
-        """Of the program, after Python."""
+        """Return the arguments of the program, after Python."""
         return ["-m", __name__, json.dumps(asdict(self))]
 
 
 def main(reach: Reach) -> None:
-    """Whatever it finds it ends well: at an exit code srun would kill those that have not told yet."""
+    """Run the check and report the result. Always exits with 0: on any other exit code srun would kill the tasks that
+    have not reported yet."""
     me, began = node(), time.monotonic()
     unseen = [folder for folder, file in reach.folders.items() if not _sees(Path(file))]
     unseen += [folder for folder, size in reach.models.items() if _size(Path(folder, "config.json")) != size]
@@ -80,7 +81,7 @@ def _sees(file: Path) -> bool:
 
 
 def _listen(reach: Reach, deadline: float) -> str:
-    """Echo until all others have come. Returns what went wrong."""
+    """Echo until all other machines have connected. Return the problem, or ""."""
     missing = set(reach.others)
     with socket.create_server((reach.address, reach.port), backlog=max(16, len(missing))) as server:
         while missing and (left := deadline - time.monotonic()) > 0:
@@ -95,13 +96,14 @@ def _listen(reach: Reach, deadline: float) -> str:
                     name = _line(end)
                     end.sendall(name + b"\n")
                 except OSError:
-                    continue  # whoever that was: a machine of ours comes again
+                    continue  # if it was a machine of the job, it retries
                 missing.discard(name.decode(errors="replace"))
     return f"nothing came from {sorted(missing)}" if missing else ""
 
 
 def _connect(reach: Reach, name: bytes, deadline: float) -> str:
-    """Until the echo is right, or the deadline: the listener may not stand yet."""
+    """Connect until the echo is correct, or until the deadline, because the listener may start later. Return the
+    problem, or ""."""
     problem = "no time was left"
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -117,7 +119,7 @@ def _connect(reach: Reach, name: bytes, deadline: float) -> str:
 
 
 def _line(end: socket.socket) -> bytes:
-    """Up to a newline; what is longer than a name of a machine is none."""
+    """Receive up to a newline, or 1024 bytes, which no machine name has."""
     found = b""
     while not found.endswith(b"\n") and len(found) < 1024:
         piece = end.recv(1024)

@@ -1,7 +1,8 @@
-"""All checks of a run, in the order in which one explains the next: settings, versions, model, machines, folders and
-network.
+"""The preflight of a run: all checks, ordered so that each failure explains later ones: settings, versions, model,
+machines, folders and network.
 
-A job that is yet to be submitted has no machines: they are imagined, and what only they can tell is left out.
+A job that has not been submitted has no machines yet: placeholders stand in for them, and checks that need the machines
+are skipped.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from asyncrl.planner.memory import Shape, Weight
 
 @dataclass(frozen=True)
 class Model:
-    """One that is whole."""
+    """A complete model folder."""
 
     hf: dict[str, Any]
-    """config.json."""
+    """Contents of config.json."""
     weights: list[Weight]
     shape: Shape
 
 
 @dataclass
 class Seen:
-    """What is known of the machines."""
+    """Known facts about the machines, and the placement of the run on them."""
 
     nodes: Sequence[Node] = ()
     machines: Sequence[Machine] = ()
@@ -62,17 +63,18 @@ class Seen:
 
     @property
     def gpus(self) -> int:
-        """Of a machine, as addresses.json will have them."""
+        """Return the number of GPUs per machine, as addresses.json will have it."""
         return max((len(node.gpus) for node in self.nodes), default=0)
 
 
 def preflight(config: Config, run_dir: Path, job: Job | None = None) -> list[Finding]:
-    """What can be told before anything is started. `job` has been probed; None: this machine, or a job to come."""
+    """Run all checks that are possible before anything is started. `job` has been probed; None means this machine, or a
+    job that has not started."""
     return list(_all(config, run_dir, job))
 
 
 def require(config: Config, run_dir: Path, job: Job | None = None) -> None:
-    """Print it. Raises LaunchError where the run would fail."""
+    """Run and print the preflight. Raises LaunchError if the run would fail."""
     findings = preflight(config, run_dir, job)
     print(rendered(findings), flush=True)
     if failed(findings):
@@ -113,7 +115,7 @@ def _all(config: Config, run_dir: Path, job: Job | None) -> Iterator[Finding]:
 
 
 def _look(config: Config, job: Job | None, seen: Seen) -> None:
-    """Who is there, and who stands where. Raises ConfigError."""
+    """Find the machines and place the run on them. Raises ConfigError."""
     cluster = config.cluster
     if job:
         seen.nodes, seen.machines = job.nodes, job.machines
@@ -131,7 +133,7 @@ def _look(config: Config, job: Job | None, seen: Seen) -> None:
 
 
 def _isolation(config: Config, sandboxes: Sequence[LocalSandboxes], seen: Seen) -> Iterator[Finding]:
-    """What protects a machine from the code that the model writes."""
+    """Check how a machine is protected from code that the model writes."""
     if not sandboxes or config.mode == "replay":
         return
     if seen.imagined:
@@ -167,7 +169,7 @@ def _on_machines(config: Config, seen: Seen, models: dict[str, Model]) -> Iterat
 def _precision(
     config: Config, run_dir: Path, job: Job | None, seen: Seen, models: dict[str, Model]
 ) -> precision.Precision:
-    """Every dtype resolved on the machines that will run its part."""
+    """Resolve every dtype on the machines that will run the part."""
     assert seen.placement
     roles = {"trainer": "model", "engine": "model", "teacher": "teacher", "judge": "judge"}
     configs = {part: models[role].hf for part, role in roles.items() if role in models}
@@ -179,7 +181,7 @@ def _precision(
 def _told(
     config: Config, chosen: precision.Precision, models: dict[str, Model], there: dict[str, Path], seen: Seen
 ) -> Iterator[Finding]:
-    """What each part computes in, and how long the run will take."""
+    """Report the number format of each part, and the estimated duration of the run."""
     for part in ("trainer", "engine") if seen.imagined else ():
         section = getattr(config, part)
         if section.dtype == precision.AUTO:
@@ -197,7 +199,7 @@ def _told(
 
 
 def _needs(config: Config, seen: Seen, models: dict[str, Model]) -> dict[str, Need]:
-    """Of each role."""
+    """Return the memory needs of each role."""
     needs: dict[str, Need] = {}
     if (policy := models.get("model")) and config.mode != "rollout_only":
         gpu = on_gpu(config.trainer, seen.gpus)
@@ -229,8 +231,8 @@ def _needs(config: Config, seen: Seen, models: dict[str, Model]) -> dict[str, Ne
 
 
 def _model(config: Config, name: str, role: str, models: dict[str, Model], there: dict[str, Path]) -> Iterator[Finding]:
-    """Look into a model folder, and note it in `there`; a built-in is made first. Teacher and judge only where this run
-    starts them, and of families that the trainer does not know the files alone."""
+    """Check a model folder and record its path in `there`; a built-in model is created first. Teacher and judge are
+    only checked if this run starts them. For a family that the trainer does not know, only the files are checked."""
     section = getattr(config, role)
     path = config.model.path if role == "model" else section.model
     if not path or (role != "model" and not section.started):
@@ -264,7 +266,7 @@ def _folders(config: Config, run_dir: Path, policy: Model | None) -> Iterator[Fi
 def _network(
     config: Config, run_dir: Path, job: Job, placement: Placement, models: dict[str, Path]
 ) -> Iterator[Finding]:
-    """Between the machines of a job; `models` by the settings that name them."""
+    """Check the network between the machines of a job. `models` maps the settings to the model folders."""
     shared = Path(config.weights.folder).expanduser() if config.weights.folder else run_dir
     nearest = {path: next(one for one in (path, *path.parents) if one.is_dir()) for path in (run_dir, shared)}
     try:
@@ -274,7 +276,7 @@ def _network(
         named = {str(folder): name for name, folder in models.items()}
         yield from check_shared(config, network.unseen(answers), str(nearest[shared]), named)
         machines = {seat.node.name for seat in placement.trainers}
-        if len(machines) > 1 and not failed(reached):  # it would only wait for its deadline
+        if len(machines) > 1 and not failed(reached):  # the all-reduce would only run into its timeout
             gpu = on_gpu(config.trainer, max(len(node.gpus) for node in job.nodes))
             yield from network.check_allreduce(*network.ask_allreduce(job, placement, gpu=gpu))
     except LaunchError as problem:

@@ -1,4 +1,4 @@
-"""A model folder's config and the run's settings, in the terms of the planner's arithmetic."""
+"""Conversion of a model's config and the run's settings to the planner's data classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from asyncrl.planner.memory import Layout, Shape, Training
 
 
 def shape_of(hf: dict[str, Any]) -> Shape:
-    """Of a family that the trainer knows; `hf` is config.json. Raises ConfigError or KeyError for another."""
+    """Return the shape of a model of a family that the trainer knows; `hf` is config.json. Raises ConfigError or
+    KeyError for other families."""
     family = megatron_arguments(hf)
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     width = hf.get("head_dim") or hidden // heads
@@ -42,7 +43,7 @@ def shape_of(hf: dict[str, Any]) -> Shape:
 
 
 def layout_of(trainer: Trainer) -> Layout:
-    """The degrees."""
+    """Return the degrees of parallelism."""
     return Layout(
         tensor=trainer.tensor_parallel,
         pipeline=trainer.pipeline_parallel,
@@ -56,7 +57,8 @@ def layout_of(trainer: Trainer) -> Layout:
 
 
 def training_of(config: Config, *, gpu: bool) -> Training:
-    """A larger sample than a micro-batch runs alone: its answer may be rollout.max_new_tokens long."""
+    """Return the settings that determine memory. A sample longer than a micro-batch forms its own, so a micro-batch may
+    have rollout.max_new_tokens tokens."""
     trainer, algo = config.trainer, config.algo
     refers = algo.reference == "weights" and bool(algo.kl_coefficient or algo.kl_meter_every)
     streams = config.weights.staging == "stream" or config.weights.transport in ("disk", "delta")

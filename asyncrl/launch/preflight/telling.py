@@ -1,4 +1,4 @@
-"""How a program on a machine of the job answers the launcher: by a line of JSON, and within its deadline."""
+"""Reports of a program on a machine of the job to the launcher: one line of JSON, within its deadline."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MARK = "asyncrl-preflight "
-"""Begins the line: modules and prologs print, too."""
+"""Prefix of the line, because modules and prologs print as well."""
 SAID = 300
-"""Characters."""
+"""Maximum number of characters quoted from other output."""
 
 
 def tell(answer: dict[str, Any]) -> None:
-    """At once: others write to the same end."""
+    """Print the report in a single write, since other tasks write to the same stream."""
     sys.stdout.write(MARK + json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
 def end_after(seconds: float, answer: dict[str, Any]) -> None:
-    """Give this answer and end the process, whatever it waits for, unless it has ended before. By a thread: a signal
-    would wait until a library's call returns."""
+    """Print this report and exit after so many seconds, whatever the process is waiting for, unless it has ended
+    before. A thread does this, because a signal handler would have to wait until a library call returns."""
 
     def late() -> None:
         tell(answer)
-        os._exit(0)  # a thread of a library may hold whatever a clean end waits for
+        os._exit(0)  # a library's thread may hold what a clean exit would wait for
 
     timer = threading.Timer(seconds, late)
     timer.daemon = True
@@ -35,13 +35,14 @@ def end_after(seconds: float, answer: dict[str, Any]) -> None:
 
 
 def heard(outputs: Sequence[str], names: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """Answers by machine. For those of `names` that gave none, the end of whatever else was printed."""
+    """Parse the reports by machine. Machines in `names` without a report get a problem that quotes the end of the other
+    output."""
     found, rest = {}, []
     for line in (line for output in outputs for line in output.splitlines()):
         _, mark, text = line.partition(MARK)
         try:
             answer = json.loads(text) if mark else None
-        except ValueError:  # cut short
+        except ValueError:  # truncated
             answer = None
         if answer is None:
             rest.append(line)

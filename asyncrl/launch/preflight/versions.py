@@ -1,4 +1,4 @@
-"""Packages that are installed, against those that the project is made for."""
+"""Check of the installed packages against the versions that the project is made for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asyncrl.launch.preflight.facts import Machine
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 MUST_MATCH = ("sglang", "smg", "megatron-core")
-"""We use what is inside of them: another version breaks in ways that no test has seen."""
+"""Packages whose internals are used: any other version breaks in ways that no test has seen."""
 SHOULD_MATCH = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 INSTALL = "Install the pinned versions: asyncrl-install, or on a machine with GPUs pip install 'asyncrl[gpu]'."
 
 
 def installed() -> dict[str, str]:
-    """Versions of this process's packages and Python; those that are missing are left out."""
+    """Return the versions of this process's packages and of Python, except missing packages."""
     found = {"python": platform.python_version(), "asyncrl": asyncrl.__version__}
     for name in (*MUST_MATCH, *SHOULD_MATCH):
         try:
@@ -29,14 +29,14 @@ def installed() -> dict[str, str]:
 
 
 def pinned() -> dict[str, str]:
-    """Those of requirements/cpu.txt, which the extra for GPUs agrees with."""
+    """Return the versions pinned in requirements/cpu.txt, with which the GPU extra agrees."""
     lines = (line.partition("==") for line in lock_file().read_text().splitlines() if not line.startswith("#"))
     pins = {name.lower(): version.split()[0] for name, _, version in lines if version}
     return {name: pins[name] for name in (*MUST_MATCH, *SHOULD_MATCH)}
 
 
 def check_versions(machines: Sequence[Machine], pins: Mapping[str, str]) -> list[Finding]:
-    """Against the pins on the first machine, and the others against the first."""
+    """Check the first machine against the pins, and all others against the first."""
     first, *others = machines
     found = _against_pins(first.versions, pins)
     for other in others:

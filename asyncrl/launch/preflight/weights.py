@@ -1,4 +1,4 @@
-"""How new weights will reach the engines. Pure."""
+"""Checks of the transport of new weights to the engines. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from asyncrl.weights.choice import choose
 
 
 def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], gpus: int) -> list[Finding]:
-    """Which transport, why, and how much it carries; `gpus` of a machine, as addresses.json has them."""
+    """Report the transport, the reason for it, and the size of a publish. `gpus` is per machine, as in
+    addresses.json."""
     if config.mode != "train" or not placement.trainers:
         return []
     engines, gpu = (*placement.urls()["engines"], *config.engine.urls), on_gpu(config.trainer, gpus)
     hosts = {seat.node.address for seat in placement.trainers}
     try:
-        host = hosts.pop() if len(hosts) == 1 else ""  # as weights/build.py is told
+        host = hosts.pop() if len(hosts) == 1 else ""  # as weights/build.py receives it
         chosen, why = choose(config.weights.transport, engines, host, gpu=gpu)
     except ConfigError as problem:
         return [error(problem.field, str(problem.value), problem.remedy)]
@@ -33,8 +34,8 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
 def check_shared(
     config: Config, missing: Mapping[str, Sequence[str]], folder: str, models: Mapping[str, str]
 ) -> list[Finding]:
-    """Whether all machines see the folder of disk and delta, that of the run, and those of the models, whose settings
-    `models` names. `missing`: by machine, the folders that it does not see."""
+    """Check that all machines see the run folder, the folder of disk and delta, and the model folders. `models` maps
+    model folders to their settings; `missing` maps each machine to the folders that it does not see."""
     found = []
     for machine, paths in sorted(missing.items()):
         for path in paths:

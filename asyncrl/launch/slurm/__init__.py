@@ -1,1 +1,2 @@
-"""A run as a Slurm job: its script, its machines, and its processes as steps. No Ray, and no agent on the machines."""
+"""Execution of a run as a Slurm job: its script, machines and processes as steps, without Ray or agents on the
+machines."""

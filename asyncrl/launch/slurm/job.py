@@ -1,7 +1,7 @@
-"""The job that the launcher stands in: its machines, and the run's processes as its steps.
+"""The Slurm job that the launcher runs in: its machines, and the run's processes as its steps.
 
 waits for     each machine's answer to a probe (cluster.start_timeout), and Slurm's commands (COMMAND_SECONDS)
-on a hang     LaunchError, which names the machines that did not answer
+on a hang     raises LaunchError, which names the machines that did not answer
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from asyncrl.launch.slurm.task import Task, begin_file, end_file
 
 COMMAND_SECONDS = 60.0
 OWN_PORTS = 2
-"""The last ones of each machine, which nothing is placed at: the preflight's."""
+"""Number of ports per machine that are reserved for the preflight: the last ones, which placement does not use."""
 OVERRIDDEN = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPU_BIND", "SLURM_TRES_PER_TASK")
-"""Of the batch script's own step: srun would take them for ours."""
+"""Variables of the batch script's own step, which srun would apply to ours."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """An allocation."""
+    """A Slurm allocation."""
 
     id: str
     groups: list[list[str]]
     """Names of its machines, by component: a heterogeneous job has several."""
     settings: Cluster
     nodes: list[Node] = field(default_factory=list)
-    """The same machines, once they have answered."""
+    """Its machines, once they have been probed."""
     machines: list[Machine] = field(default_factory=list)
-    """What else they told, in the same order."""
+    """Further facts about the machines, in the same order."""
 
     @staticmethod
     def here() -> bool:
-        """Whether this process stands in a job."""
+        """Return whether this process runs in a job."""
         return "SLURM_JOB_ID" in os.environ
 
     @classmethod
     def found(cls, settings: Cluster, env: Mapping[str, str] = os.environ) -> Job | None:
-        """That of the environment, if there is one. Raises LaunchError when Slurm does not tell its machines."""
+        """Return the job of the environment, if there is one. Raises LaunchError if Slurm does not list its machines,
+        ConfigError if their number differs from cluster.nodes."""
         if "SLURM_JOB_ID" not in env:
             return None
         size = int(env.get("SLURM_HET_SIZE", "0"))
@@ -65,8 +66,8 @@ class Job:
         return cls(env["SLURM_JOB_ID"], groups, settings)
 
     def probed(self, config: Config, ports: int | None = None) -> Job:
-        """With what each machine has told of itself, and so many free ports; unset, those that the run wants. Raises
-        LaunchError."""
+        """Return the job with the facts about each machine and this many free ports; by default as many as the run
+        needs. Raises LaunchError if a machine reports a problem or does not answer."""
         cluster = self.settings
         gpus = "-" if cluster.gpus is None else str(cluster.gpus)
         words = [cluster.host or "-", cluster.interface or "-", gpus, str((ports or ports_wanted(config)) + OWN_PORTS)]
@@ -91,8 +92,8 @@ class Job:
     def everywhere(
         self, program: list[str], seconds: float, nodes: Sequence[str] | None = None, mounts: Sequence[Path] = ()
     ) -> list[str]:
-        """Run a program once on every machine, or on these, at the same time; what it printed, by component. After so
-        many seconds it is ended. Raises LaunchError when there is no srun."""
+        """Run a program once on every machine, or on these, concurrently. Return its output by component. It is
+        terminated after so many seconds. Raises LaunchError if there is no srun, or srun does not end."""
         asked = []
         for number, names in enumerate(self.groups):
             chosen = [name for name in names if nodes is None or name in nodes]
@@ -111,11 +112,11 @@ class Job:
         lease: Path,
         orphaned: Sequence[str],
     ) -> list[ProcessSpec]:
-        """The processes as steps: each is an srun that ends as its process does. All trainer ranks are one step. Their
-        tasks watch the launcher's `lease`; when it has ended one of them runs `orphaned`."""
+        """Return the processes as steps: each is an srun that ends when its process does. All trainer ranks form one
+        step. Their tasks watch the launcher's `lease`; when it expires, one of them runs the command `orphaned`."""
         folder = run_dir / "slurm" / "steps"
         folder.mkdir(parents=True, exist_ok=True)
-        for spec in specs:  # of an earlier life; beside them others may be at work
+        for spec in specs:  # notes of an earlier incarnation; other launchers' notes may lie beside them
             for note in (begin_file, end_file):
                 note(folder, spec.name).unlink(missing_ok=True)
         trainers = [spec for spec in specs if spec.name.startswith("trainer-")]
@@ -125,17 +126,17 @@ class Job:
         return [*others, *([self._ranks(trainers, folder, run_id, mounts, watch)] if trainers else [])]
 
     def requeued(self) -> list[str]:
-        """The command that has the job begin anew, or, when it has often enough, end."""
+        """Return the command that requeues the job, or cancels it if it was requeued often enough."""
         again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) < self.settings.requeues
         return ["scontrol", "requeue", self.id] if again else self.cancelled()
 
     def cancelled(self) -> list[str]:
-        """That which ends it."""
+        """Return the command that cancels the job."""
         return ["scancel", self.id]
 
     def has(self, node: str) -> bool:
-        """Whether a machine is still the job's: Slurm takes those that failed out of it. True where it does not
-        answer: then it will be asked again."""
+        """Return whether a machine still belongs to the job: Slurm removes failed ones. True if Slurm does not answer,
+        since it will be queried again."""
         try:
             listed = _output("squeue", f"--jobs={self.id}", "--noheader", "--format=%N").split()
             return not listed or node in _output("scontrol", "show", "hostnames", ",".join(listed)).split()
@@ -143,7 +144,7 @@ class Job:
             return True
 
     def end_steps(self, run_id: str) -> None:
-        """Those that a launcher which was stopped in haste has left: Slurm would keep them until the job ends."""
+        """Kill the steps left by a launcher that was stopped in a hurry; Slurm would keep them until the job ends."""
         with suppress(LaunchError):
             listed = _output("squeue", "--steps", f"--jobs={self.id}", "--noheader", "--format=%i %j")
             for line in listed.splitlines():
@@ -185,8 +186,8 @@ class Job:
         return replace(step, name="trainer", node=",".join(nodes))
 
     def _srun(self, group: int, run_id: str = "") -> list[str]:
-        """What all sruns have in common. Steps share their machines: each has all processors and GPUs of the job
-        there, and the run says which are whose."""
+        """Return the common part of all sruns. Steps share their machines: each has access to all CPUs and GPUs of the
+        job there, and the run decides which process uses which."""
         return [
             "srun",
             "--export=ALL",
@@ -195,7 +196,7 @@ class Job:
             "--kill-on-bad-exit=1",
             "--cpu-bind=none",
             *([f"--het-group={group}"] if len(self.groups) > 1 else []),
-            *([f"--job-name={_step_name(run_id)}", "--unbuffered"] if run_id else []),  # else whole lines
+            *([f"--job-name={_step_name(run_id)}", "--unbuffered"] if run_id else []),  # otherwise whole lines
             *self.settings.srun,
         ]
 
@@ -203,13 +204,13 @@ class Job:
         return next(number for number, names in enumerate(self.groups) if node in names)
 
     def _argv(self, spec: ProcessSpec) -> list[str]:
-        """In a container its own Python."""
+        """Return the command of a process; in a container, with the container's Python."""
         container = self.settings.container
         first = container.python if container.kind != "none" and spec.argv[0] == sys.executable else spec.argv[0]
         return [first, *spec.argv[1:]]
 
     def _contained(self, program: list[str], mounts: Sequence[Path]) -> list[str]:
-        """srun's last words: with pyxis the image is an option, with apptainer a program."""
+        """Return the last arguments of srun: with pyxis the image is an option, with apptainer a program."""
         container = self.settings.container
         if container.kind == "none":
             return program
@@ -223,7 +224,8 @@ class Job:
 
 
 def _as_step(spec: ProcessSpec, argv: list[str]) -> ProcessSpec:
-    """SIGTERM has srun kill at once, SIGUSR1 reaches the task, which stops its process."""
+    """Convert a specification to a step. SIGTERM makes srun kill the step at once; SIGUSR1 reaches the task, which
+    stops its process."""
     haste = spec.stop_signal == signal.SIGKILL
     return replace(spec, argv=argv, env={}, step=True, stop_signal=signal.SIGTERM if haste else signal.SIGUSR1)
 
@@ -245,7 +247,7 @@ def _started(argv: list[str]) -> subprocess.Popen[str]:
 
 
 def _finished(process: subprocess.Popen[str], seconds: float) -> str:
-    """Its output; after so many seconds it is asked to end, and killed if it does not."""
+    """Return the output of a program. It is terminated after so many seconds, and killed if that does not suffice."""
     for end, patience in ((process.terminate, seconds), (process.kill, COMMAND_SECONDS)):
         try:
             return process.communicate(timeout=patience)[0]

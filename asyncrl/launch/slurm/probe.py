@@ -1,8 +1,8 @@
-"""What a machine of the job offers, as a line of JSON: python -m asyncrl.launch.slurm.probe HOST INTERFACE GPUS PORTS.
+"""Reports what a machine of the job offers, as a line of JSON: python -m asyncrl.launch.slurm.probe HOST INTERFACE GPUS
+PORTS.
 
-Beside what placement needs it tells the facts that the preflight compares.
-
-HOST, INTERFACE and GPUS are `-` where they are to be found.
+Besides what placement needs, the report contains the facts that the preflight compares. HOST, INTERFACE and GPUS are
+`-` if they are to be detected.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from asyncrl.launch.preflight.versions import installed
 from asyncrl.launch.slurm.task import node as node_name
 
 MARK = "asyncrl-node "
-"""Begins the line: modules and prologs print, too."""
+"""Prefix of the line, because modules and prologs print as well."""
 
 
 def main(host: str, interface: str, gpus: str, ports: str) -> int:
-    """Print it. Returns 0, or 1 after a line of what is wrong."""
+    """Print the report. Return 0, or 1 if it states a problem."""
     try:
         count = count_gpus(None if gpus == "-" else int(gpus))
         found = this_node(_named(host), _named(interface), count, int(ports))
@@ -32,13 +32,13 @@ def main(host: str, interface: str, gpus: str, ports: str) -> int:
         told: dict[str, Any] = {"node": asdict(replace(found, name=node_name())), "machine": facts.told()}
     except AsyncRLError as error:
         told = {"problem": f"{node_name()}: {error}"}
-    sys.stdout.write(MARK + json.dumps(told) + "\n")  # at once: others write to the same end
+    sys.stdout.write(MARK + json.dumps(told) + "\n")  # in a single write, since other tasks write to the same stream
     sys.stdout.flush()
     return "problem" in told
 
 
 def heard(output: str) -> tuple[list[tuple[Node, Machine]], list[str]]:
-    """The machines that answered, and what is wrong with others."""
+    """Parse the reports: the machines that answered, and the problems of others."""
     nodes, problems = [], []
     for line in output.splitlines():
         _, mark, text = line.partition(MARK)

@@ -1,8 +1,8 @@
 """The sbatch script of a run. Pure: the same settings give the same text.
 
-The launcher runs in the batch step and starts all else by srun. Slurm's warning before the limit, or before the job
-is preempted, goes to the batch shell (--signal=B:), which passes it to the launcher as SIGUSR1: the run writes a
-checkpoint and ends with PAUSED, and the job is queued again, to go on by resume=auto.
+The launcher runs in the batch step and starts everything else with srun. Slurm's warning before the time limit, or
+before a preemption, goes to the batch shell (--signal=B:), which forwards it to the launcher as SIGUSR1. The run writes
+a checkpoint and exits with PAUSED, and the job is requeued and resumes with resume=auto.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ OURS = {
     *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "output", "open-mode"),
     *("signal", "requeue", "no-requeue", "no-kill", "time", "array"),
 }
-"""Options of sbatch that follow from the run."""
+"""sbatch options that are derived from the run."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a script is made of."""
+    """The parameters of a script."""
 
     name: str
     cluster: Cluster
-    nodes: int  # of all components
-    gpus: int  # of each node with GPUs
-    folder: Path | None  # where the command is given; None: where the script is submitted, for one that is shipped
-    command: str  # asyncrl-train, or the path of it
+    nodes: int  # total over all components
+    gpus: int  # per node with GPUs
+    folder: Path | None  # working directory of the command; None: where the script is submitted, if it is shipped
+    command: str  # asyncrl-train, or its path
     runs: Sequence[tuple[Path, Sequence[str]]]
-    """Folder and arguments of the run, or of each run of a sweep: an array."""
+    """Folder and arguments of the run, or of each run of a sweep, which becomes a job array."""
 
     @property
     def path(self) -> Path:
-        """Where it belongs."""
+        """Return where the script belongs."""
         return self.runs[0][0] / "slurm" / "job.sbatch"
 
     def text(self) -> str:
-        """Raises ConfigError where cluster.sbatch sets what follows from the run."""
+        """Return the script. Raises ConfigError if cluster.sbatch sets an option that is derived from the run."""
         for option in self.cluster.sbatch:
             if option.replace("_", "-") in OURS:
                 remedy = "Follows from the run and the other fields of cluster: leave it out."
@@ -53,7 +53,8 @@ class Script:
         return "\n".join([*lines, *_RUN.format(paused=PAUSED, requeues=self.cluster.requeues).splitlines(), ""])
 
     def interactive(self) -> str:
-        """The same machines by salloc, which ends with the command. Of one run."""
+        """Return a script that requests the same machines with salloc and runs in the foreground. Only for a single
+        run."""
         ((folder, arguments),) = self.runs
         first, *more = [_options({**self._lasting(), **part}, "") for part in self._components()]
         options = [*first, *(word for part in more for word in (":", *part))]
@@ -75,12 +76,13 @@ class Script:
         return [*lines, *(line for part in more for line in ("#SBATCH hetjob", *_options(part)))]
 
     def _lasting(self) -> dict[str, object]:
-        """Of a job however it is asked for."""
+        """Return the options of a job that sbatch and salloc share."""
         time = {"time": self.cluster.time} if self.cluster.time else {}
-        return {"job-name": self.name, **time, "no-kill": True}  # an engine's machine may fail, and the run goes on
+        return {"job-name": self.name, **time, "no-kill": True}  # an engine's machine may fail without ending the run
 
     def _components(self) -> list[dict[str, object]]:
-        """Machines: those without GPUs are a component of their own, the first."""
+        """Return the options of each component of the job: machines without GPUs form a component of their own, the
+        first."""
         given = {name.replace("_", "-"): value for name, value in self.cluster.sbatch.items()}
         cpu_nodes = self.cluster.cpu_nodes
         main = {"nodes": self.nodes - cpu_nodes, "ntasks-per-node": 1}

@@ -1,4 +1,4 @@
-"""From composed settings to a job in the queue."""
+"""Submission of composed settings as a Slurm job."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SBATCH_SECONDS = 60.0
 def script(
     config: Config, runs: Sequence[tuple[Path, Sequence[str]]], folder: Path | None = None, command: str = COMMAND
 ) -> Script:
-    """The script of a run, or of several that differ in their arguments alone. Raises ConfigError where a job's
-    machines could not hold it."""
+    """Create the script of a run, or of several that differ only in their arguments. Raises ConfigError if the machines
+    of the job could not hold the run."""
     cluster = config.cluster
     if cluster.gpus is None:
         remedy = "Must be told for a job: GPUs of each machine, 0 where there are none."
@@ -36,7 +36,7 @@ def script(
 
 
 def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:
-    """Write the script, and hand it to Slurm if cluster.submit says so. Returns what to tell the user."""
+    """Write the script, and submit it to Slurm if cluster.submit is set. Return the message for the user."""
     check_files(config)
     command = shutil.which(COMMAND) or str(Path(sys.executable).with_name(COMMAND))
     made = script(config, runs, Path.cwd(), command)
@@ -58,5 +58,5 @@ def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:
     if done.returncode:
         raise LaunchError(f"sbatch refuses {path}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
-    output = f"{number}_*.out" if len(runs) > 1 else f"{number}.out"  # of an array one each
+    output = f"{number}_*.out" if len(runs) > 1 else f"{number}.out"  # one per task of an array
     return f"submitted job {number}; its output: {path.parent}/{output}, its script: {path}"

@@ -1,14 +1,14 @@
-"""One process of a run on its machine, as srun starts it: python -m asyncrl.launch.slurm.task FILE.
+"""A wrapper around one process of a run on its machine, as started by srun: python -m asyncrl.launch.slurm.task FILE.
 
-FILE says what to start; the launcher wrote it on the shared file system. srun passes signals on: SIGUSR1 asks the
-process to stop, SIGUSR2 asks for its stack; SIGTERM to srun makes Slurm kill the step at once. Whatever the process
-leaves behind on this machine is ended.
+FILE describes what to start; the launcher wrote it on the shared file system. srun forwards signals: SIGUSR1 asks the
+process to stop, SIGUSR2 requests its stack; SIGTERM to srun makes Slurm kill the step at once. Everything that the
+process leaves behind on this machine is cleaned up.
 
-waits for     FILE, on a slow file system; then the process; and for a sign of life of the launcher (leases.py), whose
-              machine may have failed: Slurm would keep the others, and what runs there, until the job's limit
+waits for     FILE, on a slow file system; then the process; and the lease of the launcher (leases.py), whose machine
+              may have failed: Slurm would keep the others, and what runs there, until the time limit of the job
 deadline      FILE_SECONDS; after SIGUSR1, the launcher's grace; cluster.lost_timeout
-on death      of the launcher: ends, and has the job queued again, or cancelled. Of the process: notes it beside FILE,
-              with the machine's name, and ends with its exit code (128 + n for signal n)
+on death      of the launcher: ends, and has the job requeued or cancelled. Of the process: records it beside FILE, with
+              the machine's name, and exits with the same code (128 + n for signal n)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MARK = "ASYNCRL_TASK"
 
 @dataclass(frozen=True)
 class Task:
-    """What to start."""
+    """Description of what to start."""
 
     name: str
     run_id: str
@@ -47,20 +47,20 @@ class Task:
     grace: float
     """Seconds from the stop signal to SIGKILL."""
     ranks: list[dict[str, str]] = field(default_factory=list)
-    """Where it is started several times: what each has in its environment beside that, by SLURM_PROCID."""
+    """If it is started several times: the additional environment of each, by SLURM_PROCID."""
     lease: str = ""
     """The file that the launcher renews."""
     lost_timeout: float = 0.0
-    """Seconds for which it may not."""
+    """Seconds without renewal after which the launcher counts as lost."""
     look_seconds: float = COUNTED_SECONDS
-    """Between two looks at it."""
+    """Seconds between two checks of the lease."""
     logs: str = ""
     """The folder for the stack of the process, written on request (launch/stalls.py)."""
     orphaned: list[str] = field(default_factory=list)
-    """What one of the tasks does then: a command of Slurm's."""
+    """A Slurm command that one of the tasks runs when the launcher is lost."""
 
     def write(self, path: Path) -> None:
-        """For its owner alone: the environment holds the run's key."""
+        """Write the description. Only its owner may read it, because the environment holds the run's API key."""
         partial = path.with_name(path.name + ".partial")
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -71,26 +71,26 @@ class Task:
 
     @classmethod
     def read(cls, path: Path) -> Task:
-        """Raises FileNotFoundError when it has not come within FILE_SECONDS."""
+        """Read a description. Raises FileNotFoundError if it does not appear within FILE_SECONDS."""
         deadline = time.monotonic() + FILE_SECONDS
         while not path.exists() and time.monotonic() < deadline:
-            os.listdir(path.parent)  # makes NFS look again
+            os.listdir(path.parent)  # makes NFS refresh its cache
             time.sleep(0.5)
         return cls(**json.loads(path.read_text()))
 
 
 def begin_file(folder: Path, name: str) -> Path:
-    """Where it is noted that a process has begun."""
+    """Return the file that records the start of a process."""
     return folder / f"{name}.begun"
 
 
 def end_file(folder: Path, name: str) -> Path:
-    """Where the end of a process is noted."""
+    """Return the file that records the end of a process."""
     return folder / f"{name}.end"
 
 
 def main(path: Path) -> int:
-    """Start it, wait for its end, and clean up. Returns the exit code."""
+    """Start the process, wait for its end, and clean up. Return the exit code."""
     os.umask(0o077)
     task, rank = Task.read(path), int(os.environ.get("SLURM_PROCID", "0"))
     name = f"{task.name}-{rank}" if task.ranks else task.name
@@ -126,10 +126,10 @@ def main(path: Path) -> int:
             _signal(child.pid, signal.SIGKILL)
         time.sleep(0.05)
     scratch.see([child.pid])
-    _signal(child.pid, signal.SIGKILL)  # what is left of its group
+    _signal(child.pid, signal.SIGKILL)  # what is left of its process group
     scratch.remove()
     code = child.returncode
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python takes handlers away before it ends
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python removes its handlers before it exits
     if orphaned:
         _orphaned(task, path.parent)
     if code and not stopping:
@@ -138,7 +138,7 @@ def main(path: Path) -> int:
 
 
 def _orphaned(task: Task, folder: Path) -> None:
-    """One of the job's tasks speaks for all, once in each life of the job."""
+    """Run the command `orphaned`. Only one of the job's tasks does so, once per incarnation of the job."""
     life = f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     print(f"asyncrl: nobody has renewed {task.lease} for {task.lost_timeout:.0f} s", file=sys.stderr, flush=True)
     try:
@@ -151,7 +151,8 @@ def _orphaned(task: Task, folder: Path) -> None:
 
 
 def _prepare(visible: str) -> None:
-    """Slurm signals every process of a step: these are for us alone. Who is killed takes its process along."""
+    """Prepare the child. Slurm signals every process of a step, but SIGUSR1 and SIGUSR2 are for the task alone. If the
+    task is killed, the process is killed with it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
     die_with_parent()
@@ -159,7 +160,7 @@ def _prepare(visible: str) -> None:
 
 
 def node() -> str:
-    """This machine's name in Slurm."""
+    """Return this machine's name in Slurm."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
