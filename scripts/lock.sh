@@ -20,9 +20,11 @@ PYTHON=${PYTHON:-python3.11}
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
 
-# Imported by the SGLang server on a CPU. Its own metadata pins openai, sentencepiece and soundfile as written here.
+# Imported by the SGLang server on a CPU. Its own metadata pins openai, sentencepiece and soundfile as written here;
+# grpcio-health-checking, which smg needs as well, has the version that the servicer in gpu.txt admits.
 ENGINE_NEEDS=(
-  aiohttp dill distro einops fastapi interegular IPython jsonschema loguru openai==2.6.1 openai-harmony==0.0.4 orjson
+  aiohttp dill distro einops fastapi grpcio-health-checking==1.81.1 interegular IPython jsonschema loguru
+  openai==2.6.1 openai-harmony==0.0.4 orjson
   packaging partial_json_parser pillow prometheus-client psutil pybase64 python-multipart pyzmq regex requests
   sentencepiece==0.2.1 setproctitle soundfile==0.13.1 tqdm uvloop
 )
