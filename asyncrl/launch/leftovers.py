@@ -47,20 +47,30 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def shared_files(leaders: Iterable[int]) -> set[Path]:
     """Return the shared-memory files mapped by the living processes of these groups, which they would have to
     remove."""
-    groups, found = set(leaders), set()
+    groups, found = set(leaders), set[Path]()
     for pid in _processes():
-        with contextlib.suppress(OSError):  # it has ended, or is not readable for us
+        with contextlib.suppress(OSError):  # it has ended
             if os.getpgid(pid) in groups:
-                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                    name = line.partition(f" {SHARED}/")[2]
-                    if name.startswith(OURS) and not name.endswith("(deleted)"):
-                        found.add(SHARED / name)
+                found |= _mapped(pid)
     return found
+
+
+def _mapped(pid: int) -> set[Path]:
+    """Return the shared-memory files that a process has mapped, or nothing if it has ended or is another user's."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    names = (line.partition(f" {SHARED}/")[2] for line in lines)
+    return {SHARED / name for name in names if name.startswith(OURS) and not name.endswith("(deleted)")}
 
 
 def sweep(value: str, files: Iterable[Path], variable: str = "ASYNCRL_RUN_ID") -> None:
     """Kill the processes that left their process group but carry the run's id, or another mark, in their environment,
-    and remove these files. (torch's shared-memory manager does so, and would wait two seconds for other clients.)"""
+    and remove these files. (torch's shared-memory manager does so, and would wait two seconds for other clients.)
+
+    A file that a living process maps stays: engines that join a run map the memory in which its trainer sends weights.
+    """
     mark = f"{variable}={value}".encode()
     for pid in carrying(mark):
         with contextlib.suppress(ProcessLookupError):
@@ -68,7 +78,9 @@ def sweep(value: str, files: Iterable[Path], variable: str = "ASYNCRL_RUN_ID") -
     deadline = time.monotonic() + KILL_SECONDS
     while carrying(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for file in files:
+    if unused := set(files):
+        unused = unused.difference(*map(_mapped, _processes()))
+    for file in unused:
         file.unlink(missing_ok=True)
 
 

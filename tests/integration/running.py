@@ -67,9 +67,16 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, time
     """Until the run has trained `step` batches."""
     deadline = time.monotonic() + timeout
     while len(lines(run_dir / "metrics.jsonl")) < step:
-        assert process.poll() is None, f"the run ended before step {step}:\n{output(run_dir)}"
-        assert time.monotonic() < deadline, f"no step {step} within {timeout} s:\n{output(run_dir)}"
+        assert process.poll() is None, f"the run ended before step {step}:\n{evidence(run_dir)}"
+        assert time.monotonic() < deadline, f"no step {step} within {timeout} s:\n{evidence(run_dir)}"
         time.sleep(0.1)
+
+
+def evidence(run_dir: Path, number: int = 30) -> str:
+    """Return the last lines of what the command printed and of every log of the run, for a test that failed."""
+    files = [run_dir.with_suffix(".out"), *sorted((run_dir / "logs").glob("*.log"))]
+    last = {file.name: file.read_text().splitlines()[-number:] for file in files if file.exists()}
+    return "\n".join("\n".join([f"--- {name}", *ends]) for name, ends in last.items())
 
 
 def processes_of(launcher: subprocess.Popen[str], run_dir: Path) -> dict[str, int]:

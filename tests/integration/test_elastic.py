@@ -59,7 +59,14 @@ def test_engines_come_and_leave_and_die_while_the_run_goes_on(tmp_path: Path) ->
     run_dir = tmp_path / "run"
 
     def goes_on(steps: int = 5) -> None:
-        wait_for_step(process, run_dir, len(lines(run_dir / "metrics.jsonl")) + steps)
+        wanted = len(lines(run_dir / "metrics.jsonl")) + steps
+        wait_until(
+            lambda: len(lines(run_dir / "metrics.jsonl")) >= wanted or ended(), process, run_dir, f"step {wanted}"
+        )
+        assert not ended(), said(run_dir)
+
+    def ended() -> bool:
+        return keeper.poll() is not None
 
     with start(run_dir, *LONG) as process:
         wait_for_step(process, run_dir, 3)

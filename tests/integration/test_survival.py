@@ -15,10 +15,10 @@ import pytest
 
 from tests.integration.running import (
     TIMEOUT,
+    evidence,
     finish,
     lines,
     nothing_is_left,
-    output,
     processes_of,
     start,
     wait_for_step,
@@ -31,8 +31,8 @@ SMALL = ("rollout.batch_groups=4", "rollout.group_size=8", "eval.questions=0")
 def wait_until(met: Callable[[], bool], process: Any, run_dir: Path, what: str) -> None:
     deadline = time.monotonic() + TIMEOUT
     while not met():
-        assert process.poll() is None, f"the run ended before {what}:\n{output(run_dir)}"
-        assert time.monotonic() < deadline, f"not within {TIMEOUT} s: {what}\n{output(run_dir)}"
+        assert process.poll() is None, f"the run ended before {what}:\n{evidence(run_dir)}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT} s: {what}\n{evidence(run_dir)}"
         time.sleep(0.1)
 
 

@@ -53,6 +53,19 @@ def test_only_what_a_process_made_for_itself_is_removed(files: list[Path]) -> No
     assert [file.exists() for file in files] == [False, False, True]
 
 
+def test_files_that_another_living_process_maps_are_kept(files: list[Path]) -> None:
+    """Engines that join a run map the trainer's memory: the end of those engines must not take it from the trainer."""
+    command = [sys.executable, "-c", MAPS, *map(str, files)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"mapped\n"
+        sweep("engines-elsewhere", files[:2])
+        assert [file.exists() for file in files] == [True] * 3
+        trainer.kill()
+    sweep("engines-elsewhere", files[:2])
+    assert [file.exists() for file in files] == [False, False, True]
+
+
 LAUNCHER = f"""
 import os, subprocess, sys, time
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
