@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.types import Group, Routing, Trajectory, Turn
+from asyncrl.schema import Group, Routing, Trajectory, Turn
 
 if TYPE_CHECKING:
     import numpy as np

@@ -38,19 +38,19 @@ from asyncrl.agents.multi_turn import MultiTurn  # noqa: E402
 from asyncrl.agents.proxy.server import Proxy  # noqa: E402
 from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.envs.env import EnvSpec, Step  # noqa: E402
-from asyncrl.envs.pool import Environments, PoolSettings  # noqa: E402
+from asyncrl.envs.pool import EnvironmentPool, PoolSettings  # noqa: E402
 from asyncrl.envs.sandbox.local import LocalSandboxes  # noqa: E402
 from asyncrl.models import tiny  # noqa: E402
-from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine  # noqa: E402
-from asyncrl.rollout.episode import Episode, Limits  # noqa: E402
+from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest  # noqa: E402
+from asyncrl.rollout.episode import Episode, EpisodeTimeouts  # noqa: E402
 from asyncrl.rollout.prompts import load_tokenizer  # noqa: E402
-from asyncrl.types import Prompt, Trajectory  # noqa: E402
+from asyncrl.schema import Prompt, Trajectory  # noqa: E402
 from scripts import bench_proxy, bench_rollout, machine  # noqa: E402
 
 PACE = 0.03  # seconds of a decode step
 TOKENS, TURNS = 16, 4
 TOOL_SECONDS, TOOL_SIGMA, TOOL_LONGEST = 1.0, 1.2, 30.0
-LIMITS = Limits(agent=600.0, reward=60.0, episode=None)
+LIMITS = EpisodeTimeouts(agent=600.0, reward=60.0, episode=None)
 
 
 def tools(number: int) -> list[float]:
@@ -84,11 +84,11 @@ def ideal(count: int, in_play: int) -> float:
     """Seconds until all but the last `in_play` episodes have ended, where nothing but engine and tools takes time."""
     engine = SimulatedEngine(EngineShape(PACE, 1e-9, 1 << 20))
     waiting: list[tuple[float, int, list[float]]] = []
-    running: dict[Job, tuple[int, list[float]]] = {}
+    running: dict[SimulatedRequest, tuple[int, list[float]]] = {}
     numbers, now, ended = iter(range(count)), 0.0, 0
 
     def ask(number: int, left: list[float]) -> None:
-        job = Job(TOKENS)
+        job = SimulatedRequest(TOKENS)
         running[job] = (number, left)
         engine.submit(job, now)
 
@@ -116,7 +116,7 @@ async def measured(template: ChatTemplate, url: str, count: int, in_play: int) -
     """Seconds that they take, likewise."""
     setattr(Chat, "ended", False)  # noqa: B010  the stub ends all of its answers by length
     client, room = bench_rollout.client(url, TOKENS), asyncio.Semaphore(in_play)
-    agent = MultiTurn(Environments("bench", EnvSpec("scripts.bench_agents:Sleeping"), PoolSettings()))
+    agent = MultiTurn(EnvironmentPool("bench", EnvSpec("scripts.bench_agents:Sleeping"), PoolSettings()))
 
     async def one(number: int) -> None:
         async with room:
@@ -137,7 +137,7 @@ async def measured(template: ChatTemplate, url: str, count: int, in_play: int) -
 
 async def turn_overhead(template: ChatTemplate, episodes: int) -> float:
     """Microseconds of processor time."""
-    agent = MultiTurn(Environments("bench", EnvSpec("scripts.bench_agents:Sleeping"), PoolSettings()))
+    agent = MultiTurn(EnvironmentPool("bench", EnvSpec("scripts.bench_agents:Sleeping"), PoolSettings()))
     generate: Any = bench_proxy.Instant(template, TOKENS)
     question = {"messages": [{"role": "user", "content": "5"}], "seconds": [0.0] * (TURNS - 1)}
     prompt = Prompt("p", template.begin(question["messages"]), question, "bench")

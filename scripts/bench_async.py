@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.config import Config, read
 from asyncrl.launch.machine import count_gpus
+from asyncrl.planner.bounds import bottleneck_bound
 from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.laws import bottleneck_bound
 from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Outcome, Setting, Workload, simulate
+from asyncrl.planner.simulation import Setting, SimulatedWorkload, SimulationResult, simulate
 from scripts import machine
 from scripts.dilated_run import DilatedRun, Measured
 
@@ -122,7 +122,7 @@ def dilated(
         bound, _ = bottleneck_bound(DEVICES, SHAPE, RATE, 6.0 / scale, BATCH * sum(tokens) / len(tokens))
         found: dict[str, dict[str, float]] = {}
         table = Table(*COLUMNS, title=f"{name}: bound {bound:.0f}")
-        rates: dict[str, tuple[Measured, Outcome]] = {}
+        rates: dict[str, tuple[Measured, SimulationResult]] = {}
         for mode in modes:
             warm = 2 if mode.max_staleness == 0 else 6
             setting, expected = best_split(mode, workload, steps, warm, scale)
@@ -156,7 +156,9 @@ def dilated(
         run.close()
 
 
-def best_split(mode: Mode, workload: Workload, steps: int, warm: int, scale: float) -> tuple[Setting, Outcome]:
+def best_split(
+    mode: Mode, workload: SimulatedWorkload, steps: int, warm: int, scale: float
+) -> tuple[Setting, SimulationResult]:
     """The number of engines with which the simulation is fastest."""
     settings = [mode.setting(engines, scale) for engines in range(1, 2 if mode.colocated else DEVICES)]
     outcomes = [simulate(workload, setting, steps, warm) for setting in settings]

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Episode, Outcome, Setting, Workload, simulate
+from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, SimulationResult, simulate
 from scripts import machine
 
 BATCH, WARM = 32, 6
@@ -37,7 +37,7 @@ TALKER = Lengths(1600, 0.9, 8_000, 8, turns=8, tool_seconds=10, tool_sigma=1.2)
 class World:
     """What differs."""
 
-    episodes: Callable[[int], Sequence[Episode]]
+    episodes: Callable[[int], Sequence[SimulatedEpisode]]
     engines: int = 4
     kv_tokens: float = 200_000
     train_rate: float = 60_000
@@ -45,7 +45,7 @@ class World:
     prompt: int = 500
 
 
-def growing(steps: int) -> Callable[[int], Sequence[Episode]]:
+def growing(steps: int) -> Callable[[int], Sequence[SimulatedEpisode]]:
     """Answers that are eight times as long in the second half."""
     short, long = (Lengths(mean, 0.9, 54_000, 16).episodes() for mean in (1000, 8000))
     return lambda number: short(number) if number < BATCH * (WARM + steps // 2) else long(number)
@@ -63,7 +63,7 @@ def worlds(steps: int) -> dict[str, World]:
     }
 
 
-def played(world: World, in_play: int | None, steps: int) -> Outcome:
+def played(world: World, in_play: int | None, steps: int) -> SimulationResult:
     """One run."""
     setting = Setting(
         world.engines,
@@ -74,7 +74,7 @@ def played(world: World, in_play: int | None, steps: int) -> Outcome:
         in_play=in_play,
         shape=EngineShape(0.012, 0.00012, 256, world.kv_tokens, 25_000.0),
     )
-    return simulate(Workload(world.episodes, BATCH, prompt=world.prompt, longest=32_768), setting, steps, WARM)
+    return simulate(SimulatedWorkload(world.episodes, BATCH, prompt=world.prompt, longest=32_768), setting, steps, WARM)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams  # noqa: E402
 from asyncrl.algo.table import build_table  # noqa: E402
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
 from scripts import machine  # noqa: E402
 
 RIGHT, WRONG, WORDS = 1, 2, 5000

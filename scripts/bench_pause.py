@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.engine.client import Client  # noqa: E402
-from asyncrl.types import Completion  # noqa: E402
+from asyncrl.engine.client import GenerationClient  # noqa: E402
+from asyncrl.schema import Completion  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
 from scripts import machine  # noqa: E402
 from tests.integration.fleet import Engines, engines  # noqa: E402
@@ -56,7 +56,7 @@ class Heard:
     holds: list[float] = field(default_factory=list)
 
 
-async def episodes(client: Client, heard: Heard, stop: asyncio.Event, seed: int) -> None:
+async def episodes(client: GenerationClient, heard: Heard, stop: asyncio.Event, seed: int) -> None:
     """One after the other, each of several turns, with something observed between."""
     draw = random.Random(seed)
     number = 0
@@ -72,7 +72,7 @@ async def episodes(client: Client, heard: Heard, stop: asyncio.Event, seed: int)
 
 
 async def publish_every(
-    seconds: float, count: int, first: int, publisher: Publisher, client: Client, drain: bool, heard: Heard
+    seconds: float, count: int, first: int, publisher: Publisher, client: GenerationClient, drain: bool, heard: Heard
 ) -> None:
     """`count` versions, each so many seconds after the one before."""
     loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ async def measured(
     )
     publisher = make(config, fleet.addresses, weights, Path(fleet.folder))
     publish(publisher, first)
-    client = Client(
+    client = GenerationClient(
         fleet.addresses.router,
         run=f"{mode}-{key}",
         access=fleet.addresses.access,

@@ -29,7 +29,7 @@ from asyncrl.agents.proxy.server import Proxy
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.models import tiny
 from asyncrl.rollout.prompts import load_tokenizer
-from asyncrl.types import Completion, Template, VersionSpan
+from asyncrl.schema import Completion, Template, VersionSpan
 from scripts import machine
 
 CONCURRENT = 32

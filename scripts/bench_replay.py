@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from scripts import machine
 
 GROUPS, SAMPLES, TOKENS = 8, 16, 4096

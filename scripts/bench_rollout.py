@@ -31,11 +31,11 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from asyncrl.access import Access  # noqa: E402
-from asyncrl.engine.client import Client  # noqa: E402
+from asyncrl.engine.client import GenerationClient  # noqa: E402
 from asyncrl.ports import free_port  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
-from asyncrl.rollout.ledger import Source  # noqa: E402
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
+from asyncrl.rollout.ledger import SourceCounts  # noqa: E402
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
 from scripts import machine  # noqa: E402
 
 OWN_CORE, STUB_CORE = 0, 1
@@ -69,9 +69,9 @@ def stub(*, tokens: int, interval: int, pace: float) -> Iterator[str]:
         process.wait(10)
 
 
-def client(url: str, tokens: int) -> Client:
+def client(url: str, tokens: int) -> GenerationClient:
     """As the rollout process makes it."""
-    return Client(
+    return GenerationClient(
         url,
         run="bench",
         access=Access("key"),
@@ -179,7 +179,7 @@ def buffer_seconds(groups: int) -> float:
             buffer.commit(ticket, Group(ticket.uid, ticket.slot, PROMPT, [Trajectory([Turn([], answer)])], "bench"))
         assert buffer.take() is not None
         buffer.publish(version)
-        buffer.ledger(Source(prompts=issued, tokens=issued, running=0, late=0)).check()
+        buffer.ledger(SourceCounts(prompts=issued, tokens=issued, running=0, late=0)).check()
         ended += groups // 10
     return (time.process_time() - started) / ended
 

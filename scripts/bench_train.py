@@ -162,7 +162,7 @@ class Model:
         from asyncrl.launch.main import CONF
         from asyncrl.ports import free_port
         from asyncrl.trainer.network import Network
-        from asyncrl.trainer.optimizer import Optimizer
+        from asyncrl.trainer.optimizer import NetworkOptimizer
         from asyncrl.trainer.parallel import initialize
 
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -173,7 +173,7 @@ class Model:
         config = load(raw)
         self.parallel = initialize(config.trainer, gpu=False, seed=0, timeout=60.0)
         self.network = Network(config.trainer, folder, self.parallel)
-        self.optimizer = Optimizer(config.trainer, self.network, 1000)
+        self.optimizer = NetworkOptimizer(config.trainer, self.network, 1000)
 
     def step(self, packs: list[Any], weights: Any) -> None:
         """Gradient and update of the weighted sum of log-probabilities."""
@@ -193,7 +193,7 @@ def our_step(folder: Path, groups: list[list[Sample]], way: str) -> tuple[Callab
     model = Model(folder, dtype)
     import torch
 
-    from asyncrl.algo.balance import share_out
+    from asyncrl.algo.balance import assign_micro_batches
     from asyncrl.algo.pack import pack
     from asyncrl.trainer.costs import costs_of
 
@@ -207,7 +207,7 @@ def our_step(folder: Path, groups: list[list[Sample]], way: str) -> tuple[Callab
         if way == "padded":
             return [pack([lengthened(batch)], share=False) for batch in padded(groups)]
         share = way == "shared"
-        batches = share_out(groups, 1, BUDGET, costs_of(model.network.hf), share=share)[0]
+        batches = assign_micro_batches(groups, 1, BUDGET, costs_of(model.network.hf), share=share)[0]
         return [pack(batch, share=share) for batch in batches]
 
     return lambda: model.step(packs(), weights), sum(p.num_tokens for p in packs())

@@ -1,7 +1,7 @@
 """A run in which only arithmetic is made up: the real rollout process and router, between stub engines that take the
 time of a decode step (scripts/stub_engine.py) and a trainer that sleeps as long as its step would take.
 
-Everything that decides when what happens is the product's own: buffer, client, service, router, the trainer's door to
+Everything that decides when what happens is the product's own: buffer, client, service, router, the trainer's source to
 it, and the calls of a publish.
 """
 
@@ -39,10 +39,10 @@ from asyncrl.launch.main import CONF  # noqa: E402
 from asyncrl.launch.placement import place, ports_wanted  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.planner.lengths import Lengths  # noqa: E402
-from asyncrl.planner.simulation import Episode, Setting, Workload  # noqa: E402
+from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
-from asyncrl.trainer.door import RolloutDoor  # noqa: E402
-from asyncrl.types import decode_batch  # noqa: E402
+from asyncrl.schema import decode_batch  # noqa: E402
+from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
 from scripts.slow_tools import VARIABLE  # noqa: E402
 from scripts.stub_engine import number_of  # noqa: E402
 
@@ -78,7 +78,7 @@ class DilatedRun:
         """Remove what was written."""
         shutil.rmtree(self._folder)
 
-    def workload(self) -> Workload:
+    def workload(self) -> SimulatedWorkload:
         """The same groups in the same order, for the simulation."""
         config = self._config(Setting(1, 1.0, 0, in_play=0), pause_mode="in_place")
         prompts = Prompts(config, _tasks(config), ChatTemplate(load_tokenizer(self._model, None)), 1 << 20)
@@ -86,10 +86,10 @@ class DilatedRun:
         numbers = [number_of(prompt.token_ids) for prompt in islice(stream, 4096)]
         episodes = self._lengths.episodes()
 
-        def of(number: int) -> list[Episode]:
+        def of(number: int) -> list[SimulatedEpisode]:
             return list(episodes(numbers[number]))
 
-        return Workload(of, self._batch_groups, longest=self._lengths.longest)
+        return SimulatedWorkload(of, self._batch_groups, longest=self._lengths.longest)
 
     def run(self, setting: Setting, steps: int, warm: int) -> Measured:
         """Train `warm` + `steps` batches."""
@@ -175,27 +175,27 @@ def _tasks(config: Config) -> dict[str, tasks.Task]:
 def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, warm: int) -> Measured:
     """The trainer: it sleeps for as long as a step takes, and publishes nothing but a number."""
     fleet = Fleet(addresses.engines, addresses.access, 30.0)
-    door = RolloutDoor(addresses.rollout, addresses.access, config.rollout.batch_timeout)
+    source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
     ages: list[int] = []
     tokens = busy = 0.0
     began = 0.0
     for version in range(warm + steps):
         if version == warm:
             began, tokens, busy, ages = time.monotonic(), 0.0, 0.0, []
-        batch = decode_batch(door.batch(version, interrupt=lambda: False))
+        batch = decode_batch(source.batch(version, interrupt=lambda: False))
         started = time.monotonic()
         written = sum(group.num_tokens for group in batch.groups)
         ages += [age for group in batch.groups for age in group.staleness(version)]
         time.sleep(max(0.0, written / setting.train_rate + setting.train_fixed))
         tokens += written
         busy += time.monotonic() - started
-        door.hold()
+        source.hold()
         fleet.call("/pause_generation", {"mode": "in_place"})
         paused = time.monotonic()
         fleet.call("/update_weight_version", {"new_version": str(version + 1)})
         time.sleep(max(0.0, paused + setting.pause - time.monotonic()))
         fleet.call("/continue_generation")
-        door.announce(version + 1)
+        source.announce(version + 1)
     seconds = time.monotonic() - began
     fleet.close()
     return Measured(tokens / seconds, seconds / steps, sum(ages) / len(ages), max(ages), busy / seconds)

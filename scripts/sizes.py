@@ -31,7 +31,7 @@ from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
 from asyncrl.models.tensors import tensors
 from asyncrl.planner import memory, sizing
 from asyncrl.planner.memory import Shape, Weight
-from asyncrl.planner.sizing import Balance, Fleet, Hardware, Publish
+from asyncrl.planner.sizing import Balance, FleetSpec, Hardware, Publish
 
 DOCS = Path(__file__).parent.parent / "docs" / "operations.md"
 BEGIN, END = "<!-- sizes: written by scripts/sizes.py -->\n", "<!-- end of sizes -->\n"
@@ -185,7 +185,7 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
         one_machine=machines == 1,
         hardware=HARDWARE,
     )
-    fleet = Fleet(section.count, section.tensor_parallel, section.max_running_requests, section.max_total_tokens)
+    fleet = FleetSpec(section.count, section.tensor_parallel, section.max_running_requests, section.max_total_tokens)
     longest = config.rollout.max_new_tokens
     balance = sizing.balance(
         weights,

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.planner.lengths import Lengths
-from asyncrl.types import Generate, Prompt, Trajectory, Turn
+from asyncrl.schema import Generate, Prompt, Trajectory, Turn
 from scripts.stub_engine import SEPARATOR, number_of
 
 VARIABLE = "BENCH_LENGTHS"

@@ -31,7 +31,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine
+from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
 from asyncrl.planner.lengths import Lengths
 
 QUESTION_ENDS, SEPARATOR = 11, 12
@@ -45,7 +45,7 @@ class Sample:
 
     index: int
     header: list[int]
-    job: Job
+    job: SimulatedRequest
     total: int
     told: int = 0
     versions: list[tuple[str, int]] = field(default_factory=list)  # (version, start)
@@ -71,7 +71,7 @@ class Stub:
         self._engine, self._tokens, self._interval = SimulatedEngine(shape), tokens, interval
         self._version = version
         self._cuts: deque[int] = deque()
-        self._streams: dict[Job, tuple[Stream, Sample]] = {}
+        self._streams: dict[SimulatedRequest, tuple[Stream, Sample]] = {}
         self._changed = asyncio.Event()
 
     # -- the clock -----------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Stub:
             sibling = index if len(said) == 1 and not begun else (said[0] or [index])[0]
             length = self._tokens(prompt, sibling, len(said) - 1)
             total = max(1, min(length - len(begun), sampling["max_new_tokens"]))
-            job = Job(
+            job = SimulatedRequest(
                 total,
                 len(ids),
                 ((body.get("extra_key"), *prompt), len(prompt)),

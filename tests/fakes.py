@@ -20,12 +20,12 @@ from asyncrl import config as configuration
 from asyncrl.access import Access
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config
-from asyncrl.engine.client import Client, Session
-from asyncrl.engine.inflight import Figures
+from asyncrl.engine.client import GenerationClient, GenerationSession
+from asyncrl.engine.inflight import EngineStats
 from asyncrl.launch.main import CONF
 from asyncrl.rollout.curriculum import Curriculum, Mixer
 from asyncrl.rollout.hooks import by_weight
-from asyncrl.types import Completion, Group, Prompt, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Prompt, Trajectory, Turn, VersionSpan
 
 # --- configuration ------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class FakeEngine:
 
         return httpx.Response(200, content=body_of())
 
-    def client(self, **changes: Any) -> Client:
+    def client(self, **changes: Any) -> GenerationClient:
         """The real client in front of this engine."""
         settings: dict[str, Any] = {
             "run": "run0",
@@ -187,7 +187,7 @@ class FakeEngine:
             "coalesce": True,
             "transport": httpx.MockTransport(self.handle),
         }
-        return Client("http://router", **(settings | changes))
+        return GenerationClient("http://router", **(settings | changes))
 
 
 def echo(tokens: int = 3, **meta: Any) -> Callable[[dict[str, Any]], bytes]:
@@ -208,7 +208,7 @@ def echo(tokens: int = 3, **meta: Any) -> Callable[[dict[str, Any]], bytes]:
 # --- the rollout side ---------------------------------------------------------------------------------------
 
 
-class FakeSession(Session):
+class FakeSession(GenerationSession):
     """Answers with what `answer` makes of the prompt's token ids; `waste` tokens more came than it keeps."""
 
     def __init__(
@@ -238,7 +238,7 @@ class FakeClient:
         self.inflight = self
         self.tokens: Counter[str] = Counter()
         self.late_tokens = 0
-        self.figures = Figures()
+        self.figures = EngineStats()
 
     def generate(
         self, temperature: float | None = None, *, group: str = "", purpose: str = "training", sample: str = ""
@@ -255,8 +255,8 @@ class FakeClient:
     def release(self, version: int) -> None:
         self.calls.append(version)
 
-    def take_figures(self) -> Figures:
-        return Figures(requests=1, prompt_tokens=8, cached_tokens=2, seconds_busy=0.5)
+    def take_figures(self) -> EngineStats:
+        return EngineStats(requests=1, prompt_tokens=8, cached_tokens=2, seconds_busy=0.5)
 
 
 class FakeTemplate:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+from asyncrl.schema import Completion, Group, Prompt, Trajectory, Turn
 from asyncrl.tasks import Task
-from asyncrl.types import Completion, Group, Prompt, Trajectory, Turn
 
 Ask = Callable[[list[int], int], list[Completion]]
 """All answers to a prompt's token ids, in the version that is served."""

@@ -19,11 +19,11 @@ from asyncrl.algo.correction import MASKS, WEIGHTS, CorrectionParams
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.selection import SelectionParams
 from asyncrl.algo.shaping import ShapingParams
-from asyncrl.config import Algo, load, read
+from asyncrl.config import AlgoConfig, load, read
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_devices, check_model
+from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
-from asyncrl.launch.reference import docstrings
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
 
@@ -254,7 +254,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("field", CHOICES)
 def test_names_of_the_algorithm_are_the_rows_of_its_tables(field: str) -> None:
-    annotation = Algo.model_fields[field].annotation
+    annotation = AlgoConfig.model_fields[field].annotation
     literals = [one for one in (annotation, *get_args(annotation)) if get_origin(one) is Literal]
     assert {name for one in literals for name in get_args(one)} == CHOICES[field]
 
@@ -269,7 +269,7 @@ def test_every_number_of_the_algorithm_is_a_setting_of_the_same_default(kind: ty
     algo, plain = tiny_config().algo, kind()
     changed = {"pass_k": 4}  # 1 is grpo
     names = {field.name for field in fields(kind)} - {"gae_lambda"}
-    assert names <= Algo.model_fields.keys()
+    assert names <= AlgoConfig.model_fields.keys()
     assert {name: getattr(algo, name) for name in names} == {
         name: changed.get(name, getattr(plain, name)) for name in names
     }

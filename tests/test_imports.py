@@ -16,13 +16,13 @@ import asyncrl
 PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 OPEN = {  # to all
-    *("types", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases", "importing"),
+    *("schema", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases", "importing"),
     *("access", "terminal", "stores", "progress"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
 ALLOWED = {
-    "types": set(),
+    "schema": set(),
     "errors": set(),
     "parallel": set(),
     "jsonl": set(),
@@ -74,7 +74,7 @@ ALLOWED = {
 # Within a package, where only some modules are meant.
 ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
-    ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.shelf"},
+    ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
     ("launch", "planner"): {"planner.memory", "planner.estimate"},
     ("launch", "weights"): {"weights.choice"},

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.models.architectures import routing_shape
 from asyncrl.routing import RoutingShape, compact, share_prompt, unpacked
-from asyncrl.types import Completion, Group, Routing, Trajectory, Turn, VersionSpan, encode
+from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan, encode
 
 SHAPE = RoutingShape(layers=4, sparse=(1, 3), topk=2, experts=8)
 

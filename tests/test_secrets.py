@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config import Config, load
-from asyncrl.config.secrets import FREE, Secret, closed, opened, secrets
+from asyncrl.config.secret_values import FREE, Secret, closed, opened, secrets
 from asyncrl.errors import ConfigError
 from asyncrl.launch.compose import plain
 from asyncrl.launch.main import CONF

@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.access import Access
 from asyncrl.engine import sockets
-from asyncrl.launch.watch import Watch
+from asyncrl.launch.watch import HealthWatch
 from asyncrl.tls import Authority, Signed, signed
 
 KEY = "the-run's-key"
@@ -105,7 +105,7 @@ def by_aiohttp(access: Access, url: str) -> bool:
 def by_watch(access: Access, url: str) -> bool:
     """The launcher's question to each server: a listener that is refused is as one that is dead."""
     now = 0.0
-    watch = Watch(url, access, 60.0, lambda: now)
+    watch = HealthWatch(url, access, 60.0, lambda: now)
     now = 6.0
     for _ in range(500):
         assert not watch.hangs()

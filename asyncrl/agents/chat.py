@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asyncrl.types import Completion, Generate, Message, Prompt, Trajectory, Turn
+from asyncrl.schema import Completion, Generate, Message, Prompt, Trajectory, Turn
 
 
 class Chat:

@@ -21,9 +21,9 @@ from typing import Any
 
 from asyncrl.agents.chat import Chat
 from asyncrl.agents.playing import Action, Player, chat_of, initial_state, of_task, opened, played, replayed
-from asyncrl.envs.pool import Environments
+from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError
-from asyncrl.types import Generate, Message, Prompt, Trajectory, Turn
+from asyncrl.schema import Generate, Message, Prompt, Trajectory, Turn
 
 Way = tuple[list[Turn], list[Action]]
 
@@ -37,7 +37,7 @@ class Forking(Player):
 
     def __init__(
         self,
-        environments: Environments,
+        environments: EnvironmentPool,
         *,
         max_turns: int = 32,
         fork_at: Sequence[int] | None = None,

@@ -36,10 +36,10 @@ from asyncrl.agents.playing import (
     with_text,
 )
 from asyncrl.envs.env import Question
-from asyncrl.envs.pool import Environments
+from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load
-from asyncrl.types import Generate, Message, Prompt, Trajectory
+from asyncrl.schema import Generate, Message, Prompt, Trajectory
 
 Guide = Callable[[Question, list[Message]], str | Awaitable[str]]
 """(question, the chat of the failed attempt) -> the text to add to the question. An empty text means that there is no
@@ -56,7 +56,7 @@ class Guided(Player):
 
     def __init__(
         self,
-        environments: Environments,
+        environments: EnvironmentPool,
         *,
         guide: str,
         threshold: float = 1.0,

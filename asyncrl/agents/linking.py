@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.types import Completion, Trajectory, Turn
+from asyncrl.schema import Completion, Trajectory, Turn
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletedRequest:
     """One request of an agent and its completion."""
 
     context: list[int]
@@ -34,7 +34,7 @@ class _Sample:
     turns: list[Turn] = field(default_factory=list)
 
 
-def link(prompt_ids: list[int], asked: Sequence[Asked]) -> list[Turn]:
+def link(prompt_ids: list[int], asked: Sequence[CompletedRequest]) -> list[Turn]:
     """Return the turns of all requests, sample after sample; `asked` is in the order of the requests."""
     samples: list[_Sample] = []
     for one in asked:
@@ -53,7 +53,7 @@ def link(prompt_ids: list[int], asked: Sequence[Asked]) -> list[Turn]:
     return [turn for sample in samples for turn in sample.turns]
 
 
-def check(trajectory: Trajectory, prompt_ids: list[int], asked: Sequence[Asked]) -> None:
+def check(trajectory: Trajectory, prompt_ids: list[int], asked: Sequence[CompletedRequest]) -> None:
     """Check that engines generated every turn in exactly the context that the trajectory states, and each turn once.
 
     Raises ValueError otherwise.
@@ -79,7 +79,7 @@ def _begins(context: list[int], ids: list[int]) -> bool:
     return context[: len(ids)] == ids
 
 
-def _difference(ids: list[int], found: Asked) -> str:
+def _difference(ids: list[int], found: CompletedRequest) -> str:
     same = next((i for i, (a, b) in enumerate(zip(ids, found.context, strict=False)) if a != b), None)
     if same is None:
         return f"{len(ids)} in the place of {len(found.context)}"

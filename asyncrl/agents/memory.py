@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from asyncrl.agents.playing import Player, acted, chat_of, finished, initial_state, messages_of, opened, with_text
 from asyncrl.envs.env import Step
-from asyncrl.envs.pool import Environments
-from asyncrl.types import Generate, Prompt, Trajectory
+from asyncrl.envs.pool import EnvironmentPool
+from asyncrl.schema import Generate, Prompt, Trajectory
 
 ASK = (
     "Before you go on, write notes: what was done, what was found, and what is next. "
@@ -34,7 +34,7 @@ class Memory(Player):
 
     def __init__(
         self,
-        environments: Environments,
+        environments: EnvironmentPool,
         *,
         max_turns: int = 32,
         context_tokens: int = 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.agents.playing import Player, chat_of, initial_state, of_task, opened, played
-from asyncrl.types import Generate, Prompt, Trajectory
+from asyncrl.schema import Generate, Prompt, Trajectory
 
 
 class MultiTurn(Player):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.imports import load
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -13,15 +13,15 @@ from typing import Any
 
 from asyncrl.agents.chat import Chat
 from asyncrl.envs.env import Env, Question, Step
-from asyncrl.envs.pool import Environments
+from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import EpisodeFailed
-from asyncrl.types import Generate, Message, Prompt
+from asyncrl.schema import Generate, Message, Prompt
 
 
 class Player:
     """Base class of agents that play environments."""
 
-    def __init__(self, environments: Environments, *, max_turns: int = 32) -> None:
+    def __init__(self, environments: EnvironmentPool, *, max_turns: int = 32) -> None:
         self._environments, self._max_turns = environments, max_turns
 
     async def start(self) -> None:

@@ -30,7 +30,7 @@ forever."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramResult:
     """Result of a program that has ended."""
 
     status: int  # as in subprocess: negative for a signal
@@ -64,7 +64,7 @@ class _Tail(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: Path | None = None) -> Ended:
+async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: Path | None = None) -> ProgramResult:
     """Run a program to its end. Raises OSError when it cannot be started, EpisodeFailed when it survives SIGKILL."""
     loop, tails = asyncio.get_running_loop(), list[_Tail]()
     with ExitStack() as held:
@@ -87,7 +87,7 @@ async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd:
             raise EpisodeFailed("agent_error", f"{argv[0]} did not die within {KILL_SECONDS:.0f} s of SIGKILL")
         await asyncio.wait([tail.ended for tail in tails], timeout=FLUSH_SECONDS)
         stdout, stderr = (bytes(tail.data) for tail in tails)
-        return Ended(status, stdout, stderr)
+        return ProgramResult(status, stdout, stderr)
 
 
 def _start(argv: Sequence[str], stdin: bytes, env: Mapping[str, str], cwd: Path | None) -> subprocess.Popen[bytes]:

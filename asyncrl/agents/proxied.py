@@ -29,10 +29,10 @@ from typing import Any
 
 from asyncrl.agents import programs
 from asyncrl.agents.proxy.server import Proxy
-from asyncrl.agents.proxy.session import Figures, Session
+from asyncrl.agents.proxy.session import ProxySession, ProxyStats
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.imports import load
-from asyncrl.types import Generate, Prompt, Trajectory
+from asyncrl.schema import Generate, Prompt, Trajectory
 
 OWN = "ASYNCRL_"
 RUN_ID = "ASYNCRL_RUN_ID"
@@ -45,7 +45,7 @@ class ThroughTheProxy:
         self._proxy = Proxy(host=host, port=port, tool_format=tool_format)
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> ProxyStats:
         """Request counts. contexts_begun beyond one per episode counts extra samples from edited histories."""
         return self._proxy.figures
 
@@ -63,7 +63,7 @@ class ThroughTheProxy:
             reward = await self._play(prompt, session)
         return session.trajectory(prompt.token_ids, session.posted if reward is None else reward)
 
-    async def _play(self, prompt: Prompt, session: Session) -> float | None:
+    async def _play(self, prompt: Prompt, session: ProxySession) -> float | None:
         raise NotImplementedError
 
 
@@ -93,7 +93,7 @@ class Proxied(ThroughTheProxy):
         except TypeError as error:
             raise ConfigError("agent_params.params", self._params, f"{agent} does not take them: {error}.") from None
 
-    async def _play(self, prompt: Prompt, session: Session) -> float | None:
+    async def _play(self, prompt: Prompt, session: ProxySession) -> float | None:
         question = copy.deepcopy(prompt.question)  # siblings share it, and functions append to its messages
         reward = await self._solve(
             question=question, base_url=self._proxy.base_url, api_key=session.key, **self._params
@@ -130,7 +130,7 @@ class Command(ThroughTheProxy):
         self._cwd = Path(cwd).expanduser() if cwd else None
         self._host, self._reads_reward = host, reads_reward
 
-    async def _play(self, prompt: Prompt, session: Session) -> float | None:
+    async def _play(self, prompt: Prompt, session: ProxySession) -> float | None:
         ended = await programs.run(
             self._argv, stdin=json.dumps(prompt.question).encode(), env=self._environment(session.key), cwd=self._cwd
         )

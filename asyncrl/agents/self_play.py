@@ -14,9 +14,9 @@ from asyncrl.agents.chat import Chat
 from asyncrl.agents.opponents import Opponent, opponent
 from asyncrl.agents.playing import Player, awaited, chat_of, initial_state, messages_of, opened
 from asyncrl.envs.env import Step
-from asyncrl.envs.pool import Environments
+from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.types import Generate, Message, Prompt, Trajectory, Turn
+from asyncrl.schema import Generate, Message, Prompt, Trajectory, Turn
 
 
 class SelfPlay(Player):
@@ -29,7 +29,7 @@ class SelfPlay(Player):
 
     def __init__(
         self,
-        environments: Environments,
+        environments: EnvironmentPool,
         roles: Sequence[str],
         *,
         fixed: Mapping[str, Mapping[str, Any]] | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.types import Generate, Prompt, Trajectory, Turn
+from asyncrl.schema import Generate, Prompt, Trajectory, Turn
 
 
 class SingleTurn:

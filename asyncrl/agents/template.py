@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

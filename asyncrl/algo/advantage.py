@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.credit import dr_gigpo, gigpo, turn_discounted, turn_loo
-from asyncrl.algo.siblings import EPSILON, Groups, standardised
+from asyncrl.algo.siblings import EPSILON, GroupStatistics, standardised
 from asyncrl.algo.table import TokenTable, known
 from asyncrl.algo.turns import steps_of, token_rewards, turn_rewards, turns_of
 from asyncrl.errors import ConfigError
@@ -53,27 +53,27 @@ def none(table: TokenTable, params: AdvantageParams) -> Tensor:
 
 def grpo(table: TokenTable, params: AdvantageParams) -> Tensor:
     """Return (R - mean) / (std + EPSILON): GRPO, arXiv 2402.03300, section 4.1.2."""
-    groups = Groups(table)
+    groups = GroupStatistics(table)
     return groups.spread((groups.rewards - groups.mean()) / (groups.deviation() + EPSILON))
 
 
 def dr_grpo(table: TokenTable, params: AdvantageParams) -> Tensor:
     """Return R - mean: Dr. GRPO, arXiv 2503.20783, which omits the division because it biases towards easy and hard
     prompts."""
-    groups = Groups(table)
+    groups = GroupStatistics(table)
     return groups.spread(groups.rewards - groups.mean())
 
 
 def rloo(table: TokenTable, params: AdvantageParams) -> Tensor:
     """Return R minus the mean of the others, n/(n-1) (R - mean): RLOO, arXiv 2402.14740."""
-    groups = Groups(table)
+    groups = GroupStatistics(table)
     others = (groups.sizes - 1).clamp(min=1)
     return groups.spread((groups.rewards - groups.mean()) * groups.sizes / others)
 
 
 def opo(table: TokenTable, params: AdvantageParams) -> Tensor:
     """Return R minus the length-weighted mean of the group: OPO, arXiv 2505.23585, the minimum-variance baseline."""
-    groups = Groups(table)
+    groups = GroupStatistics(table)
     lengths = table.sum_per_episode(torch.ones_like(table.behaviour))
     baseline = groups.total(lengths * groups.rewards) / groups.total(lengths).clamp(min=1)
     return groups.spread(groups.rewards - baseline)
@@ -82,7 +82,7 @@ def opo(table: TokenTable, params: AdvantageParams) -> Tensor:
 def maxrl(table: TokenTable, params: AdvantageParams) -> Tensor:
     """Return (R - mean) / mean: MaxRL, arXiv 2602.02710, which approximates maximum likelihood of success. Raises
     ConfigError for negative rewards."""
-    groups = Groups(table)
+    groups = GroupStatistics(table)
     if bool((groups.rewards < 0).any()):
         lowest = float(groups.rewards.min())
         raise ConfigError("algo.advantage", "maxrl", f"It needs rewards of 0 or more, and one is {lowest:g}.")
@@ -94,7 +94,7 @@ def pass_at_k(table: TokenTable, params: AdvantageParams) -> Tensor:
     """Return the advantage of a sample in a random subset of k of its group, in closed form: pass@k training, arXiv
     2508.10751, section 2.3. With w wrong answers of n, p = 1 - C(w, k) / C(n, k) and s = sqrt(p (1 - p)), it is (1 - p)
     / s for correct answers and (1 - p - C(w-1, k-1) / C(n-1, k-1)) / s for wrong ones."""
-    groups = Groups(table)
+    groups = GroupStatistics(table)
     correct = groups.rewards > params.correct_above
     wrong = groups.total((~correct).to(groups.rewards.dtype))
     found = torch.zeros_like(groups.rewards)
@@ -113,7 +113,7 @@ def pass_at_k(table: TokenTable, params: AdvantageParams) -> Tensor:
 def grpo_passk(table: TokenTable, params: AdvantageParams) -> Tensor:
     """Return (best - second) / (std + EPSILON) for the best sample and zero for the others: pass@n (arXiv 2503.19595),
     in verl's grpo_passk form. If two share the best reward, all advantages are zero."""
-    groups = Groups(table)
+    groups = GroupStatistics(table)
     found = torch.zeros_like(groups.rewards)
     for group in range(table.num_groups):
         members = (table.group == group).nonzero()[:, 0]

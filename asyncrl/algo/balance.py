@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from asyncrl.algo.samples import Sample
-from asyncrl.algo.tree import common_beginning, stretches
+from asyncrl.algo.tree import common_beginning, tree_segments
 
 TOKEN = 1 << 20
 """Cost of a token's products with all weights: the unit of cost."""
@@ -35,7 +35,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SampleCluster:
     """Siblings that run together."""
 
     samples: list[Sample]
@@ -46,7 +46,7 @@ class Piece:
 Groups = list[list[Sample]]
 
 
-def share_out(
+def assign_micro_batches(
     groups: Sequence[list[Sample]],
     ranks: int,
     limit: int,
@@ -77,7 +77,7 @@ def share_out(
 # --- pieces -------------------------------------------------------------------------------------------------
 
 
-def measure(samples: list[Sample], costs: Costs, share: bool = True) -> Piece:
+def measure(samples: list[Sample], costs: Costs, share: bool = True) -> SampleCluster:
     """Build one piece, with its samples ordered so that those with longer common prefixes are neighbors. Prefixes
     shared with other groups are not known here, so the counts are upper limits."""
     samples = sorted(samples, key=_tokens) if share else samples
@@ -91,10 +91,10 @@ def measure(samples: list[Sample], costs: Costs, share: bool = True) -> Piece:
             min(n, m, len(a.prompt_ids) + common_beginning(a.token_ids, b.token_ids))
             for (n, a), (m, b) in pairwise(zip(lengths, running, strict=True))
         ]
-        tree = stretches(lengths, common)
+        tree = tree_segments(lengths, common)
         tokens = sum(s.stop - s.start for s in tree)
         pairs = sum(_pairs(s.stop) - _pairs(s.start) for s in tree)
-    return Piece(samples, tokens, tokens * TOKEN + pairs * costs.pair + rows * costs.row)
+    return SampleCluster(samples, tokens, tokens * TOKEN + pairs * costs.pair + rows * costs.row)
 
 
 def _pairs(length: int) -> int:
@@ -102,16 +102,16 @@ def _pairs(length: int) -> int:
     return length * (length + 1) // 2
 
 
-def _pieces(groups: Sequence[list[Sample]], ranks: int, limit: int, costs: Costs, share: bool) -> list[Piece]:
+def _pieces(groups: Sequence[list[Sample]], ranks: int, limit: int, costs: Costs, share: bool) -> list[SampleCluster]:
     """Return the groups, cut where necessary: first for the token limit, then for balance."""
-    pieces: list[Piece] = []
+    pieces: list[SampleCluster] = []
     for group in groups:
         if share:
             pieces += _within(group, limit, costs)
         else:
             pieces += [measure([sample], costs, share=False) for sample in group]
     fair = -(-sum(piece.cost for piece in pieces) // ranks)
-    found: list[Piece] = []
+    found: list[SampleCluster] = []
     while pieces:
         piece = pieces.pop()
         halves = _halves(piece, costs) if piece.cost > fair and len(piece.samples) > 1 else []
@@ -126,7 +126,7 @@ def _tokens(sample: Sample) -> list[int]:
     return sample.token_ids[: sample.num_inputs - len(sample.prompt_ids)] if sample.num_inputs else []
 
 
-def _within(samples: list[Sample], limit: int, costs: Costs) -> list[Piece]:
+def _within(samples: list[Sample], limit: int, costs: Costs) -> list[SampleCluster]:
     """Cut into as few pieces of neighbors as the limit allows, in equal parts."""
     whole = measure(samples, costs)
     if whole.tokens <= limit or len(samples) == 1:
@@ -136,7 +136,7 @@ def _within(samples: list[Sample], limit: int, costs: Costs) -> list[Piece]:
     return [piece for a, b in pairwise(bounds) for piece in _within(whole.samples[a:b], limit, costs)]
 
 
-def _halves(piece: Piece, costs: Costs) -> list[Piece]:
+def _halves(piece: SampleCluster, costs: Costs) -> list[SampleCluster]:
     middle = len(piece.samples) // 2
     return [measure(part, costs) for part in (piece.samples[:middle], piece.samples[middle:])]
 
@@ -198,7 +198,7 @@ def _best_swap(most: list[int], least: list[int], gap: int) -> tuple[int, int | 
 # --- micro-batches ------------------------------------------------------------------------------------------
 
 
-def micro_batches(pieces: Sequence[Piece], limit: int, count: int = 0) -> list[list[Piece]]:
+def micro_batches(pieces: Sequence[SampleCluster], limit: int, count: int = 0) -> list[list[SampleCluster]]:
     """Build balanced micro-batches of at most `limit` tokens, most expensive first: as few as possible, but at least
     `count`. A larger piece gets one of its own."""
     order = sorted(pieces, key=lambda piece: -piece.cost)
@@ -208,9 +208,9 @@ def micro_batches(pieces: Sequence[Piece], limit: int, count: int = 0) -> list[l
     return sorted(found, key=lambda batch: -sum(piece.cost for piece in batch))
 
 
-def _filled(order: list[Piece], limit: int, count: int) -> list[list[Piece]] | None:
+def _filled(order: list[SampleCluster], limit: int, count: int) -> list[list[SampleCluster]] | None:
     """Put each piece into the cheapest micro-batch with room. Returns None if a piece does not fit."""
-    found: list[list[Piece]] = [[] for _ in range(count)]
+    found: list[list[SampleCluster]] = [[] for _ in range(count)]
     heap = [(0, batch, limit) for batch in range(count)]  # cost, number, room
     for piece in order:
         full = []

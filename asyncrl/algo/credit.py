@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from asyncrl.algo.siblings import EPSILON, Groups, centred, group_sum, standardised
+from asyncrl.algo.siblings import EPSILON, GroupStatistics, centred, group_sum, standardised
 from asyncrl.algo.table import TokenTable
 from asyncrl.algo.turns import turn_rewards, turns_of
 
@@ -97,7 +97,7 @@ def dr_gigpo(table: TokenTable, params: AdvantageParams) -> Tensor:
 
 
 def _gigpo(table: TokenTable, params: AdvantageParams, *, scale: bool) -> Tensor:
-    groups, turns = Groups(table), turns_of(table)
+    groups, turns = GroupStatistics(table), turns_of(table)
     episode = groups.rewards - groups.mean()
     episode = groups.spread(episode / (groups.deviation() + EPSILON) if scale else episode)
     to_go = turns.to_go(turn_rewards(table, turns), params.discount)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.samples import Sample
-from asyncrl.algo.tree import Stretch, exits, stretches
+from asyncrl.algo.tree import TreeSegment, exits, tree_segments
 
 
 class Branch(NamedTuple):
@@ -53,7 +53,7 @@ class Pack:
     own_targets: Tensor | None = None  # which of the T trained tokens belong to this part
     bounds: tuple[int, ...] = ()  # first row of each rank, and the end
     part: int = 0
-    keys: Tensor | None = None  # [N] int64 on the host, each token's index in algo/routes.py, or -1
+    keys: Tensor | None = None  # [N] int64 on the host, each token's index in algo/routing_replay_index.py, or -1
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +82,7 @@ def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: in
     if not samples:  # a pack without work still goes through the model
         sequences = [np.array(next(sample for group in groups for sample in group).prompt_ids[:1], dtype=np.int64)]
     order, common = _sorted(sequences) if share else (list(range(len(sequences))), [0] * (len(sequences) - 1))
-    tree = stretches([len(sequences[i]) for i in order], common)
+    tree = tree_segments([len(sequences[i]) for i in order], common)
     rows_of, branches = _rows(tree, [sequences[i] for i in order])
     filled = branches[-1].end
     padding = -filled % multiple
@@ -141,7 +141,7 @@ def _sorted(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
     return order, common
 
 
-def _rows(tree: list[Stretch], sequences: list[np.ndarray]) -> tuple[list[np.ndarray], list[Branch]]:
+def _rows(tree: list[TreeSegment], sequences: list[np.ndarray]) -> tuple[list[np.ndarray], list[Branch]]:
     """Return the rows of each sequence's tokens, and the branches, one per segment."""
     rows_of = [np.empty(len(sequence), np.int64) for sequence in sequences]
     ends: list[int] = []

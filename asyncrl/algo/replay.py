@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from asyncrl.types import Group
+from asyncrl.schema import Group
 
 
-class Replay:
+class ReplayBuffer:
     """Replay buffer that draws `count` groups for each batch."""
 
     def __init__(self, count: int, max_staleness: int, seed: int) -> None:

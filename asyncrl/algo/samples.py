@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.table import TokenTable
-from asyncrl.types import Group, Turn
+from asyncrl.schema import Group, Turn
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Sample:
     mask: list[bool]  # [T]
     number: int  # number of the sample in the table
     first_row: int  # row of its first trained token in the table
-    keys: Tensor | None = None  # [P + T - 1] int64, index in algo/routes.py of each input token's experts
+    keys: Tensor | None = None  # [P + T - 1] int64, index in algo/routing_replay_index.py of each input token's experts
 
     @property
     def num_trained(self) -> int:

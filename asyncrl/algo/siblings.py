@@ -14,7 +14,7 @@ from asyncrl.algo.table import TokenTable
 EPSILON = 1e-6
 
 
-class Groups:
+class GroupStatistics:
     """Rewards of episodes with the statistics of each one's group, all [E]."""
 
     def __init__(self, table: TokenTable) -> None:

@@ -4,7 +4,7 @@
     sample     0 0 0   1 1   2 2 2 2
     episode    sample -> episode: what one role wrote in one trajectory, usually a single sample
     group      episode -> group, so that siblings are found by number and never by position; each role has its own
-    turn       its index in the trajectory; its parent turn and its context: algo/places.py
+    turn       its index in the trajectory; its parent turn and its context: algo/turn_context.py
 
 The stages of a step (trainer/policy.py) fill in the columns that the algorithm needs; packs refer to tokens by row.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.algo.places import Place, places
-from asyncrl.types import Group, Turn
+from asyncrl.algo.turn_context import TurnContext, turn_contexts
+from asyncrl.schema import Group, Turn
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def build_table(groups: Sequence[Group], version: int) -> TokenTable:
 class _Episode:
     group: int
     samples: list[list[tuple[int, Turn]]]
-    places: list[Place]  # of all turns of the trajectory
+    places: list[TurnContext]  # of all turns of the trajectory
     reward: float
     truncated: bool
 
@@ -174,7 +174,7 @@ def _episodes(groups: Sequence[Group]) -> list[_Episode]:
     for number, trajectory, prompt_ids in (
         (n, t, group.prompt_ids) for n, group in enumerate(groups) for t in group.trajectories
     ):
-        of_turns, samples = places(trajectory, prompt_ids), trajectory.samples()
+        of_turns, samples = turn_contexts(trajectory, prompt_ids), trajectory.samples()
         for role, placed in trajectory.by_role().items():
             own = numbers.setdefault((number, role), len(numbers))
             silent = sum(of_turns[i].share * turn.reward for i, turn in placed if not turn.completion.token_ids)

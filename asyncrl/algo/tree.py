@@ -19,7 +19,7 @@ some passes over its heads per layer; a token costs the products with all weight
 smallest real model."""
 
 
-class Stretch(NamedTuple):
+class TreeSegment(NamedTuple):
     """Tokens start..stop-1 of the sequences first..last-1."""
 
     first: int
@@ -29,26 +29,26 @@ class Stretch(NamedTuple):
     parent: int  # index of the segment before it, or -1
 
 
-def stretches(lengths: Sequence[int], common: Sequence[int]) -> list[Stretch]:
+def tree_segments(lengths: Sequence[int], common: Sequence[int]) -> list[TreeSegment]:
     """Return the segments in depth-first order. `common[i]` is the number of leading tokens that sequences i and i + 1
     share.
 
     A common segment appears once if that saves enough, and otherwise once before each of the parts that follow it.
     """
-    found: list[Stretch] = []
+    found: list[TreeSegment] = []
     todo = [(0, len(lengths), 0, -1)]
     while todo:
         first, last, start, parent = todo.pop()
         if last - first == 1:
             if lengths[first] > start:
-                found.append(Stretch(first, last, start, lengths[first], parent))
+                found.append(TreeSegment(first, last, start, lengths[first], parent))
             continue
         stop = min(common[first : last - 1])
         parts = [first, *(i + 1 for i in range(first, last - 1) if common[i] == stop), last]
         saved = (len(parts) - 2) * (stop - start)
         below = sum(lengths[first:last]) - (last - first) * stop
         if saved > 0 and WORTH * saved >= below:
-            found.append(Stretch(first, last, start, stop, parent))
+            found.append(TreeSegment(first, last, start, stop, parent))
             start, parent = stop, len(found) - 1
         todo += [(*part, start, parent) for part in reversed(list(pairwise(parts)))]
     return found

@@ -19,7 +19,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnTable:
     """M turns that wrote something, in the order of the table, so that every turn comes after its parent."""
 
     first: Tensor  # [M] row of its first token
@@ -46,7 +46,7 @@ class Turns:
         return torch.tensor(found, dtype=torch.int64)
 
 
-def turns_of(table: TokenTable) -> Turns:
+def turns_of(table: TokenTable) -> TurnTable:
     """Return the turns of a table."""
     starts = torch.ones(table.num_tokens, dtype=torch.bool)
     starts[1:] = (table.owner[1:] != table.owner[:-1]) | (table.turn[1:] != table.turn[:-1])
@@ -63,15 +63,15 @@ def turns_of(table: TokenTable) -> Turns:
     rewards = _into(table.token_reward, of_token, len(first))
     ends = torch.where(ends < ROUNDING, 0.0, ends)
     context, state = table.context[first], table.state[first]
-    return Turns(first, last, of_token, owner, parent, share, part, ends, rewards, context, state)
+    return TurnTable(first, last, of_token, owner, parent, share, part, ends, rewards, context, state)
 
 
-def turn_rewards(table: TokenTable, turns: Turns) -> Tensor:
+def turn_rewards(table: TokenTable, turns: TurnTable) -> Tensor:
     """Return the rewards of the turns, plus that of the episode where its branches end, [M]."""
     return turns.rewards + turns.ends * table.reward[turns.owner]
 
 
-def token_rewards(table: TokenTable, turns: Turns) -> Tensor:
+def token_rewards(table: TokenTable, turns: TurnTable) -> Tensor:
     """Return the rewards of the tokens, plus that of the episode at the last token of each branch, [N]."""
     rewards = table.token_reward.clone()
     rewards[turns.last] += turns.ends * table.reward[turns.owner]
@@ -79,7 +79,7 @@ def token_rewards(table: TokenTable, turns: Turns) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Steps:
+class TokenPredecessors:
     """Predecessor of each token on its branch."""
 
     parent: Tensor  # [N] row of the previous token, -1: none
@@ -95,13 +95,13 @@ class Steps:
         return accumulated(values, self.parent, decay, self.part)
 
 
-def steps_of(turns: Turns) -> Steps:
+def steps_of(turns: TurnTable) -> TokenPredecessors:
     """Return the predecessors of the tokens of a table."""
     parent = torch.arange(len(turns.of_token)) - 1
     parent[turns.first] = torch.where(turns.parent >= 0, turns.last[turns.parent], -1) if len(turns.last) else -1
     part = torch.ones(len(parent), dtype=torch.float64)
     part[turns.first] = turns.part
-    return Steps(parent, part)
+    return TokenPredecessors(parent, part)
 
 
 def accumulated(values: Tensor, parent: Tensor, decay: float, part: Tensor | None = None) -> Tensor:

@@ -18,9 +18,9 @@ from asyncrl.engine.fleet import build_fleet
 from asyncrl.engine.update import Update
 from asyncrl.metrics.record import StepLog
 from asyncrl.metrics.sinks import TensorBoard
-from asyncrl.trainer.door import RolloutDoor
+from asyncrl.schema import decode_batch
+from asyncrl.trainer.batch_source import RolloutClient
 from asyncrl.trainer.stop import StopRule
-from asyncrl.types import decode_batch
 
 
 def main(run_dir: Path) -> None:
@@ -28,30 +28,30 @@ def main(run_dir: Path) -> None:
     config, addresses = read(run_dir), Addresses.read(run_dir)
     fleet = build_fleet(config, addresses, run_dir, decides=True)
     update = Update(fleet, mode=config.weights.pause_mode)
-    door = RolloutDoor(addresses.rollout, addresses.access, config.rollout.batch_timeout)
+    source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
     log = StepLog(_sinks(config, run_dir), started_at=addresses.started_at, tasks=tuple(config.mixture))
     stop = StopRule(config.run)
 
     def publish(version: int) -> dict[str, float]:
         """Make the engines serve their unchanged weights as the next version."""
         fleet.reconcile()
-        door.hold()
+        source.hold()
         with update.paused() as pause:
             update.label(version)
-        door.announce(version)
+        source.announce(version)
         return {"pause": pause.seconds, "verify": 0.0, "bytes": 0.0, "engines": float(len(fleet.serving))}
 
     version = 0
     while True:
         with log.span("wait_batch"):
-            while not (data := door.batch(version, interrupt=fleet.needs_weights)):
+            while not (data := source.batch(version, interrupt=fleet.needs_weights)):
                 publish(version)  # restarted engines hold the initial weights, which are still the current ones
         version += 1
         with log.span("publish"):
             sent = publish(version)
         if reason := stop.reason(log.step(version, decode_batch(data), {}, sent)):
             break
-    summary = {"reason": reason, **log.summary(config.run.reward_window), "ledger": door.status()["ledger"]}
+    summary = {"reason": reason, **log.summary(config.run.reward_window), "ledger": source.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
 
 

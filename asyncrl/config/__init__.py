@@ -13,32 +13,47 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
-from asyncrl.config.generation import Engine, Eval, Frozen, Judge, Rollout, Task, Teacher
-from asyncrl.config.running import Checkpoint, Cluster, Metrics, Replay, Run, Weights
-from asyncrl.config.secrets import Parameters, secrets
+from asyncrl.config.generation import (
+    AuxiliaryModelConfig,
+    EngineConfig,
+    EvalConfig,
+    JudgeConfig,
+    RolloutConfig,
+    TaskConfig,
+    TeacherConfig,
+)
+from asyncrl.config.running import (
+    CheckpointConfig,
+    ClusterConfig,
+    MetricsConfig,
+    ReplayConfig,
+    RunConfig,
+    WeightsConfig,
+)
+from asyncrl.config.secret_values import Parameters, secrets
 from asyncrl.config.section import Name, Section
-from asyncrl.config.training import Algo, Model, Optimizer, Trainer
+from asyncrl.config.training import AlgoConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 
 __all__ = [
-    "Algo",
-    "Checkpoint",
-    "Cluster",
+    "AlgoConfig",
+    "AuxiliaryModelConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
     "Config",
-    "Engine",
-    "Eval",
-    "Frozen",
-    "Judge",
-    "Metrics",
-    "Model",
-    "Optimizer",
-    "Replay",
-    "Rollout",
-    "Run",
-    "Task",
-    "Teacher",
-    "Trainer",
-    "Weights",
+    "EngineConfig",
+    "EvalConfig",
+    "JudgeConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ReplayConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TaskConfig",
+    "TeacherConfig",
+    "TrainerConfig",
+    "WeightsConfig",
     "load",
     "on_gpu",
     "read",
@@ -63,32 +78,32 @@ class Config(Section):
     engines process one request at a time on a CPU and use batch-invariant kernels on a GPU. Slow. Requires
     rollout.max_staleness=0, since otherwise timing would decide which weights generate a token
     (docs/checkpoints.md)."""
-    replay: Replay
+    replay: ReplayConfig
     resume: str | None
     """auto: resume from the newest complete checkpoint in the run folder, or start fresh if there is none. Otherwise
     the folder of a checkpoint, or of a run whose newest checkpoint is used; the resumed run then writes to a run folder
     of its own. unset: start fresh."""
-    checkpoint: Checkpoint
-    run: Run
-    model: Model
-    trainer: Trainer
-    engine: Engine
-    teacher: Teacher
-    judge: Judge
-    rollout: Rollout
-    algo: Algo
+    checkpoint: CheckpointConfig
+    run: RunConfig
+    model: ModelConfig
+    trainer: TrainerConfig
+    engine: EngineConfig
+    teacher: TeacherConfig
+    judge: JudgeConfig
+    rollout: RolloutConfig
+    algo: AlgoConfig
     agent: str
     """Agent that plays an episode, as an import path module:name: an async function of (prompt, generate), or a class
     with such a method named run. A task may define its own agent."""
     agent_params: Parameters
     """Arguments of the agent besides prompt and generate; for a class, its constructor arguments."""
-    task: Task
-    tasks: dict[Name, Task]
+    task: TaskConfig
+    tasks: dict[Name, TaskConfig]
     """Several tasks instead of `task`, by name, mixed according to their weights: +task@tasks.NAME=OPTION."""
-    eval: Eval
-    weights: Weights
-    cluster: Cluster
-    metrics: Metrics
+    eval: EvalConfig
+    weights: WeightsConfig
+    cluster: ClusterConfig
+    metrics: MetricsConfig
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
@@ -184,12 +199,12 @@ class Config(Section):
                 raise ConfigError("teacher.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
 
     @property
-    def mixture(self) -> dict[str, Task]:
+    def mixture(self) -> dict[str, TaskConfig]:
         """Return the training tasks by name: `tasks`, or `task` alone."""
         return dict(self.tasks) or {self.task.name: self.task}
 
     @property
-    def eval_sets(self) -> dict[str, Task]:
+    def eval_sets(self) -> dict[str, TaskConfig]:
         """Return the evaluation sets by name: the held-out questions of every task, and the additional sets."""
         return self.mixture | self.eval.sets if self.eval.questions else {}
 
@@ -247,6 +262,6 @@ def _explained(error: ValidationError) -> ConfigError:
     return ConfigError(first.field, first.value, remedy)
 
 
-def on_gpu(section: Trainer | Engine | Frozen, gpus: int) -> bool:
+def on_gpu(section: TrainerConfig | EngineConfig | AuxiliaryModelConfig, gpus: int) -> bool:
     """Return whether the processes of this section run on GPUs."""
     return section.device == "cuda" or (section.device == "auto" and gpus > 0)

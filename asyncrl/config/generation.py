@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from asyncrl.config.secrets import Parameters
+from asyncrl.config.secret_values import Parameters
 from asyncrl.config.section import Count, Dtype, Million, Name, Natural, Positive, Section
 from asyncrl.errors import ConfigError
 
 
-class Engine(Section):
+class EngineConfig(Section):
     """The fleet of SGLang servers and the router in front of it."""
 
     count: Natural
@@ -49,7 +49,7 @@ class Engine(Section):
     be longer than an engine takes to restart."""
 
     @model_validator(mode="after")
-    def _has_some(self) -> Engine:
+    def _has_some(self) -> EngineConfig:
         if not self.count and not self.urls:
             raise ConfigError("engine.count", 0, "Start one at least, or name engines that run already: engine.urls.")
         for url in self.urls:
@@ -60,7 +60,7 @@ class Engine(Section):
         return self
 
 
-class Frozen(Section):
+class AuxiliaryModelConfig(Section):
     """Engines of a model that is not trained."""
 
     model: str | None
@@ -86,7 +86,7 @@ class Frozen(Section):
         return self.count if self.model else 0
 
 
-class Teacher(Frozen):
+class TeacherConfig(AuxiliaryModelConfig):
     """A frozen model on its own engines that scores the log-probability of each token of an episode, for distillation
     (algo.distill_coefficient) or as the reference of the KL (algo.reference). It must have the tokenizer of model.path,
     and no episode may be longer than the KV caches of its engines."""
@@ -106,12 +106,12 @@ class Teacher(Frozen):
         return 0 if self.urls else super().started
 
 
-class Judge(Frozen):
+class JudgeConfig(AuxiliaryModelConfig):
     """A frozen model on its own engines that serves as a judge: task.reward=judge queries it, unless its
     reward_params.urls names other servers (docs/rewards.md)."""
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     """Asynchrony, batch shape, sampling, timeouts and failure limits of rollouts."""
 
     batch_groups: Million
@@ -141,8 +141,8 @@ class Rollout(Section):
     in_place."""
     curriculum: str
     """Import path, module:function of (progress) -> task weights by name, for the next prompt; a task that is left out
-    has weight 0. progress: asyncrl.rollout.curriculum.Progress (asyncrl.rollout.hooks:towards_half_solved prefers tasks
-    that are solved about half of the time)."""
+    has weight 0. progress: asyncrl.rollout.curriculum.CurriculumInput (asyncrl.rollout.hooks:towards_half_solved
+    prefers tasks that are solved about half of the time)."""
     accept: str
     """Import path, module:function of (group) -> True, False, or the reason of a rejection. A rejected group is counted
     and replaced by a group of another prompt (dynamic sampling: asyncrl.rollout.hooks:has_signal)."""
@@ -180,7 +180,7 @@ class Rollout(Section):
         return self.max_staleness if self.lead is None else self.lead
 
 
-class Environments(Section):
+class EnvironmentsConfig(Section):
     """Hosting and limits of a task's environments, if it has any; times are in seconds."""
 
     hosted: bool | None
@@ -202,13 +202,13 @@ class Environments(Section):
     """Maximum time that episodes wait; then the run ends and names the environment."""
 
 
-class Task(Section):
+class TaskConfig(Section):
     """Source of prompts and scoring of answers."""
 
     kind: str
     """reasoning_gym (generated problems), copy (toy task of copying digits), file (your own questions), benchmark
     (public test sets, only in eval.sets: asyncrl/tasks/benchmarks.py), or the import path module:name of your own
-    class, which provides questions and scores or plays them (asyncrl/tasks/own.py)."""
+    class, which provides questions and scores or plays them (asyncrl/tasks/custom.py)."""
     name: str
     """reasoning_gym, benchmark: name of the dataset; otherwise a label."""
     params: Parameters
@@ -224,7 +224,7 @@ class Task(Section):
     (docs/tools.md)."""
     tool_options: Parameters
     """Syntax, execution and display of tool calls (docs/tools.md)."""
-    environments: Environments
+    environments: EnvironmentsConfig
     system: str | None
     """System message."""
     shots: Natural
@@ -250,7 +250,7 @@ class Task(Section):
     """Completions per prompt; unset: rollout.group_size."""
 
 
-class Eval(Section):
+class EvalConfig(Section):
     """Evaluation on held-out questions of every task, and on additional sets, by the same engines."""
 
     questions: Natural
@@ -265,5 +265,5 @@ class Eval(Section):
     max_running: Count
     """Maximum number of questions in flight, which limits how many evaluation requests can be queued ahead of
     training's."""
-    sets: dict[Name, Task]
+    sets: dict[Name, TaskConfig]
     """Additional sets of questions, by name: +task@eval.sets.NAME=OPTION. Their weight and group_size are ignored."""

@@ -11,7 +11,7 @@ from asyncrl.config.section import Count, Natural, Positive, Section
 from asyncrl.errors import ConfigError
 
 
-class Run(Section):
+class RunConfig(Section):
     """Name, output folder and stop conditions of the run."""
 
     name: str
@@ -33,7 +33,7 @@ class Run(Section):
     """Steps over which rewards are averaged, in the stop rule and in the summary."""
 
     @model_validator(mode="after")
-    def _has_a_place(self) -> Run:
+    def _has_a_place(self) -> RunConfig:
         for field in ("name", "dir"):
             value = getattr(self, field)
             if not value.strip() or not value.isprintable():
@@ -41,7 +41,7 @@ class Run(Section):
         return self
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """Checkpoints of the whole run, in checkpoints/ of the run folder: see docs/checkpoints.md."""
 
     every: Count | None
@@ -54,7 +54,7 @@ class Checkpoint(Section):
     """Timeout for writing one checkpoint in the background, in seconds."""
 
 
-class Replay(Section):
+class ReplayConfig(Section):
     """Recorded batches that mode=replay trains without engines, and the recording that a run is compared with."""
 
     source: str | None = Field(alias="from")
@@ -83,7 +83,7 @@ class Replay(Section):
         return Path(self.source).expanduser()
 
     @model_validator(mode="after")
-    def _in_order(self) -> Replay:
+    def _in_order(self) -> ReplayConfig:
         if self.first is not None and self.last is not None and self.first > self.last:
             raise ConfigError("replay.last", self.last, f"Must not lie before replay.first ({self.first}).")
         for field, value, plain in (("first", self.first, None), ("last", self.last, None), ("keep", self.keep, None)):
@@ -94,7 +94,7 @@ class Replay(Section):
         return self
 
 
-class Weights(Section):
+class WeightsConfig(Section):
     """Transport of new weights to the engines."""
 
     transport: Literal["auto", "tensor", "distributed", "disk", "delta"]
@@ -123,7 +123,7 @@ class Weights(Section):
     publishes is considered hung: it is killed and treated as dead."""
 
 
-class Container(Section):
+class ContainerConfig(Section):
     """Container image for all processes of the run except the launcher: docs/slurm.md."""
 
     kind: Literal["none", "pyxis", "apptainer"]
@@ -137,13 +137,13 @@ class Container(Section):
     """Python interpreter in the image, with asyncrl installed."""
 
     @model_validator(mode="after")
-    def _has_an_image(self) -> Container:
+    def _has_an_image(self) -> ContainerConfig:
         if self.kind != "none" and not self.image:
             raise ConfigError("cluster.container.image", None, f"cluster.container.kind={self.kind} needs one.")
         return self
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     """Machines, addresses, supervision and shutdown."""
 
     launcher: Literal["local", "slurm"]
@@ -168,7 +168,7 @@ class Cluster(Section):
     """Lines of the job script before the command: module load, source, export."""
     srun: list[str]
     """Additional options of every srun."""
-    container: Container
+    container: ContainerConfig
     host: str | None
     """Address that every server binds to; unset: each machine's own address on `cluster.interface`."""
     interface: str | None
@@ -200,14 +200,14 @@ class Cluster(Section):
     """Seconds between asking a process to stop and killing it."""
 
     @model_validator(mode="after")
-    def _has_one_address(self) -> Cluster:
+    def _has_one_address(self) -> ClusterConfig:
         if self.host is not None and (self.host in ("0.0.0.0", "::", "*") or not self.host.strip()):
             remedy = "Must be one address, which others can ask: leave it unset, or name that of an interface."
             raise ConfigError("cluster.host", self.host, remedy)
         return self
 
     @model_validator(mode="after")
-    def _fits_its_launcher(self) -> Cluster:
+    def _fits_its_launcher(self) -> ClusterConfig:
         if self.launcher == "local":
             for field, value, plain in (
                 ("nodes", self.nodes, None),
@@ -220,7 +220,7 @@ class Cluster(Section):
         return self
 
 
-class Metrics(Section):
+class MetricsConfig(Section):
     """Metric outputs in addition to metrics.jsonl and summary.json, which are always written."""
 
     console: bool

@@ -10,7 +10,7 @@ from asyncrl.config.section import AboveOne, Bounds, Count, Dtype, Natural, NonN
 from asyncrl.errors import ConfigError
 
 
-class Model(Section):
+class ModelConfig(Section):
     """The model to train."""
 
     path: str
@@ -19,7 +19,7 @@ class Model(Section):
     """Jinja file that replaces the tokenizer's chat template."""
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """AdamW with fp32 master weights, and its learning-rate schedule."""
 
     lr: Positive
@@ -44,7 +44,7 @@ class Optimizer(Section):
     """Clip the global gradient norm to this; 0 turns clipping off."""
 
 
-class Trainer(Section):
+class TrainerConfig(Section):
     """Megatron trainer: parallel layout, precision, optimizer, and handling of bad steps."""
 
     device: Literal["auto", "cpu", "cuda"]
@@ -79,7 +79,7 @@ class Trainer(Section):
     comparison)."""
     threads: Count
     """Number of torch threads per rank on CPU."""
-    optimizer: Optimizer
+    optimizer: OptimizerConfig
     on_bad_step: Literal["skip", "stop"]
     """Action when the gradient norm is not finite or exceeds bad_grad_norm: skip the update, or end the run."""
     bad_grad_norm: Positive | None
@@ -95,7 +95,7 @@ class Trainer(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @model_validator(mode="after")
-    def _layout_is_possible(self) -> Trainer:
+    def _layout_is_possible(self) -> TrainerConfig:
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
@@ -116,7 +116,7 @@ class Trainer(Section):
         return self
 
 
-class Algo(Section):
+class AlgoConfig(Section):
     """Advantage estimator, loss, off-policy corrections, KL and distillation."""
 
     advantage: Literal[
@@ -280,7 +280,7 @@ class Algo(Section):
         return self.mini_batches * self.epochs
 
     @model_validator(mode="after")
-    def _counts_nothing_twice(self) -> Algo:
+    def _counts_nothing_twice(self) -> AlgoConfig:
         itself = self.loss in ("dppo_tv", "topr", "vespo", "m2po")  # a test compares this with LOSSES
         if self.correction and (itself or self.proximal == "behaviour"):
             with_what = f"algo.loss={self.loss}" if itself else f"algo.proximal={self.proximal}"
@@ -320,7 +320,7 @@ class Algo(Section):
         return self
 
     @model_validator(mode="after")
-    def _acts(self) -> Algo:
+    def _acts(self) -> AlgoConfig:
         """Check that every setting has an effect."""
         for mask in ("mask_sequence", "mask_geometric"):
             bounds = getattr(self, mask)

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.models.architectures import megatron_arguments
-from asyncrl.weights.names import FAMILIES, Found, Rule, Table
+from asyncrl.weights.names import FAMILIES, Found, NameRule, Table
 
 Arguments = dict[str, Any]
 
@@ -94,14 +94,14 @@ class Structure:
             ):
                 yield self._parameter(rule, None, None)
 
-    def _has(self, rule: Rule, layer: int) -> bool:
+    def _has(self, rule: NameRule, layer: int) -> bool:
         moe = bool(self._arguments["moe_layer_freq"][layer]) if "moe_layer_freq" in self._arguments else False
         for pattern, condition in OPTIONAL:
             if re.search(pattern, rule.megatron):
                 return bool(condition(self._arguments, moe))
         return True
 
-    def _parameter(self, rule: Rule, layer: int | None, expert: int | None) -> Parameter:
+    def _parameter(self, rule: NameRule, layer: int | None, expert: int | None) -> Parameter:
         name = rule.megatron.format(layer=layer, expert=expert)
         found = Found(rule, None if layer is None else str(layer), expert)
         return Parameter(name, found, tuple(self._addresses(rule.megatron, layer, expert)))

@@ -19,7 +19,7 @@ from asyncrl.inspection.rows import rows_of
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 UNTRAINED = ("pending", "aborted", "failed")
 """Status values of slime's samples that are no answers."""

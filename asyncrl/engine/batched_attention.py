@@ -23,7 +23,7 @@ ALIKE = 0.75
 
 
 @dataclass
-class Plan:
+class PagedAttentionPlan:
     """Attention plan of one forward pass, made once and used by every layer. C is the KV cache's size."""
 
     rows: Tensor  # [S] query rows of the requests with one new token
@@ -35,7 +35,7 @@ class Plan:
     longer: list[tuple[int, int, Tensor, Tensor]]  # other requests: (first row, end, slots [K], visible [new, K])
 
 
-def make_plan(slots: Tensor, lengths: list[int], new: list[int]) -> Plan:
+def make_plan(slots: Tensor, lengths: list[int], new: list[int]) -> PagedAttentionPlan:
     """Plan the attention of one forward pass.
 
     `slots` [requests, longest] are the cache slots of each request's tokens. The last `new` of its `lengths` tokens are
@@ -53,7 +53,7 @@ def make_plan(slots: Tensor, lengths: list[int], new: list[int]) -> Plan:
             visible = torch.ones(count, length, dtype=torch.bool).tril(length - count)
             longer.append((row, row + count, slots[request, :length].long(), visible))
         row += count
-    return Plan(torch.tensor(rows, dtype=torch.int64), *_plan_runs(slots, lengths, single), longer)
+    return PagedAttentionPlan(torch.tensor(rows, dtype=torch.int64), *_plan_runs(slots, lengths, single), longer)
 
 
 def _plan_runs(slots: Tensor, lengths: list[int], single: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -100,7 +100,9 @@ def _runs(slots: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
     return runs, common
 
 
-def attend(plan: Plan, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
+def attend(
+    plan: PagedAttentionPlan, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float
+) -> Tensor:
     """Fill and return `output`. Shapes: query and output [T, heads, d], caches [C, kv heads, d]."""
     kv_heads = k_cache.shape[1]
     if len(plan.rows):
@@ -116,7 +118,7 @@ def attend(plan: Plan, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: 
     return output
 
 
-def _attend_runs(plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+def _attend_runs(plan: PagedAttentionPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
     """Attend from scaled queries [S, kv, h, d] to the shared and the own keys under one softmax -> [S, kv, h, d]."""
     shared_k, shared_v, own_k, own_v = (
         cache[slots].transpose(1, 2).to(q.dtype) for slots in (plan.shared, plan.own) for cache in (k_cache, v_cache)
@@ -127,11 +129,11 @@ def _attend_runs(plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Ten
     return _by_request(plan, _by_run(plan, of_shared) @ shared_v, q) + of_own @ own_v
 
 
-def _by_run(plan: Plan, values: Tensor) -> Tensor:
+def _by_run(plan: PagedAttentionPlan, values: Tensor) -> Tensor:
     """Gather per-request values into runs: [S, kv, h, n] -> [R, kv, M * h, n]."""
     return values[plan.members].transpose(1, 2).flatten(2, 3)
 
 
-def _by_request(plan: Plan, values: Tensor, q: Tensor) -> Tensor:
+def _by_request(plan: PagedAttentionPlan, values: Tensor, q: Tensor) -> Tensor:
     """Scatter per-run values back to requests: [R, kv, M * h, n] -> [S, kv, h, n], with h from `q` [S, kv, h, d]."""
     return values.unflatten(2, (-1, q.shape[2])).transpose(1, 2).flatten(0, 1)[plan.place]

@@ -24,12 +24,12 @@ import msgspec
 
 from asyncrl.access import Access
 from asyncrl.engine import sockets
-from asyncrl.engine.answer import Answer, Exchange, joined
-from asyncrl.engine.inflight import NEXT, Asker, CacheKey, InFlight, Purpose
-from asyncrl.engine.routed import Routed, known_rows
+from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
+from asyncrl.engine.inflight import NEXT, CacheKey, InFlight, PendingSample, Purpose
+from asyncrl.engine.partial_completion import Exchange, PartialCompletion, joined
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.routing import RoutingShape
-from asyncrl.types import Completion
+from asyncrl.schema import Completion
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 RESERVED = 7
@@ -37,18 +37,18 @@ RESERVED = 7
 managers/tp_worker.py, get_worker_info, and managers/utils.py, validate_input_length)."""
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
+class SavedCompletion(msgspec.Struct, frozen=True, array_like=True):
     """A saved request of an episode and its completion. A partial completion has no finish reason."""
 
     context: list[int]
     completion: Completion
 
 
-class Session:
+class GenerationSession:
     """The policy as one episode sees it. Sessions of a group share an engine, and with it the cached prompt."""
 
     def __init__(
-        self, client: Client, group: str, temperature: float, purpose: Purpose, seed: int | None = None
+        self, client: GenerationClient, group: str, temperature: float, purpose: Purpose, seed: int | None = None
     ) -> None:
         self._client, self.group, self.temperature, self.purpose = client, group, temperature, purpose
         self.seed = seed
@@ -57,7 +57,7 @@ class Session:
         self.cached = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
         self.routed: list[int] = []  # tokens of the last request and answer whose experts are known
         self.exchanges: list[Exchange] = []
-        self.recalled: list[Said] = []
+        self.recalled: list[SavedCompletion] = []
         """Completions saved by the resumed run, for requests that the agent makes again."""
         self.waits_for, self.since = "", time.monotonic()
 
@@ -93,12 +93,12 @@ class Session:
         self.received += tokens
         self.wait_for(NEXT)
 
-    def said(self) -> list[Said]:
+    def said(self) -> list[SavedCompletion]:
         """Return every request and its completion so far, for the saved state of the run.
 
         This includes recalled completions that the agent has not requested yet.
         """
-        said = [Said(one.context, one.so_far()) for one in self.exchanges]
+        said = [SavedCompletion(one.context, one.so_far()) for one in self.exchanges]
         return [*(one for one in said if one.completion.token_ids), *self.recalled]
 
     def recall(self, token_ids: list[int]) -> Completion | None:
@@ -122,7 +122,7 @@ class Session:
         return self.received
 
 
-class Client:
+class GenerationClient:
     """Client of the policy's engines. A rollout process has one, and reaches the model only through it."""
 
     def __init__(
@@ -176,7 +176,7 @@ class Client:
 
     def generate(
         self, temperature: float | None = None, *, group: str = "", purpose: Purpose = "training", sample: str = ""
-    ) -> Session:
+    ) -> GenerationSession:
         """Return a session for one episode. A temperature of 0 is greedy.
 
         Siblings have the same `group`; `sample` names each of them.
@@ -184,9 +184,9 @@ class Client:
         seed = None
         if self._seed is not None:
             seed = _seed(f"{self._seed} {purpose} {sample}")
-        return Session(self, group, self.temperature if temperature is None else temperature, purpose, seed)
+        return GenerationSession(self, group, self.temperature if temperature is None else temperature, purpose, seed)
 
-    def resume(self, group: str, sample: str, received: int, said: list[Said]) -> Session:
+    def resume(self, group: str, sample: str, received: int, said: list[SavedCompletion]) -> GenerationSession:
         """Restore the session of an episode of a saved run.
 
         With seeds, the saved completions are dropped and requested again from their start: the last bits of the numbers
@@ -206,7 +206,9 @@ class Client:
 
     # -- one prompt, its siblings --------------------------------------------------------------------------
 
-    def submit(self, session: Session, token_ids: list[int], most: int | None = None) -> asyncio.Future[Completion]:
+    def submit(
+        self, session: GenerationSession, token_ids: list[int], most: int | None = None
+    ) -> asyncio.Future[Completion]:
         """Submit a request and return the future of its completion.
 
         Siblings that submit the same prompt in the same iteration of the event loop share one request.
@@ -249,7 +251,9 @@ class Client:
         for future in futures:  # end the request too when nobody waits for it any more
             future.add_done_callback(lambda _: task.cancel() if _left_alone(futures) else None)
 
-    def _go_on(self, session: Session, exchange: Exchange, recalled: Completion) -> asyncio.Future[Completion]:
+    def _go_on(
+        self, session: GenerationSession, exchange: Exchange, recalled: Completion
+    ) -> asyncio.Future[Completion]:
         """Return a recalled completion: as it was if complete, otherwise continued from its last token."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         token_ids = exchange.context
@@ -258,7 +262,7 @@ class Client:
             session.routed = [*token_ids, *recalled.token_ids] if recalled.routing else []
             future.set_result(recalled)
             return future
-        exchange.parts.append(Answer.recalled(recalled, known_rows(session.routed, token_ids)))
+        exchange.parts.append(PartialCompletion.recalled(recalled, known_rows(session.routed, token_ids)))
 
         async def finish() -> None:
             completion = await self._whole(session, exchange)
@@ -272,10 +276,14 @@ class Client:
         """Send one request with a sample for each sibling. A sibling proceeds as soon as its own sample is complete."""
         async with asyncio.TaskGroup() as answers:
 
-            def asker(session: Session, exchange: Exchange, future: asyncio.Future[Completion]) -> Asker:
-                return Asker(session, exchange, lambda: answers.create_task(finish(session, exchange, future)))
+            def asker(
+                session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]
+            ) -> PendingSample:
+                return PendingSample(session, exchange, lambda: answers.create_task(finish(session, exchange, future)))
 
-            async def finish(session: Session, exchange: Exchange, future: asyncio.Future[Completion]) -> None:
+            async def finish(
+                session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]
+            ) -> None:
                 completion = await self._whole(session, exchange)
                 if not future.done():  # a cancelled sibling no longer listens
                     future.set_result(completion)
@@ -302,10 +310,10 @@ class Client:
 
     # -- one answer, its continuations ---------------------------------------------------------------------
 
-    async def _whole(self, session: Session, exchange: Exchange) -> Completion:
+    async def _whole(self, session: GenerationSession, exchange: Exchange) -> Completion:
         """Return the complete answer; request continuations until nothing is missing."""
         token_ids, parts, patience = exchange.context, exchange.parts, _Patience(self._retry_timeout)
-        routed = Routed(self._routing if session.purpose == "training" else None, parts[0])
+        routed = ExpertRoutingAssembler(self._routing if session.purpose == "training" else None, parts[0])
         while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
             self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
@@ -316,7 +324,9 @@ class Client:
             await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
             self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
             sequence = [*token_ids, *begun]
-            await self.inflight.stream([Asker(session, exchange)], sequence, begun=len(begun), routed_from=routed.end)
+            await self.inflight.stream(
+                [PendingSample(session, exchange)], sequence, begun=len(begun), routed_from=routed.end
+            )
             if last := parts[-1].last:
                 self.inflight.figures.refilled_tokens += last.prompt_tokens - last.cached_tokens
             routed.add(parts[-1])
@@ -332,7 +342,7 @@ class Client:
         return "length" if len(token_ids) >= limit else None
 
 
-_Asking = tuple[Session, Exchange, asyncio.Future[Completion]]
+_Asking = tuple[GenerationSession, Exchange, asyncio.Future[Completion]]
 
 
 def _seed(name: str) -> int:

@@ -28,7 +28,7 @@ Answer = dict[str, Any]
 Calls = dict[str, "Future[Answer]"]
 
 
-class Refusal(EngineError):
+class CallRefused(EngineError):
     """An engine answered, but without success. `status` is the HTTP status code."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -36,7 +36,7 @@ class Refusal(EngineError):
         super().__init__(message)
 
 
-class Membership(Protocol):
+class RouterMembership(Protocol):
     """Interface to the router's list of workers (engine/router.py)."""
 
     def add(self, url: str) -> None:
@@ -52,7 +52,7 @@ class Membership(Protocol):
         ...
 
 
-class Register(Protocol):
+class EngineRegister(Protocol):
     """Interface to the registry of engines that join and leave a run (engine/registry.py)."""
 
     def joined(self) -> Mapping[str, Any]:
@@ -84,8 +84,8 @@ class Fleet:
         timeout: float,
         *,
         attached: Sequence[str] = (),
-        router: Membership | None = None,
-        register: Register | None = None,
+        router: RouterMembership | None = None,
+        register: EngineRegister | None = None,
         on_lost: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self._configured, self._attached = (*urls, *attached), set(attached)
@@ -155,7 +155,7 @@ class Fleet:
         answer = response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
         answer = answer if isinstance(answer, dict) else {"": answer}
         if response.status_code != 200 or answer.get("success") is False:
-            raise Refusal(f"{url} answered {response.status_code}: {response.text[:500]}", response.status_code)
+            raise CallRefused(f"{url} answered {response.status_code}: {response.text[:500]}", response.status_code)
         return answer
 
     def versions(self) -> dict[str, str]:

@@ -11,13 +11,13 @@ from typing import Any
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
-from asyncrl.engine.batched_attention import Plan, attend, make_plan
+from asyncrl.engine.batched_attention import PagedAttentionPlan, attend, make_plan
 
 
 class BatchedAttention(TorchNativeAttnBackend):
     """Causal self-attention over SGLang's paged cache. The parent class computes everything else."""
 
-    plan: Plan
+    plan: PagedAttentionPlan
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Make the attention plan of a forward pass. SGLang calls this once before the layers of every pass."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Refused(Exception):
+class DeltaMismatch(Exception):
     """Raised when the update does not fit the weights that this engine holds."""
 
 
@@ -48,13 +48,13 @@ def apply(model: Any, order: dict[str, Any]) -> None:
     """
     held, version, base = getattr(model, "asyncrl_version", None), order["version"], order["base"]
     if held == version and base is not None:
-        raise Refused(f"version {version} is already applied")
+        raise DeltaMismatch(f"version {version} is already applied")
     if base is not None and held != base:
-        raise Refused(f"the changes build upon version {base}, this engine holds {held}")
+        raise DeltaMismatch(f"the changes build upon version {base}, this engine holds {held}")
     files = sorted(Path(order["folder"]).glob("*.safetensors"))
     headers = [_checked(file) for file in files]
     if base is None and any(header["kind"] != "full" for header in headers):
-        raise Refused("a full update that holds changes only")
+        raise DeltaMismatch("a full update that holds changes only")
     model.asyncrl_version = None  # unknown until the last tensor is in place
     for file, header in zip(files, headers, strict=True):
         if header["kind"] == "full":
@@ -74,7 +74,9 @@ def _checked(file: Path) -> dict[str, str]:
         content.seek(8 + int.from_bytes(content.read(8), "little"))
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != header["sha256"]:
-        raise Refused(f"{file.name} is damaged: its checksum is {digest[:12]}, written was {header['sha256'][:12]}")
+        raise DeltaMismatch(
+            f"{file.name} is damaged: its checksum is {digest[:12]}, written was {header['sha256'][:12]}"
+        )
     return header
 
 

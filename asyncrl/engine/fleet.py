@@ -10,7 +10,7 @@ from asyncrl.addresses import LOST, Addresses
 from asyncrl.config import Config
 from asyncrl.engine.control import Fleet
 from asyncrl.engine.registry import Registry
-from asyncrl.engine.router import Workers
+from asyncrl.engine.router import RouterWorkers
 
 
 def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool) -> Fleet:
@@ -19,7 +19,7 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
     Exactly one process `decides`: only it talks to the router, and only it asks the launcher to restart lost engines.
     """
     timeout = config.weights.timeout
-    router = Workers(addresses.router, addresses.access, timeout) if decides else None
+    router = RouterWorkers(addresses.router, addresses.access, timeout) if decides else None
 
     def note(url: str, incarnation: str, reason: str) -> None:
         if decides:

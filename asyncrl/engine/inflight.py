@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol
 
 import httpx
 
-from asyncrl.engine.answer import Answer, Exchange
-from asyncrl.engine.stream import Broken, pieces
+from asyncrl.engine.partial_completion import Exchange, PartialCompletion
+from asyncrl.engine.stream import StreamBroken, pieces
 from asyncrl.errors import EngineError
 
 CacheKey = Literal["version", "group"]
@@ -31,7 +31,7 @@ CAUSES = ("aborted", "broken", "overtaken")
 
 
 @dataclass
-class Figures:
+class EngineStats:
     """Engine statistics of the rollout side since the last call of `take_figures`."""
 
     requests: int = 0
@@ -66,7 +66,7 @@ class Listener(Protocol):
 
 
 @dataclass(eq=False)
-class Asker:
+class PendingSample:
     """A pending sample of a request: its session and its exchange."""
 
     session: Listener
@@ -111,7 +111,7 @@ class InFlight:
         self._idle.set()
         self._busy_since = 0.0
         self.version = 0
-        self.figures = Figures()
+        self.figures = EngineStats()
         self.tokens: Counter[str] = Counter()
         """Tokens received so far, by purpose."""
         self.late_tokens = 0
@@ -167,7 +167,9 @@ class InFlight:
 
     # -- one request ---------------------------------------------------------------------------------------
 
-    async def stream(self, askers: Sequence[Asker], token_ids: list[int], *, begun: int, routed_from: int = 0) -> None:
+    async def stream(
+        self, askers: Sequence[PendingSample], token_ids: list[int], *, begun: int, routed_from: int = 0
+    ) -> None:
         """Stream one sample for each asker. A request that a publish overtakes is sent again for those without one.
 
         begun: number of tokens at the end of `token_ids` that belong to the answer
@@ -192,9 +194,9 @@ class InFlight:
             finally:
                 self._closed(sent)
 
-    async def _read(self, sent: _Request, askers: Sequence[Asker], request: dict[str, Any]) -> None:
+    async def _read(self, sent: _Request, askers: Sequence[PendingSample], request: dict[str, Any]) -> None:
         routed_from = request.get("routed_experts_start_len", 0)
-        answers = [Answer(self.version, routed_from) for _ in askers]
+        answers = [PartialCompletion(self.version, routed_from) for _ in askers]
         for asker, answer in zip(askers, answers, strict=True):
             asker.exchange.live = answer
         why = "the stream ended before its last piece"
@@ -209,7 +211,7 @@ class InFlight:
                 sent.tokens += new
                 if answer.last:
                     self._end(asker, answer, request)
-        except Broken as broken:
+        except StreamBroken as broken:
             why = str(broken)
         self.figures.requests += 1
         for asker, answer in zip(askers, answers, strict=True):
@@ -217,7 +219,7 @@ class InFlight:
                 answer.stop_at(why)
                 self._end(asker, answer, request)
 
-    def _end(self, asker: Asker, answer: Answer, request: dict[str, Any]) -> None:
+    def _end(self, asker: PendingSample, answer: PartialCompletion, request: dict[str, Any]) -> None:
         """End one sample, complete or not, while the others may go on for long."""
         asker.session.cached = (request["extra_key"], len(request["input_ids"]) + len(answer.token_ids))
         if answer.last:
@@ -276,13 +278,13 @@ class InFlight:
         needed, self._needed = self._needed, 0
         return needed
 
-    def take_figures(self) -> Figures:
+    def take_figures(self) -> EngineStats:
         """Return the statistics since the last call and reset them."""
         if self._requests:
             now = asyncio.get_running_loop().time()
             self.figures.seconds_busy += now - self._busy_since
             self._busy_since = now
-        taken, self.figures = self.figures, Figures()
+        taken, self.figures = self.figures, EngineStats()
         return taken
 
 

@@ -19,7 +19,7 @@ import httpx
 
 from asyncrl.access import Access
 from asyncrl.addresses import ARGUMENTS, Addresses
-from asyncrl.config import Engine
+from asyncrl.config import EngineConfig
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.tls import Signed
 
@@ -30,7 +30,7 @@ ACCEPTED = (200, 201, 202, 409)
 """Status codes of success. 409 means that the router is already adding this engine."""
 
 
-def router_argv(engine: Engine, url: str, metrics_port: int, signed: Signed | None = None) -> list[str]:
+def router_argv(engine: EngineConfig, url: str, metrics_port: int, signed: Signed | None = None) -> list[str]:
     """Return the router's command line.
 
     The client does the retries: with retries in the router, it would see neither duplicates nor the reason.
@@ -111,7 +111,7 @@ async def register(http: httpx.AsyncClient, engine_url: str, api_key: str) -> No
         raise EngineError(f"the router refused the engine {engine_url}: {response.status_code} {response.text[:300]}")
 
 
-class Workers:
+class RouterWorkers:
     """The router's list of workers, which the trainer changes while the run goes on."""
 
     def __init__(self, router: str, access: Access, timeout: float) -> None:

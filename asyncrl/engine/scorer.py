@@ -25,9 +25,9 @@ import msgspec
 
 from asyncrl.access import Access
 from asyncrl.engine import sockets
-from asyncrl.engine.answer import PASSING
 from asyncrl.engine.client import FIRST_DELAY, LONGEST_DELAY
-from asyncrl.engine.stream import Broken
+from asyncrl.engine.partial_completion import PASSING
+from asyncrl.engine.stream import StreamBroken
 from asyncrl.errors import DeadlineExceeded, EngineError
 
 REST_SECONDS = 5.0
@@ -55,7 +55,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 @dataclass
-class Figures:
+class TeacherStats:
     """Statistics since the last call of `take_figures`."""
 
     tokens: int = 0  # of the answered requests
@@ -85,7 +85,7 @@ class TeacherEngines:
         self._room = asyncio.Semaphore(max_running)
         self._retry_timeout = retry_timeout
         self._failed_at: dict[str, float] = {}
-        self._figures = Figures()
+        self._figures = TeacherStats()
 
     async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
         """Return log p(token | all before it) of token_ids[start:], as natural logarithms at temperature 1.
@@ -100,7 +100,7 @@ class TeacherEngines:
             try:
                 async with self._room:
                     return await self._ask(url, token_ids, start)
-            except Broken as broken:
+            except StreamBroken as broken:
                 now = clock()
                 self._failed_at[url] = now
                 failures, since = failures + 1, min(since, now)
@@ -123,9 +123,9 @@ class TeacherEngines:
                 raise DeadlineExceeded("the engines of the teacher", timeout, f"not yet up: {waiting}; see logs/")
             await asyncio.sleep(POLL_SECONDS)
 
-    def take_figures(self) -> Figures:
+    def take_figures(self) -> TeacherStats:
         """Return the statistics since the last call and reset them."""
-        taken, self._figures = self._figures, Figures()
+        taken, self._figures = self._figures, TeacherStats()
         return taken
 
     async def close(self) -> None:
@@ -154,18 +154,18 @@ class TeacherEngines:
         try:
             response = await self._http.post(f"{url}/generate", content=msgspec.json.encode(request), headers=headers)
         except httpx.HTTPError as error:
-            raise Broken(f"{type(error).__name__} {error}".strip()) from None
+            raise StreamBroken(f"{type(error).__name__} {error}".strip()) from None
         if response.status_code != 200:
             problem = f"{url} answered {response.status_code}: {response.text[:500]}"
-            raise Broken(problem) if response.status_code in PASSING else EngineError(f"the teacher at {problem}")
+            raise StreamBroken(problem) if response.status_code in PASSING else EngineError(f"the teacher at {problem}")
         try:
             meta = _decode(response.content).meta_info
         except msgspec.DecodeError as error:
-            raise Broken(f"no answer of an engine: {error}") from None
+            raise StreamBroken(f"no answer of an engine: {error}") from None
         if (reason := meta.finish_reason) and reason.type == "abort":
             problem = f"{url} aborted a request: {reason.message}"
             passes = reason.status_code is None or reason.status_code in PASSING
-            raise Broken(problem) if passes else EngineError(f"the teacher at {problem}")
+            raise StreamBroken(problem) if passes else EngineError(f"the teacher at {problem}")
         self._figures.tokens += len(token_ids)
         self._figures.cached += meta.cached_tokens
         return _checked(meta.input_token_logprobs[1:], token_ids[start:], url)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.config import Engine, Frozen, Judge, Teacher
+from asyncrl.config import AuxiliaryModelConfig, EngineConfig, JudgeConfig, TeacherConfig
 
 # Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
 CPU_ARGS: dict[str, Any] = {
@@ -41,7 +41,7 @@ def deterministic_args(*, gpu: bool) -> dict[str, Any]:
     return {"enable_deterministic_inference": True, **({} if gpu else alone)}
 
 
-def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, **more: Any) -> list[str]:
+def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed: int, **more: Any) -> list[str]:
     """Return the command line of one engine.
 
     `more` are further arguments of SGLang; `engine.server_args` overrides everything.
@@ -62,18 +62,18 @@ def server_argv(engine: Engine, model: Path, url: str, *, gpu: bool, seed: int, 
     )
 
 
-def teacher_argv(teacher: Teacher, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
+def teacher_argv(teacher: TeacherConfig, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
     """Return the command line of an engine of the teacher, which prefills and generates nothing."""
     return _argv(teacher, model, url, gpu=gpu, max_running_requests=teacher.max_running, **more)
 
 
-def judge_argv(judge: Judge, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
+def judge_argv(judge: JudgeConfig, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
     """Return the command line of an engine of the judge, which reads and writes text through the OpenAI API."""
     own = {"max_running_requests": judge.max_running, "skip_tokenizer_init": False, "served_model_name": "judge"}
     return _argv(judge, model, url, gpu=gpu, **own, **more)
 
 
-def _argv(section: Engine | Frozen, model: Path, url: str, *, gpu: bool, **own: Any) -> list[str]:
+def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *, gpu: bool, **own: Any) -> list[str]:
     address = urlsplit(url)
     assert section.dtype != "auto", "the launcher resolves it (launch/precision.py); SGLang's auto means something else"
     arguments: dict[str, Any] = {
@@ -104,7 +104,7 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
     return flags
 
 
-def server_env(engine: Engine | Frozen, *, gpu: bool) -> dict[str, str]:
+def server_env(engine: EngineConfig | AuxiliaryModelConfig, *, gpu: bool) -> dict[str, str]:
     """Return the environment of one engine.
 
     On a CPU, compilation is disabled: SGLang compiles the embedding of several ranks, which needs a C++ compiler on the

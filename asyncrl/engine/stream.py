@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from asyncrl.engine.answer import PASSING, Piece, decode_piece
+from asyncrl.engine.partial_completion import PASSING, StreamChunk, decode_piece
 from asyncrl.errors import EngineError
 
 ROUTING_KEY = "X-SMG-Routing-Key"
@@ -20,11 +20,11 @@ NO_WORKER, STREAM_ERROR = "model_not_found", "stream_error"
 (smg then ends the stream with an error event)."""
 
 
-class Broken(Exception):
+class StreamBroken(Exception):
     """Raised when an answer ends early through no fault of the request: it may be continued elsewhere."""
 
 
-async def pieces(http: httpx.AsyncClient, request: dict[str, Any], routing_key: str) -> AsyncIterator[Piece]:
+async def pieces(http: httpx.AsyncClient, request: dict[str, Any], routing_key: str) -> AsyncIterator[StreamChunk]:
     """Yield the events of one request as they arrive. Raises Broken, or EngineError when the request is refused."""
     headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
     try:
@@ -33,7 +33,7 @@ async def pieces(http: httpx.AsyncClient, request: dict[str, Any], routing_key: 
                 text = (await response.aread()).decode(errors="replace")[:500]
                 problem = f"the router answered {response.status_code}: {text}"
                 passing = response.status_code in PASSING or NO_WORKER in text
-                raise Broken(problem) if passing else EngineError(problem)
+                raise StreamBroken(problem) if passing else EngineError(problem)
             waiting = bytearray()
             async for chunk in response.aiter_raw():
                 for event in _events(waiting, chunk):
@@ -44,13 +44,13 @@ async def pieces(http: httpx.AsyncClient, request: dict[str, Any], routing_key: 
                     if piece.error is not None:
                         problem = f"the engine failed a request: {piece.error}"
                         passing = piece.error.get("code") in PASSING or piece.error.get("type") == STREAM_ERROR
-                        raise Broken(problem) if passing else EngineError(problem)
+                        raise StreamBroken(problem) if passing else EngineError(problem)
                     yield piece
     except httpx.HTTPError as error:
-        raise Broken(f"{type(error).__name__} {error}".strip()) from None
+        raise StreamBroken(f"{type(error).__name__} {error}".strip()) from None
     except msgspec.DecodeError as error:
-        raise Broken(f"no event of an engine: {error}") from None
-    raise Broken("the stream ended without its last event")
+        raise StreamBroken(f"no event of an engine: {error}") from None
+    raise StreamBroken("the stream ended without its last event")
 
 
 def _events(waiting: bytearray, chunk: bytes) -> Iterator[bytes]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncrl.engine.control import Answer, Fleet, Refusal
+from asyncrl.engine.control import Answer, CallRefused, Fleet
 from asyncrl.errors import DeadlineExceeded
 
 FLUSH_PAUSE = 0.05
@@ -76,7 +76,7 @@ class Update:
         while True:
             try:
                 return self._fleet.post(url, "/flush_cache")
-            except Refusal as refusal:
+            except CallRefused as refusal:
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(f"{url} to flush its cache", self._fleet.timeout, str(refusal)) from None
             time.sleep(FLUSH_PAUSE)
@@ -86,7 +86,7 @@ class Update:
             return {}
         try:
             return self._fleet.post(url, "/begin_weight_update")
-        except Refusal as refusal:
+        except CallRefused as refusal:
             if refusal.status == 404:
                 self._sessionless.add(url)
                 return {}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load, made
-from asyncrl.types import Message, number
+from asyncrl.schema import Message, number
 
 Question = dict[str, Any]
 

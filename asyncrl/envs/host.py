@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl.envs.env import EnvSpec, Step
 from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
-from asyncrl.types import number
+from asyncrl.schema import number
 
 LENGTH = struct.Struct("<I")
 VALUE, FAILED = "value", "failed"
@@ -33,7 +33,7 @@ VALUE, FAILED = "value", "failed"
 PR_SET_PDEATHSIG = 1
 
 
-class Resident:
+class HostedInstance:
     """One environment, and the thread that runs it."""
 
     def __init__(self, reply: Any) -> None:
@@ -95,7 +95,7 @@ def main(fd: int) -> None:
     """Serve until the stream ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     stream = os.fdopen(fd, "r+b", buffering=0)
-    residents: dict[int, Resident] = {}
+    residents: dict[int, HostedInstance] = {}
     writing = threading.Lock()
 
     def reply(number: int, outcome: str, value: Any) -> None:
@@ -110,7 +110,7 @@ def main(fd: int) -> None:
     while header := _read(stream, LENGTH.size):
         number, name, method, arguments = msgspec.msgpack.decode(_read(stream, *LENGTH.unpack(header)))
         if method == "make":
-            residents[name] = Resident(reply)
+            residents[name] = HostedInstance(reply)
         residents[name].call(number, method, arguments)
         if method == "close":
             residents.pop(name).end()

@@ -23,7 +23,7 @@ import msgspec
 from asyncrl.envs.env import EnvSpec, Question, Step
 from asyncrl.envs.host import LENGTH, VALUE
 from asyncrl.errors import EpisodeFailed
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 OVERSIZED = 16 << 20
 """Bytes of an answer."""

@@ -19,7 +19,7 @@ from asyncrl.envs.breaker import Breaker
 from asyncrl.envs.env import Env, EnvSpec, Question, Step
 from asyncrl.envs.hosted import Host, HostedEnv
 from asyncrl.errors import EpisodeFailed, raised_by
-from asyncrl.types import Message, number
+from asyncrl.schema import Message, number
 
 OUTSIDE = ("environment_", "tool", "sandbox")
 """How the reasons begin that are the environment's, or of what it is played with."""
@@ -39,7 +39,7 @@ class PoolSettings:
     patience: float = 600.0
 
 
-class Environments:
+class EnvironmentPool:
     """Those of one task."""
 
     def __init__(

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.envs.env import Question, Step
 from asyncrl.envs.tools.calls import known, parse
+from asyncrl.envs.tools.malformed_calls import malformed_calls
 from asyncrl.envs.tools.output import shown
 from asyncrl.envs.tools.shared import LOCAL, check_sandboxes, sandboxes
-from asyncrl.envs.tools.slips import slips
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 if TYPE_CHECKING:
     from asyncrl.envs.sandbox.protocol import Sandbox
@@ -129,7 +129,7 @@ class ShellEnv:
             blocks = _BLOCK.findall(text)
             return (blocks, "") if len(blocks) < 2 else ([], _ONE)
         rest, calls = parse(text, self._format, before=self._turns)
-        if wrong := slips(rest, self._format):
+        if wrong := malformed_calls(rest, self._format):
             return [], f"Error: {wrong[0]}"
         commands = [call.arguments.get("command") for call in calls if call.name == "bash"]
         if len(calls) > 1 or len(commands) < len(calls) or not all(isinstance(command, str) for command in commands):

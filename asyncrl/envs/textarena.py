@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncrl.envs.env import Question, Step
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 STATES = {
     "ConnectFour": "board",

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 
 from asyncrl.envs.env import Question, Step
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 
 class HigherLower:

@@ -29,7 +29,7 @@ from rich.console import Console
 from asyncrl.errors import AsyncRLError
 from asyncrl.inspection import render
 from asyncrl.inspection.page import page
-from asyncrl.inspection.rows import Wanted, rows_of
+from asyncrl.inspection.rows import GroupFilter, rows_of
 from asyncrl.records.reading import Recording
 from asyncrl.terminal import visible
 
@@ -54,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(recording: Recording, options: argparse.Namespace, console: Console) -> None:
-    wanted = Wanted(
+    wanted = GroupFilter(
         options.uid, options.step, options.reason, options.task, options.reward, options.length, options.staleness
     )
-    if wanted == Wanted() and not options.text and not options.html:
+    if wanted == GroupFilter() and not options.text and not options.html:
         _overview(recording, options, console)
         return
     groups, steps = rows_of(recording)

@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.inspection.render import Decode, heading
 from asyncrl.inspection.rows import GroupRow, StepRow
 from asyncrl.records.reading import Recording
-from asyncrl.types import Completion, Group
+from asyncrl.schema import Completion, Group
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "/*DATA*/null"

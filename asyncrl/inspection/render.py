@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.inspection.rows import GroupRow, StepRow
+from asyncrl.schema import Completion, Group, Trajectory, Turn
 from asyncrl.terminal import visible
-from asyncrl.types import Completion, Group, Trajectory, Turn
 
 Decode = Callable[[int], str]
 GAPS = ((0.01, "default"), (0.1, "green"), (0.5, "yellow"), (2.0, "red"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from asyncrl.errors import RecordError
 from asyncrl.records.events import Committed, Rejected, Taken, unpacked
 from asyncrl.records.reading import Recording
-from asyncrl.types import Group
+from asyncrl.schema import Group
 
 READY = "ready"
 """Place of a group that no batch has taken yet."""
@@ -48,7 +48,7 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GroupFilter:
     """A filter of groups. A bound of None does not apply. A group matches a range if one of its trajectories does."""
 
     uid: str | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import tasks
-from asyncrl.config import Config, Trainer, on_gpu
+from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.envs.sandbox.local import LocalSandboxes, noted
 from asyncrl.envs.sandbox.protections import Protections
 from asyncrl.errors import ConfigError
@@ -55,7 +55,7 @@ def _check_engine(hf: dict[str, Any]) -> None:
         )
 
 
-def _check_layers(trainer: Trainer, layers: int) -> None:
+def _check_layers(trainer: TrainerConfig, layers: int) -> None:
     """Check that the layers can be divided evenly among pipeline stages and their chunks."""
     stages, chunks = trainer.pipeline_parallel, trainer.virtual_pipeline
     if layers % stages:
@@ -66,7 +66,7 @@ def _check_layers(trainer: Trainer, layers: int) -> None:
         )
 
 
-def _check_features(trainer: Trainer, model: dict[str, Any]) -> None:
+def _check_features(trainer: TrainerConfig, model: dict[str, Any]) -> None:
     """Check that tensor-parallel ranks can divide every MLP evenly. Heads are checked elsewhere, and the vocabulary is
     padded."""
     if "kv_lora_rank" in model:
@@ -87,7 +87,7 @@ def _check_features(trainer: Trainer, model: dict[str, Any]) -> None:
             )
 
 
-def _check_experts(trainer: Trainer, experts: int) -> None:
+def _check_experts(trainer: TrainerConfig, experts: int) -> None:
     """Check that the expert parallelism divides the routed experts, and is only set for models that have some."""
     for field, value, off in (
         ("expert_parallel", trainer.expert_parallel, 1),

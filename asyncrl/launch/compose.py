@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from asyncrl.errors import CompositionError, ConfigError
-from asyncrl.launch import reference
+from asyncrl.launch import help
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def compose(conf: Path) -> list[Composed]:
 
 def plain(composed: DictConfig) -> dict[str, Any]:
     """Return the settings as plain values. In free-form parameters, values from the environment remain references
-    (config/secrets.py)."""
+    (config/secret_values.py)."""
     for name, resolver in (("oc.env", _marked_env), ("oc.decode", _decoded)):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
     values: Any = _referred(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
@@ -58,7 +58,8 @@ def plain(composed: DictConfig) -> dict[str, Any]:
 
 # -- values from the environment ---------------------------------------------------------------------------
 # Once OmegaConf has resolved a variable, its value is indistinguishable from other text. The resolver therefore marks
-# it. In free-form parameters a reference then replaces the marked text (config/secrets.py), elsewhere the value does.
+# it. In free-form parameters a reference then replaces the marked text (config/secret_values.py), elsewhere the value
+# does.
 
 _BEGIN, _MIDDLE, _END = "\ue000", "\ue001", "\ue002"  # private-use characters, which no setting contains
 _MARKED = re.compile(f"{_BEGIN}([^{_MIDDLE}]*){_MIDDLE}([^{_END}]*){_END}")
@@ -80,7 +81,10 @@ def _plain(text: str) -> str:
 
 def _referred(value: Any, *, parameters: bool = False) -> Any:
     """Replace marked text by references in free-form parameters, and by the values elsewhere."""
-    from asyncrl.config.secrets import FREE, REFERENCE  # imports pydantic, so only when there are settings to validate
+    from asyncrl.config.secret_values import (  # imports pydantic, so only when there are settings to validate
+        FREE,
+        REFERENCE,
+    )
 
     if isinstance(value, dict):
         return {name: _referred(item, parameters=parameters or name in FREE) for name, item in value.items()}
@@ -110,5 +114,5 @@ def _first_line(error: Exception) -> str:
 def _spelling(message: str) -> str:
     """Return a hint with the field most similar to the one that Hydra did not find."""
     quoted = re.search(r"'([\w.]+)'", message)
-    near = difflib.get_close_matches(quoted[1], reference.field_names(), n=1) if quoted else []
+    near = difflib.get_close_matches(quoted[1], help.field_names(), n=1) if quoted else []
     return (f"Did you mean {near[0]}? " if near else "") + "asyncrl-train --help lists every field and group."

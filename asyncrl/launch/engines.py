@@ -38,7 +38,7 @@ from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
-from asyncrl.launch.slurm.job import Job
+from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.leases import RENEW_SECONDS
 from asyncrl.terminal import visible
 from asyncrl.tls import Authority
@@ -111,7 +111,7 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
     settings = {"nodes": None, "gpus": gpus, "host": host or run.config.cluster.host}
     config = run.config.model_copy(update={"cluster": run.config.cluster.model_copy(update=settings)})
     cluster = config.cluster
-    job = Job.found(cluster)
+    job = SlurmJob.found(cluster)
     if job:
         job = job.probed(config, ports)
     nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, count_gpus(gpus), ports)]
@@ -122,7 +122,7 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
         Authority(run.folder).sign(seat.url for one in seats for seat in one)
     mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # cleanup must spare the run's own processes
     specs = engines(config, mine, seats, run.folder, label=f"{word}-", seed=int(word[:6], 16))
-    keeper = Keeper(run, {one[0].url: one[0].node.name or socket.gethostname() for one in seats})
+    keeper = EngineKeeper(run, {one[0].url: one[0].node.name or socket.gethostname() for one in seats})
     if job:
         ours = [] if job.id == run.job else job.cancelled()  # it may be the run's own job
         lease = run.registry.file_of(keeper.urls[0])
@@ -140,7 +140,7 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
             job.end_steps(mine.run_id)
 
 
-class Keeper:
+class EngineKeeper:
     """Maintains the leases of the engines started here, and watches the lease of the run."""
 
     def __init__(self, run: _Run, engines: Mapping[str, str]) -> None:

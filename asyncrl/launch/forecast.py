@@ -19,7 +19,7 @@ from asyncrl.config import Config
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.preflight.shapes import shape_of
-from asyncrl.planner.estimate import ANSWER, Estimate, Machine, Model, Workload, estimate
+from asyncrl.planner.estimate import ANSWER, Estimate, MachineRates, ModelSize, StepWorkload, estimate
 from asyncrl.planner.memory import counted
 from asyncrl.tasks import Task
 
@@ -39,8 +39,8 @@ def forecast(config: Config, folder: Path, hf: dict[str, Any], precision: Precis
     if config.mode != "train" or trainer is None or engine is None:
         return None
     shape = shape_of(hf)
-    model = Model.of(counted(read_model(folder, "model.path").weights, shape), shape)
-    machine = Machine(
+    model = ModelSize.of(counted(read_model(folder, "model.path").weights, shape), shape)
+    machine = MachineRates(
         train=trainer.train[config.trainer.dtype],
         generate=engine.generate[config.engine.dtype],
         trainers=config.trainer.world_size,
@@ -81,10 +81,10 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _workload(config: Config, folder: Path) -> Workload:
+def _workload(config: Config, folder: Path) -> StepWorkload:
     rollout = config.rollout
     beginning, question = _prompt_tokens(config, folder, tasks.build_all(config))
-    return Workload(
+    return StepWorkload(
         groups=rollout.batch_groups,
         group_size=rollout.group_size,
         beginning=beginning,

@@ -16,7 +16,7 @@ from pathlib import Path
 import asyncrl
 from asyncrl.addresses import PAUSED
 from asyncrl.errors import AsyncRLError, CompositionError, ConfigError, Paused, Stopped
-from asyncrl.launch import reference
+from asyncrl.launch import help
 from asyncrl.terminal import visible
 
 STARTED_AT = time.time()
@@ -29,7 +29,7 @@ def main() -> None:
     """Run the command. Exits with 0 on success, 1 if a run failed, 2 for a wrong setting, PAUSED if a run was asked to
     stop and can be resumed, 128 + n after signal n."""
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(reference.render(CONF))
+        print(help.render(CONF))
         return
     checking = CHECK in sys.argv
     sys.argv = [word for word in sys.argv if word != CHECK]  # the remaining arguments are for Hydra

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config import Cluster, Config, Engine, Frozen, Trainer, on_gpu
+from asyncrl.config import AuxiliaryModelConfig, ClusterConfig, Config, EngineConfig, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
 
 
@@ -83,7 +83,7 @@ class Placement:
 class _Room:
     """The unassigned GPUs and ports of a node."""
 
-    def __init__(self, node: Node, cluster: Cluster) -> None:
+    def __init__(self, node: Node, cluster: ClusterConfig) -> None:
         self.node, self._scheme = node, "https" if cluster.tls else "http"
         self.free = list(range(len(node.gpus)))
         self._ports: Iterator[int] = iter(node.ports)
@@ -137,13 +137,15 @@ def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> l
     return _fleet("engine", config.engine, count, rooms, each)
 
 
-def _fleet(name: str, section: Engine | Frozen, count: int, rooms: list[_Room], each: int) -> list[list[Seat]]:
+def _fleet(
+    name: str, section: EngineConfig | AuxiliaryModelConfig, count: int, rooms: list[_Room], each: int
+) -> list[list[Seat]]:
     if _on_gpu(name, section, each):
         return [_on_gpus(name, section, rooms, each) for _ in range(count)]
     return [[rooms[number % len(rooms)].seat(ports=2)] for number in range(count)]
 
 
-def _on_gpu(name: str, section: Trainer | Engine | Frozen, each: int) -> bool:
+def _on_gpu(name: str, section: TrainerConfig | EngineConfig | AuxiliaryModelConfig, each: int) -> bool:
     if section.device == "cuda" and not each:
         raise ConfigError(f"{name}.device", "cuda", "The machines show no GPU: use cpu or auto.")
     return on_gpu(section, each)
@@ -172,7 +174,7 @@ def _trainers(config: Config, rooms: list[_Room], each: int) -> list[Seat]:
     return seats
 
 
-def _on_gpus(name: str, section: Engine | Frozen, rooms: list[_Room], each: int) -> list[Seat]:
+def _on_gpus(name: str, section: EngineConfig | AuxiliaryModelConfig, rooms: list[_Room], each: int) -> list[Seat]:
     ranks = section.tensor_parallel
     for room in rooms:
         if len(room.free) >= ranks:

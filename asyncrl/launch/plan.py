@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.addresses import ARGUMENTS, Addresses
-from asyncrl.config import Config, Engine, Frozen, Teacher, on_gpu
+from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TeacherConfig, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
     DELTA_LOADER,
@@ -63,7 +63,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     ranks. All are started at once and run concurrently."""
     trainers = _trainers(config, addresses, placement, run_dir)
     if config.mode == "replay":
-        again = [_rollout("asyncrl.rollout.reenact", addresses, placement.rollout, run_dir)]
+        again = [_rollout("asyncrl.rollout.schedule_replay", addresses, placement.rollout, run_dir)]
         return [*(again if config.replay.schedule else []), *trainers]
     shown = signed(run_dir, addresses.router)
     router, hidden = _without_ports(router_argv(config.engine, addresses.router, placement.router.meeting, shown))
@@ -217,7 +217,7 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
             assert folder is not None
             gpu = on_gpu(section, addresses.gpus)
             shown = {"nccl_port": _meeting(section, seat.meeting), **_shown(run_dir, seat.url)}
-            if isinstance(section, Teacher):
+            if isinstance(section, TeacherConfig):
                 full = teacher_argv(section, folder, seat.url, gpu=gpu, **shown)
             else:
                 full = judge_argv(section, folder, seat.url, gpu=gpu, **shown)
@@ -244,7 +244,7 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
     return specs
 
 
-def _meeting(section: Engine | Frozen, port: int) -> int | None:
+def _meeting(section: EngineConfig | AuxiliaryModelConfig, port: int) -> int | None:
     """Return the rendezvous port of an engine's ranks; None with data-parallel replicas, for which SGLang needs a port
     each."""
     return port if int(section.server_args.get("dp_size") or 1) == 1 else None

@@ -26,7 +26,7 @@ from asyncrl.launch.placement import Placement, Seat
 from asyncrl.probe import Rates
 
 if TYPE_CHECKING:
-    from asyncrl.launch.slurm.job import Job
+    from asyncrl.launch.slurm.job import SlurmJob
 
 AUTO = "auto"
 PARTS = {"trainer": "train", "engine": "generate", "teacher": "generate", "judge": "generate"}
@@ -38,7 +38,7 @@ SLOW = 1.5
 
 
 @dataclass(frozen=True)
-class Choice:
+class DtypeChoice:
     """The number format of one part, and the reason."""
 
     part: str
@@ -64,7 +64,7 @@ class Precision:
     """The configuration with every dtype resolved, and the reasons."""
 
     config: Config
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[DtypeChoice] = field(default_factory=list)
 
 
 def used(config: Config, models: Mapping[str, Any]) -> list[str]:
@@ -82,7 +82,7 @@ def resolve(
     placement: Placement,
     gpus: int,
     *,
-    job: Job | None = None,
+    job: SlurmJob | None = None,
     before: dict[str, Any] | None = None,
     attached: str | None = None,
 ) -> Precision:
@@ -107,7 +107,9 @@ def resolve(
             slowest = min((rates[shape, machine] for machine in machines), key=lambda r: max(_of(r, part).values()))
         setting = getattr(config, part).dtype
         if part == "engine" and setting == AUTO and attached:
-            choices.append(Choice(part, attached, "auto: the engines of engine.urls were started with it", slowest))
+            choices.append(
+                DtypeChoice(part, attached, "auto: the engines of engine.urls were started with it", slowest)
+            )
         else:
             choices.append(_choose(part, setting, slowest, (before or {}).get(part, {}).get("dtype")))
     return Precision(_replaced(config, {choice.part: choice.dtype for choice in choices}, gpus), choices)
@@ -137,23 +139,23 @@ def recorded(config: Config, run_dir: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _choose(part: str, setting: str, rates: Rates | None, before: str | None) -> Choice:
+def _choose(part: str, setting: str, rates: Rates | None, before: str | None) -> DtypeChoice:
     kind = PARTS[part]
     if setting != AUTO:
         factor = rates.slowdown(kind, setting) if rates else 1.0
         if rates is None or factor < SLOW:
-            return Choice(part, setting, "as set", rates)
+            return DtypeChoice(part, setting, "as set", rates)
         other = rates.faster(kind)
         why = f"as set; {other} is {factor:.1f} times as fast on {_where(rates)} (measured)"
-        return Choice(part, setting, why, rates, f"Set {part}.dtype=auto, or {other}.")
+        return DtypeChoice(part, setting, why, rates, f"Set {part}.dtype=auto, or {other}.")
     if before is not None and before != AUTO:
-        return Choice(part, before, "auto: as in the run that it goes on from or replays", rates)
+        return DtypeChoice(part, before, "auto: as in the run that it goes on from or replays", rates)
     if rates is None:
-        return Choice(part, "bfloat16", "auto: it runs on GPUs")
+        return DtypeChoice(part, "bfloat16", "auto: it runs on GPUs")
     dtype = rates.faster(kind)
     (other,) = set(probe.DTYPES) - {dtype}
     factor = rates.slowdown(kind, other)
-    return Choice(part, dtype, f"auto: {factor:.1f} times as fast as {other} on {_where(rates)} (measured)", rates)
+    return DtypeChoice(part, dtype, f"auto: {factor:.1f} times as fast as {other} on {_where(rates)} (measured)", rates)
 
 
 def _where(rates: Rates) -> str:
@@ -193,7 +195,7 @@ def _machines(placement: Placement, part: str) -> list[str]:
     return list(dict.fromkeys(seat.node.name for seat in seats))
 
 
-def _ask(wanted: Iterable[tuple[str, Sequence[str]]], job: Job | None) -> dict[tuple[str, str], Rates]:
+def _ask(wanted: Iterable[tuple[str, Sequence[str]]], job: SlurmJob | None) -> dict[tuple[str, str], Rates]:
     """Return the measured rates by shape and machine. Raises LaunchError if a measurement is missing."""
     pairs = list(dict.fromkeys((shape, machine) for shape, machines in wanted for machine in machines))
     if not pairs:

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from asyncrl.addresses import LOST, READY, RESTARTED, Addresses
 from asyncrl.engine.registry import Registry
-from asyncrl.engine.router import Workers
+from asyncrl.engine.router import RouterWorkers
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.slurm.task import begin_file, end_file
-from asyncrl.launch.watch import Watch
+from asyncrl.launch.watch import HealthWatch
 
 FORGET_SECONDS = 5.0
 """Timeout of the router's response when it is told to forget a dead engine."""
@@ -50,7 +50,7 @@ class RestartPolicy:
         self,
         run_dir: Path,
         forget: Callable[[str], None] = lambda url: None,
-        watches: Mapping[str, Watch] | None = None,
+        watches: Mapping[str, HealthWatch] | None = None,
         has_machine: Callable[[str], bool] | None = None,
         newcomers: str = "",
         leave_seconds: float = LEAVE_SECONDS,
@@ -172,7 +172,7 @@ def restart_policy(
     """Return the restart policy of these processes, with the router and the watches of a run that is about to start."""
 
     def forget(url: str) -> None:  # creates its HTTP client late, so that a run need not wait for it to start
-        Workers(addresses.router, addresses.access, FORGET_SECONDS).remove(url)
+        RouterWorkers(addresses.router, addresses.access, FORGET_SECONDS).remove(url)
 
-    watches = {spec.name: Watch(spec.watch, addresses.access, spec.patience) for spec in specs if spec.watch}
+    watches = {spec.name: HealthWatch(spec.watch, addresses.access, spec.patience) for spec in specs if spec.watch}
     return RestartPolicy(run_dir, forget, watches, has_machine, newcomers)

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.addresses import FILE, LOST, READY
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
-from asyncrl.checkpoints.shelf import FOLDER, Shelf
+from asyncrl.checkpoints.store import FOLDER, CheckpointStore
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.jsonl import Tail
@@ -53,15 +53,15 @@ def choose(config: Config, run_dir: Path) -> Resume | None:
     if config.resume is None:
         return None
     if config.resume == "auto":
-        found = Shelf(run_dir).newest(_tell)
-        if not found and Shelf(run_dir).versions():
+        found = CheckpointStore(run_dir).newest(_tell)
+        if not found and CheckpointStore(run_dir).versions():
             problem = "no checkpoint is whole: move them away to begin anew, or name one of another run by resume=PATH"
-            raise RecordError(f"{Shelf(run_dir).folder}: {problem}")
+            raise RecordError(f"{CheckpointStore(run_dir).folder}: {problem}")
     else:
         named = Path(config.resume).expanduser().absolute()
         if (named / manifest.NAME).is_file():
             found = named, manifest.verified(named)
-        elif not (found := Shelf(named).newest(_tell)):
+        elif not (found := CheckpointStore(named).newest(_tell)):
             remedy = "Neither a checkpoint nor a run with a whole one: name such a folder, or set resume=auto."
             raise ConfigError("resume", config.resume, remedy)
     resume = Resume(*found) if found else None
@@ -105,7 +105,7 @@ def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None
 
 def made_progress(run_dir: Path, origin: Resume | None) -> bool:
     """Return whether the run that has just ended wrote a checkpoint."""
-    return max(Shelf(run_dir).versions(), default=-1) > (origin.version if origin else -1)
+    return max(CheckpointStore(run_dir).versions(), default=-1) > (origin.version if origin else -1)
 
 
 def check_apart(run_dir: Path, resume: Resume | None) -> None:
@@ -140,11 +140,11 @@ def roll_back(run_dir: Path, resume: Resume | None) -> None:
         shutil.copy(run_dir / "config.json", aside)
     (run_dir / READY).unlink(missing_ok=True)
     shutil.rmtree(run_dir / "weights", ignore_errors=True)  # buckets of the disk transport
-    for path in Shelf(run_dir).folder.glob("[0-9]*"):
+    for path in CheckpointStore(run_dir).folder.glob("[0-9]*"):
         if int(path.name) > version and (path / manifest.NAME).exists():
             path.rename(aside / f"checkpoint-{path.name}")  # damaged: it was rejected
         elif int(path.name) > version:
-            Shelf(run_dir).remove(path)  # incomplete
+            CheckpointStore(run_dir).remove(path)  # incomplete
 
 
 def _end_leftovers(run_dir: Path) -> None:

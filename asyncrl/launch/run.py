@@ -36,7 +36,7 @@ from asyncrl.tls import Authority
 
 if TYPE_CHECKING:
     from asyncrl.launch.compose import Composed
-    from asyncrl.launch.slurm.job import Job
+    from asyncrl.launch.slurm.job import SlurmJob
 
 
 def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
@@ -76,10 +76,10 @@ def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
     signal.signal(signal.SIGUSR1, _not_begun)  # until the supervisor installs its handlers
     first, folders = composed[0][0], _folders(composed)
     if first.cluster.launcher == "slurm":
-        from asyncrl.launch.slurm.job import Job
+        from asyncrl.launch.slurm.job import SlurmJob
         from asyncrl.launch.slurm.submit import submit
 
-        if not Job.here():
+        if not SlurmJob.here():
             runs = [(folder, arguments) for folder, (_, arguments) in zip(folders, composed, strict=True)]
             print(f"asyncrl: {submit(first, runs)}")
             return
@@ -213,7 +213,7 @@ def supervise(
     run_dir: Path,
     addresses: Addresses,
     specs: list[ProcessSpec],
-    job: Job | None,
+    job: SlurmJob | None,
     console: Console,
     stalls: Stalls | None,
 ) -> None:
@@ -235,13 +235,13 @@ def supervise(
         lease.end()
 
 
-def _job(config: Config) -> Job | None:
+def _job(config: Config) -> SlurmJob | None:
     """Return the Slurm job of a run; None if it runs only on this machine, or the job has not been submitted."""
     if config.cluster.launcher != "slurm":
         return None
-    from asyncrl.launch.slurm.job import Job
+    from asyncrl.launch.slurm.job import SlurmJob
 
-    return Job.found(config.cluster)
+    return SlurmJob.found(config.cluster)
 
 
 def _this_node(config: Config) -> Node:

@@ -35,6 +35,8 @@ ANSWER_SECONDS = 0.5
 """How long a running process may take to write its stacks to its log."""
 STACK_SECONDS = 30.0
 """How long collecting the stacks of all processes may take."""
+BEGIN_SECONDS = 120.0
+"""How long at least a process may take until its first report: on a busy machine its imports take long."""
 SHOWN = 8
 """How many processes an error message describes; the others have their files."""
 
@@ -56,11 +58,18 @@ class Stalls(Leases):
     a whole, or a file system that does not answer, is not reported as a stall."""
 
     def __init__(
-        self, run_dir: Path, names: Sequence[str], patience: float, clock: Callable[[], float] = time.monotonic
+        self,
+        run_dir: Path,
+        names: Sequence[str],
+        patience: float,
+        clock: Callable[[], float] = time.monotonic,
+        begin: float = BEGIN_SECONDS,
     ) -> None:
-        """`patience` is how many seconds any of the processes `names` may be silent."""
+        """`patience` is how many seconds any of the processes `names` may be silent; until its first report it may be
+        silent for `begin` seconds if that is longer."""
         super().__init__(run_dir / FOLDER, clock, patience, renew_seconds(patience))
         self.names, self._patience, self._not_begun = names, patience, dict.fromkeys(names, 0.0)
+        self._begin = max(begin, patience)
         for file in (run_dir / FOLDER).glob(f"*{SUFFIX}"):  # left by an earlier launcher of this run
             file.unlink(missing_ok=True)
 
@@ -76,7 +85,7 @@ class Stalls(Leases):
         for name, waited in list(self._not_begun.items()):
             if f"{name}{SUFFIX}" in self._seen:
                 del self._not_begun[name]
-            elif waited + passed < self._patience:
+            elif waited + passed < self._begin:
                 self._not_begun[name] = waited + passed
             else:
                 found.append(Stalled(name, "", waited + passed, silent=True))
@@ -96,10 +105,13 @@ class Stalls(Leases):
     def message(self, stalled: Sequence[Stalled], logs: Path) -> str:
         """Return the error message, once the stacks of all processes are written."""
         first = stalled[0]
-        last = f"its last report is {first.doing!r}" if first.doing else "it has never reported any progress"
+        last = f"its last report is {first.doing!r}, {first.seconds:.0f} s ago"
+        limit = f"cluster.stall_timeout ({self._patience:g} s)"
+        if not first.doing:
+            last = f"it has not reported any progress in the {first.seconds:.0f} s since it was started"
+            limit += f", and at least {BEGIN_SECONDS:g} s for the first report"
         lines = [
-            f"{first.name} makes no progress: {last}, {first.seconds:.0f} s ago. The limit is cluster.stall_timeout "
-            f"({self._patience:g} s); raise it if this step can take longer.",
+            f"{first.name} makes no progress: {last}. The limit is {limit}; raise it if this step can take longer.",
             f"What each process was doing (stacks: {logs}/*.stack, or the end of its log):",
         ]
         names = [one.name for one in stalled]

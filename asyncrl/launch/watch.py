@@ -20,7 +20,7 @@ from asyncrl.access import Access
 EVERY_SECONDS = 5.0
 
 
-class Watch:
+class HealthWatch:
     """Watches one server with a query every few seconds. It hangs if it has not begun to answer after `patience`
     seconds."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from asyncrl.types import Batch, Group, Trajectory
+from asyncrl.schema import Batch, Group, Trajectory
 
 Step = dict[str, float]
 

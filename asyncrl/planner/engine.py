@@ -43,7 +43,7 @@ class EngineShape:
 
 
 @dataclass(eq=False)
-class Job:
+class SimulatedRequest:
     """A request that generates `tokens` tokens after a context of `context` tokens and is reported every `interval`
     tokens."""
 
@@ -81,9 +81,9 @@ class SimulatedEngine:
         self._held = 0.0  # running requests hold _held + n * _virtual tokens
         self._stands_until = 0.0
         self._paused = False
-        self._running: dict[Job, None] = {}
-        self._queue: deque[Job] = deque()
-        self._events: list[tuple[float, int, Job]] = []  # (virtual time, serial, job)
+        self._running: dict[SimulatedRequest, None] = {}
+        self._queue: deque[SimulatedRequest] = deque()
+        self._events: list[tuple[float, int, SimulatedRequest]] = []  # (virtual time, serial, job)
         self._serial = itertools.count(1)
         self._cache: OrderedDict[Hashable, float] = OrderedDict()
         self._cached = 0.0  # tokens in it
@@ -107,13 +107,13 @@ class SimulatedEngine:
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job, now: float) -> None:
+    def submit(self, job: SimulatedRequest, now: float) -> None:
         """Add a request to the queue."""
         self._move(now)
         self._queue.append(job)
         self._fill()
 
-    def abort(self, job: Job, now: float) -> None:
+    def abort(self, job: SimulatedRequest, now: float) -> None:
         """Remove a request from the batch or the queue, and store its number of tokens in `done`."""
         self._move(now)
         if job in self._running:
@@ -123,7 +123,7 @@ class SimulatedEngine:
             self._queue.remove(job)
         self._fill()
 
-    def written(self, job: Job, now: float) -> float:
+    def written(self, job: SimulatedRequest, now: float) -> float:
         """Return the number of tokens that a request has generated, reported or not."""
         self._move(now)
         return self._virtual - job._start if job in self._running else job.done
@@ -155,9 +155,9 @@ class SimulatedEngine:
         steps = min(self._events[0][0], self._full_at()) - self._virtual
         return max(self.now, self._stands_until) + max(0.0, steps) * self._step()
 
-    def advance(self, now: float) -> list[Job]:
+    def advance(self, now: float) -> list[SimulatedRequest]:
         """Advance to `now`. Return the requests to report, with `done` updated; finished ones have left the batch."""
-        seen: dict[Job, None] = {}
+        seen: dict[SimulatedRequest, None] = {}
         while self.next_time() <= now:
             self._move(self.next_time())
             self._drop_stale()
@@ -216,7 +216,7 @@ class SimulatedEngine:
             self._expect(job)
             self._evict()
 
-    def _prefill(self, job: Job, size: float) -> None:
+    def _prefill(self, job: SimulatedRequest, size: float) -> None:
         found = self._cache.get(job.session, 0.0)
         if job.session in self._cache:
             self._cached -= self._cache.pop(job.session)  # now held by the running request
@@ -229,7 +229,7 @@ class SimulatedEngine:
         self.prefill_seconds += missing / self.shape.prefill_rate
         self._stands_until = max(self.now, self._stands_until) + missing / self.shape.prefill_rate
 
-    def _expect(self, job: Job) -> None:
+    def _expect(self, job: SimulatedRequest) -> None:
         job._serial = next(self._serial)
         job._mark = min(job.tokens, (math.floor(job.done / job.interval) + 1) * job.interval)
         heapq.heappush(self._events, (job._start + job._mark, job._serial, job))
@@ -238,7 +238,7 @@ class SimulatedEngine:
         while self._events and self._events[0][1] != self._events[0][2]._serial:
             heapq.heappop(self._events)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: SimulatedRequest) -> None:
         """Remove a request from the batch; its tokens stay in the prefix cache if it has a session."""
         del self._running[job]
         job._serial = 0
@@ -252,7 +252,7 @@ class SimulatedEngine:
             self._put_back(max(self._running, key=lambda one: one._start))
             self.retractions += 1
 
-    def _put_back(self, job: Job) -> None:
+    def _put_back(self, job: SimulatedRequest) -> None:
         job.done = self._virtual - job._start
         del self._running[job]
         job._serial = 0

@@ -34,7 +34,7 @@ START_UP = 30.0
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSize:
     """Number of parameters that each token is multiplied with."""
 
     body: float
@@ -43,14 +43,14 @@ class Model:
     layers: int
 
     @classmethod
-    def of(cls, weights: Sequence[Weight], shape: Shape) -> Model:
+    def of(cls, weights: Sequence[Weight], shape: Shape) -> ModelSize:
         """Count the parameters of a model. `weights` is a result of memory.counted."""
         head = shape.vocab * shape.hidden
         return cls(active(weights, shape) - head, head, shape.layers)
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     """Token counts of a step and of an evaluation."""
 
     groups: int
@@ -69,7 +69,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineRates:
     """Measured speed of the machine: operations per second of one process, and how many processes run at full speed
     concurrently."""
 
@@ -98,7 +98,7 @@ class Estimate:
     """Number of steps of the run."""
 
 
-def estimate(model: Model, work: Workload, machine: Machine) -> Estimate:
+def estimate(model: ModelSize, work: StepWorkload, machine: MachineRates) -> Estimate:
     """Estimate the duration of a step and of the run."""
     samples = work.groups * work.group_size
     written = samples * work.answer
@@ -119,10 +119,10 @@ def estimate(model: Model, work: Workload, machine: Machine) -> Estimate:
     return Estimate(trainer, engines, step, START_UP + 2 * evaluation + work.steps * step, work.steps)
 
 
-def _forward(model: Model, tokens: float, predicted: float, machine: Machine) -> float:
+def _forward(model: ModelSize, tokens: float, predicted: float, machine: MachineRates) -> float:
     """Return the seconds of a forward pass in one process."""
     return ENGINE * 2 * (model.body * tokens + model.head * predicted) / machine.generate
 
 
-def _of(machine: Machine, processes: int) -> float:
+def _of(machine: MachineRates, processes: int) -> float:
     return machine.speedup(max(1, processes))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from asyncrl.planner.simulation import Episode
+from asyncrl.planner.simulation import SimulatedEpisode
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Lengths:
     most_turns: int = 60
     seed: int = 0
 
-    def group(self, number: int) -> list[Episode]:
+    def group(self, number: int) -> list[SimulatedEpisode]:
         """Return the episodes of group `number`."""
         draw = random.Random(f"{self.seed} {number}")
         common = draw.gauss() * math.sqrt(self.alike)
         return [self._episode(draw, common + draw.gauss() * math.sqrt(1 - self.alike)) for _ in range(self.group_size)]
 
-    def _episode(self, draw: random.Random, deviation: float) -> Episode:
+    def _episode(self, draw: random.Random, deviation: float) -> SimulatedEpisode:
         centre = math.log(self.mean) - self.sigma**2 / 2
         tokens = max(1, min(self.longest, round(math.exp(centre + self.sigma * deviation))))
         turns = self._turns(draw)
         shares = [draw.gammavariate(2.0, 1.0) for _ in range(turns)]
         ends = [round(tokens * sum(shares[: i + 1]) / sum(shares)) for i in range(turns)]
         written = [max(1, end - start) for start, end in zip([0, *ends], ends, strict=False)]
-        return Episode(written, [self._seconds(draw) for _ in range(turns - 1)])
+        return SimulatedEpisode(written, [self._seconds(draw) for _ in range(turns - 1)])
 
     def _turns(self, draw: random.Random) -> int:
         if self.turns <= 1:
@@ -63,6 +63,6 @@ class Lengths:
         centre = math.log(self.tool_seconds) - self.tool_sigma**2 / 2
         return min(self.tool_longest, math.exp(draw.gauss(centre, self.tool_sigma)))
 
-    def episodes(self) -> Callable[[int], Sequence[Episode]]:
+    def episodes(self) -> Callable[[int], Sequence[SimulatedEpisode]]:
         """Return a memoized `group`."""
         return lru_cache(maxsize=None)(self.group)

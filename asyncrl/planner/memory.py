@@ -61,7 +61,7 @@ class Weight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """Degrees of parallelism of the trainer."""
 
     tensor: int = 1
@@ -110,7 +110,7 @@ class Shape:
     cache_heads: int = 1  # KV heads, sharded over tensor-parallel ranks and replicated if there are more ranks
 
 
-class Held(NamedTuple):
+class RankParameters(NamedTuple):
     """Number of parameters on one rank."""
 
     dense: int
@@ -135,7 +135,7 @@ def counted(weights: Iterable[Weight], shape: Shape) -> list[Weight]:
     ]
 
 
-def held(weights: Sequence[Weight], shape: Shape, layout: Layout, stage: int) -> Held:
+def held(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, stage: int) -> RankParameters:
     """Return the number of parameters on the first rank of a pipeline stage, which holds at least as many as the
     others. `weights` is a result of `counted`."""
     dense = routed = 0
@@ -149,10 +149,10 @@ def held(weights: Sequence[Weight], shape: Shape, layout: Layout, stage: int) ->
         else:
             rows = -(-one.shape[0] // layout.tensor)  # the vocabulary is padded; everything else divides evenly
             dense += rows * math.prod(one.shape[1:])
-    return Held(dense, routed)
+    return RankParameters(dense, routed)
 
 
-def stages_of(weight: Weight, shape: Shape, layout: Layout) -> tuple[int, ...]:
+def stages_of(weight: Weight, shape: Shape, layout: ParallelLayout) -> tuple[int, ...]:
     """Return the pipeline stages that hold a tensor. A tied embedding is on two stages, of which the first publishes
     it."""
     first, last = 0, layout.pipeline - 1
@@ -177,13 +177,15 @@ class Training:
     fused_norms: bool = False  # fused norms (GPU) keep only their input; else also the output in float32
 
 
-def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: Layout, training: Training) -> dict[str, int]:
+def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> dict[str, int]:
     """Return the bytes on the rank that holds most, by purpose."""
     stages = [_stage(weights, shape, layout, training, stage) for stage in range(layout.pipeline)]
     return max(stages, key=lambda parts: sum(parts.values()))
 
 
-def _stage(weights: Sequence[Weight], shape: Shape, layout: Layout, training: Training, stage: int) -> dict[str, int]:
+def _stage(
+    weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int
+) -> dict[str, int]:
     mine, item = held(weights, shape, layout, stage), BYTES[training.dtype]
     networks = 1 + training.critic
     stepped = _stepped(mine, layout)
@@ -201,7 +203,7 @@ def _stage(weights: Sequence[Weight], shape: Shape, layout: Layout, training: Tr
     }
 
 
-def _stepped(mine: Held, layout: Layout) -> int:
+def _stepped(mine: RankParameters, layout: ParallelLayout) -> int:
     """Return the number of parameters whose optimizer state a rank holds: Megatron's distributed optimizer shards it
     over the replicas, if there are any."""
     if layout.replicas == 1:
@@ -209,13 +211,13 @@ def _stepped(mine: Held, layout: Layout) -> int:
     return -(-mine.dense // layout.replicas) + -(-mine.routed // layout.expert_replicas)
 
 
-def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: Layout, *, critic: bool) -> int:
+def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, *, critic: bool) -> int:
     """Return the bytes of host memory in which a rank stages its part of a checkpoint (trainer/sharded.py)."""
     stages = (_stepped(held(weights, shape, layout, stage), layout) for stage in range(layout.pipeline))
     return max(stages) * CHECKPOINT * (1 + critic)
 
 
-def activations(shape: Shape, layout: Layout, training: Training, stage: int) -> int:
+def activations(shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
     """Return the bytes that forward keeps for backward. With 1F1B, the first of p stages holds p micro-batches at once
     and each later stage one less; interleaved stages hold 1 + (p - 1) / (p v) times p (arXiv 2205.05198, section 4.2.3
     and appendix C)."""
@@ -228,7 +230,7 @@ def activations(shape: Shape, layout: Layout, training: Training, stage: int) ->
     return round(tokens * per_token * shape.layers / p * in_flight)
 
 
-def layer_bytes(shape: Shape, layout: Layout, training: Training, *, routed: bool) -> float:
+def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:
     """Return the bytes per token that a layer keeps on a rank.
 
     Counted are its two norms; the projections of attention, rotated queries and keys with their angles, and its output;
@@ -248,7 +250,7 @@ def layer_bytes(shape: Shape, layout: Layout, training: Training, *, routed: boo
     return kept + item * (of_experts + 3 * shape.shared_inner / t)
 
 
-def _logits(shape: Shape, layout: Layout, training: Training) -> int:
+def _logits(shape: Shape, layout: ParallelLayout, training: Training) -> int:
     """Return the bytes of one chunk of logits and of the product that is added to the output layer's gradient."""
     columns = -(-shape.vocab // layout.tensor)
     rows = min(training.logit_rows, -(-training.tokens // layout.context))
@@ -259,7 +261,7 @@ def engine_rank(
     weights: Sequence[Weight], shape: Shape, *, tensor: int, dtype: str, tokens: int, cache_dtype: str = ""
 ) -> dict[str, int]:
     """Return the bytes on one rank of an engine: its share of the weights, and the KV cache of this many tokens."""
-    share = Layout(tensor=tensor, data=1, expert_tensor=tensor)
+    share = ParallelLayout(tensor=tensor, data=1, expert_tensor=tensor)
     item = 1 if cache_dtype.startswith("fp8") else BYTES[dtype]
     cache, parts = tokens * shape.layers * shape.cached * item, min(tensor, shape.cache_heads)
     repeated = sum(one.elements // parts - one.elements // tensor for one in weights if one.name.endswith(KEYS))
@@ -287,11 +289,11 @@ def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
     return found
 
 
-def parameters(weights: Iterable[Weight]) -> Held:
+def parameters(weights: Iterable[Weight]) -> RankParameters:
     """Return the number of parameters of the whole model."""
     found = list(weights)
     routed = sum(one.elements for one in found if one.routed)
-    return Held(sum(one.elements for one in found) - routed, routed)
+    return RankParameters(sum(one.elements for one in found) - routed, routed)
 
 
 def active(weights: Sequence[Weight], shape: Shape) -> float:

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from asyncrl.engine.loads import Load
-from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine
+from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.concurrency import Window
-from asyncrl.types import Group
+from asyncrl.rollout.concurrency import ConcurrencyWindow
+from asyncrl.schema import Group
 
 
 @dataclass(frozen=True)
-class Episode:
+class SimulatedEpisode:
     """Tokens of each turn, and seconds in the environment after each turn except the last."""
 
     turns: Sequence[float]
@@ -35,11 +35,11 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Workload:
+class SimulatedWorkload:
     """Workload of a simulated run. `episodes(number)` returns the siblings of the group that is started as number
     `number`."""
 
-    episodes: Callable[[int], Sequence[Episode]]
+    episodes: Callable[[int], Sequence[SimulatedEpisode]]
     batch_groups: int
     prompt: float = 0.0
     """Tokens of a prompt."""
@@ -70,7 +70,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """Averages and counts of a simulated run, excluding the warm-up."""
 
     tokens_per_s: float
@@ -87,7 +87,7 @@ class Outcome:
     """Mean number of concurrent episodes."""
 
 
-class Played(Group, frozen=True, array_like=True):
+class SimulatedGroup(Group, frozen=True, array_like=True):
     """A finished group, reduced to its size and the version at its start."""
 
     tokens: int = 0
@@ -110,7 +110,7 @@ class _Playing:
     size: int
 
 
-def simulate(workload: Workload, setting: Setting, steps: int, warm: int = 4) -> Outcome:
+def simulate(workload: SimulatedWorkload, setting: Setting, steps: int, warm: int = 4) -> SimulationResult:
     """Simulate `warm` + `steps` steps and measure the latter."""
     run = _Run(workload, setting)
     run.until(warm)
@@ -120,7 +120,7 @@ def simulate(workload: Workload, setting: Setting, steps: int, warm: int = 4) ->
     trained, busy, decoded, retracted, prefilled, in_play = (b - a for a, b in zip(before, after, strict=True))
     ages = run.staleness[warm * workload.batch_groups :]
     full = setting.engines * setting.shape.rate(setting.shape.max_running)
-    return Outcome(
+    return SimulationResult(
         trained / seconds,
         seconds / steps,
         busy / seconds,
@@ -134,18 +134,18 @@ def simulate(workload: Workload, setting: Setting, steps: int, warm: int = 4) ->
 
 
 class _Run:
-    def __init__(self, workload: Workload, setting: Setting) -> None:
+    def __init__(self, workload: SimulatedWorkload, setting: Setting) -> None:
         self.workload, self.setting = workload, setting
         self.now = 0.0
         self.staleness: list[int] = []
         self._buffer = CohortBuffer(workload.batch_groups, setting.max_staleness, setting.lead, clock=lambda: self.now)
         self._engines = [SimulatedEngine(setting.shape) for _ in range(setting.engines)]
         self._open = dict.fromkeys(self._engines, 0)  # number of requests, as the router counts them
-        self._window = Window(workload.longest) if setting.in_play is None else None
+        self._window = ConcurrencyWindow(workload.longest) if setting.in_play is None else None
         self._number = itertools.count()
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._jobs: dict[Job, tuple[_Playing, Episode, int]] = {}
+        self._jobs: dict[SimulatedRequest, tuple[_Playing, SimulatedEpisode, int]] = {}
         self._held: list[Callable[[], None]] | None = None
         self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
         self._training = self._draining = False
@@ -216,16 +216,16 @@ class _Run:
         else:
             self._held.append(request)
 
-    def _first_turns(self, playing: _Playing, episodes: Sequence[Episode]) -> None:
+    def _first_turns(self, playing: _Playing, episodes: Sequence[SimulatedEpisode]) -> None:
         self._needed += self.workload.prompt
         self._open[playing.engine] += 1
         for episode in episodes:
             self._turn(playing, episode, 0, self.workload.prompt)
 
-    def _turn(self, playing: _Playing, episode: Episode, number: int, context: float) -> None:
+    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float) -> None:
         prefix = (("prompt", playing.ticket.uid), self.workload.prompt) if self.workload.prompt else None
         session = id(episode) if len(episode.turns) > 1 else None
-        job = Job(episode.turns[number], context, prefix, session, began=lambda: self._began(playing))
+        job = SimulatedRequest(episode.turns[number], context, prefix, session, began=lambda: self._began(playing))
         self._jobs[job] = (playing, episode, number)
         self._open[playing.engine] += number > 0
         playing.engine.submit(job, self.now)
@@ -234,7 +234,7 @@ class _Run:
         if playing.born < 0:
             playing.born = self._buffer.version
 
-    def _written(self, job: Job) -> None:
+    def _written(self, job: SimulatedRequest) -> None:
         playing, episode, number = self._jobs.pop(job)
         playing.first_turns -= number == 0
         self._open[playing.engine] -= number > 0 or playing.first_turns == 0
@@ -259,7 +259,7 @@ class _Run:
             self._window.end(playing.size)
         ticket = playing.ticket
         self._buffer.commit(
-            ticket, Played(ticket.uid, ticket.slot, [], [], "", tokens=round(playing.tokens), born=playing.born)
+            ticket, SimulatedGroup(ticket.uid, ticket.slot, [], [], "", tokens=round(playing.tokens), born=playing.born)
         )
 
     def _observe(self) -> None:
@@ -279,7 +279,7 @@ class _Run:
         if self._training or (groups := self._buffer.take()) is None:
             return
         self._training = True
-        self.staleness += [self._buffer.version - group.born for group in groups if isinstance(group, Played)]
+        self.staleness += [self._buffer.version - group.born for group in groups if isinstance(group, SimulatedGroup)]
         tokens = sum(group.num_tokens for group in groups)
         seconds = tokens / self.setting.train_rate + self.setting.train_fixed
         if self._window:

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncrl.planner.bounds import engines_bound, trainer_bound
 from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.laws import engines_law, trainer_law
-from asyncrl.planner.memory import BYTES, Layout, Shape, Weight, active, packed, parameters, stages_of
+from asyncrl.planner.memory import BYTES, ParallelLayout, Shape, Weight, active, packed, parameters, stages_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetSpec:
     """The engines of a run."""
 
     count: int
@@ -80,7 +80,7 @@ class Publish:
 def publish(
     weights: Sequence[Weight],
     shape: Shape,
-    layout: Layout,
+    layout: ParallelLayout,
     *,
     dtype: str,
     bucket: int,
@@ -112,7 +112,7 @@ def publish(
     return Publish(nbytes, tuple(counts), 0.0, sum(_in_turn(gathers, sends) for gathers, sends in stages))
 
 
-def _gather(dense: float, layout: Layout, hardware: Hardware) -> float:
+def _gather(dense: float, layout: ParallelLayout, hardware: Hardware) -> float:
     """Return the gather time in seconds per byte of a stage; `dense` is the fraction that is not routed experts."""
     seconds = 2 / hardware.hbm
     for part, ranks in ((dense, layout.tensor), (1 - dense, layout.expert * layout.expert_tensor)):
@@ -137,7 +137,7 @@ def train_rate(weights: Sequence[Weight], shape: Shape, hardware: Hardware) -> f
     return mfu * hardware.flops / (6 * active(weights, shape))
 
 
-def engine_shape(rank: dict[str, int], fleet: Fleet, context: float, hardware: Hardware) -> EngineShape:
+def engine_shape(rank: dict[str, int], fleet: FleetSpec, context: float, hardware: Hardware) -> EngineShape:
     """Estimate the decoding speed of an engine: a step reads a rank's weights once, and the cache of each request of
     `context` tokens. `rank` is a result of memory.engine_rank. Communication between ranks, sampling and prefill are
     ignored. The batch holds as many requests as fit the cache."""
@@ -165,7 +165,7 @@ def balance(
     shape: Shape,
     *,
     gpus: int,
-    fleet: Fleet,
+    fleet: FleetSpec,
     engine: EngineShape,
     batch_tokens: float,
     sent: Publish,
@@ -173,6 +173,6 @@ def balance(
 ) -> Balance:
     """Compare trainer and engines. `gpus` is the number of trainer GPUs. The trainer also publishes after each batch,
     and the engines stand still during the pause."""
-    trains = trainer_law(train_rate(weights, shape, hardware) * gpus, sent.seconds, batch_tokens)
-    writes = engines_law(fleet.count, engine)
-    return Balance(trains, trainer_law(writes, sent.pause, batch_tokens))
+    trains = trainer_bound(train_rate(weights, shape, hardware) * gpus, sent.seconds, batch_tokens)
+    writes = engines_bound(fleet.count, engine)
+    return Balance(trains, trainer_bound(writes, sent.pause, batch_tokens))

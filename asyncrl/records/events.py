@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.errors import RecordError
-from asyncrl.types import Completion, Group, Routing, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
 
 
 class PackedTurn(msgspec.Struct, frozen=True, array_like=True):

@@ -30,7 +30,7 @@ _codec = pyarrow.Codec("zstd", compression_level=1)
 
 
 @dataclass(frozen=True)
-class Place:
+class FramePosition:
     """Position of a frame."""
 
     file: int
@@ -41,7 +41,7 @@ class Place:
 class Frame:
     """Content of a frame, and where the next one begins."""
 
-    place: Place
+    place: FramePosition
     data: bytes
     end: int
 
@@ -65,7 +65,7 @@ def encode(data: bytes) -> bytes:
     return lengths + struct.pack("<I", zlib.crc32(stored, zlib.crc32(lengths))) + stored
 
 
-def read(folder: Path, place: Place) -> Frame:
+def read(folder: Path, place: FramePosition) -> Frame:
     """Read the frame that begins there. Raises RecordError if none does."""
     path = path_of(folder, place.file)
     try:
@@ -79,8 +79,8 @@ class Frames:
     """All complete frames from a place on, in order. Iterating raises RecordError on damage; afterwards `torn` is the
     number of bytes at the end of the last file that are not a complete frame."""
 
-    def __init__(self, folder: Path, start: Place | None = None) -> None:
-        self._folder, self._start = folder, start or Place(0, 0)
+    def __init__(self, folder: Path, start: FramePosition | None = None) -> None:
+        self._folder, self._start = folder, start or FramePosition(0, 0)
         self.torn = 0
 
     def __iter__(self) -> Iterator[Frame]:
@@ -134,4 +134,4 @@ def _read(file: BinaryIO, path: Path, number: int, offset: int) -> Frame:
         plain: bytes = _codec.decompress(data, decompressed_size=raw, asbytes=True)
     except (OSError, pyarrow.ArrowException) as error:
         raise RecordError(f"{path}: the frame at byte {offset} is damaged: {error}") from None
-    return Frame(Place(number, offset), plain, offset + _HEADER.size + stored)
+    return Frame(FramePosition(number, offset), plain, offset + _HEADER.size + stored)

@@ -14,10 +14,10 @@ import msgspec
 from asyncrl.errors import RecordError
 from asyncrl.records import frames
 from asyncrl.records.events import Began, Committed, Event, Published, Rejected, Scored, Taken
-from asyncrl.records.frames import Place
+from asyncrl.records.frames import FramePosition
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Index entry of one frame."""
 
     file: int
@@ -29,7 +29,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     began: int = 0  # number of starts and resumes in it
 
     @classmethod
-    def of(cls, place: Place, end: int, held: Sequence[Event]) -> Line:
+    def of(cls, place: FramePosition, end: int, held: Sequence[Event]) -> IndexEntry:
         """Build the entry of a frame from its events."""
         groups = [e.group.uid for e in held if isinstance(e, Committed | Rejected) and e.group]
         steps = [event.step for event in held if isinstance(event, Taken | Scored)]
@@ -38,14 +38,14 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(place.file, place.offset, end, groups, steps, versions, began)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> FramePosition:
         """Position of the frame."""
-        return Place(self.file, self.offset)
+        return FramePosition(self.file, self.offset)
 
     @property
-    def after(self) -> Place:
+    def after(self) -> FramePosition:
         """Position of the next frame, if it is in the same file."""
-        return Place(self.file, self.end)
+        return FramePosition(self.file, self.end)
 
 
 def index_path(folder: Path) -> Path:
@@ -53,16 +53,16 @@ def index_path(folder: Path) -> Path:
     return folder / "index.jsonl"
 
 
-def _read(folder: Path) -> list[Line]:
+def _read(folder: Path) -> list[IndexEntry]:
     """Return the lines that are consistent with each other, up to the first that is not."""
-    lines: list[Line] = []
+    lines: list[IndexEntry] = []
     try:
         data = index_path(folder).read_bytes()
     except FileNotFoundError:
         return lines
     for raw in data.splitlines():
         try:
-            line = msgspec.json.decode(raw, type=Line)
+            line = msgspec.json.decode(raw, type=IndexEntry)
         except (msgspec.DecodeError, ValueError):
             break
         follows = not lines or line.file > lines[-1].file or (line.file, line.offset) == (lines[-1].file, lines[-1].end)
@@ -72,7 +72,7 @@ def _read(folder: Path) -> list[Line]:
     return lines
 
 
-def usable(folder: Path) -> list[Line]:
+def usable(folder: Path) -> list[IndexEntry]:
     """Return the lines of the index, up to the last whose frame is where it says."""
     lines = _read(folder)
     while lines and not _fits(folder, lines[-1]):
@@ -80,7 +80,7 @@ def usable(folder: Path) -> list[Line]:
     return lines
 
 
-def _fits(folder: Path, line: Line) -> bool:
+def _fits(folder: Path, line: IndexEntry) -> bool:
     try:
         return frames.read(folder, line.place).end == line.end
     except RecordError:

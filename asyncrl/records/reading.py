@@ -11,10 +11,10 @@ import numpy as np
 from asyncrl.errors import RecordError
 from asyncrl.records import events, frames
 from asyncrl.records.events import Committed, Event, Rejected, Scored, Taken, unpacked
-from asyncrl.records.frames import Frames, Place
-from asyncrl.records.index import Line, usable
+from asyncrl.records.frames import FramePosition, Frames
+from asyncrl.records.index import IndexEntry, usable
 from asyncrl.records.lineage import kept
-from asyncrl.types import Batch, Group
+from asyncrl.schema import Batch, Group
 
 RECORDS = "records"
 """Folder of the recording in the run folder."""
@@ -43,9 +43,9 @@ class Recording:
         self.began = 0
         """Number of times that the run was started or resumed."""
         self._scores: Recording | None = None
-        self._groups: dict[str, Place] = {}
-        self._steps: dict[int, Place] = {}
-        self._decoded: OrderedDict[Place, list[Event]] = OrderedDict()
+        self._groups: dict[str, FramePosition] = {}
+        self._steps: dict[int, FramePosition] = {}
+        self._decoded: OrderedDict[FramePosition, list[Event]] = OrderedDict()
         self._open()
 
     @property
@@ -121,25 +121,25 @@ class Recording:
             self._note(line)
         rest = Frames(self.folder, lines[-1].after if lines else None)
         for frame in rest:
-            self._note(Line.of(frame.place, frame.end, events.decode(frame.data)))
+            self._note(IndexEntry.of(frame.place, frame.end, events.decode(frame.data)))
         self.torn = rest.torn
         if self.began > 1:
             self._leave_out_what_was_rolled_back()
 
-    def _note(self, line: Line) -> None:
+    def _note(self, line: IndexEntry) -> None:
         """Add an index entry; a later group or batch of the same name replaces the earlier one."""
         self._groups |= dict.fromkeys(line.groups, line.place)
         self._steps |= dict.fromkeys(line.steps, line.place)
         self.began += line.began
 
     def _leave_out_what_was_rolled_back(self) -> None:
-        lines = [Line.of(Place(0, 0), 0, [event]) for event in self.events()]
+        lines = [IndexEntry.of(FramePosition(0, 0), 0, [event]) for event in self.events()]
         groups = {uid for line in lines for uid in line.groups}
         steps = {step for line in lines for step in line.steps}
         self._groups = {uid: place for uid, place in self._groups.items() if uid in groups}
         self._steps = {step: place for step, place in self._steps.items() if step in steps}
 
-    def _frame(self, place: Place) -> list[Event]:
+    def _frame(self, place: FramePosition) -> list[Event]:
         if place not in self._decoded:
             self._decoded[place] = events.decode(frames.read(self.folder, place).data)
             if len(self._decoded) > KEPT_FRAMES:

@@ -20,7 +20,7 @@ from asyncrl.errors import RecordError
 from asyncrl.records import events, frames
 from asyncrl.records.events import Event
 from asyncrl.records.frames import Frames
-from asyncrl.records.index import Line, index_path, usable
+from asyncrl.records.index import IndexEntry, index_path, usable
 
 MOST_WAITING = 256 << 20
 FRAME_BYTES = 1 << 20
@@ -117,10 +117,10 @@ class Writer:
         with path.open("ab") as file:
             if file.tell() == 0:
                 file.write(frames.MAGIC)
-            place = frames.Place(self._number, file.tell())
+            place = frames.FramePosition(self._number, file.tell())
             file.write(frame)
             end = file.tell()
-        index.write(msgspec.json.encode(Line.of(place, end, [event for event, _ in taken])) + b"\n")
+        index.write(msgspec.json.encode(IndexEntry.of(place, end, [event for event, _ in taken])) + b"\n")
         index.flush()
         self.written += len(frame)
         if end >= frames.FILE_BYTES:
@@ -138,7 +138,7 @@ def repair(folder: Path) -> int:
     damage."""
     lines = usable(folder)
     rest = Frames(folder, lines[-1].after if lines else None)
-    lines += [Line.of(frame.place, frame.end, events.decode(frame.data)) for frame in rest]
+    lines += [IndexEntry.of(frame.place, frame.end, events.decode(frame.data)) for frame in rest]
     if numbers := frames.files(folder):
         path = frames.path_of(folder, numbers[-1])
         whole = path.stat().st_size - rest.torn

@@ -7,6 +7,6 @@ float, sync or async, named by its import path.
 from __future__ import annotations
 
 from asyncrl.rewards.build import build
-from asyncrl.rewards.reward import Answer, Reward, Score
+from asyncrl.rewards.reward import Reward, RewardInput, Score
 
-__all__ = ["Answer", "Reward", "Score", "build"]
+__all__ = ["Reward", "RewardInput", "Score", "build"]

@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 Batch = Sequence[tuple[Item, asyncio.Future[Found]]]
 
 
-class Batches(Generic[Item, Found]):
+class RequestBatcher(Generic[Item, Found]):
     """Collects the items of one event loop into batches."""
 
     def __init__(

@@ -19,32 +19,32 @@ from typing import Any
 from asyncrl import imports
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.parameters import check
-from asyncrl.rewards.reward import Answer, Result, Reward
+from asyncrl.rewards.reward import Result, Reward, RewardInput
 
 REGISTERED = {
-    "exact": "asyncrl.rewards.matching:Exact",
-    "contains": "asyncrl.rewards.matching:Contains",
-    "number": "asyncrl.rewards.matching:Number",
-    "fuzzy": "asyncrl.rewards.matching:Fuzzy",
-    "choice": "asyncrl.rewards.matching:Choice",
-    "boxed": "asyncrl.rewards.matching:Boxed",
-    "format": "asyncrl.rewards.matching:Format",
-    "math": "asyncrl.rewards.math:Math",
-    "code": "asyncrl.rewards.code:Code",
-    "remote": "asyncrl.rewards.remote:Remote",
-    "judge": "asyncrl.rewards.judge:Judge",
-    "process": "asyncrl.rewards.process:Process",
-    "weighted": "asyncrl.rewards.combine:Weighted",
-    "gate": "asyncrl.rewards.combine:Gate",
-    "rubric": "asyncrl.rewards.rubric:Rubric",
-    "cached": "asyncrl.rewards.cache:Cached",
+    "exact": "asyncrl.rewards.matching:ExactMatch",
+    "contains": "asyncrl.rewards.matching:ContainsMatch",
+    "number": "asyncrl.rewards.matching:NumberMatch",
+    "fuzzy": "asyncrl.rewards.matching:FuzzyMatch",
+    "choice": "asyncrl.rewards.matching:ChoiceMatch",
+    "boxed": "asyncrl.rewards.matching:BoxedMatch",
+    "format": "asyncrl.rewards.matching:FormatMatch",
+    "math": "asyncrl.rewards.math_reward:MathReward",
+    "code": "asyncrl.rewards.code_reward:CodeReward",
+    "remote": "asyncrl.rewards.remote:RewardModel",
+    "judge": "asyncrl.rewards.judge:JudgeReward",
+    "process": "asyncrl.rewards.process:ProcessReward",
+    "weighted": "asyncrl.rewards.combine:WeightedReward",
+    "gate": "asyncrl.rewards.combine:GatedReward",
+    "rubric": "asyncrl.rewards.rubric:RubricReward",
+    "cached": "asyncrl.rewards.cache:CachedReward",
 }
 FORMS = "Must be a function (text, record), a class, a factory that takes its params by name, or a reward"
 Spec = Mapping[str, Any]
 """Specification of a reward within the params of another: {"use": ..., "params": {...}}."""
 
 
-class Function:
+class FunctionReward:
     """Reward that calls a function (text, record) -> float. Unless it declares otherwise it may hang and is not
     pure."""
 
@@ -53,7 +53,7 @@ class Function:
         self.inline = bool(getattr(function, "inline", False)) or inspect.iscoroutinefunction(function)
         self.pure = bool(getattr(function, "pure", False))
 
-    def __call__(self, answer: Answer) -> Result:
+    def __call__(self, answer: RewardInput) -> Result:
         """Call the function with the last completion and the record."""
         return self._function(answer.text, answer.record, **self._params)
 
@@ -74,7 +74,7 @@ def build(use: str, params: Mapping[str, Any] | None = None, field: str = "rewar
     positional = _required_positional(found, use, field)
     if positional == 2:
         check(found, params, below, given=2)
-        return Function(found, params)
+        return FunctionReward(found, params)
     if positional == 0:
         return _reward(_made(found, params, use, field), use, field)
     raise ConfigError(f"{field}.use", use, f"{FORMS}; this one takes {positional} positional arguments.")

@@ -24,10 +24,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.build import part
 from asyncrl.rewards.calls import give_up, settled
 from asyncrl.rewards.parameters import Count
-from asyncrl.rewards.reward import Answer, Result, Score, checked, close
+from asyncrl.rewards.reward import Result, RewardInput, Score, checked, close
 
 
-class Cached:
+class CachedReward:
     """Reward that caches the scores of another."""
 
     def __init__(self, reward: Any, size: Count = 10_000) -> None:
@@ -43,7 +43,7 @@ class Cached:
         self._lock = threading.Lock()  # calls come from threads and from the event loop
         self.hits = self.misses = 0
 
-    def __call__(self, answer: Answer) -> Result:
+    def __call__(self, answer: RewardInput) -> Result:
         """Return the cached score, or ask the reward."""
         key = identity(answer)
         if key is None:
@@ -70,7 +70,7 @@ class Cached:
         """Close the reward."""
         await close(self._reward)
 
-    async def shared(self, key: bytes, answer: Answer, result: Result) -> Score:
+    async def shared(self, key: bytes, answer: RewardInput, result: Result) -> Score:
         """Await the reward's score once, and return it to all concurrent callers of the same key."""
         with self._lock:
             kept = self._find(key)
@@ -127,7 +127,7 @@ class _Asked:
 class _Later:
     """Awaitable score; it is awaited once, or given up."""
 
-    def __init__(self, cache: Cached, key: bytes, answer: Answer, result: Result) -> None:
+    def __init__(self, cache: CachedReward, key: bytes, answer: RewardInput, result: Result) -> None:
         self._cache, self._key, self._answer, self._result = cache, key, answer, result
 
     def __await__(self) -> Generator[Any, None, Score]:
@@ -138,7 +138,7 @@ class _Later:
         give_up(self._result)
 
 
-def identity(answer: Answer) -> bytes | None:
+def identity(answer: RewardInput) -> bytes | None:
     """Return a digest of all that a pure reward may depend on, or None for a question that cannot be encoded."""
     try:
         content = msgspec.msgpack.encode((answer.question, answer.text, list(answer.texts)), order="deterministic")

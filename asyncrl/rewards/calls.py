@@ -15,29 +15,29 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from asyncrl.rewards.reward import Answer, Result, Score, checked
+from asyncrl.rewards.reward import Result, RewardInput, Score, checked
 
 T = TypeVar("T")
-Call = tuple[Answer, Callable[[], Result]]
+Call = tuple[RewardInput, Callable[[], Result]]
 """An answer, and the function that scores it."""
 
 
 def combined(calls: Sequence[Call], combine: Callable[[list[Score]], Score]) -> Score | Awaitable[Score]:
     """Return `combine` of all scores: immediately, or as an awaitable if any of them is async."""
     with ExitStack() as undo:
-        results: list[tuple[Answer, Result]] = []
+        results: list[tuple[RewardInput, Result]] = []
         for answer, call in calls:
             results.append((answer, result := call()))
             undo.callback(give_up, result)
         undo.pop_all()
-    later = Later(results, combine)
+    later = PendingCalls(results, combine)
     return later if any(inspect.isawaitable(result) for _, result in results) else combine(later.scores())
 
 
-class Later:
+class PendingCalls:
     """Results of calls that are still to be awaited (once) or given up."""
 
-    def __init__(self, results: Sequence[tuple[Answer, Result]], combine: Callable[[list[Score]], Score]) -> None:
+    def __init__(self, results: Sequence[tuple[RewardInput, Result]], combine: Callable[[list[Score]], Score]) -> None:
         self._results, self._combine = results, combine
 
     def __await__(self) -> Generator[Any, None, Score]:
@@ -56,7 +56,7 @@ class Later:
         return self._combine(await together([settled(result, answer) for answer, result in self._results]))
 
 
-async def settled(result: Result, answer: Answer) -> Score:
+async def settled(result: Result, answer: RewardInput) -> Score:
     """Await a call's result and check it. Raises what the reward raises, and EpisodeFailed for a value that is not a
     score."""
     return checked(await result if inspect.isawaitable(result) else result, answer)

@@ -29,7 +29,7 @@ ROOM = 1 << 20
 """Bytes of memory that must remain free for the code."""
 
 
-class Candidate:
+class CandidateModule:
     """The module that the code defines, and the objects in it that the tests refer to by number."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def main(channel: BinaryIO) -> None:
         sys.argv = ["main.py"]
         exec(compile(code, "main.py", "exec"), {"__name__": "__main__"})
         return
-    candidate = Candidate()
+    candidate = CandidateModule()
     for line in channel:
         told(out, candidate.answer, json.loads(line))
 

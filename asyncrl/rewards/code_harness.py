@@ -31,7 +31,15 @@ import sys
 import time
 from typing import Any, BinaryIO
 
-from asyncrl.rewards.code_process import MOST_OUTPUT, Clock, Dead, Expired, NotStarted, protect, started
+from asyncrl.rewards.code_process import (
+    MOST_OUTPUT,
+    CandidateDied,
+    Clock,
+    NotStarted,
+    TimeLimitExpired,
+    protect,
+    started,
+)
 from asyncrl.rewards.code_values import Caught
 
 
@@ -50,7 +58,7 @@ def run_asserts(payload: dict[str, Any], test: str) -> str:
         for name in sorted(loaded - set(dir(builtins))):  # the code must not replace Python's builtins
             with Caught() as missing:
                 namespace[name] = candidate.ask({"get": name})
-            if isinstance(missing.error, (Expired, Dead)):
+            if isinstance(missing.error, (TimeLimitExpired, CandidateDied)):
                 raise missing.error
         exec(code, namespace)
     clock.stop()

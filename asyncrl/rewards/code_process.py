@@ -4,7 +4,7 @@ asyncrl's own sandboxes start it next to the harness, isolated from it (envs/san
 of the harness. code_harness.py explains what isolates the two, and how strongly.
 
 waits for     the process, within a Clock
-on a hang     Expired
+on a hang     TimeLimitExpired
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_OUTPUT = 64 << 20
 """Number of bytes that a program may write."""
 
 
-class Expired(BaseException):
+class TimeLimitExpired(BaseException):
     """The time limit of a test has passed. Not an Exception, because tests may catch those."""
 
 
@@ -48,15 +48,15 @@ class Unsupported(BaseException):
     """A test passes the code an object that is not plain data."""
 
 
-class Dead(BaseException):
+class CandidateDied(BaseException):
     """The code's process has ended."""
 
 
-class Kept:
+class KeptObject:
     """An object that the code returned and that is not plain data. It can be passed back, called and iterated, and its
     attributes can be read."""
 
-    def __init__(self, candidate: Candidate, number: int) -> None:
+    def __init__(self, candidate: CandidateProcess, number: int) -> None:
         self._candidate, self._number = candidate, number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ class NotStarted(BaseException):
     """The code's process could not be started, before it was given the code."""
 
 
-class Beside:
+class SandboxedPython:
     """Python process with BOOT that the sandbox's supervisor starts on request. `ends` are its descriptors 0, 1 and 2,
     then those whose numbers are passed as arguments."""
 
@@ -104,7 +104,7 @@ class Beside:
         self._stream.close()
 
 
-class Child:
+class ChildPython:
     """The same as a child of this process, for sandboxes without such a supervisor."""
 
     def __init__(self, env: dict[str, str], ends: tuple[int, ...]) -> None:
@@ -131,7 +131,7 @@ class Child:
         self._process.wait()
 
 
-class Candidate:
+class CandidateProcess:
     """The code's process as the tests see it."""
 
     def __init__(self, payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> None:
@@ -139,7 +139,7 @@ class Candidate:
         ours_in, theirs_out = os.pipe()
         null = os.open(os.devnull, os.O_WRONLY)
         env = {"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-        start = Beside if BESIDE in os.environ else Child
+        start = SandboxedPython if BESIDE in os.environ else ChildPython
         self._process = start(env, (stdin, stdout, null, theirs_in, theirs_out))
         for end in (null, theirs_in, theirs_out):
             os.close(end)
@@ -165,7 +165,7 @@ class Candidate:
         reply = self._receive()
         if "raised" in reply:
             raise _exception(*reply["raised"])
-        return unpack(reply["value"], lambda number: Kept(self, int(number)))
+        return unpack(reply["value"], lambda number: KeptObject(self, int(number)))
 
     def packed(self, value: Any) -> list[Any]:
         """Pack the arguments of a test's call."""
@@ -183,7 +183,7 @@ class Candidate:
         self._process.end()
 
     def _kept(self, value: Any) -> list[Any]:
-        if not isinstance(value, Kept):
+        if not isinstance(value, KeptObject):
             self.problem = "unsupported"
             raise Unsupported(type(value).__name__)
         return [KEPT, value._number]
@@ -201,11 +201,11 @@ class Candidate:
 
     def _lost(self) -> Any:
         self.problem = "died"
-        raise Dead
+        raise CandidateDied
 
 
 class Clock:
-    """Context manager that raises Expired in its body after `seconds`, repeatedly in case that is caught."""
+    """Context manager that raises TimeLimitExpired in its body after `seconds`, repeatedly in case that is caught."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -225,15 +225,15 @@ class Clock:
 
     def _ring(self, *_: object) -> None:
         self.expired = True
-        raise Expired
+        raise TimeLimitExpired
 
 
-def started(payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> Candidate:
+def started(payload: dict[str, Any], stdin: int, stdout: int, program: bool) -> CandidateProcess:
     """Start the code's process, without the code. Raises NotStarted; the start does not count against a test's time
     limit, and its failure is not the code's fault."""
-    found: list[Candidate] = []
+    found: list[CandidateProcess] = []
     with Caught() as caught, Clock(START_SECONDS) as clock:
-        found.append(Candidate(payload, stdin, stdout, program))
+        found.append(CandidateProcess(payload, stdin, stdout, program))
     clock.stop()
     if not found:
         raise NotStarted(f"{type(caught.error).__name__}: {caught.error}")

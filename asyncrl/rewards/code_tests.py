@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.errors import EpisodeFailed
-from asyncrl.rewards.reward import Answer
+from asyncrl.rewards.reward import RewardInput
 
 Form = Literal["asserts", "check", "programs"]
 Sources = list[str] | list[dict[str, str]]
@@ -30,7 +30,7 @@ class Tests:
     def __init__(self, form: Form, key: str | None) -> None:
         self._form, self._key = form, key or KEYS[form]
 
-    def of(self, answer: Answer) -> Sources:
+    def of(self, answer: RewardInput) -> Sources:
         """Return the tests of the answer's record. Raises EpisodeFailed if it has none, or tests of another form."""
         found = answer.field(self._key)
         tests: Sources

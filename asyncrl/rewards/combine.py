@@ -14,10 +14,10 @@ from typing import Any
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.build import part
 from asyncrl.rewards.calls import combined, settled
-from asyncrl.rewards.reward import Answer, Result, Reward, Score, checked, close
+from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, checked, close
 
 
-class Weighted:
+class WeightedReward:
     """Weighted sum of rewards; rewards of turns are added likewise."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -30,7 +30,7 @@ class Weighted:
         self.inline = all(reward.inline for reward in rewards)
         self.pure = all(reward.pure for reward in rewards)
 
-    def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
+    def __call__(self, answer: RewardInput) -> Score | Awaitable[Score]:
         """Score all parts, concurrently if they are async."""
         return combined([(answer, partial(reward, answer)) for reward, _ in self._parts.values()], self._sum)
 
@@ -50,7 +50,7 @@ class Weighted:
         return Score(reward, [math.fsum(of_turn) for of_turn in zip(*turns, strict=True)], parts)
 
 
-class Gate:
+class GatedReward:
     """Product of two rewards. If the gate gives 0, the other reward is not asked, provided that this is known in
     time."""
 
@@ -60,7 +60,7 @@ class Gate:
         self.inline = self._gate.inline and self._reward.inline
         self.pure = self._gate.pure and self._reward.pure
 
-    def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
+    def __call__(self, answer: RewardInput) -> Score | Awaitable[Score]:
         """Ask the gate first. If the gate is async, a reward that needs a thread is asked immediately, because this
         call runs in one."""
         gate = self._gate(answer)
@@ -76,7 +76,7 @@ class Gate:
         await close(self._gate)
         await close(self._reward)
 
-    async def _awaited(self, answer: Answer, gate: Result, reward: Result | None) -> Score:
+    async def _awaited(self, answer: RewardInput, gate: Result, reward: Result | None) -> Score:
         opened = await settled(gate, answer)
         if reward is None and not opened.reward:
             return _product(opened, None)

@@ -30,8 +30,8 @@ from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards.calls import together
 from asyncrl.rewards.endpoints import Endpoints
 from asyncrl.rewards.parameters import Count, Name, Range, Seconds, Urls
-from asyncrl.rewards.reward import Answer, Score
-from asyncrl.rewards.verdicts import Verdicts
+from asyncrl.rewards.reward import RewardInput, Score
+from asyncrl.rewards.verdicts import VerdictParser
 
 REASON = "judge"
 OWN_FLEET, RUN_KEY = "ASYNCRL_JUDGES", "ASYNCRL_API_KEY"
@@ -64,7 +64,7 @@ AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-class Judge:
+class JudgeReward:
     """Reward from 0 to 1, given by a judge."""
 
     inline = True
@@ -95,15 +95,15 @@ class Judge:
 
         `urls` include /v1, as in OpenAI's client. If they are empty, the judge is that of the run (judge=sglang): its
         engines serve `model` judge with the run's key. They may also be set later, before the first answer
-        (`Judge.urls`). `answer_key` names the record's field with the reference, which may be missing. `fields` are
-        added to each request. verdicts.py describes how a vote is read.
+        (`JudgeReward.urls`). `answer_key` names the record's field with the reference, which may be missing. `fields`
+        are added to each request. verdicts.py describes how a vote is read.
         """
         _check(template, votes, temperature)
         authority = ""
         if not urls and (own := os.environ.get(OWN_FLEET)):
             urls, api_key_env, authority = own.split(), RUN_KEY, os.environ["ASYNCRL_AUTHORITY"]
         self._template, self._answer_key = Template(template), answer_key
-        self._verdicts = Verdicts(pattern, json_field, scale, labels)
+        self._verdicts = VerdictParser(pattern, json_field, scale, labels)
         self._votes, self._aggregate, self._attempts = votes, AGGREGATES[aggregate], attempts
         self._request = {"model": model, "max_tokens": max_tokens, **(fields or {})}
         self._temperature = temperature
@@ -128,11 +128,11 @@ class Judge:
     def urls(self, urls: Sequence[str]) -> None:
         self._servers.urls = [url.rstrip("/") for url in urls]
 
-    async def __call__(self, answer: Answer) -> Score:
+    async def __call__(self, answer: RewardInput) -> Score:
         """Score an answer. Raises EpisodeFailed("judge")."""
         return await self.ask(answer)
 
-    async def ask(self, answer: Answer, criterion: str = "") -> Score:
+    async def ask(self, answer: RewardInput, criterion: str = "") -> Score:
         """Collect the votes on an answer, for one criterion if the template has a place for it."""
         prompt = self._prompt(answer, criterion)
         voted = await together([self._vote(prompt) for _ in range(self._votes)])
@@ -145,7 +145,7 @@ class Judge:
         """Close the connections."""
         await self._servers.close()
 
-    def _prompt(self, answer: Answer, criterion: str) -> str:
+    def _prompt(self, answer: RewardInput, criterion: str) -> str:
         reference = answer.record.get(self._answer_key, "") if self._answer_key else ""
         places = {
             "question": asked(answer),
@@ -168,7 +168,7 @@ class Judge:
         raise EpisodeFailed(REASON, f"no vote could be read, {self._attempts} times; the last ends in {text[-200:]!r}")
 
 
-def asked(answer: Answer) -> str:
+def asked(answer: RewardInput) -> str:
     """Return the question as text: a single user message as it is, several messages with their roles."""
     messages = [one for one in answer.question.get("messages", ()) if one.get("role") != "system"]
     if len(messages) == 1:

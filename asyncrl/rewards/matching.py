@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards.parameters import Name
-from asyncrl.rewards.reward import Answer
+from asyncrl.rewards.reward import RewardInput
 
 LETTERS = string.ascii_uppercase
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -27,7 +27,7 @@ class Matching(ABC):
     def __init__(self, answer_key: Name = "answer") -> None:
         self._answer_key = answer_key
 
-    def __call__(self, answer: Answer) -> float:
+    def __call__(self, answer: RewardInput) -> float:
         """Compare the last completion with the reference; from 0 to 1."""
         return self.match(answer.text, str(answer.field(self._answer_key)))
 
@@ -36,7 +36,7 @@ class Matching(ABC):
         """Compare a text with a reference."""
 
 
-class Exact(Matching):
+class ExactMatch(Matching):
     """Match if the texts are equal, ignoring surrounding whitespace."""
 
     def match(self, text: str, reference: str) -> float:
@@ -44,7 +44,7 @@ class Exact(Matching):
         return float(text.strip() == reference.strip())
 
 
-class Contains(Matching):
+class ContainsMatch(Matching):
     """Match if the answer contains the reference. An answer that lists every possibility matches too."""
 
     def match(self, text: str, reference: str) -> float:
@@ -52,7 +52,7 @@ class Contains(Matching):
         return float(reference.strip() in text)
 
 
-class Number(Matching):
+class NumberMatch(Matching):
     """Match if the last numbers of answer and reference are equal; also for solutions that end in "#### 72" (GSM8K)."""
 
     def match(self, text: str, reference: str) -> float:
@@ -61,7 +61,7 @@ class Number(Matching):
         return float(found is not None and found == last_number(reference))
 
 
-class Fuzzy(Matching):
+class FuzzyMatch(Matching):
     """F1 of the words that answer and reference share, normalized as in SQuAD: lower case, without punctuation,
     articles and extra whitespace (Rajpurkar et al., arXiv 1606.05250; its evaluate-v1.1.py)."""
 
@@ -74,7 +74,7 @@ class Fuzzy(Matching):
         return 2.0 * same / (len(ours) + len(theirs))  # the harmonic mean of precision and recall
 
 
-class Choice(Matching):
+class ChoiceMatch(Matching):
     """Match if the answer chooses the right letter of a multiple-choice question. The letter is that of the last box,
     else of the last "answer is (C)" or "Answer: C", else of a text that is only the letter. The reference is a letter,
     or the index of an option, counted from 0."""
@@ -108,7 +108,7 @@ class Choice(Matching):
         return alone[1] if alone else None
 
 
-class Boxed(Matching):
+class BoxedMatch(Matching):
     r"""Match if the content of the last \boxed{...} equals the reference, ignoring whitespace."""
 
     def match(self, text: str, reference: str) -> float:
@@ -118,7 +118,7 @@ class Boxed(Matching):
         return float(inside is not None and _squeezed(inside) == _squeezed(reference if wanted is None else wanted))
 
 
-class Format:
+class FormatMatch:
     """Reward of 1 if a regular expression is found in the answer, where "." matches line breaks too; anchor it to
     restrict it.
 
@@ -135,15 +135,15 @@ class Format:
         except re.error as error:
             raise ConfigError("pattern", pattern, f"Not a regular expression: {error}.") from None
 
-    def __call__(self, answer: Answer) -> float:
+    def __call__(self, answer: RewardInput) -> float:
         """Return 1 or 0."""
         return float(self._pattern.search(answer.text) is not None)
 
 
 MATCHES: dict[str, Callable[[str, str], float]] = {
-    "exact": Exact().match,
-    "contains": Contains().match,
-    "number": Number().match,
+    "exact": ExactMatch().match,
+    "contains": ContainsMatch().match,
+    "number": NumberMatch().match,
 }
 """Matching functions by name, for tasks that have only text and reference."""
 

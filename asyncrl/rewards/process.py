@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from asyncrl.rewards.build import part
 from asyncrl.rewards.calls import combined
-from asyncrl.rewards.reward import Answer, Score, close
+from asyncrl.rewards.reward import RewardInput, Score, close
 
 INTO: Mapping[str, Callable[[Sequence[float]], float]] = {
     "min": min,
@@ -25,7 +25,7 @@ INTO: Mapping[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-class Process:
+class ProcessReward:
     """Applies a function, a reward model or a judge to each turn."""
 
     def __init__(self, step: Any, into: Literal["turns", "min", "mean", "sum", "last"] = "turns") -> None:
@@ -34,7 +34,7 @@ class Process:
         self._into = INTO.get(into)
         self.inline, self.pure = self._step.inline, self._step.pure
 
-    def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
+    def __call__(self, answer: RewardInput) -> Score | Awaitable[Score]:
         """Score all turns, concurrently if the step's reward is async."""
         states = [answer.until(turn) for turn in range(len(answer.texts))]
         return combined([(state, partial(self._step, state)) for state in states], self._made_of)

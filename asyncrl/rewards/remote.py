@@ -26,18 +26,18 @@ import httpx
 from pydantic import Field
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.rewards.batches import Batches
+from asyncrl.rewards.batches import RequestBatcher
 from asyncrl.rewards.calls import together
 from asyncrl.rewards.endpoints import Endpoints, RefusedError
 from asyncrl.rewards.parameters import Count, Name, Seconds, Urls
-from asyncrl.rewards.reward import Answer
+from asyncrl.rewards.reward import RewardInput
 
 REASON = "reward_model"
 BATCHED, LABELLED = ("batch", "openrlhf"), ("slime", "openrlhf")
 Sample = dict[str, Any]
 
 
-class Remote:
+class RewardModel:
     """Reward that a reward model gives to the last completion."""
 
     inline = pure = True
@@ -70,11 +70,11 @@ class Remote:
             api_key_env=api_key_env,
             transport=transport,
         )
-        self._batches: Batches[Sample, float] = Batches(
+        self._batches: RequestBatcher[Sample, float] = RequestBatcher(
             self._send, max_batch=max_batch if form in BATCHED else 1, max_wait=max_wait
         )
 
-    async def __call__(self, answer: Answer) -> float:
+    async def __call__(self, answer: RewardInput) -> float:
         """Score an answer. Raises EpisodeFailed("reward_model")."""
         sample = {
             "prompt": list(answer.question.get("messages", ())),

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from asyncrl.errors import EpisodeFailed
-from asyncrl.types import Trajectory, number
+from asyncrl.schema import Trajectory, number
 
 
 @dataclass(frozen=True)
-class Answer:
+class RewardInput:
     """Input of a reward: one episode."""
 
     text: str  # the last completion, without special tokens
@@ -37,7 +37,7 @@ class Answer:
             raise EpisodeFailed("reward_error", f"the question's record has no field {key!r}, only {sorted(record)}")
         return record[key]
 
-    def until(self, turn: int) -> Answer:
+    def until(self, turn: int) -> RewardInput:
         """Return the episode as it stood when this turn, counted from 0, had been written."""
         turns = Trajectory(self.trajectory.turns[: turn + 1])
         return replace(self, text=self.texts[turn], texts=self.texts[: turn + 1], trajectory=turns)
@@ -70,12 +70,12 @@ class Reward(Protocol):
         """True if the same answer to the same question always gets the same score, which may then be cached."""
         ...
 
-    def __call__(self, answer: Answer) -> Result:
+    def __call__(self, answer: RewardInput) -> Result:
         """Return the score. Raises EpisodeFailed when the scoring machinery is at fault, not the answer."""
         ...
 
 
-def checked(value: Score | float, answer: Answer) -> Score:
+def checked(value: Score | float, answer: RewardInput) -> Score:
     """Convert a result to a Score of plain finite numbers; parts that are None were not measured and are left out.
     Raises EpisodeFailed("reward_error") for anything else."""
     score = value if isinstance(value, Score) else Score(value)

@@ -20,9 +20,9 @@ from typing import Any
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards.build import part
 from asyncrl.rewards.calls import combined
-from asyncrl.rewards.judge import Judge
+from asyncrl.rewards.judge import JudgeReward
 from asyncrl.rewards.parameters import Name, check
-from asyncrl.rewards.reward import Answer, Result, Reward, Score, close
+from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, close
 
 TEMPLATE = """You check one criterion of an answer to a question.
 
@@ -47,7 +47,7 @@ LABELS = {"yes": 1.0, "no": 0.0}
 
 
 @dataclass(frozen=True)
-class Item:
+class Criterion:
     """One criterion, checked by the judge or by its own reward."""
 
     name: str
@@ -56,7 +56,7 @@ class Item:
     reward: Reward | None = None
 
 
-class Rubric:
+class RubricReward:
     """Reward from 0 to 1: the weighted fraction of the criteria that an answer meets."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Rubric:
         self.inline = all(one.inline for one in parts)
         self.pure = all(one.pure for one in parts)
 
-    def __call__(self, answer: Answer) -> Score | Awaitable[Score]:
+    def __call__(self, answer: RewardInput) -> Score | Awaitable[Score]:
         """Check all criteria concurrently. Raises EpisodeFailed if the judge fails on one of them, or the record has
         none."""
         items = self._items or self._of(answer)
@@ -96,23 +96,23 @@ class Rubric:
         for one in (*self._rewards, self._judge):
             await close(one)
 
-    def _ask(self, item: Item, answer: Answer) -> Result:
+    def _ask(self, item: Criterion, answer: RewardInput) -> Result:
         if item.reward is not None:
             return item.reward(answer)
         assert self._judge is not None
         return self._judge.ask(answer, item.criterion)
 
-    def _sum(self, items: Sequence[Item], scores: Sequence[Score]) -> Score:
+    def _sum(self, items: Sequence[Criterion], scores: Sequence[Score]) -> Score:
         total = math.fsum(item.weight * score.reward for item, score in zip(items, scores, strict=True))
         parts = {item.name: score.reward for item, score in zip(self._items, scores, strict=False)}
         parts["rubric/met"] = math.fsum(score.reward for score in scores) / len(scores)
         return Score(max(0.0, total / _divisor(items)), parts=parts)
 
-    def _of(self, answer: Answer) -> list[Item]:
+    def _of(self, answer: RewardInput) -> list[Criterion]:
         assert self._items_key is not None
         found = answer.field(self._items_key)
         try:
-            items = [Item("", float(one.get(self._weight_key, 1.0)), one[self._criterion_key]) for one in found]
+            items = [Criterion("", float(one.get(self._weight_key, 1.0)), one[self._criterion_key]) for one in found]
         except (AttributeError, KeyError, TypeError, ValueError):
             raise EpisodeFailed(
                 "reward_error",
@@ -123,32 +123,32 @@ class Rubric:
         return items
 
 
-def _divisor(items: Sequence[Item]) -> float:
+def _divisor(items: Sequence[Criterion]) -> float:
     return math.fsum(max(0.0, item.weight) for item in items)
 
 
-def _judge(judge: Any) -> Judge:
-    if isinstance(judge, Judge):
+def _judge(judge: Any) -> JudgeReward:
+    if isinstance(judge, JudgeReward):
         return judge
     if not isinstance(judge, Mapping):
         raise ConfigError("judge", judge, "Must be the params of the judge who is asked for the criteria.")
     read = {} if {"pattern", "json_field", "scale", "labels"} & judge.keys() else {"labels": LABELS}
     params = {"template": TEMPLATE, **read, **judge}
-    check(Judge, params, "judge")
+    check(JudgeReward, params, "judge")
     if "$criterion" not in params["template"].replace("{", ""):
         raise ConfigError("judge.template", params["template"], "It has no place $criterion.")
     try:
-        return Judge(**params)
+        return JudgeReward(**params)
     except ConfigError as error:
         raise ConfigError(f"judge.{error.field}", error.value, error.remedy) from None
 
 
-def _item(spec: Mapping[str, Any], field: str, number: int) -> Item:
+def _item(spec: Mapping[str, Any], field: str, number: int) -> Criterion:
     weight = spec.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"{field}.weight", weight, "Must be a finite number.")
     rest = {key: value for key, value in spec.items() if key not in ("weight", "name")}
     name = str(spec.get("name", f"criterion_{number}"))
     if rest.keys() == {"criterion"}:
-        return Item(name, float(weight), criterion=str(rest["criterion"]))
-    return Item(name, float(weight), reward=part(rest, field))
+        return Criterion(name, float(weight), criterion=str(rest["criterion"]))
+    return Criterion(name, float(weight), reward=part(rest, field))

@@ -17,7 +17,7 @@ SCORE = r"(?i:score)\W*?(-?\d+(?:\.\d+)?)"
 VERDICT = r"(?i:verdict)\W*(\w+)"
 
 
-class Verdicts:
+class VerdictParser:
     """Parser of verdicts."""
 
     def __init__(

@@ -28,7 +28,7 @@ class Reply:
     late: bool = False
 
 
-class Workers:
+class WorkerPool:
     """Pool of at most `count` processes of one command, for one event loop."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:

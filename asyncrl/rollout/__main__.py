@@ -14,13 +14,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl import tasks
 from asyncrl.access import Access
 from asyncrl.addresses import READY, Addresses
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
-from asyncrl.config import Config, Rollout, read
-from asyncrl.engine.client import Client, Session
+from asyncrl.config import Config, RolloutConfig, read
+from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
 from asyncrl.engine.scorer import TeacherEngines
@@ -37,25 +36,25 @@ from asyncrl.rollout.agent import Agent, agents, each, figures
 from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
-from asyncrl.rollout.concurrency import Window
+from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.containment import contain
 from asyncrl.rollout.curriculum import Mixer
-from asyncrl.rollout.episode import Limits
+from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.faults import Faults
-from asyncrl.rollout.notes import Notes
+from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
-from asyncrl.rollout.room import Adaptive, Fixed, Room, Unbounded
+from asyncrl.rollout.reporters import FailureReporter, RunReporter
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.serving import serve
 from asyncrl.rollout.snapshot import Snapshot
-from asyncrl.rollout.teacher import Teacher
+from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.rollout.worker import Worker
 from asyncrl.routing import RoutingShape
+from asyncrl.schema import Prompt, Trajectory
+from asyncrl.tasks import Task, build_all
 from asyncrl.tasks.scores import rewards
 from asyncrl.tls import signed
-from asyncrl.types import Prompt, Trajectory
 
 TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
 
@@ -67,38 +66,38 @@ async def main(run_dir: Path) -> None:
     progress = Progress(run_dir, "rollout", config.cluster.stall_timeout)
     progress.doing("starting", within=config.rollout.batch_timeout)
     progress.watch()
-    played = tasks.build_all(config)
+    tasks = build_all(config)
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
     importing.done()
     template = ChatTemplate(tokenizer)
     hf = json.loads((addresses.model / "config.json").read_text())
-    prompts = Prompts(config, played, template, hf["max_position_embeddings"], Notes(run_dir).warn)
+    prompts = Prompts(config, tasks, template, hf["max_position_embeddings"], RunReporter(run_dir).warn)
     routing = routing_shape(hf) if config.algo.routing_replay == "R3" else None
     context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing, context)
     rollout, loads = config.rollout, Loads(addresses.router, addresses.access)
     teachers = _teacher_engines(config, addresses)
-    teacher = Teacher(teachers) if teachers else None
+    teacher = TeacherScorer(teachers) if teachers else None
 
-    async def play(prompt: Prompt, session: Session) -> Trajectory:
+    async def play(prompt: Prompt, session: GenerationSession) -> Trajectory:
         return await worker.episode(prompt, session)
 
-    notes = Notes(run_dir, lambda: client.inflight.version)
-    players, scores = agents(config, played, notes.warn), rewards(config, played)
-    mixer = _mixer(config, played, prompts)
-    evaluations = Evaluations(play, client, played, prompts.held_out, config.eval, notes.evaluated)
-    room = _room(rollout)
+    reporter = RunReporter(run_dir, lambda: client.inflight.version)
+    players, scores = agents(config, tasks, reporter.warn), rewards(config, tasks)
+    mixer = _mixer(config, tasks, prompts)
+    evaluations = Evaluations(play, client, tasks, prompts.held_out, config.eval, reporter.evaluated)
+    limiter = _concurrency_limiter(rollout)
     writer = Writer(run_dir / RECORDS) if config.record else None
     resumed = snapshot.decode((addresses.resume / ROLLOUT).read_bytes()) if addresses.resume else None
-    recorder = _recorder(writer, config, addresses, notes, resumed.service.buffer.version if resumed else 0)
+    recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     service = Service(
         build_buffer(rollout),
         client,
         evaluations,
         addresses.api_key,
-        room=room,
+        limiter=limiter,
         drain=config.weights.pause_mode == "drain",
-        publish=notes.publish,
+        publish=reporter.publish,
         figures=lambda: {
             **(teacher.take_figures() if teacher else {}),
             **recorder.take_figures(),
@@ -109,7 +108,7 @@ async def main(run_dir: Path) -> None:
         recorder=recorder,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
     )
-    worker = _worker(config, service, client, players, scores, mixer, template, room, notes, teacher)
+    worker = _worker(config, service, client, players, scores, mixer, template, limiter, reporter, teacher)
     outstanding = _go_on(resumed, service, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
@@ -127,9 +126,9 @@ async def main(run_dir: Path) -> None:
             evaluations.begin()
         async with asyncio.TaskGroup() as working:
             working.create_task(worker.run(outstanding))
-            if isinstance(room, Adaptive):
+            if isinstance(limiter, AdaptiveConcurrency):
                 inflight = client.inflight
-                working.create_task(room.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
+                working.create_task(limiter.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
 
     following = asyncio.create_task(progress.follow())
     try:
@@ -150,8 +149,8 @@ async def main(run_dir: Path) -> None:
 
 def _client(
     config: Config, addresses: Addresses, stop_token_ids: list[int], routing: RoutingShape | None, context: int
-) -> Client:
-    return Client(
+) -> GenerationClient:
+    return GenerationClient(
         addresses.router,
         run=addresses.run_id,
         access=addresses.access,
@@ -173,14 +172,14 @@ def _client(
 def _worker(
     config: Config,
     service: Service,
-    client: Client,
+    client: GenerationClient,
     players: dict[str, Agent],
     scores: dict[str, Reward],
     mixer: Mixer,
     template: ChatTemplate,
-    room: Room,
-    notes: Notes,
-    teacher: Teacher | None,
+    limiter: ConcurrencyLimiter,
+    reporter: RunReporter,
+    teacher: TeacherScorer | None,
 ) -> Worker:
     rollout = config.rollout
     return Worker(
@@ -191,11 +190,11 @@ def _worker(
         mixer,
         template,
         group_sizes={name: config.group_size(name) for name in config.mixture},
-        room=room,
+        limiter=limiter,
         retries=rollout.retries,
         max_failures=rollout.max_failures,
-        limits=Limits(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout),
-        faults=Faults(notes.warn),
+        limits=EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout),
+        failures=FailureReporter(reporter.warn),
         accept=load(rollout.accept, "rollout.accept"),
         max_rejections=rollout.max_rejections,
         teacher=teacher,
@@ -204,7 +203,7 @@ def _worker(
 
 def _go_on(
     resumed: Snapshot, service: Service, prompts: Prompts, mixer: Mixer
-) -> list[tuple[Ticket, Prompt, Sequence[Session]]]:
+) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
     """Restore the checkpointed state and return the groups that were running when it was saved."""
     prompts.go_on(resumed.cursor)
     mixer.restore(resumed.mixer)
@@ -229,25 +228,27 @@ def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | N
     )
 
 
-def _recorder(writer: Writer | None, config: Config, addresses: Addresses, notes: Notes, version: int) -> Recorder:
+def _recorder(
+    writer: Writer | None, config: Config, addresses: Addresses, reporter: RunReporter, version: int
+) -> Recorder:
     recorder = Recorder()
     if writer:
         writer.write(Began(addresses.run_id, time.time(), version, json.loads(config.model_dump_json())))
-        recorder = WritingRecorder(writer, notes.warn)
+        recorder = WritingRecorder(writer, reporter.warn)
     if compared := config.replay.compare:
-        recorder = Comparison(Recording(Path(compared).expanduser()), notes.compared, recorder)
+        recorder = Comparison(Recording(Path(compared).expanduser()), reporter.compared, recorder)
     return recorder
 
 
-def _room(rollout: Rollout) -> Room:
+def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
     if rollout.max_running_groups == "auto":
-        return Adaptive(Window(rollout.max_new_tokens))
-    return Fixed(rollout.max_running_groups) if rollout.max_running_groups else Unbounded()
+        return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens))
+    return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else UnboundedConcurrency()
 
 
-def _mixer(config: Config, played: dict[str, tasks.Task], prompts: Prompts) -> Mixer:
+def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
     return Mixer(
-        played,
+        tasks,
         prompts.training,
         {name: task.weight for name, task in config.mixture.items()},
         load(config.rollout.curriculum, "rollout.curriculum"),

@@ -17,7 +17,7 @@ NAMED = 4
 """Number of groups that a diagnosis lists."""
 
 
-class Sibling(Protocol):
+class SiblingActivity(Protocol):
     """One running episode of a group."""
 
     received: int
@@ -25,12 +25,12 @@ class Sibling(Protocol):
     since: float
 
 
-def silence(siblings: Collection[Sibling], now: float) -> float:
+def silence(siblings: Collection[SiblingActivity], now: float) -> float:
     """Return the seconds since the last activity of the episode that has been silent longest."""
     return max((now - one.since for one in siblings if one.waits_for), default=0.0)
 
 
-def describe(uid: str, siblings: Collection[Sibling], now: float) -> str:
+def describe(uid: str, siblings: Collection[SiblingActivity], now: float) -> str:
     """Describe a group in one line; its slowest episode represents it."""
     left = [one for one in siblings if one.waits_for]
     so_far = f"{uid}: {len(left)} of {len(siblings)} episodes left, {sum(one.received for one in siblings)} tokens"
@@ -40,7 +40,7 @@ def describe(uid: str, siblings: Collection[Sibling], now: float) -> str:
     return f"{so_far}, waits {now - slowest.since:.0f} s for {slowest.waits_for}"
 
 
-def slowest(groups: Iterable[tuple[str, Collection[Sibling]]]) -> list[str]:
+def slowest(groups: Iterable[tuple[str, Collection[SiblingActivity]]]) -> list[str]:
     """Return one line for each of the NAMED groups that have been silent longest."""
     now = time.monotonic()
     ranked = sorted(groups, key=lambda group: -silence(group[1], now))

@@ -19,11 +19,11 @@ from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.agents.proxied import ThroughTheProxy
 from asyncrl.agents.self_play import SelfPlay
 from asyncrl.config import Config
-from asyncrl.envs.pool import Environments, PoolSettings
+from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load
+from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.tasks import Task
-from asyncrl.types import Generate, Prompt, Trajectory
 
 Played = Trajectory | float | None
 """Result of an agent's episode: a Trajectory (its reward is None if the task gives it); or the reward alone, or None,
@@ -37,7 +37,7 @@ class Agent(Protocol):
     async def run(self, prompt: Prompt, generate: Generate) -> Played: ...
 
 
-class Function:
+class FunctionAgent:
     """Agent that calls a function."""
 
     def __init__(self, function: Callable[..., Awaitable[Played]], params: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ def load_agent(path: str, params: Mapping[str, Any], field: str = "agent") -> Ag
     """Load the agent at an import path, module:name, with its parameters. Raises ConfigError for that field."""
     found = load(path, field)
     if inspect.iscoroutinefunction(found):
-        return Function(found, params)
+        return FunctionAgent(found, params)
     if not isinstance(found, type) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
         remedy = "Must be an async function of (prompt, generate), or a class with such a method, run."
         raise ConfigError(field, path, remedy)
@@ -83,7 +83,7 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
         task, field, params = tasks[name], f"{config.field_of(name)}.agent", dict(section.agent_params)
         if spec := getattr(task, "environment", None):
             settings = PoolSettings(**section.environments.model_dump())
-            params["environments"] = Environments(name, spec, settings, tell)
+            params["environments"] = EnvironmentPool(name, spec, settings, tell)
         if section.agent:
             found[name] = load_agent(section.agent, params, field)
         elif own := getattr(task, "agent", None):

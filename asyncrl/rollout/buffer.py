@@ -31,12 +31,12 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Literal
 
-from asyncrl.config import Rollout
+from asyncrl.config import RolloutConfig
 from asyncrl.imports import load
-from asyncrl.rollout.cohorts import BufferState, Cohort, Played, Playing, Ticket
+from asyncrl.rollout.cohorts import BufferState, Cohort, ReadyGroup, RunningGroup, Ticket
 from asyncrl.rollout.hooks import Select, lowest_first
-from asyncrl.rollout.ledger import Events, Ledger, Places, Source, Tokens
-from asyncrl.types import Group
+from asyncrl.rollout.ledger import EventCounts, Ledger, SourceCounts, StateCounts, TokenCounts
+from asyncrl.schema import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"
 """Reasons for rejection in the ledger: the cohort's seats were taken by other groups; the batch was taken without it.
@@ -69,9 +69,9 @@ class CohortBuffer:
         self._filling = 0  # the cohort that new slots belong to
         self._cohorts: defaultdict[int, Cohort] = defaultdict(lambda: Cohort(batch_groups))
         self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be replayed
-        self._running: dict[int, Playing] = {}  # by slot
-        self._ready: dict[int, Played] = {}  # by slot
-        self._training: list[Played] = []
+        self._running: dict[int, RunningGroup] = {}  # by slot
+        self._ready: dict[int, ReadyGroup] = {}  # by slot
+        self._training: list[ReadyGroup] = []
         self._unwanted: list[Ticket] = []
         self._dropped: list[Group] = []
         self._issued, self._trained, self._tokens = Counter[str](), Counter[str](), Counter[str]()
@@ -94,7 +94,7 @@ class CohortBuffer:
             self._cohorts[cohort].issued += 1
             self._next_slot += 1
         ticket = Ticket(slot, attempt, self.version, cohort)
-        self._running[slot] = Playing(ticket, self._clock())
+        self._running[slot] = RunningGroup(ticket, self._clock())
         self._cohorts[cohort].playing += 1
         self._issued["groups"] += 1
         return ticket
@@ -113,7 +113,7 @@ class CohortBuffer:
             self.reject(ticket, self._too_late(ticket), tokens=group.num_tokens + discarded)
             return False
         playing = self._close(ticket)
-        self._ready[ticket.slot] = Played(ticket.cohort, playing.prompt, group, group.num_tokens)
+        self._ready[ticket.slot] = ReadyGroup(ticket.cohort, playing.prompt, group, group.num_tokens)
         self._tokens["discarded"] += discarded
         cohort.taken += 1
         if cohort.taken == cohort.seats:
@@ -179,18 +179,18 @@ class CohortBuffer:
         self._tokens["trained"] += sum(played.tokens for played in self._training)
         self._training = []
 
-    def groups(self) -> Places:
+    def groups(self) -> StateCounts:
         """Count the groups by state."""
         return self._places()["groups"]
 
-    def ledger(self, source: Source, retried: dict[str, int] | None = None) -> Ledger:
+    def ledger(self, source: SourceCounts, retried: dict[str, int] | None = None) -> Ledger:
         """Return the ledger: the buffer's own counts, and what `source` has counted independently."""
         places = self._places()
         return Ledger(
             prompts=replace(places["prompts"], issued=source.prompts),
             groups=places["groups"],
             trajectories=places["trajectories"],
-            tokens=Tokens(
+            tokens=TokenCounts(
                 generated=source.tokens,
                 running=source.running,
                 held=sum(played.tokens for played in (*self._ready.values(), *self._training)),
@@ -198,7 +198,9 @@ class CohortBuffer:
                 rejected=self._tokens["rejected"],
                 discarded=self._tokens["discarded"] + source.late,
             ),
-            events=Events(self._requeued, retried or {}, reused=source.reused, evaluation_tokens=source.evaluation),
+            events=EventCounts(
+                self._requeued, retried or {}, reused=source.reused, evaluation_tokens=source.evaluation
+            ),
         )
 
     @property
@@ -284,13 +286,13 @@ class CohortBuffer:
     def _move_seat(self) -> None:
         self._cohorts[self.lead + self.version].seats += 1
 
-    def _places(self) -> dict[str, Places]:
+    def _places(self) -> dict[str, StateCounts]:
         """Count by kind and state. Running, ready and training are counted from the groups themselves, not
         incrementally."""
         running, ready = _units(self._running.values()), _units(self._ready.values())
         training = _units(self._training)
         return {
-            kind: Places(
+            kind: StateCounts(
                 self._issued[kind],
                 running[kind],
                 ready[kind],
@@ -301,7 +303,7 @@ class CohortBuffer:
             for kind in ("prompts", "groups", "trajectories")
         }
 
-    def _count_rejected(self, reason: str, group: Playing | Played, tokens: int) -> None:
+    def _count_rejected(self, reason: str, group: RunningGroup | ReadyGroup, tokens: int) -> None:
         self._rejected[reason].update(_units([group]))
         self._tokens["rejected"] += tokens
 
@@ -313,7 +315,7 @@ class CohortBuffer:
         playing = self._running.get(ticket.slot)
         return playing is not None and playing.ticket == ticket
 
-    def _close(self, ticket: Ticket) -> Playing:
+    def _close(self, ticket: Ticket) -> RunningGroup:
         if not self._runs(ticket):
             raise ValueError(f"{ticket} is not running")
         self._cohorts[ticket.cohort].playing -= 1
@@ -325,7 +327,7 @@ class CohortBuffer:
             del self._cohorts[cohort]
 
 
-def build_buffer(rollout: Rollout) -> CohortBuffer:
+def build_buffer(rollout: RolloutConfig) -> CohortBuffer:
     """Build the buffer that the configuration describes."""
     return CohortBuffer(
         rollout.batch_groups,
@@ -337,7 +339,7 @@ def build_buffer(rollout: Rollout) -> CohortBuffer:
     )
 
 
-def _units(groups: Collection[Playing | Played]) -> Counter[str]:
+def _units(groups: Collection[RunningGroup | ReadyGroup]) -> Counter[str]:
     """Count the prompts, groups and trajectories of these groups; a group that has begun plays one prompt."""
     return Counter(
         prompts=len({group.prompt for group in groups if group.prompt}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.types import Group
+from asyncrl.schema import Group
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Ticket:
 
 
 @dataclass
-class Playing:
+class RunningGroup:
     """A running group."""
 
     ticket: Ticket
@@ -33,7 +33,7 @@ class Playing:
 
 
 @dataclass(frozen=True)
-class Played:
+class ReadyGroup:
     """A finished group that waits for its batch or is in it."""
 
     cohort: int
@@ -66,8 +66,8 @@ class BufferState:
     filling: int
     cohorts: dict[int, Cohort]
     vacant: list[tuple[int, int, int]]
-    running: list[Playing]
-    ready: list[Played]
+    running: list[RunningGroup]
+    ready: list[ReadyGroup]
     unwanted: list[Ticket]
     issued: dict[str, int]
     trained: dict[str, int]

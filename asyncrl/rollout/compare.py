@@ -14,7 +14,7 @@ from asyncrl.records.reading import Recording
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.recorder import Recorder
-from asyncrl.types import Completion, Group
+from asyncrl.schema import Completion, Group
 
 
 class Comparison(Recorder):

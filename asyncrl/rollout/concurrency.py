@@ -36,7 +36,7 @@ RESERVE = 2.0
 """Target number of ready batches at the time the trainer takes the next one."""
 
 
-class Window:
+class ConcurrencyWindow:
     """The controller. `start`, `end`, `observe` and `taken` report events to it."""
 
     def __init__(self, longest: int) -> None:

@@ -14,8 +14,8 @@ from numbers import Real
 from statistics import fmean
 
 from asyncrl.errors import ConfigError
+from asyncrl.schema import Group, Prompt
 from asyncrl.tasks import Task
-from asyncrl.types import Group, Prompt
 
 WINDOW = 64
 """Number of recent groups over which a task's figures are averaged."""
@@ -32,14 +32,14 @@ class TaskProgress:
 
 
 @dataclass(frozen=True)
-class Progress:
+class CurriculumInput:
     """Input of a curriculum function."""
 
     version: int  # served by the engines
     tasks: Mapping[str, TaskProgress]  # by name
 
 
-Curriculum = Callable[[Progress], Mapping[str, float]]
+Curriculum = Callable[[CurriculumInput], Mapping[str, float]]
 """Returns the weights of the tasks, by name, for the next prompt; a task that is not named has weight 0."""
 
 
@@ -79,7 +79,7 @@ class Mixer:
     def draw(self, version: int) -> Prompt:
         """Return the next prompt, admitted while the engines serve `version`. Raises ConfigError if weights are
         invalid."""
-        found = self._curriculum(Progress(version, {name: self._progress(name) for name in self._streams}))
+        found = self._curriculum(CurriculumInput(version, {name: self._progress(name) for name in self._streams}))
         (name,) = self._draws.choices(list(self._streams), self._checked(found))
         return next(self._streams[name])
 

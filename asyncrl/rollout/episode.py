@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.agents.linking import Asked, check, link
-from asyncrl.engine.client import Session
+from asyncrl.agents.linking import CompletedRequest, check, link
+from asyncrl.engine.client import GenerationSession
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD, TEACHER
 from asyncrl.rollout.agent import Agent, Played
-from asyncrl.types import Completion, Prompt, Template, Trajectory, Turn, number
+from asyncrl.schema import Completion, Prompt, Template, Trajectory, Turn, number
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """Adds the reward to a trajectory whose agent gave none."""
@@ -30,7 +30,7 @@ Teach = Callable[[Trajectory], Awaitable[list[Turn]]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeTimeouts:
     """Timeouts of an episode, in seconds."""
 
     agent: float  # between two requests
@@ -41,13 +41,15 @@ class Limits:
 class Episode:
     """The policy as the agent of one episode sees it (`generate`), with the episode's timeouts."""
 
-    def __init__(self, session: Session, limits: Limits, template: Template) -> None:
+    def __init__(self, session: GenerationSession, limits: EpisodeTimeouts, template: Template) -> None:
         self.template = template
         self._session, self._limits = session, limits
         self._asking = 0
         self._silence: asyncio.Timeout | None = None
         self._serial = itertools.count()
-        self._asked: dict[int, Asked] = {}  # answered requests, numbered in the order in which they were made
+        self._asked: dict[
+            int, CompletedRequest
+        ] = {}  # answered requests, numbered in the order in which they were made
 
     @property
     def temperature(self) -> float:
@@ -64,7 +66,7 @@ class Episode:
         finally:
             self._asking -= 1
             self._rest()
-        self._asked[number] = Asked(context, completion, role)
+        self._asked[number] = CompletedRequest(context, completion, role)
         return completion
 
     async def play(self, agent: Agent, prompt: Prompt, score: Score, teach: Teach | None = None) -> Trajectory:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from asyncrl.config import Eval
-from asyncrl.engine.client import Client, Session
+from asyncrl.config import EvalConfig
+from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
+from asyncrl.schema import Prompt, Trajectory
 from asyncrl.tasks import Task
-from asyncrl.types import Prompt, Trajectory
 
-Play = Callable[[Prompt, Session], Awaitable[Trajectory]]
+Play = Callable[[Prompt, GenerationSession], Awaitable[Trajectory]]
 """Plays and scores one episode."""
 Line = dict[str, Any]
 """One line of eval.jsonl: one set in one evaluation."""
@@ -34,7 +34,7 @@ Attempt = Trajectory | AsyncRLError
 
 
 @dataclass(frozen=True)
-class Answers:
+class QuestionAttempts:
     """All attempts at one question."""
 
     greedy: Attempt
@@ -47,10 +47,10 @@ class Evaluations:
     def __init__(
         self,
         play: Play,
-        client: Client,
+        client: GenerationClient,
         tasks: Mapping[str, Task],
         sets: Mapping[str, Sequence[Prompt]],
-        settings: Eval,
+        settings: EvalConfig,
         write: Callable[[Line], None],
     ) -> None:
         """`write` receives every line. Without evaluation sets there is nothing to do."""
@@ -106,7 +106,7 @@ class Evaluations:
             self._write(line)
         return lines
 
-    async def _ask(self, prompt: Prompt) -> Answers:
+    async def _ask(self, prompt: Prompt) -> QuestionAttempts:
         """Return all answers to one question. They share an engine, and the sampled ones share a request."""
         async with self._room:
             name = f"e{next(self._serial):010d}"
@@ -118,16 +118,16 @@ class Evaluations:
                 ]
                 tasks = [group.create_task(self._attempt(prompt, session)) for session in sessions]
         greedy, *sampled = (task.result() for task in tasks)
-        return Answers(greedy, sampled)
+        return QuestionAttempts(greedy, sampled)
 
-    async def _attempt(self, prompt: Prompt, session: Session) -> Attempt:
+    async def _attempt(self, prompt: Prompt, session: GenerationSession) -> Attempt:
         try:
             return await self._play(prompt, session)
         except (EpisodeFailed, EngineError) as failure:  # counted; one failed question does not end the run
             return failure
 
 
-def summarize(name: str, answers: Sequence[Answers], correct: Callable[[float], bool]) -> Line:
+def summarize(name: str, answers: Sequence[QuestionAttempts], correct: Callable[[float], bool]) -> Line:
     """Return the figures of one set. Failed attempts are counted and left out. Raises AsyncRLError when no greedy one
     is left."""
     attempts = [attempt for one in answers for attempt in (one.greedy, *one.sampled)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncrl.rollout.curriculum import Progress
-from asyncrl.types import Group
+from asyncrl.rollout.curriculum import CurriculumInput
+from asyncrl.schema import Group
 
 Accept = Callable[[Group], bool | str]
 """Returns whether a group may be trained, or the reason why not."""
@@ -13,12 +13,12 @@ Select = Callable[[Sequence[Group], int], Sequence[Group]]
 """Returns `count` of the ready groups that are not yet due, to fill up a batch."""
 
 
-def by_weight(progress: Progress) -> Mapping[str, float]:
+def by_weight(progress: CurriculumInput) -> Mapping[str, float]:
     """Return the configured weights."""
     return {name: task.weight for name, task in progress.tasks.items()}
 
 
-def towards_half_solved(progress: Progress) -> Mapping[str, float]:
+def towards_half_solved(progress: CurriculumInput) -> Mapping[str, float]:
     """Return the configured weights times 4 p (1 - p), where p is the fraction of correct answers.
 
     Where all answers to a question agree there is little to learn (learnability: arXiv 2502.12272). The factor is at

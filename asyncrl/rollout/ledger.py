@@ -20,7 +20,7 @@ from asyncrl.errors import LedgerError
 
 
 @dataclass(frozen=True)
-class Places:
+class StateCounts:
     """Counts of one kind of thing, by state."""
 
     issued: int = 0
@@ -32,7 +32,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenCounts:
     """Counts of the tokens that engines generated for training, by state."""
 
     generated: int = 0
@@ -44,7 +44,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceCounts:
     """Counts taken at the source, outside the buffer."""
 
     prompts: int  # drawn
@@ -56,7 +56,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Events:
+class EventCounts:
     """Counts that are not part of the balance."""
 
     requeued: int = 0  # slots replayed, with another prompt
@@ -69,16 +69,16 @@ class Events:
 class Ledger:
     """All counts of a run at one instant."""
 
-    prompts: Places
-    groups: Places
-    trajectories: Places
-    tokens: Tokens
-    events: Events = field(default_factory=Events)
+    prompts: StateCounts
+    groups: StateCounts
+    trajectories: StateCounts
+    tokens: TokenCounts
+    events: EventCounts = field(default_factory=EventCounts)
 
     def check(self) -> None:
         """Raise LedgerError with the first equation that does not hold, both of its sides and the difference."""
         for name in ("prompts", "groups", "trajectories"):
-            places: Places = getattr(self, name)
+            places: StateCounts = getattr(self, name)
             parts = {
                 "running": places.running,
                 "ready": places.ready,

@@ -20,8 +20,8 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.envs.tools.system import ignores_tools, tools_in_system
 from asyncrl.errors import ConfigError
+from asyncrl.schema import Prompt, Template
 from asyncrl.tasks import Question, Task, ask
-from asyncrl.types import Prompt, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from asyncrl.records.events import Admitted, Committed, Event, Published, Reject
 from asyncrl.records.writer import Writer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Ledger
-from asyncrl.types import Group
+from asyncrl.schema import Group
 
 
 class Recorder:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
-from asyncrl.rewards.reward import Answer, Result, Reward, Score, checked
+from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, checked
 
 THREADS = 64
 MOST_HANGING = 64
@@ -33,7 +33,7 @@ class Scorer:
         self._room = asyncio.Semaphore(THREADS)
         self.hanging = 0
 
-    async def score(self, reward: Reward, answer: Answer) -> Score:
+    async def score(self, reward: Reward, answer: RewardInput) -> Score:
         """Score an answer. Raises EpisodeFailed with reward_error, reward_timeout, or the reason that the reward
         gives."""
         if reward.inline:
@@ -51,7 +51,7 @@ class Scorer:
         with raised_by("reward_error"):
             return checked(result, answer)
 
-    async def _settled(self, result: Awaitable[Score | float], answer: Answer) -> Score:
+    async def _settled(self, result: Awaitable[Score | float], answer: RewardInput) -> Score:
         try:
             async with asyncio.timeout(self._timeout):
                 with raised_by("reward_error"):
@@ -63,7 +63,7 @@ class Scorer:
         detail = f"no reward for {self._timeout:.0f} s (rollout.reward_timeout)"
         return EpisodeFailed("reward_timeout", detail, retry=False)
 
-    def _in_a_thread(self, reward: Reward, answer: Answer) -> asyncio.Future[Result]:
+    def _in_a_thread(self, reward: Reward, answer: RewardInput) -> asyncio.Future[Result]:
         """Call the reward in a daemon thread: neither the loop nor the process's exit waits for it."""
         loop = asyncio.get_running_loop()
         found: asyncio.Future[Result] = loop.create_future()
@@ -99,7 +99,7 @@ class Scorer:
         return found
 
 
-def _call(reward: Reward, answer: Answer) -> Result:
+def _call(reward: Reward, answer: RewardInput) -> Result:
     with raised_by("reward_error"):
         return reward(answer)
 

@@ -31,18 +31,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from asyncrl.engine.client import Client, Session
+from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.errors import AsyncRLError
 from asyncrl.rollout.activity import slowest
 from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.ledger import Ledger, Source
+from asyncrl.rollout.ledger import Ledger, SourceCounts
+from asyncrl.rollout.limiter import ConcurrencyLimiter, UnboundedConcurrency
 from asyncrl.rollout.recorder import Recorder
-from asyncrl.rollout.room import Room, Unbounded
-from asyncrl.rollout.snapshot import Outstanding, PromptName, ServiceState, Sibling
-from asyncrl.types import Batch, Group, Prompt, encode
+from asyncrl.rollout.snapshot import Outstanding, PromptName, ServiceState, SiblingSnapshot
+from asyncrl.schema import Batch, Group, Prompt, encode
 
 POLL_SECONDS = 2.0
 """Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""
@@ -66,7 +66,7 @@ class _Group:
     """A running group."""
 
     prompt: PromptName
-    siblings: Sequence[Session]
+    siblings: Sequence[GenerationSession]
 
 
 class Service:
@@ -75,11 +75,11 @@ class Service:
     def __init__(
         self,
         buffer: CohortBuffer,
-        client: Client,
+        client: GenerationClient,
         evaluations: Evaluations,
         api_key: str,
         *,
-        room: Room | None = None,
+        limiter: ConcurrencyLimiter | None = None,
         drain: bool = False,
         publish: Callable[[dict[str, Any], list[str]], None] = lambda ledger, warnings: None,
         figures: Callable[[], dict[str, float]] = dict,
@@ -90,7 +90,7 @@ class Service:
         batch; `save` encodes a snapshot that includes the state."""
         self._buffer, self._client, self._api_key = buffer, client, api_key
         self._evaluations, self._drain = evaluations, drain
-        self._room, self._waited = room or Unbounded(), False
+        self._limiter, self._waited = limiter or UnboundedConcurrency(), False
         self._changed = asyncio.Condition()
         self._audit, self._publish, self._more_figures = Audit(), publish, figures
         self._recorder = recorder or Recorder()
@@ -120,7 +120,7 @@ class Service:
         self._drawn += 1
         return prompt
 
-    def begin(self, ticket: Ticket, prompt: Prompt, siblings: Sequence[Session]) -> None:
+    def begin(self, ticket: Ticket, prompt: Prompt, siblings: Sequence[GenerationSession]) -> None:
         """Record that the group of a ticket plays this prompt, with one trajectory per session."""
         self._buffer.begin(ticket, prompt.uid, len(siblings))
         self._recorder.admitted(ticket, prompt.uid, len(siblings))
@@ -197,7 +197,7 @@ class Service:
             return self._encoded
         if version != self._buffer.step or not self.may_take() or (groups := self._buffer.take()) is None:
             return None
-        self._room.taken(self._buffer.ready, len(groups), waited=self._waited)
+        self._limiter.taken(self._buffer.ready, len(groups), waited=self._waited)
         self._waited = False
         for dropped in self._buffer.dropped():
             self._audit.drop(dropped.uid)
@@ -274,7 +274,7 @@ class Service:
         """Return the state. Serialize it immediately: it shares its parts with the service."""
         flight = self._client.inflight
         outstanding = [
-            Outstanding(ticket, group.prompt, [Sibling(one.received, one.said()) for one in group.siblings])
+            Outstanding(ticket, group.prompt, [SiblingSnapshot(one.received, one.said()) for one in group.siblings])
             for ticket, group in self._playing.items()
         ]
         return ServiceState(
@@ -290,7 +290,7 @@ class Service:
             flight.late_tokens,
         )
 
-    def restore(self, state: ServiceState) -> list[tuple[Ticket, PromptName, Sequence[Session]]]:
+    def restore(self, state: ServiceState) -> list[tuple[Ticket, PromptName, Sequence[GenerationSession]]]:
         """Restore a saved state, before anything has begun. Returns the groups that must be continued."""
         self._buffer.restore(state.buffer)
         self._client.inflight.resume(state.buffer.version, state.tokens, state.late)
@@ -317,7 +317,7 @@ class Service:
         """Return the ledger after checking it. Raises LedgerError."""
         tokens, late = self._client.inflight.tokens, self._client.inflight.late_tokens
         running = sum(session.received for group in self._playing.values() for session in group.siblings)
-        source = Source(self._drawn, tokens["training"], running, late, tokens["evaluation"], self._reused)
+        source = SourceCounts(self._drawn, tokens["training"], running, late, tokens["evaluation"], self._reused)
         ledger = self._buffer.ledger(source, dict(self._retried + self._client.inflight.figures.continued))
         ledger.check()
         self._checked = time.monotonic()
@@ -352,7 +352,7 @@ class Service:
             "groups/requeued": ledger.events.requeued,
             "time/engine_busy": seen.seconds_busy,
             **self._audit.figures(),
-            **self._room.figures(),
+            **self._limiter.figures(),
             "prefix_cache/hit": seen.cached_tokens / max(1, seen.prompt_tokens),
             "tokens/refilled": seen.refilled_tokens,
             "tokens/inferred": seen.inferred_tokens,

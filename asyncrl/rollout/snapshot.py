@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.engine.client import Said
+from asyncrl.engine.client import SavedCompletion
 from asyncrl.errors import RecordError
 from asyncrl.rollout.audit import AuditState
 from asyncrl.rollout.cohorts import BufferState, Ticket
@@ -31,11 +31,11 @@ class PromptName:
 
 
 @dataclass(frozen=True)
-class Sibling:
+class SiblingSnapshot:
     """One episode of a running group."""
 
     received: int  # tokens
-    said: list[Said]
+    said: list[SavedCompletion]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Outstanding:
 
     ticket: Ticket
     prompt: PromptName
-    siblings: list[Sibling]
+    siblings: list[SiblingSnapshot]
 
 
 @dataclass(frozen=True)

@@ -15,29 +15,29 @@ from typing import Protocol
 
 import msgspec
 
-from asyncrl.engine.scorer import Figures
+from asyncrl.engine.scorer import TeacherStats
 from asyncrl.errors import EngineError, EpisodeFailed
-from asyncrl.types import Trajectory, Turn
+from asyncrl.schema import Trajectory, Turn
 
 REASON = "teacher"
 
 
-class Engines(Protocol):
+class TeacherClient(Protocol):
     """Interface of engine.scorer.TeacherEngines."""
 
     async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
         """Return the log-probabilities of token_ids[start:]."""
         ...
 
-    def take_figures(self) -> Figures:
+    def take_figures(self) -> TeacherStats:
         """Return the figures since the last call."""
         ...
 
 
-class Teacher:
+class TeacherScorer:
     """Scores whole episodes: one request for each sample, however many turns it has."""
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: TeacherClient) -> None:
         self._engines = engines
         self._seconds, self._episodes = 0.0, 0
 

@@ -1,6 +1,6 @@
 """The rollout worker, which keeps the engines busy: ticket -> siblings -> scores -> commit.
 
-waits for     the concurrency limit (rollout/room.py), a ticket (the buffer's admission)
+waits for     the concurrency limit (rollout/limiter.py), a ticket (the buffer's admission)
 unblocked by  a published version, and every group that ends; an episode that hangs is given up (rollout/episode.py)
 on death      an error that is neither an EpisodeFailed (all that user code raises, and its timeouts) nor an EngineError
               is a bug: it ends the process, and the launcher ends the run
@@ -18,22 +18,22 @@ from typing import TypeVar
 
 import msgspec
 
-from asyncrl.engine.client import Client, Session
+from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
-from asyncrl.rewards.reward import Answer, Reward
+from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
+from asyncrl.rollout.branches import score_by_branch
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
-from asyncrl.rollout.episode import Episode, Limits
-from asyncrl.rollout.faults import Faults
+from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.rollout.hooks import Accept, accept_all
-from asyncrl.rollout.room import Room
+from asyncrl.rollout.limiter import ConcurrencyLimiter
+from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.service import Service
-from asyncrl.rollout.teacher import Teacher
-from asyncrl.rollout.ways import scored_by_way
+from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.routing import share_prompt
-from asyncrl.types import Group, Prompt, Template, Trajectory, Turn
+from asyncrl.schema import Group, Prompt, Template, Trajectory, Turn
 
 T = TypeVar("T")
 RETRY_DELAY = 0.5
@@ -46,21 +46,21 @@ class Worker:
     def __init__(
         self,
         service: Service,
-        client: Client,
+        client: GenerationClient,
         agents: Mapping[str, Agent],
         rewards: Mapping[str, Reward],
         mixer: Mixer,
         template: Template,
         *,
         group_sizes: Mapping[str, int],
-        room: Room,
+        limiter: ConcurrencyLimiter,
         retries: int = 0,
         max_failures: int,
-        limits: Limits,
-        faults: Faults,
+        limits: EpisodeTimeouts,
+        failures: FailureReporter,
         accept: Accept = accept_all,
         max_rejections: int = 1000,
-        teacher: Teacher | None = None,
+        teacher: TeacherScorer | None = None,
     ) -> None:
         """`agents`, `rewards` and `group_sizes` are keyed by task. Agents and rewards serve training and evaluation;
         the teacher scores training episodes only."""
@@ -69,13 +69,13 @@ class Worker:
         self._mixer, self._template = mixer, template
         self._group_sizes, self._retries, self._max_failures = group_sizes, retries, max_failures
         self._retried: Counter[str] = Counter()
-        self._limits, self._faults, self._scorer = limits, faults, Scorer(limits.reward)
-        self._room, self._accept, self._max_rejections, self._teacher = room, accept, max_rejections, teacher
+        self._limits, self._failures, self._scorer = limits, failures, Scorer(limits.reward)
+        self._limiter, self._accept, self._max_rejections, self._teacher = limiter, accept, max_rejections, teacher
         self._failures_in_a_row = self._rejections_in_a_row = 0
         self._playing: dict[Ticket, asyncio.Task[None]] = {}
         self._stopped: dict[Ticket, str] = {}
 
-    async def run(self, outstanding: Sequence[tuple[Ticket, Prompt, Sequence[Session]]] = ()) -> None:
+    async def run(self, outstanding: Sequence[tuple[Ticket, Prompt, Sequence[GenerationSession]]] = ()) -> None:
         """Play groups until cancelled; `outstanding` groups, which were running when a checkpoint was saved, come
         first."""
         largest = max(self._group_sizes.values())  # the task is known only once the prompt is drawn
@@ -84,11 +84,11 @@ class Worker:
             for ticket, prompt, sessions in outstanding:
                 self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions, inside=False))
             while True:
-                await self._room.enter(largest)
+                await self._limiter.acquire(largest)
                 ticket = await self._service.ticket()
                 prompt = self._service.draw(partial(self._mixer.draw, ticket.born))
                 size = self._group_sizes[prompt.task]
-                self._room.give_back(largest - size)
+                self._limiter.give_back(largest - size)
                 sessions = [self._client.generate(group=ticket.uid, sample=f"{ticket.uid} {i}") for i in range(size)]
                 self._service.begin(ticket, prompt, sessions)
                 self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions))
@@ -99,12 +99,14 @@ class Worker:
                 self._stopped[ticket] = reason
                 self._playing[ticket].cancel()
 
-    async def _play(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Session], *, inside: bool = True) -> None:
+    async def _play(
+        self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession], *, inside: bool = True
+    ) -> None:
         """Play one group, unless the buffer aborts it as superfluous. `inside` says that the group is already counted
         by the limit."""
         try:
             if not inside:
-                await self._room.enter(len(sessions))
+                await self._limiter.acquire(len(sessions))
                 inside = True
             await self._play_out(ticket, prompt, sessions)
         except asyncio.CancelledError:
@@ -114,9 +116,9 @@ class Worker:
         finally:
             del self._playing[ticket]
             if inside:
-                self._room.leave(len(sessions))
+                self._limiter.release(len(sessions))
 
-    async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Session]) -> None:
+    async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]) -> None:
         """Play all siblings and hand the group in, or reject it so that its slot is replayed with another prompt."""
         try:
             async with asyncio.TaskGroup() as siblings:  # one failed sibling cancels the rest: no orphaned requests
@@ -134,12 +136,12 @@ class Worker:
             self._mixer.record(group)
             await self._hand_in(ticket, group)
 
-    async def episode(self, prompt: Prompt, session: Session) -> Trajectory:
+    async def episode(self, prompt: Prompt, session: GenerationSession) -> Trajectory:
         """Play and score one episode within its timeouts."""
 
         async def score(trajectory: Trajectory) -> Trajectory:
             texts = [self._template.decode(turn.completion.token_ids) for turn in trajectory.turns]
-            answer, reward = Answer(texts[-1], texts, prompt.question, trajectory), self._rewards[prompt.task]
+            answer, reward = RewardInput(texts[-1], texts, prompt.question, trajectory), self._rewards[prompt.task]
             found = await self._tried(session, lambda: self._scorer.score(reward, answer))
             for name, part in found.parts.items():
                 self._parts.setdefault(name, []).append(part)
@@ -157,11 +159,11 @@ class Worker:
         def play() -> Awaitable[Trajectory]:
             session.forget()
             episode = Episode(session, self._limits, self._template)
-            return episode.play(self._agents[prompt.task], prompt, lambda one: scored_by_way(one, score), taught)
+            return episode.play(self._agents[prompt.task], prompt, lambda one: score_by_branch(one, score), taught)
 
         return await self._tried(session, play)
 
-    async def _tried(self, session: Session, act: Callable[[], Awaitable[T]]) -> T:
+    async def _tried(self, session: GenerationSession, act: Callable[[], Awaitable[T]]) -> T:
         """Run `act`, and retry it up to `retries` times after a failure that may be transient."""
         for left in range(self._retries, -1, -1):
             try:
@@ -170,7 +172,7 @@ class Worker:
                 if not (failed.retry and left):
                     raise
                 self._retried[failed.reason] += 1
-                self._faults.tell(failed.reason, f"{session.group}, which is tried anew,", failed)
+                self._failures.tell(failed.reason, f"{session.group}, which is tried anew,", failed)
                 session.wait_for(f"another attempt ({failed.reason})")
                 await asyncio.sleep(RETRY_DELAY * random.uniform(0.5, 1.0) * 2 ** (self._retries - left))
         raise AssertionError("the last attempt has returned or raised")
@@ -203,7 +205,7 @@ class Worker:
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
         reason = cause.reason if isinstance(cause, EpisodeFailed) else "engine"
-        self._faults.tell(reason, ticket.uid, cause)
+        self._failures.tell(reason, ticket.uid, cause)
         await self._service.reject(ticket, reason)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._max_failures:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from asyncrl.config import Config
-from asyncrl.config import Task as TaskConfig
+from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
 from asyncrl.imports import load
-from asyncrl.tasks.own import own_task
+from asyncrl.tasks.custom import custom_task
 
 Question = dict[str, Any]
 
@@ -80,7 +80,7 @@ def _without_tools(config: TaskConfig) -> Task:
         task: Task = load(KINDS[config.kind], "task.kind")(config)
         return task
     if ":" in config.kind:
-        return own_task(config.kind, config.params)
+        return custom_task(config.kind, config.params)
     raise ConfigError("task.kind", config.kind, f"Must be one of {sorted(KINDS)}, or an import path, module:name.")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from asyncrl.config import Task as TaskConfig
+from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.chats import head
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 
 def head(system: str | None, shots: Iterable[tuple[str, str]] = ()) -> list[Message]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from asyncrl.config import Task as TaskConfig
+from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question
 

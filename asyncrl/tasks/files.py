@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Task as TaskConfig
+from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question
 from asyncrl.tasks.chats import head

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from asyncrl.config import Task as TaskConfig
+from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.envs.env import EnvSpec
 from asyncrl.envs.gymnasium import GymnasiumText
 from asyncrl.errors import ConfigError
+from asyncrl.schema import Message
 from asyncrl.tasks import Question
-from asyncrl.types import Message
 
 
 class Gymnasium:

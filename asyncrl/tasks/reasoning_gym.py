@@ -6,7 +6,7 @@ import random
 from functools import lru_cache
 from typing import Any
 
-from asyncrl.config import Task as TaskConfig
+from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question
 from asyncrl.tasks.chats import head

@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Mapping
 
 from asyncrl.config import Config
-from asyncrl.config import Task as TaskConfig
+from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load
 from asyncrl.rewards.build import REGISTERED, build
-from asyncrl.rewards.reward import Answer, Reward
+from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.tasks import Task
 
 
-class OwnScore:
+class TaskScoreReward:
     """Reward that calls a task's `score`."""
 
     pure = False
@@ -22,7 +22,7 @@ class OwnScore:
     def __init__(self, task: Task) -> None:
         self._task, self.inline = task, task.inline
 
-    def __call__(self, answer: Answer) -> float:
+    def __call__(self, answer: RewardInput) -> float:
         """Score the last completion."""
         return self._task.score(answer.text, dict(answer.question))
 
@@ -34,7 +34,7 @@ def rewards(config: Config, tasks: Mapping[str, Task]) -> dict[str, Reward]:
         field = config.field_of(name)
         if section.reward is None and section.kind == "file":
             raise ConfigError(f"{field}.reward", None, "A task from a file has none of its own: set exact, say.")
-        found[name] = OwnScore(tasks[name]) if section.reward is None else _named(section, field)
+        found[name] = TaskScoreReward(tasks[name]) if section.reward is None else _named(section, field)
     return found
 
 

@@ -10,7 +10,7 @@ import json
 import random
 from typing import Any
 
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 EXAMPLES = (("12 + 7 * 9", 75), ("31 + 45 * 8", 391))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.config import Task as TaskConfig
+from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.envs.env import EnvSpec
 from asyncrl.envs.textarena import TextArenaGame, TextArenaMatch
 from asyncrl.errors import ConfigError
+from asyncrl.schema import Message
 from asyncrl.tasks import Question
-from asyncrl.types import Message
 
 ENVS = "asyncrl.envs.textarena"
 

@@ -28,7 +28,7 @@ import torch.distributed as dist  # noqa: E402
 from asyncrl import jsonl  # noqa: E402
 from asyncrl.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
-from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
+from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.control import Fleet  # noqa: E402
 from asyncrl.engine.fleet import build_fleet  # noqa: E402
@@ -39,18 +39,18 @@ from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa:
 from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress  # noqa: E402
+from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.terminal import visible  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
+from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
-from asyncrl.trainer.door import Door, RolloutDoor, wait_for_file  # noqa: E402
-from asyncrl.trainer.feed import Batches  # noqa: E402
+from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.trainer.replayed import NoEngines, RecordedDoor  # noqa: E402
-from asyncrl.trainer.scores import Scores  # noqa: E402
+from asyncrl.trainer.replayed import NoEngines, ReplaySource  # noqa: E402
+from asyncrl.trainer.scores import ScoreWriter  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
-from asyncrl.types import Batch  # noqa: E402
 from asyncrl.weights.build import build_transport  # noqa: E402
 from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
@@ -78,17 +78,17 @@ def main(run_dir: Path) -> None:
     torch.use_deterministic_algorithms(config.deterministic)
     policy = Policy(config, addresses.model, parallel, progress.part)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
-    door: Door
+    source: BatchSource
     publisher: Publisher | NoEngines
     if config.mode == "replay":
-        recorded = RecordedDoor(config.replay)
+        recorded = ReplaySource(config.replay)
         first, end, why = recorded.first, recorded.end, "none (mode=replay)"
         timeout = config.rollout.batch_timeout
-        door = RolloutDoor(addresses.rollout, addresses.access, timeout) if config.replay.schedule else recorded
-        publisher = NoEngines(lambda version: door.announce(version, policy.reused), first=parallel.is_first)
+        source = RolloutClient(addresses.rollout, addresses.access, timeout) if config.replay.schedule else recorded
+        publisher = NoEngines(lambda version: source.announce(version, policy.reused), first=parallel.is_first)
     else:
-        door = RolloutDoor(addresses.rollout, addresses.access, config.rollout.batch_timeout)
-        publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, door)
+        source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
+        publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, source)
         first, end = 0, None
     warn = partial(_warn, run_dir)
     log = StepLog(
@@ -98,15 +98,15 @@ def main(run_dir: Path) -> None:
         begins=begins,
     )
     stop = StopRule(config.run, end)
-    shelf = Shelf(run_dir)
+    store = CheckpointStore(run_dir)
     checkpoints = Checkpoints(
         config,
-        shelf,
+        store,
         addresses.run_id,
         parallel,
         policy,
         counters=lambda: {"stop": stop.counters(), "log": log.counters()},
-        snapshot=door.snapshot,
+        snapshot=source.snapshot,
         warn=warn,
     )
     if addresses.resume:
@@ -116,7 +116,7 @@ def main(run_dir: Path) -> None:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified like a first publish; the engines resume only afterwards
     if addresses.resume:
-        if addresses.resume.parent == shelf.folder:
+        if addresses.resume.parent == store.folder:
             checkpoints.resumed(first)
         else:
             checkpoints.save(first)  # into this run's own folder, so that the next resume=auto finds it
@@ -131,7 +131,7 @@ def main(run_dir: Path) -> None:
             with log.span("save"):
                 checkpoints.save(version)
 
-    scores = Scores(run_dir, warn) if config.record and config.mode == "train" and parallel.is_first else None
+    scores = ScoreWriter(run_dir, warn) if config.record and config.mode == "train" and parallel.is_first else None
 
     def update(batch: Batch) -> dict[str, float]:
         figures = policy.update(batch)
@@ -139,8 +139,8 @@ def main(run_dir: Path) -> None:
             scores.write(batch.version, policy.started[: sum(group.num_tokens for group in batch.groups)])
         return figures
 
-    batches = Batches(
-        door if parallel.is_first else None,
+    batches = BatchFeed(
+        source if parallel.is_first else None,
         fleet.needs_weights,
         parallel,
         asked_to_stop=(run_dir / STOP).exists,
@@ -155,7 +155,7 @@ def main(run_dir: Path) -> None:
         scores.close()
     if parallel.is_first:
         facts = {"reason": reason, "transport": why, **checkpoints.figures()}
-        _tell_the_end(config, run_dir, door, log, facts)
+        _tell_the_end(config, run_dir, source, log, facts)
     dist.barrier()  # the first process to leave ends the run: all ranks wait here until rank 0 has written the summary
     dist.destroy_process_group()
     progress.end()
@@ -190,7 +190,7 @@ def _publisher(
     parallel: Parallel,
     policy: Policy,
     fleet: Fleet,
-    door: Door,
+    source: BatchSource,
 ) -> tuple[Publisher, str]:
     """Return the publisher and the reason for its choice of transport."""
     gpu = on_gpu(config.trainer, addresses.gpus)
@@ -217,8 +217,8 @@ def _publisher(
             dtype=getattr(torch, config.engine.dtype),
             device=engine_device,
         ),
-        hold=door.hold,
-        announce=lambda version: door.announce(version, policy.reused),
+        hold=source.hold,
+        announce=lambda version: source.announce(version, policy.reused),
     )
     publisher.prepare()
     return publisher, why
@@ -248,7 +248,7 @@ def _sinks(
     ]
 
 
-def _tell_the_end(config: Config, run_dir: Path, door: Door, log: StepLog, facts: dict[str, Any]) -> None:
+def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepLog, facts: dict[str, Any]) -> None:
     """Evaluate the final weights and write summary.json; a run that was asked to stop is only marked as stopped,
     because it resumes later."""
     if facts["reason"] == ASKED:
@@ -256,12 +256,12 @@ def _tell_the_end(config: Config, run_dir: Path, door: Door, log: StepLog, facts
         return
     accuracy = accuracies([], [])
     if config.eval_sets and config.mode == "train":
-        after = door.evaluate(timeout=config.rollout.batch_timeout)
+        after = source.evaluate(timeout=config.rollout.batch_timeout)
         lines = (run_dir / "eval.jsonl").read_text().splitlines()
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
     figures = log.summary(config.run.reward_window)
     machine = json.loads((run_dir / MACHINE).read_text())
-    summary = {**facts, **figures, **accuracy, **machine_figures(machine, figures), "ledger": door.status()["ledger"]}
+    summary = {**facts, **figures, **accuracy, **machine_figures(machine, figures), "ledger": source.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
 
 

@@ -25,7 +25,7 @@ SPARE_PAIRS_OF_BLOCKS = 128
 CAUSAL, ALL, TREE = "causal", "all", "tree"
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Rows of this rank that attend to keys: causally, to all of them, or as the prefix tree says."""
 
     queries: tuple[int, int]
@@ -33,10 +33,10 @@ class Block(NamedTuple):
     kind: str
 
 
-class Call:
+class AttentionCall:
     """Blocks of one kind with disjoint rows, as one padded batch. A single block stays as it is."""
 
-    def __init__(self, blocks: Sequence[Block], ends: Tensor) -> None:
+    def __init__(self, blocks: Sequence[AttentionBlock], ends: Tensor) -> None:
         self.causal = blocks[0].kind == CAUSAL
         self.alone = blocks[0] if len(blocks) == 1 else None
         self._masks: dict[torch.dtype, Tensor] = {}
@@ -130,34 +130,36 @@ def _ungather(values: Tensor, places: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """The calls of a pack: `own` covers every row once; each call of `above` adds further keys to rows that `own` has
     covered."""
 
-    own: list[Call]
-    above: list[Call]
+    own: list[AttentionCall]
+    above: list[AttentionCall]
 
 
-def plan(pack: Pack) -> Plan:
+def plan(pack: Pack) -> AttentionPlan:
     """Plan the calls of a pack: every branch attends to itself, and all rows below a branch attend to the whole branch.
     Consecutive small branches become one block. Under context parallelism the plan covers the queries of this rank's
     rows; no branch crosses their bounds."""
     own, above = _blocks(pack.branches, pack.rows)
     kinds = [[block for block in own if block.kind == kind] for kind in (CAUSAL, TREE)]
     levels = [[block for _, block in level] for _, level in groupby(sorted(above), key=lambda entry: entry[0])]
-    return Plan(
+    return AttentionPlan(
         [call for blocks in kinds for call in _calls(blocks, pack.ends)],
         [call for blocks in levels for call in _calls(blocks, pack.ends)],  # blocks of one depth have disjoint rows
     )
 
 
-def _blocks(branches: Sequence[Branch], rows: tuple[int, int]) -> tuple[list[Block], list[tuple[int, Block]]]:
+def _blocks(
+    branches: Sequence[Branch], rows: tuple[int, int]
+) -> tuple[list[AttentionBlock], list[tuple[int, AttentionBlock]]]:
     """Return the blocks of rows that attend to themselves, and (depth, block) of those that attend to a branch above
     them."""
     first, last = rows
     begins = [branch.begin for branch in branches]
-    own: list[Block] = []
-    above: list[tuple[int, Block]] = []
+    own: list[AttentionBlock] = []
+    above: list[tuple[int, AttentionBlock]] = []
 
     def queries(begin: int, end: int) -> tuple[int, int]:
         return max(begin, first) - first, min(end, last) - first
@@ -167,7 +169,7 @@ def _blocks(branches: Sequence[Branch], rows: tuple[int, int]) -> tuple[list[Blo
         span = (branches[start].begin, branches[stop - 1].end) if stop - start > 1 else (0, 0)
         if not span[1] or span[0] < first or span[1] > last or not _small(branches[start:stop]):
             return False
-        own.append(Block(queries(*span), span, TREE))
+        own.append(AttentionBlock(queries(*span), span, TREE))
         return True
 
     number = 0
@@ -177,9 +179,9 @@ def _blocks(branches: Sequence[Branch], rows: tuple[int, int]) -> tuple[list[Blo
             number = after
             continue
         if first <= branch.begin < last:
-            own.append(Block(queries(branch.begin, branch.end), (branch.begin, branch.end), CAUSAL))
+            own.append(AttentionBlock(queries(branch.begin, branch.end), (branch.begin, branch.end), CAUSAL))
         if max(branch.end, first) < min(branch.leave, last):
-            block = Block(queries(branch.end, branch.leave), (branch.begin, branch.end), ALL)
+            block = AttentionBlock(queries(branch.end, branch.leave), (branch.begin, branch.end), ALL)
             above.append((branch.depth, block))
         number = after if together(number + 1, after) else number + 1
     return own, above
@@ -196,9 +198,9 @@ def _small(branches: Sequence[Branch]) -> bool:
     return rows * rows - pairs <= (blocks - 1) * SPARE_PAIRS_OF_BLOCKS
 
 
-def _calls(blocks: list[Block], ends: Tensor) -> list[Call]:
+def _calls(blocks: list[AttentionBlock], ends: Tensor) -> list[AttentionCall]:
     """Batch blocks into calls: a block joins a batch as long as the padding costs less than the call it saves."""
-    batches: list[list[Block]] = []
+    batches: list[list[AttentionBlock]] = []
     widest, longest, real = 0, 0, 0  # of the last batch: most keys, most queries, pairs that are not padding
     for block in sorted(blocks, key=lambda block: (_length(block.keys), _length(block.queries)), reverse=True):
         keys, queries = _length(block.keys), _length(block.queries)
@@ -210,7 +212,7 @@ def _calls(blocks: list[Block], ends: Tensor) -> list[Call]:
         else:
             batches.append([block])
             widest, longest, real = keys, queries, keys * queries
-    return [Call(batch, ends) for batch in batches]
+    return [AttentionCall(batch, ends) for batch in batches]
 
 
 def _length(span: tuple[int, int]) -> int:

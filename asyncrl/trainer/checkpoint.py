@@ -26,15 +26,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import COUNTERS, ROLLOUT, SAMPLES, FileEntry, Manifest
-from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import METADATA, write_frame
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RecordError
 from asyncrl.parallel import Parallel
+from asyncrl.schema import Group
 from asyncrl.trainer import sharded
 from asyncrl.trainer.policy import Policy
-from asyncrl.trainer.sharded import Staged
-from asyncrl.types import Group
+from asyncrl.trainer.sharded import StagedCopy
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Checkpoints:
     def __init__(
         self,
         config: Config,
-        shelf: Shelf,
+        store: CheckpointStore,
         run_id: str,
         parallel: Parallel,
         policy: Policy,
@@ -66,9 +66,9 @@ class Checkpoints:
         """Allocate the staging memory. `counters` returns the loop's counters for trainer.json; `snapshot` asks the
         rollout side for its state, on rank 0."""
         self._config, self._settings = config, config.checkpoint
-        self._shelf, self._run_id, self._parallel, self._policy = shelf, run_id, parallel, policy
+        self._store, self._run_id, self._parallel, self._policy = store, run_id, parallel, policy
         self._counters, self._snapshot, self._warn = counters, snapshot, warn
-        self._staged: dict[str, Staged] = {}
+        self._staged: dict[str, StagedCopy] = {}
         self._work: _Work | None = None
         self._size, self._begun = 0, -1
         self.failed, self.last = 0, -1
@@ -126,7 +126,7 @@ class Checkpoints:
     def _prepare(self) -> None:
         """Allocate memory for the copies, and compute how many bytes all ranks will write together."""
         for name, part in self._policy.sharded().items():
-            self._staged[name] = Staged(list(part.written()))
+            self._staged[name] = StagedCopy(list(part.written()))
         mine = sum(staged.nbytes for staged in self._staged.values())
         sizes = [mine]
         if self._group:
@@ -137,9 +137,9 @@ class Checkpoints:
     def _room_for(self, version: int) -> str | None:
         """Create an empty folder, or return the reason why that is impossible."""
         try:
-            if problem := self._shelf.lacks(self._size):
+            if problem := self._store.lacks(self._size):
                 return problem
-            self._shelf.make_room(version)
+            self._store.make_room(version)
         except OSError as error:
             return _told(error)
         return None
@@ -166,7 +166,7 @@ class Checkpoints:
     # -- in the writer thread ------------------------------------------------------------------------------
 
     def _write(self, work: _Work) -> None:
-        folder = self._shelf.path(work.version)
+        folder = self._store.path(work.version)
         try:
             found: dict[str, FileEntry] | str = self._write_mine(work, folder)
         except (CheckpointException, OSError, RuntimeError) as error:
@@ -181,7 +181,7 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:
             work.problem = _told(error)
         if work.problem and self._parallel.is_first:
-            self._shelf.remove(folder)
+            self._store.remove(folder)
 
     def _write_mine(self, work: _Work, folder: Path) -> dict[str, FileEntry]:
         names = []
@@ -203,7 +203,7 @@ class Checkpoints:
         config = json.loads(self._config.model_dump_json())
         try:
             manifest.commit(folder, Manifest(manifest.FORMAT, work.version, self._run_id, time.time(), config, files))
-            self._shelf.prune(self._settings.keep_last, self._settings.keep_every)
+            self._store.prune(self._settings.keep_last, self._settings.keep_every)
         except OSError as error:
             return _told(error)
         return None

@@ -20,9 +20,9 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
-from asyncrl.trainer.optimizer import Optimizer
-from asyncrl.trainer.seen import Seen
-from asyncrl.trainer.sharded import Sharded
+from asyncrl.trainer.optimizer import NetworkOptimizer
+from asyncrl.trainer.sharded import ShardedState
+from asyncrl.trainer.token_accumulator import TokenAccumulator
 
 
 class Critic:
@@ -38,15 +38,15 @@ class Critic:
         )
         optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic_lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})
-        self.optimizer = Optimizer(trainer, self._network, config.run.max_steps)
+        self.optimizer = NetworkOptimizer(trainer, self._network, config.run.max_steps)
 
-    def sharded(self) -> Sharded:
+    def sharded(self) -> ShardedState:
         """Return the state that a checkpoint holds."""
-        return Sharded(self._network, self.optimizer)
+        return ShardedState(self._network, self.optimizer)
 
     def values(self, groups: Groups, table: TokenTable) -> Tensor:
         """Return the values of all tokens under the current weights, [N]."""
-        seen = Seen(table.num_tokens, self._parallel)
+        seen = TokenAccumulator(table.num_tokens, self._parallel)
 
         def visit(head: Head, pack: Pack) -> Tensor:
             values = head.values(pack)
@@ -60,7 +60,7 @@ class Critic:
     def train(self, groups: Groups, table: TokenTable, returns: Tensor) -> dict[str, float]:
         """Take one optimizer step towards `returns` [N], on all tokens with a nonzero weight. `table` holds the values
         before the step."""
-        seen = Seen(table.num_tokens, self._parallel)
+        seen = TokenAccumulator(table.num_tokens, self._parallel)
         # The advantages column carries the returns here.
         rows_of = replace(table, advantages=returns).to(self._parallel.device)
 

@@ -13,33 +13,33 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.parallel import Parallel
-from asyncrl.trainer.door import Door
-from asyncrl.types import Batch, decode_batch
+from asyncrl.schema import Batch, decode_batch
+from asyncrl.trainer.batch_source import BatchSource
 
 STOPPED = b"stop"
 """Broadcast instead of a batch when the run is asked to stop."""
 
 
-class Batches:
+class BatchFeed:
     """The batches of a run: rank 0 fetches the bytes once and broadcasts them to every rank."""
 
     def __init__(
         self,
-        door: Door | None,
+        source: BatchSource | None,
         interrupt: Callable[[], bool],
         parallel: Parallel,
         *,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Set up the feed. Only rank 0 has a `door` and calls the callbacks."""
-        self._door, self._interrupt, self._parallel, self._asked = door, interrupt, parallel, asked_to_stop
+        """Set up the feed. Only rank 0 has a `source` and calls the callbacks."""
+        self._source, self._interrupt, self._parallel, self._asked = source, interrupt, parallel, asked_to_stop
         self.stopped = False
         """Whether no further batch will come because the run is asked to stop. The same on every rank."""
 
     def get(self, version: int) -> Batch | None:
         """Wait until batch `version` arrives. Returns None if `interrupt` says that none will come, or if the run is
         asked to stop."""
-        data = self._fetch(version) if self._door else b""
+        data = self._fetch(version) if self._source else b""
         data = self._broadcast(data) if dist.get_world_size() > 1 else data
         self.stopped = data == STOPPED
         if not data or self.stopped:
@@ -49,10 +49,10 @@ class Batches:
         return batch
 
     def _fetch(self, version: int) -> bytes:
-        assert self._door
+        assert self._source
         if self._asked():
             return STOPPED
-        data = self._door.batch(version, interrupt=lambda: self._interrupt() or self._asked())
+        data = self._source.batch(version, interrupt=lambda: self._interrupt() or self._asked())
         return STOPPED if not data and self._asked() else data
 
     def _broadcast(self, data: bytes) -> bytes:

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from asyncrl.metrics.record import StepLog
-from asyncrl.trainer.feed import Batches
+from asyncrl.schema import Batch
+from asyncrl.trainer.feed import BatchFeed
 from asyncrl.trainer.stop import StopRule
-from asyncrl.types import Batch
 
 ASKED = "asked to stop, and to go on later"
 """Reason of a run that is paused, not finished."""
 
 
-class Publishes(Protocol):
+class VersionPublisher(Protocol):
     """Publisher of a version to every engine."""
 
     def publish(self, version: int) -> dict[str, float]:
@@ -30,8 +30,8 @@ class Publishes(Protocol):
 
 def train(
     update: Callable[[Batch], dict[str, float]],
-    batches: Batches,
-    publisher: Publishes,
+    batches: BatchFeed,
+    publisher: VersionPublisher,
     log: StepLog,
     stop: StopRule,
     *,

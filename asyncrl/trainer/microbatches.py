@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.algo.balance import Costs, share_out
+from asyncrl.algo.balance import Costs, assign_micro_batches
+from asyncrl.algo.context_parallel_split import bounds_of, part
 from asyncrl.algo.pack import Pack, pack
-from asyncrl.algo.parts import bounds_of, part
 from asyncrl.algo.samples import Sample
-from asyncrl.config import Trainer
+from asyncrl.config import TrainerConfig
 from asyncrl.parallel import Parallel
 
 Groups = Sequence[list[Sample]]
@@ -17,14 +17,16 @@ IDLE = [[Sample([0], [0], [False], number=0, first_row=0)]]
 """A placeholder micro-batch of one token that is not trained."""
 
 
-def packs_of_rank(groups: Groups, trainer: Trainer, parallel: Parallel, costs: Costs) -> list[Pack]:
+def packs_of_rank(groups: Groups, trainer: TrainerConfig, parallel: Parallel, costs: Costs) -> list[Pack]:
     """Return the packs of this rank, at least one. Replicas that share experts communicate in every micro-batch, so all
     of them get as many as the replica with the most. Interleaved stages run whole rounds of micro-batches."""
     p = parallel
     rounds = p.pp if trainer.virtual_pipeline > 1 else 1
     experts_cross_replicas = p.tp % (p.etp * p.ep) != 0
     limit, share = trainer.micro_batch_tokens, trainer.share_prompts
-    mine = share_out(groups, p.dp, limit, costs, share=share, equal=experts_cross_replicas, rounds=rounds)[p.dp_rank]
+    mine = assign_micro_batches(groups, p.dp, limit, costs, share=share, equal=experts_cross_replicas, rounds=rounds)[
+        p.dp_rank
+    ]
     multiple = p.tp if trainer.sequence_parallel else 1
     packs = [pack(batch or IDLE, share=share, multiple=multiple * p.cp) for batch in mine]
     if p.cp > 1:

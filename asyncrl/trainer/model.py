@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.config import Trainer
+from asyncrl.config import TrainerConfig
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
 from asyncrl.trainer.mlp import GatedMLP
@@ -41,7 +41,7 @@ def head_dim(hf: dict[str, Any]) -> int:
     return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
-def transformer_config(hf: dict[str, Any], trainer: Trainer) -> TransformerConfig:
+def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> TransformerConfig:
     """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine."""
     dtype = getattr(torch, trainer.dtype)
     family = megatron_arguments(hf)

@@ -15,16 +15,16 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.config import Trainer
+from asyncrl.config import TrainerConfig
 from asyncrl.models.architectures import routing_shape
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.costs import costs_of
+from asyncrl.trainer.fast_ddp import FastDDP
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups, packs_of_rank
-from asyncrl.trainer.replica import Replica
 from asyncrl.trainer.routing import Kind, RoutingReplay
-from asyncrl.trainer.sharding import Placed, placed
+from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.reshard import Resharder
 
@@ -38,7 +38,7 @@ class Network:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainerConfig,
         folder: Path,
         parallel: Parallel,
         *,
@@ -65,14 +65,14 @@ class Network:
         for chunk in chunks:
             _mark_experts(chunk)
         self._costs = costs_of(self.hf)
-        self.wrapped = [Replica(self.config, ddp, module) for module in inner]
+        self.wrapped = [FastDDP(self.config, ddp, module) for module in inner]
         self._inner = dict(zip(self.wrapped, chunks, strict=True))
         # Of two stages, each is both the next and the previous of the other: without overlap, one batch of
         # point-to-point operations would mix the shapes of both directions.
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.finalize_model_grads_func = finalize_model_grads
         self.routing: RoutingReplay | None = None
-        self._placed: list[Placed] | None = None
+        self._placed: list[PlacedTensor] | None = None
         for chunk in self.wrapped:
             chunk.train()
 
@@ -103,7 +103,7 @@ class Network:
         states = [chunk.state_dict(keep_vars=True) for chunk in self._inner.values()]
         return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
 
-    def placed(self) -> list[Placed]:
+    def placed(self) -> list[PlacedTensor]:
         """Return all of these tensors with their positions in the whole model."""
         if self._placed is None:
             self._placed = placed(list(self._inner.values()), self.hf["vocab_size"])

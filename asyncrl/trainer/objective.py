@@ -15,11 +15,11 @@ from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import shares
 from asyncrl.algo.table import TokenTable, known
-from asyncrl.config import Algo, Rollout
+from asyncrl.config import AlgoConfig, RolloutConfig
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
-from asyncrl.trainer.numbers import taken
-from asyncrl.trainer.seen import Seen
+from asyncrl.trainer.params import params_from_config
+from asyncrl.trainer.token_accumulator import TokenAccumulator
 
 COLUMNS = ("logprobs", "proximal", "factor", "entropy", "advantages")
 TOTALS = ("loss", "packed", "apart")
@@ -28,9 +28,9 @@ TOTALS = ("loss", "packed", "apart")
 class Objective:
     """The settings of `algo` as a loss over packs. `seen` collects what the step's statistics need."""
 
-    def __init__(self, algo: Algo, rollout: Rollout) -> None:
+    def __init__(self, algo: AlgoConfig, rollout: RolloutConfig) -> None:
         self._algo, self._longest, self._temperature = algo, rollout.max_new_tokens, rollout.temperature
-        self._correction, self._clip = taken(CorrectionParams, algo), taken(LossParams, algo)
+        self._correction, self._clip = params_from_config(CorrectionParams, algo), params_from_config(LossParams, algo)
         self._loss = LOSSES[algo.loss].loss
         self.started = torch.zeros(0, dtype=torch.float64)
         """Log-probabilities [N] of the last batch's tokens under the policy that its steps started from; NaN for tokens
@@ -55,7 +55,7 @@ class Objective:
 
     # -- the loss ------------------------------------------------------------------------------------------
 
-    def loss(self, head: Head, pack: Pack, table: TokenTable, seen: Seen) -> Tensor:
+    def loss(self, head: Head, pack: Pack, table: TokenTable, seen: TokenAccumulator) -> Tensor:
         """Return the loss of a micro-batch: the sum of weight * loss over its tokens. The weights include the step's
         denominator."""
         algo = self._algo
@@ -103,7 +103,7 @@ class Objective:
 
     # -- statistics -----------------------------------------------------------------------------------------
 
-    def distance(self, table: TokenTable, seen: Seen) -> float:
+    def distance(self, table: TokenTable, seen: TokenAccumulator) -> float:
         """Return the mean of KL(start || policy), as k3, over the tokens of the last step. Collective."""
         columns, _ = seen.gather(COLUMNS)
         ran = columns["seen"] & (known(table.weights) > 0)
@@ -114,7 +114,7 @@ class Objective:
         asked = self._algo.entropy_bonus > 0 and len(of_tokens) > 0
         return {"entropy": float(of_tokens.mean())} if asked else {}
 
-    def figures(self, table: TokenTable, seen: Seen) -> dict[str, float]:
+    def figures(self, table: TokenTable, seen: TokenAccumulator) -> dict[str, float]:
         """Return the statistics of a batch's steps. Collective."""
         columns, totals = seen.gather(COLUMNS, TOTALS)
         ran = columns["seen"]

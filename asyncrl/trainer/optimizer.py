@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from asyncrl.config import Trainer
+from asyncrl.config import TrainerConfig
 from asyncrl.errors import BadStep
 from asyncrl.trainer.network import Network
 
@@ -32,10 +32,10 @@ class Shard:
     moments: dict[str, Tensor]  # [N] float32 each
 
 
-class Optimizer:
+class NetworkOptimizer:
     """The optimizer of one network. The decay ends at `max_steps` unless decay_steps is set."""
 
-    def __init__(self, trainer: Trainer, network: Network, max_steps: int) -> None:
+    def __init__(self, trainer: TrainerConfig, network: Network, max_steps: int) -> None:
         self._trainer, self._network = trainer, network
         settings = trainer.optimizer
         self._optimizer: Any = get_megatron_optimizer(

@@ -11,11 +11,11 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from asyncrl import stores
-from asyncrl.config import Trainer
+from asyncrl.config import TrainerConfig
 from asyncrl.parallel import Parallel
 
 
-def initialize(trainer: Trainer, *, gpu: bool, seed: int, timeout: float) -> Parallel:
+def initialize(trainer: TrainerConfig, *, gpu: bool, seed: int, timeout: float) -> Parallel:
     """Join the run's process group (from torchrun's environment variables) and split it into Megatron's groups.
 
     `timeout` in seconds bounds every collective: after it the peers of a dead rank give up.
@@ -33,7 +33,7 @@ def initialize(trainer: Trainer, *, gpu: bool, seed: int, timeout: float) -> Par
     return split(trainer, device, seed)
 
 
-def split(trainer: Trainer, device: torch.device, seed: int) -> Parallel:
+def split(trainer: TrainerConfig, device: torch.device, seed: int) -> Parallel:
     """Split the run's process group into Megatron's groups. Returns this rank's position in them."""
     parallel_state.initialize_model_parallel(
         trainer.tensor_parallel,

@@ -15,25 +15,25 @@ from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw
 from asyncrl.algo.distill import tempered
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
-from asyncrl.algo.replay import Replay
+from asyncrl.algo.replay import ReplayBuffer
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.selection import SELECTIONS, SelectionParams
 from asyncrl.algo.shaping import ShapingParams, shaped, trainable
 from asyncrl.algo.table import TokenTable, build_table, known
 from asyncrl.config import Config
 from asyncrl.parallel import Parallel
+from asyncrl.schema import Batch, Group
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
-from asyncrl.trainer.numbers import taken
 from asyncrl.trainer.objective import Objective
-from asyncrl.trainer.optimizer import Optimizer
+from asyncrl.trainer.optimizer import NetworkOptimizer
+from asyncrl.trainer.params import params_from_config
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.resets import Resets
-from asyncrl.trainer.seen import Seen
-from asyncrl.trainer.sharded import Sharded
-from asyncrl.types import Batch, Group
+from asyncrl.trainer.sharded import ShardedState
+from asyncrl.trainer.token_accumulator import TokenAccumulator
 
 
 class Policy:
@@ -48,16 +48,19 @@ class Policy:
         self.network = Network(config.trainer, folder, parallel, progress=progress)
         self.weights, self.hf = self.network.weights, self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
-        self._optimizer = Optimizer(config.trainer, self.network, config.run.max_steps)
+        self._optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)
-        self._replay = Replay(algo.replay_groups, config.rollout.max_staleness, config.run.seed)
+        self._replay = ReplayBuffer(algo.replay_groups, config.rollout.max_staleness, config.run.seed)
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
         self._critic = Critic(config, folder, parallel, progress) if algo.advantage == "gae" else None
         self._warm_at = algo.critic_warmup if self._critic else 0
         self._temperature = config.rollout.temperature
         self._objective = Objective(algo, config.rollout)
-        self._advantage, self._selection = taken(AdvantageParams, algo), taken(SelectionParams, algo)
-        self._shaping = taken(ShapingParams, algo)
+        self._advantage, self._selection = (
+            params_from_config(AdvantageParams, algo),
+            params_from_config(SelectionParams, algo),
+        )
+        self._shaping = params_from_config(ShapingParams, algo)
 
     @property
     def reused(self) -> int:
@@ -72,9 +75,9 @@ class Policy:
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
-    def sharded(self) -> dict[str, Sharded]:
+    def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
-        parts = {"policy": Sharded(self.network, self._optimizer)}
+        parts = {"policy": ShardedState(self.network, self._optimizer)}
         return {**parts, "critic": self._critic.sharded()} if self._critic else parts
 
     def counters(self) -> dict[str, Any]:
@@ -142,7 +145,7 @@ class Policy:
 
     def _train(self, groups: Groups, table: TokenTable) -> dict[str, float]:
         """Take the optimizer steps: one for each mini-batch, as long as the policy stays in the trust region."""
-        objective, seen = self._objective, Seen(table.num_tokens, self.parallel)
+        objective, seen = self._objective, TokenAccumulator(table.num_tokens, self.parallel)
         trust, lr = self.config.algo.trust_region, self._optimizer.lr
         norms, bad, trained = [0.0], 0, 0
         for number, chosen in enumerate(self._mini_batches(groups)):
@@ -179,7 +182,7 @@ class Policy:
 
     def _score(self, groups: Groups, table: TokenTable, temperature: float | None = None) -> Tensor:
         """Return the log-probabilities under the current weights, [N], at the sampling temperature or another one."""
-        seen = Seen(table.num_tokens, self.parallel)
+        seen = TokenAccumulator(table.num_tokens, self.parallel)
 
         def visit(head: Head, pack: Pack) -> Tensor:
             logprobs, _ = head.score(pack, temperature or self._temperature)

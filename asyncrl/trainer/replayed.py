@@ -7,17 +7,17 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Replay
+from asyncrl.config import ReplayConfig
 from asyncrl.errors import RecordError
 from asyncrl.imports import load
 from asyncrl.records.reading import Recording
-from asyncrl.types import Batch, Group, VersionSpan, encode
+from asyncrl.schema import Batch, Group, VersionSpan, encode
 
 
-class RecordedDoor:
-    """Batch source that reads a recording, with the interface of RolloutDoor."""
+class ReplaySource:
+    """Batch source that reads a recording, with the interface of RolloutClient."""
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: ReplayConfig) -> None:
         self._recording = Recording(replay.folder)
         self._keep: Callable[[Group], bool | str] | None = load(replay.keep, "replay.keep") if replay.keep else None
         steps = self._recording.steps

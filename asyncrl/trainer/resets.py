@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer.network import Network
-from asyncrl.trainer.optimizer import Optimizer
+from asyncrl.trainer.optimizer import NetworkOptimizer
 
 
 class Resets:
@@ -14,7 +14,7 @@ class Resets:
     perturb, arXiv 1910.08475). Keeps a copy of the initial weights, in their own precision, only if resets are
     enabled."""
 
-    def __init__(self, every: int | None, share: float, network: Network, optimizer: Optimizer) -> None:
+    def __init__(self, every: int | None, share: float, network: Network, optimizer: NetworkOptimizer) -> None:
         self._every, self._share = every, share
         self._network, self._optimizer = network, optimizer
         self._start: list[Tensor] = [p.detach().clone() for p in network.parameters()] if every else []

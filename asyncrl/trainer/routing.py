@@ -22,17 +22,17 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.algo.routes import Groups, Routes, engine_routes, with_keys
+from asyncrl.algo.routing_replay_index import Groups, RoutingReplayIndex, engine_routes, with_keys
 from asyncrl.parallel import Parallel
 from asyncrl.routing import RoutingShape
-from asyncrl.types import Group
+from asyncrl.schema import Group
 
 Kind = Literal["R2", "R3"]
 PIECE = 1 << 26
 """Bytes of routes that ranks exchange at once."""
 
 
-class Choice:
+class RouterReplay:
     """The expert choice of one router. Replaces Megatron's own RouterReplay (megatron-core 0.16.1,
     transformer/moe/router_replay.py), which knows neither packs nor tokens without recorded experts."""
 
@@ -68,15 +68,15 @@ class RoutingReplay:
 
     def __init__(self, kind: Kind, chunks: Sequence[GPTModel], shape: RoutingShape, parallel: Parallel) -> None:
         self._kind, self._shape, self._parallel = kind, shape, parallel
-        self._choices: dict[GPTModel, list[Choice]] = {}
+        self._choices: dict[GPTModel, list[RouterReplay]] = {}
         self._layers: list[int] = []  # indices of this rank's routers among the layers with experts, chunk by chunk
         for chunk in chunks:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-            self._choices[chunk] = [Choice(parallel.device) for _ in routers]
+            self._choices[chunk] = [RouterReplay(parallel.device) for _ in routers]
             self._layers += [shape.sparse.index(router.layer_number - 1) for router in routers]
             for router, choice in zip(routers, self._choices[chunk], strict=True):
                 router.router_replay = choice
-        self._routes = Routes.empty(0, len(self._layers), shape)
+        self._routes = RoutingReplayIndex.empty(0, len(self._layers), shape)
         self._mode: Literal["own", "record", "replay"] = "own"
 
     # -- a batch -------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class RoutingReplay:
         if self._kind == "R3":
             self._routes = engine_routes(groups, samples, count, self._shape, self._layers)
         else:
-            self._routes = Routes.empty(count, len(self._layers), self._shape)
+            self._routes = RoutingReplayIndex.empty(count, len(self._layers), self._shape)
         for choice in self._every():
             choice.compared.zero_()
         return samples
@@ -153,7 +153,7 @@ class RoutingReplay:
             before += len(choices)
         raise KeyError("a chunk of another model")
 
-    def _every(self) -> Iterator[Choice]:
+    def _every(self) -> Iterator[RouterReplay]:
         for choices in self._choices.values():
             yield from choices
 

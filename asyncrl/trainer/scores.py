@@ -12,7 +12,7 @@ from asyncrl.records.reading import RECORDS, TRAINER
 from asyncrl.records.writer import Writer
 
 
-class Scores:
+class ScoreWriter:
     """Writes the scores, on rank 0. If writing fails, the run continues and warns once."""
 
     def __init__(self, run_dir: Path, warn: Callable[[str, int], None]) -> None:

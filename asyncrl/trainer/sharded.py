@@ -43,12 +43,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.errors import RecordError
 from asyncrl.trainer.network import Network
-from asyncrl.trainer.optimizer import MOMENTS, Optimizer
-from asyncrl.trainer.sharding import Box, Placed, Shape
+from asyncrl.trainer.optimizer import MOMENTS, NetworkOptimizer
+from asyncrl.trainer.sharding import Box, PlacedTensor, Shape
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A tensor of this rank, and its box in the whole tensor."""
 
     key: str
@@ -56,13 +56,13 @@ class Piece:
     tensor: Tensor  # has the size of the box
 
 
-class Sharded:
+class ShardedState:
     """A network with its optimizer, as the pieces that this rank writes or reads."""
 
-    def __init__(self, network: Network, optimizer: Optimizer) -> None:
+    def __init__(self, network: Network, optimizer: NetworkOptimizer) -> None:
         self._network, self._optimizer = network, optimizer
 
-    def written(self) -> Iterator[Piece]:
+    def written(self) -> Iterator[TensorShard]:
         """Yield the pieces that this rank writes. Each element of the whole is written by one rank."""
         places = {id(place.tensor): place for place in self._network.placed()}
         for shard in self._optimizer.shards():
@@ -73,12 +73,12 @@ class Sharded:
             if place.first and not isinstance(place.tensor, torch.nn.Parameter):  # a buffer
                 yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
 
-    def weights(self) -> Iterator[Piece]:
+    def weights(self) -> Iterator[TensorShard]:
         """Yield the weights that this rank computes with, in their own precision."""
         for place in self._network.placed():
             yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
 
-    def states(self) -> Iterator[Piece]:
+    def states(self) -> Iterator[TensorShard]:
         """Yield the state of this rank's optimizer. In float32 a weight is its own master."""
         places = {id(place.tensor): place for place in self._network.placed()}
         for shard in self._optimizer.shards():
@@ -99,20 +99,20 @@ def _apart(master: Tensor, parameter: Tensor) -> bool:
     return master.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
 
 
-def _pieces(place: Placed, start: int, flat: dict[str, Tensor]) -> Iterator[Piece]:
+def _pieces(place: PlacedTensor, start: int, flat: dict[str, Tensor]) -> Iterator[TensorShard]:
     """Yield the pieces of flat tensors, given by key prefix, that hold the elements from `start` on."""
     end = start + len(next(iter(flat.values())))
     for box in place.boxes:
         for part in box.within(start, end):
             for prefix, values in flat.items():
                 first = part.start - start
-                yield Piece(prefix + part.key, part, values[first : first + part.numel].view(part.size))
+                yield TensorShard(prefix + part.key, part, values[first : first + part.numel].view(part.size))
 
 
-class Staged:
+class StagedCopy:
     """A reusable copy of pieces in host memory, which is written while training continues."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[TensorShard]) -> None:
         pinned = any(piece.tensor.is_cuda for piece in pieces)
         # zeros, so that the memory is already touched at the first copy, as it is at all later ones
         self.pieces = [
@@ -125,7 +125,7 @@ class Staged:
         """Size of this rank's copy in bytes."""
         return sum(piece.tensor.nbytes for piece in self.pieces)
 
-    def copy(self, pieces: Sequence[Piece]) -> None:
+    def copy(self, pieces: Sequence[TensorShard]) -> None:
         """Copy the current values of the same pieces."""
         for own, piece in zip(self.pieces, pieces, strict=True):
             assert (own.key, own.box) == (piece.key, piece.box), f"{own.key} lies elsewhere now"
@@ -134,16 +134,16 @@ class Staged:
             torch.cuda.synchronize()
 
 
-def write(folder: Path, pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> None:
+def write(folder: Path, pieces: Sequence[TensorShard], group: dist.ProcessGroup | None) -> None:
     """Write the pieces. Collective over `group`. Raises torch's CheckpointException on every rank if one of them
     fails."""
     save_chunks({}, storage_writer=FileSystemWriter(folder), planner=_Writing(pieces), process_group=group)
 
 
-def read(folder: Path, pieces: Sequence[Piece]) -> None:
+def read(folder: Path, pieces: Sequence[TensorShard]) -> None:
     """Fill the pieces from a folder. Raises RecordError if the folder is damaged or holds another model."""
     metadata = read_metadata(folder)
-    by_key: defaultdict[str, list[Piece]] = defaultdict(list)
+    by_key: defaultdict[str, list[TensorShard]] = defaultdict(list)
     for piece in pieces:
         by_key[piece.key].append(piece)
     items = [item for key, wanted in by_key.items() for item in _items(folder, metadata, key, wanted)]
@@ -156,7 +156,7 @@ def read(folder: Path, pieces: Sequence[Piece]) -> None:
         raise RecordError(f"{folder} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _items(folder: Path, metadata: Metadata, key: str, wanted: Sequence[Piece]) -> list[ReadItem]:
+def _items(folder: Path, metadata: Metadata, key: str, wanted: Sequence[TensorShard]) -> list[ReadItem]:
     """Return what to read of a key, after checking that all of it is there."""
     entry, whole = metadata.state_dict_metadata.get(key), wanted[0].box.whole
     if not isinstance(entry, TensorStorageMetadata):
@@ -177,7 +177,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 class _Writing(SavePlanner):
     """The save planner: tells torch what this rank writes."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[TensorShard]) -> None:
         self._tensors: dict[tuple[str, Shape], Tensor] = {(p.key, p.box.offset): p.tensor for p in pieces}
         self._items = [
             WriteItem(
@@ -223,7 +223,7 @@ class _Writing(SavePlanner):
 class _Filling:
     """The load planner: tells torch where to put what was read."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[TensorShard]) -> None:
         self._tensors = {(piece.key, piece.box.offset): piece.tensor for piece in pieces}
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:

@@ -47,7 +47,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedTensor:
     """A tensor of this rank, and its boxes."""
 
     tensor: Tensor
@@ -80,7 +80,7 @@ def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
     yield from within_row(last, last * row, end)
 
 
-def placed(chunks: list[GPTModel], vocab_size: int) -> list[Placed]:
+def placed(chunks: list[GPTModel], vocab_size: int) -> list[PlacedTensor]:
     """Return every parameter and persistent buffer of these chunks of layers. The vocabulary's padding, which differs
     between layouts, belongs to no box."""
     tensors = [t for chunk in chunks for t in chunk.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
@@ -99,11 +99,11 @@ def placed(chunks: list[GPTModel], vocab_size: int) -> list[Placed]:
     return [_placed(tensors[number], parts, vocab_size) for number, parts in found.items() if parts]
 
 
-def _placed(tensor: Tensor, parts: list[ShardedTensor], vocab_size: int) -> Placed:
+def _placed(tensor: Tensor, parts: list[ShardedTensor], vocab_size: int) -> PlacedTensor:
     replicas = {(part.replica_id,) if isinstance(part.replica_id, int) else part.replica_id for part in parts}
     (replica,) = replicas
     boxes = [box for part in parts if (box := _box(tensor, part, vocab_size)).numel]
-    return Placed(tensor, tuple(boxes), ours=not any(replica[:-1]), first=not any(replica))
+    return PlacedTensor(tensor, tuple(boxes), ours=not any(replica[:-1]), first=not any(replica))
 
 
 def _box(tensor: Tensor, part: ShardedTensor, vocab_size: int) -> Box:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from asyncrl.config import Run
+from asyncrl.config import RunConfig
 
 
 class StopRule:
     """Stops at a number of steps, of tokens, or at a reward, whichever is reached first. Every rank decides alike,
     because all have the same statistics."""
 
-    def __init__(self, run: Run, end: int | None = None) -> None:
+    def __init__(self, run: RunConfig, end: int | None = None) -> None:
         """Set up the rule. `end` is the version after the last batch of a recording; if it is set, nothing else ends
         the run."""
         self._run, self._end = run, end

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.trainer.blocks import Call, Plan, plan
+from asyncrl.trainer.blocks import AttentionCall, AttentionPlan, plan
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -27,7 +27,7 @@ class _TreeAttention(torch.autograd.Function):
     """Attention on CPU: q [n, h, d], k and v [N, g, d] with g dividing h -> [n, h, d]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: Plan, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: AttentionPlan, scale: float) -> Tensor:
         exact = torch.promote_types(q.dtype, torch.float32)
         several = bool(calls.above)
         out = torch.empty(q.shape, dtype=exact if several else q.dtype)
@@ -84,7 +84,7 @@ class _TreeAttention(torch.autograd.Function):
         return *(total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True)), None, None
 
 
-def _rows_of(call: Call, log_z: Tensor) -> Tensor:
+def _rows_of(call: AttentionCall, log_z: Tensor) -> Tensor:
     """Select the block rows of [N, h] -> [B, h, Q], laid out as the kernel left them."""
     return call.take_queries(log_z[..., None]).squeeze(-1)
 
@@ -104,7 +104,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
     return out[..., :width]
 
 
-_PLANS: WeakKeyDictionary[Pack, Plan] = WeakKeyDictionary()  # shared by all layers and both passes
+_PLANS: WeakKeyDictionary[Pack, AttentionPlan] = WeakKeyDictionary()  # shared by all layers and both passes
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------

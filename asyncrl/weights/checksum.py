@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import EngineError, WeightsError
-from asyncrl.weights.engine_layout import EngineLayout, Place
+from asyncrl.weights.engine_layout import EngineLayout, ParameterTarget
 
 Checksums = list[dict[str, str]]
 """A hash by engine parameter name, for each tensor-parallel rank."""
@@ -165,7 +165,7 @@ class ExpectedChecksums:
             under_way = self._open[place.parameter] = _Parameter([self._new_hash() for _ in range(count)])
         self._take(name, place, under_way, tensor)
 
-    def _take(self, name: str, place: Place, under_way: _Parameter, tensor: Tensor) -> None:
+    def _take(self, name: str, place: ParameterTarget, under_way: _Parameter, tensor: Tensor) -> None:
         under_way.early[place.index] = name, tensor
         while under_way.turn in under_way.early:
             came, part = under_way.early.pop(under_way.turn)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.engine.control import Fleet, Refusal
+from asyncrl.engine.control import CallRefused, Fleet
 from asyncrl.errors import EngineError
 from asyncrl.ports import free_port
 from asyncrl.weights.bucket import Bucket
@@ -107,7 +107,7 @@ class DistributedTransport(Transport):
         except EngineError:
             _, problems = self._fleet.settle(joining)
             for url, problem in problems.items():
-                if isinstance(problem, Refusal):
+                if isinstance(problem, CallRefused):
                     self._fleet.lose(url, str(problem))
             raise
         self._fleet.finish(joining)

@@ -117,7 +117,7 @@ def _inner_columns(tensor: Tensor, split: Split, rank: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rule:
+class EngineParameter:
     """One engine parameter: its HF tensors in the order of their bytes. `{layer}` and `{expert}` stand for numbers; the
     parts of a rule with `{expert}` repeat for each expert in turn."""
 
@@ -137,15 +137,15 @@ class Rule:
         return all(cut is _whole for _, cut in self.parts)
 
 
-Table = tuple[Rule, ...]
+Table = tuple[EngineParameter, ...]
 
 
-def _layer(engine: str, *parts: tuple[str, Cut], dtype: torch.dtype | None = None) -> Rule:
+def _layer(engine: str, *parts: tuple[str, Cut], dtype: torch.dtype | None = None) -> EngineParameter:
     hf = tuple((f"model.layers.{{layer}}.{name}", cut) for name, cut in parts)
-    return Rule(f"model.layers.{{layer}}.{engine}", hf, dtype)
+    return EngineParameter(f"model.layers.{{layer}}.{engine}", hf, dtype)
 
 
-def _same(name: str, cut: Cut = _whole) -> Rule:
+def _same(name: str, cut: Cut = _whole) -> EngineParameter:
     return _layer(name, (name, cut))
 
 
@@ -171,7 +171,7 @@ def _experts(mlp: str, *, gate: str, up: str, down: str) -> Table:
     )
 
 
-def _qkv(kind: str) -> Rule:
+def _qkv(kind: str) -> EngineParameter:
     return _layer(
         f"self_attn.qkv_proj.{kind}",
         (f"self_attn.q_proj.{kind}", _query),
@@ -183,9 +183,9 @@ def _qkv(kind: str) -> Rule:
 # --- parts --------------------------------------------------------------------------------------------------
 
 BODY: Table = (
-    Rule("model.embed_tokens.weight", (("model.embed_tokens.weight", _vocab),)),
-    Rule("model.norm.weight", (("model.norm.weight", _whole),)),
-    Rule("lm_head.weight", (("lm_head.weight", _vocab),)),
+    EngineParameter("model.embed_tokens.weight", (("model.embed_tokens.weight", _vocab),)),
+    EngineParameter("model.norm.weight", (("model.norm.weight", _whole),)),
+    EngineParameter("lm_head.weight", (("lm_head.weight", _vocab),)),
     _same("input_layernorm.weight"),
     _same("post_attention_layernorm.weight"),
 )
@@ -264,12 +264,12 @@ def _fuses_shared_expert(hf: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterTarget:
     """Destination of an HF tensor: the engine parameter's full name, its rule, and which of its `count` parts the
     tensor is."""
 
     parameter: str
-    rule: Rule
+    rule: EngineParameter
     index: int
     count: int
 
@@ -286,7 +286,7 @@ class EngineLayout:
         self._shared_is_routed = not cpu and _fuses_shared_expert(hf)
         self._rules = {name: (rule, index) for rule in table for index, (name, _) in enumerate(rule.parts)}
 
-    def find(self, name: str) -> Place:
+    def find(self, name: str) -> ParameterTarget:
         """Return the place of an HF tensor. Raises WeightsError if the engine has none."""
         renamed = name.replace(".shared_experts.", f".experts.{self._routed}.") if self._shared_is_routed else name
         general, layer, expert = _general(renamed)
@@ -295,7 +295,7 @@ class EngineLayout:
             raise WeightsError(f"{name}: an SGLang engine of {self._architecture} has no place for this tensor")
         rule, index = self._rules[general]
         count = len(rule.parts) * (experts if rule.per_expert else 1)
-        return Place(rule.engine.format(layer=layer), rule, index + len(rule.parts) * (expert or 0), count)
+        return ParameterTarget(rule.engine.format(layer=layer), rule, index + len(rule.parts) * (expert or 0), count)
 
 
 def _general(name: str) -> tuple[str, int | None, int | None]:

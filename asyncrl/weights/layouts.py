@@ -53,7 +53,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """shard(full tensors, degree, rank, dims) returns one rank's tensor; join(every rank's tensor, dims) returns the
     full tensors in pieces."""
 
@@ -95,17 +95,19 @@ def _join_vocab(parts: list[Tensor], dims: Dims) -> list[Pieces]:
     return [Pieces([part[: dims.vocab - rank * rows] for rank, part in enumerate(parts) if rank * rows < dims.vocab])]
 
 
-WHOLE = Layout(lambda full, degree, rank, dims: full[0], lambda parts, dims: [Pieces(parts[:1])], split=False)
+WHOLE = TensorLayout(lambda full, degree, rank, dims: full[0], lambda parts, dims: [Pieces(parts[:1])], split=False)
 """Equal on every rank."""
-COLUMN = Layout(lambda full, degree, rank, dims: full[0].chunk(degree)[rank], lambda parts, dims: [Pieces(parts)])
+COLUMN = TensorLayout(lambda full, degree, rank, dims: full[0].chunk(degree)[rank], lambda parts, dims: [Pieces(parts)])
 """Output features are split (dimension 0)."""
-ROW = Layout(lambda full, degree, rank, dims: full[0].chunk(degree, 1)[rank], lambda parts, dims: [Pieces(parts, 1)])
+ROW = TensorLayout(
+    lambda full, degree, rank, dims: full[0].chunk(degree, 1)[rank], lambda parts, dims: [Pieces(parts, 1)]
+)
 """Input features are split (dimension 1)."""
-VOCAB = Layout(lambda full, degree, rank, dims: _padded(full[0], degree).chunk(degree)[rank], _join_vocab)
+VOCAB = TensorLayout(lambda full, degree, rank, dims: _padded(full[0], degree).chunk(degree)[rank], _join_vocab)
 """Rows are split, after padding with zeros to a multiple of the degree."""
-QKV = Layout(_shard_qkv, _join_qkv)
+QKV = TensorLayout(_shard_qkv, _join_qkv)
 """Queries, keys and values in one matrix (or bias), grouped by key-value head."""
-GATE_UP = Layout(
+GATE_UP = TensorLayout(
     lambda full, degree, rank, dims: torch.cat([tensor.chunk(degree)[rank] for tensor in full]), _join_gate_up
 )
 """The two matrices of a gated MLP, stacked."""

@@ -10,16 +10,16 @@ import re
 from dataclasses import dataclass
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, Layout
+from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """One Megatron parameter and its HF tensors. `{layer}` and `{expert}` are numbers in the whole model, whatever rank
     holds them."""
 
     megatron: str
-    layout: Layout
+    layout: TensorLayout
     hf: tuple[str, ...]
 
     @property
@@ -29,15 +29,17 @@ class Rule:
         return "{expert}" in self.megatron
 
 
-Table = tuple[Rule, ...]
+Table = tuple[NameRule, ...]
 
 
-def _model(megatron: str, layout: Layout, *hf: str) -> Rule:
-    return Rule(megatron, layout, hf)
+def _model(megatron: str, layout: TensorLayout, *hf: str) -> NameRule:
+    return NameRule(megatron, layout, hf)
 
 
-def _layer(megatron: str, layout: Layout, *hf: str) -> Rule:
-    return Rule(f"decoder.layers.{{layer}}.{megatron}", layout, tuple(f"model.layers.{{layer}}.{name}" for name in hf))
+def _layer(megatron: str, layout: TensorLayout, *hf: str) -> NameRule:
+    return NameRule(
+        f"decoder.layers.{{layer}}.{megatron}", layout, tuple(f"model.layers.{{layer}}.{name}" for name in hf)
+    )
 
 
 def _gated(megatron: str, *gate_up_down: str) -> Table:
@@ -134,7 +136,7 @@ def unit_of(hf_name: str) -> str:
 class Found:
     """One Megatron parameter's rule, and the numbers in its name."""
 
-    rule: Rule
+    rule: NameRule
     layer: str | None
     expert: int | None
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import Weights
+from asyncrl.config import WeightsConfig
 from asyncrl.engine.control import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
@@ -54,7 +54,7 @@ class Publisher:
         fleet: Fleet,
         transport: Transport,
         weights: Resharder,
-        settings: Weights,
+        settings: WeightsConfig,
         *,
         expected: Callable[[], ExpectedChecksums],
         hold: Callable[[], None],

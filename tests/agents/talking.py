@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from asyncrl.agents.linking import Asked
-from asyncrl.types import Completion, Template, VersionSpan
+from asyncrl.agents.linking import CompletedRequest
+from asyncrl.schema import Completion, Template, VersionSpan
 from tests.fakes import FakeTemplate
 
 EOS = 10
@@ -24,11 +24,11 @@ class Talking:
     def __init__(self, answers: Iterable[Completion], template: Template | None = None) -> None:
         self.template: Template = template or FakeTemplate()
         self._answers: Iterator[Completion] = iter(answers)
-        self.asked: list[Asked] = []
+        self.asked: list[CompletedRequest] = []
         self.limits: list[int | None] = []
 
     async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
         answer = next(self._answers)
-        self.asked.append(Asked(list(token_ids), answer, role))
+        self.asked.append(CompletedRequest(list(token_ids), answer, role))
         self.limits.append(max_new_tokens)
         return answer

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.agents.chat import Chat
 from asyncrl.agents.linking import check, link
-from asyncrl.types import Prompt, Trajectory
+from asyncrl.schema import Prompt, Trajectory
 from tests.agents.talking import Talking, written
 
 PROMPT = Prompt("p", [12, 1, 11], {}, "t")

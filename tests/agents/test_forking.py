@@ -14,7 +14,7 @@ from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.types import Completion, Group, Prompt
+from asyncrl.schema import Completion, Group, Prompt
 from tests.agents.talking import Talking, written
 from tests.agents.worlds import PROMPT, Sums, play
 

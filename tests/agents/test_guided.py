@@ -12,7 +12,7 @@ from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
 from asyncrl.errors import ConfigError
-from asyncrl.types import Group, Message, Trajectory
+from asyncrl.schema import Group, Message, Trajectory
 from tests.agents.talking import written
 from tests.agents.worlds import PROMPT, play
 from tests.fakes import FakeTemplate

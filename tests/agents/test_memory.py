@@ -10,7 +10,7 @@ import pytest
 from asyncrl.agents.memory import Memory
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.table import build_table
-from asyncrl.types import Completion, Group, Trajectory
+from asyncrl.schema import Completion, Group, Trajectory
 from tests.agents.talking import written
 from tests.agents.test_guided import Spoken
 from tests.agents.worlds import PROMPT, play

@@ -10,9 +10,9 @@ import pytest
 from asyncrl.agents.linking import check
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.envs.env import EnvSpec, Step
-from asyncrl.envs.pool import Environments, PoolSettings
+from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import EpisodeFailed
-from asyncrl.types import Completion, Prompt, Trajectory
+from asyncrl.schema import Completion, Prompt, Trajectory
 from tests.agents.talking import Talking, written
 from tests.fakes import FakeTemplate
 
@@ -59,7 +59,7 @@ def play(
     async def main() -> tuple[Trajectory, Talking]:
         generate = Talking(answers)
         spec = EnvSpec(f"{__name__}:{kind}", {"hello": hello})
-        environments = Environments("guess", spec, PoolSettings(hosted=hosted))
+        environments = EnvironmentPool("guess", spec, PoolSettings(hosted=hosted))
         found = await MultiTurn(environments, **options).run(PROMPT, generate)
         await environments.close()
         return found, generate
@@ -118,7 +118,9 @@ def test_what_a_reset_tells_comes_with_the_tools_of_the_question() -> None:
             return super().begin(messages)
 
     async def main() -> None:
-        environments = Environments("guess", EnvSpec(f"{__name__}:Guess", {"hello": "4"}), PoolSettings(hosted=False))
+        environments = EnvironmentPool(
+            "guess", EnvSpec(f"{__name__}:Guess", {"hello": "4"}), PoolSettings(hosted=False)
+        )
         prompt = Prompt("p", [12, 1, 11], {**PROMPT.question, "tools": tools}, "t")
         await MultiTurn(environments).run(prompt, Talking([written(7, 10)], Shows()))
         await environments.close()

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl.agents import programs
-from asyncrl.agents.programs import KEPT_BYTES, Ended
+from asyncrl.agents.programs import KEPT_BYTES, ProgramResult
 
 DEADLINE = 30.0
 ENV = {"PATH": os.environ["PATH"]}
 
 
-def run(code: str, stdin: bytes = b"", cwd: Path | None = None) -> Ended:
-    async def main() -> Ended:
+def run(code: str, stdin: bytes = b"", cwd: Path | None = None) -> ProgramResult:
+    async def main() -> ProgramResult:
         async with asyncio.timeout(DEADLINE):
             return await programs.run([sys.executable, "-c", code], stdin=stdin, env={**ENV, "X": "y"}, cwd=cwd)
 

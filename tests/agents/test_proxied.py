@@ -16,8 +16,8 @@ from openai import AsyncOpenAI
 from asyncrl.agents.linking import check
 from asyncrl.agents.proxied import Command, Proxied
 from asyncrl.errors import ConfigError, EngineError, EpisodeFailed
-from asyncrl.rollout.episode import Episode, Limits
-from asyncrl.types import Generate, Prompt, Trajectory
+from asyncrl.rollout.episode import Episode, EpisodeTimeouts
+from asyncrl.schema import Generate, Prompt, Trajectory
 from tests.agents.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, PAIR, Blocking, Raising, soon, template, user
 from tests.agents.talking import Talking, written
 from tests.agents.test_programs import dead
@@ -160,7 +160,7 @@ def played(make: Callable[[], Any], temperature: float, **limits: float) -> Traj
     async def main() -> Trajectory:
         agent, client = make(), FakeEngine(echo(3)).client(temperature=0.5)
         options: dict[str, Any] = {"agent": DEADLINE, "reward": DEADLINE, "episode": DEADLINE} | limits
-        episode = Episode(client.generate(temperature), Limits(**options), template())
+        episode = Episode(client.generate(temperature), EpisodeTimeouts(**options), template())
         try:
             return await episode.play(agent, PROMPT, no_score)
         finally:

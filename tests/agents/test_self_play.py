@@ -12,9 +12,9 @@ from asyncrl.agents.linking import check
 from asyncrl.agents.self_play import SelfPlay
 from asyncrl.algo.table import build_table
 from asyncrl.envs.env import EnvSpec, Step
-from asyncrl.envs.pool import Environments, PoolSettings
+from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.types import Completion, Group, Prompt, Trajectory
+from asyncrl.schema import Completion, Group, Prompt, Trajectory
 from tests.agents.talking import Talking, written
 
 QUESTION = {"messages": [{"role": "user", "content": "0"}], "turns": "010", "role": "player-0", "state": "s0"}
@@ -53,7 +53,7 @@ def play(
     async def main() -> tuple[Trajectory, Talking]:
         generate = Talking(answers)
         prompt = Prompt("p", PROMPT.token_ids, {**QUESTION, "turns": turns, "role": f"player-{turns[0]}"}, "t")
-        environments = Environments("table", EnvSpec(f"{__name__}:Table"), PoolSettings(hosted=hosted))
+        environments = EnvironmentPool("table", EnvSpec(f"{__name__}:Table"), PoolSettings(hosted=hosted))
         try:
             return await SelfPlay(environments, ROLES, **options).run(prompt, generate), generate
         finally:
@@ -163,5 +163,5 @@ def test_opponent_that_raises_costs_the_episode() -> None:
 )
 def test_wrong_opponents_name_field_and_remedy(fixed: dict[str, Any], field: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as caught:
-        SelfPlay(Environments("table", EnvSpec(f"{__name__}:Table")), ROLES, fixed=fixed)
+        SelfPlay(EnvironmentPool("table", EnvSpec(f"{__name__}:Table")), ROLES, fixed=fixed)
     assert caught.value.field == f"agent_params.{field}"

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from asyncrl.agents.linking import check
 from asyncrl.envs.env import EnvSpec, Step
-from asyncrl.envs.pool import Environments, PoolSettings
-from asyncrl.types import Completion, Generate, Prompt, Template, Trajectory
+from asyncrl.envs.pool import EnvironmentPool, PoolSettings
+from asyncrl.schema import Completion, Generate, Prompt, Template, Trajectory
 from tests.agents.talking import Talking
 
 PROMPT = Prompt("p", [12, 1, 11], {"messages": [{"role": "user", "content": "1"}], "state": "s0"}, "t")
@@ -63,7 +63,7 @@ class Sums:
 
 
 def play(
-    make: Callable[[Environments], Any],
+    make: Callable[[EnvironmentPool], Any],
     answers: Iterable[Completion] | Generate,
     *,
     prompt: Prompt = PROMPT,
@@ -76,7 +76,7 @@ def play(
     async def main() -> tuple[Trajectory, Any]:
         generate: Any = answers if callable(answers) else Talking(answers, template)
         settings = PoolSettings(hosted=False, concurrency=concurrency)
-        environments = Environments("sums", EnvSpec(f"{__name__}:Sums", world), settings)
+        environments = EnvironmentPool("sums", EnvSpec(f"{__name__}:Sums", world), settings)
         try:
             async with asyncio.timeout(10):
                 return await make(environments).run(prompt, generate), generate

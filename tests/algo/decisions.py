@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.table import TokenTable, build_table
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 PROMPT = (12,)
 STOP, GO = 1, 2

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algo.balance import Costs, measure, micro_batches, partition, share_out
+from asyncrl.algo.balance import Costs, assign_micro_batches, measure, micro_batches, partition
 from asyncrl.algo.pack import pack
 from asyncrl.algo.samples import Sample
 from tests.algo.test_pack import Groups, packs
@@ -119,7 +119,7 @@ def test_every_sample_is_in_one_micro_batch_within_the_limit(
 ) -> None:
     groups, share, _ = case
     groups = numbered(groups)
-    found = share_out(groups, ranks, limit, COSTS, share=share, equal=equal, rounds=rounds)
+    found = assign_micro_batches(groups, ranks, limit, COSTS, share=share, equal=equal, rounds=rounds)
     numbers = [s.number for rank in found for batch in rank for group in batch for s in group]
     assert sorted(numbers) == [s.number for group in groups for s in group]
     assert len(found) == ranks
@@ -140,11 +140,11 @@ def test_siblings_stay_together_unless_a_rank_would_wait_for_them() -> None:
         return [Sample([first] * 20, [i] * length, [True] * length, first * 100 + i, 0) for i in range(siblings)]
 
     even = [group(g, 4, 10) for g in range(8)]
-    assert sorted(len(g) for rank in share_out(even, 2, 10_000, COSTS) for b in rank for g in b) == [4] * 8
+    assert sorted(len(g) for rank in assign_micro_batches(even, 2, 10_000, COSTS) for b in rank for g in b) == [4] * 8
     one_large = [group(0, 16, 50), *(group(g, 4, 1) for g in range(1, 3))]
     cut = [
         sum(len(g) for b in rank for g in b if g[0].prompt_ids[0] == 0)
-        for rank in share_out(one_large, 2, 10_000, COSTS)
+        for rank in assign_micro_batches(one_large, 2, 10_000, COSTS)
     ]
     assert sum(cut) == 16
     assert min(cut) >= 4
@@ -163,7 +163,7 @@ def test_micro_batches_are_even_within_the_limit(sizes: list[int], limit: int, c
 
 HASHED = """
 import random
-from asyncrl.algo.balance import Costs, share_out
+from asyncrl.algo.balance import Costs, assign_micro_batches
 from asyncrl.algo.samples import Sample
 rng = random.Random(1)
 groups = []
@@ -171,7 +171,8 @@ for i in range(30):
     prompt = [i] * rng.randint(1, 9)
     lengths = [rng.randint(1, 40) for _ in range(4)]
     groups.append([Sample(prompt, [j % 2] * n, [True] * n, 4 * i + j, 0) for j, n in enumerate(lengths)])
-print([[[[s.number for s in g] for g in b] for b in rank] for rank in share_out(groups, 4, 100, Costs(30, 7))])
+ranks = assign_micro_batches(groups, 4, 100, Costs(30, 7))
+print([[[[s.number for s in g] for g in b] for b in rank] for rank in ranks])
 """
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw, whiten
 from asyncrl.algo.siblings import EPSILON
 from asyncrl.algo.table import build_table
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.algo.tables import few, make, numbers
-from tests.algo.test_places import P, said, table_of
+from tests.algo.test_turn_context import P, said, table_of
 
 # P | 4 o 5 (rewards 1 2), from behind 4 | 6 o 7 (4 8); and another episode, P | 9 (5)
 TREE = Trajectory(

@@ -14,7 +14,7 @@ from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.distill import distillation_loss, distilled_advantages, tempered
 from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.table import TokenTable, build_table, known
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 
 def turn(logprobs: list[float], teacher: list[float], observation: list[int] | None = None) -> Turn:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algo.pack import Pack, inputs, pack
 from asyncrl.algo.samples import Sample
-from asyncrl.algo.tree import common_beginning, stretches
+from asyncrl.algo.tree import common_beginning, tree_segments
 
 VOCAB = 23
 Groups = list[list[Sample]]
@@ -216,13 +216,13 @@ def test_pack_without_a_trained_token_is_one_token_and_keeps_its_types() -> None
 
 
 def test_stretches_of_the_docstring() -> None:
-    found = stretches([5, 6, 3], [4, 2])
+    found = tree_segments([5, 6, 3], [4, 2])
     assert [(s.start, s.stop, s.parent) for s in found] == [(0, 2, -1), (2, 4, 0), (4, 5, 1), (4, 6, 1), (2, 3, 0)]
 
 
 @pytest.mark.parametrize(("common", "shared"), [(1, False), (20, True)])
 def test_a_common_stretch_stands_once_where_that_saves_more_than_its_own_call_costs(common: int, shared: bool) -> None:
-    found = stretches([common + 100, common + 100], [common])
+    found = tree_segments([common + 100, common + 100], [common])
     assert len(found) == (3 if shared else 2)
 
 

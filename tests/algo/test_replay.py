@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.replay import Replay
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.algo.replay import ReplayBuffer
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 
 def group(number: int, version: int, rewards: tuple[float, float] = (0.0, 1.0)) -> Group:
@@ -18,7 +18,7 @@ def group(number: int, version: int, rewards: tuple[float, float] = (0.0, 1.0)) 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_no_group_is_trained_again_beyond_the_bound_and_every_rank_draws_the_same(count, bound, seed, chance) -> None:
-    ranks = [Replay(count, bound, seed) for _ in range(2)]
+    ranks = [ReplayBuffer(count, bound, seed) for _ in range(2)]
     trained: set[str] = set()
     for version in range(12):
         drawn = [replay.draw(version) for replay in ranks]
@@ -34,7 +34,7 @@ def test_no_group_is_trained_again_beyond_the_bound_and_every_rank_draws_the_sam
 
 
 def test_what_was_reused_is_counted_and_groups_without_signal_are_not_kept() -> None:
-    replay = Replay(3, max_staleness=2, seed=0)
+    replay = ReplayBuffer(3, max_staleness=2, seed=0)
     replay.keep([group(0, 0), group(1, 0, (1.0, 1.0)), group(2, 1)])
     assert {one.uid for one in replay.draw(2)} == {"g0", "g2"}
     assert {one.uid for one in replay.draw(3)} == {"g2"}
@@ -43,6 +43,6 @@ def test_what_was_reused_is_counted_and_groups_without_signal_are_not_kept() -> 
 
 
 def test_nothing_is_kept_where_nothing_is_replayed() -> None:
-    replay = Replay(0, max_staleness=8, seed=0)
+    replay = ReplayBuffer(0, max_staleness=8, seed=0)
     replay.keep([group(0, 0)])
     assert replay.draw(1) == []

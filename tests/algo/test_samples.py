@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.samples import Sample, build_samples, shares
 from asyncrl.algo.table import build_table
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.fakes import completion
 
 AGGREGATIONS = ["token", "sequence", "constant"]

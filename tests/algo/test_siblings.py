@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.algo.siblings import Groups, centred, standardised
+from asyncrl.algo.siblings import GroupStatistics, centred, standardised
 from asyncrl.algo.table import build_table
-from asyncrl.types import Group, Trajectory, Turn
+from asyncrl.schema import Group, Trajectory, Turn
 from tests.fakes import completion
 
 
-def groups(*rewards: list[float]) -> Groups:
+def groups(*rewards: list[float]) -> GroupStatistics:
     """One for each list, an episode for each reward."""
     found = [
         Group(f"g{slot}", slot, [12, 11], [Trajectory([Turn([], completion())], one) for one in some], "t")
         for slot, some in enumerate(rewards)
     ]
-    return Groups(build_table(found, 0))
+    return GroupStatistics(build_table(found, 0))
 
 
 def test_mean_and_unbiased_deviation_are_those_of_the_own_group() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.algo.tables import few, last_rows, make, reordered, rows_of, tables
 from tests.fakes import completion
 

@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.algo.table import build_table
 from asyncrl.algo.turns import accumulated, chain, turn_rewards, turns_of
-from asyncrl.types import Group, Trajectory, Turn
+from asyncrl.schema import Group, Trajectory, Turn
 from tests.fakes import completion
 
 

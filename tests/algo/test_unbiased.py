@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw
 from asyncrl.algo.siblings import group_sum
 from asyncrl.algo.table import TokenTable
-from asyncrl.algo.turns import Turns, turn_rewards, turns_of
+from asyncrl.algo.turns import TurnTable, turn_rewards, turns_of
 from tests.algo.decisions import Groups, groups, world
 
 PLAIN = AdvantageParams()
@@ -84,7 +84,7 @@ def test_estimators_that_are_known_to_be_biased_are(name: str) -> None:
     assert bias(scale * found, expected) > 2e-3
 
 
-def others(values: Tensor, turns: Turns, table: TokenTable, *, itself: bool = False) -> tuple[Tensor, Tensor]:
+def others(values: Tensor, turns: TurnTable, table: TokenTable, *, itself: bool = False) -> tuple[Tensor, Tensor]:
     """Mean over turns of the same number in the group's other episodes, or in all, and of how many. No forks."""
     same = table.group[turns.owner] * 10 + turns.depth()
     count = group_sum(torch.ones_like(values), same) - (0 if itself else 1)

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 
 from asyncrl.checkpoints import manifest, torch_dist
 from asyncrl.checkpoints.manifest import Manifest
-from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.errors import RecordError
 from tests.examples import examples
 
 
-def write(shelf: Shelf, version: int, content: bytes = b"some bytes") -> Path:
-    folder = shelf.make_room(version)
+def write(store: CheckpointStore, version: int, content: bytes = b"some bytes") -> Path:
+    folder = store.make_room(version)
     (folder / "policy").mkdir()
     (folder / "policy/chunk").write_bytes(content)
     (folder / "trainer.json").write_bytes(b"{}")
@@ -34,20 +34,20 @@ def write(shelf: Shelf, version: int, content: bytes = b"some bytes") -> Path:
     return folder
 
 
-def newest(shelf: Shelf) -> tuple[int | None, list[str]]:
+def newest(store: CheckpointStore) -> tuple[int | None, list[str]]:
     told: list[str] = []
-    found = shelf.newest(told.append)
+    found = store.newest(told.append)
     return found[1].version if found else None, told
 
 
 def test_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    assert newest(shelf) == (None, [])
+    store = CheckpointStore(tmp_path)
+    assert newest(store) == (None, [])
     for version in (3, 20, 100):
-        write(shelf, version)
-    shelf.make_room(200)  # cut short: no manifest
-    assert newest(shelf) == (100, [])
-    assert shelf.versions() == [3, 20, 100]
+        write(store, version)
+    store.make_room(200)  # cut short: no manifest
+    assert newest(store) == (100, [])
+    assert store.versions() == [3, 20, 100]
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -63,10 +63,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damaged_one_is_refused_with_the_reason_and_the_one_before_used(
     damage: Callable[[Path], object], reason: str, tmp_path: Path
 ) -> None:
-    shelf = Shelf(tmp_path)
-    write(shelf, 3)
-    damage(write(shelf, 4))
-    version, told = newest(shelf)
+    store = CheckpointStore(tmp_path)
+    write(store, 3)
+    damage(write(store, 4))
+    version, told = newest(store)
     assert version == 3
     (text,) = told
     assert text.startswith("checkpoint 4 is refused: ")
@@ -74,7 +74,7 @@ def test_damaged_one_is_refused_with_the_reason_and_the_one_before_used(
 
 
 def test_manifest_of_another_format_or_that_names_files_outside_is_refused(tmp_path: Path) -> None:
-    folder = write(Shelf(tmp_path), 1)
+    folder = write(CheckpointStore(tmp_path), 1)
     whole = manifest.read(folder)
     (tmp_path / "secret").write_bytes(b"x")
     for name in ("../../../secret", str(tmp_path / "secret")):
@@ -90,8 +90,8 @@ def test_manifest_of_another_format_or_that_names_files_outside_is_refused(tmp_p
 @settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_manifest_with_any_damage_is_refused_or_says_the_same(data: st.DataObject, tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    folder = shelf.path(1) if shelf.versions() else write(shelf, 1)
+    store = CheckpointStore(tmp_path)
+    folder = store.path(1) if store.versions() else write(store, 1)
     whole = (folder / "manifest.json").read_bytes()
     before = manifest.read(folder)
     place = data.draw(st.integers(0, len(whole) - 1))
@@ -106,20 +106,20 @@ def test_manifest_with_any_damage_is_refused_or_says_the_same(data: st.DataObjec
 
 
 def test_newest_and_those_for_ever_stay_and_the_rest_goes(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    store = CheckpointStore(tmp_path)
     for version in range(2, 22, 2):
-        write(shelf, version)
-        shelf.prune(keep_last=2, keep_every=8)
-    assert shelf.versions() == [8, 16, 18, 20]
-    shelf.make_room(22)  # cut short
-    shelf.prune(keep_last=1, keep_every=None)
-    assert [path.name for path in shelf.folder.iterdir()] == ["00000020"]
+        write(store, version)
+        store.prune(keep_last=2, keep_every=8)
+    assert store.versions() == [8, 16, 18, 20]
+    store.make_room(22)  # cut short
+    store.prune(keep_last=1, keep_every=None)
+    assert [path.name for path in store.folder.iterdir()] == ["00000020"]
 
 
 def test_room_on_the_disk_is_asked_for_before(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    assert shelf.lacks(1000) is None
-    problem = shelf.lacks(1 << 60)
+    store = CheckpointStore(tmp_path)
+    assert store.lacks(1000) is None
+    problem = store.lacks(1 << 60)
     assert problem is not None
     assert "GB left" in problem
 

@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.convert.cli import main
 from asyncrl.records.reading import Recording
-from asyncrl.types import VersionSpan
+from asyncrl.schema import VersionSpan
 
 
 def sample(group: int, index: int, **changes: Any) -> dict[str, Any]:

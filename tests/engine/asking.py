@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asyncrl.engine.client import Client
-from asyncrl.types import Completion
+from asyncrl.engine.client import GenerationClient
+from asyncrl.schema import Completion
 from tests.fakes import FakeEngine
 
 PROMPT = [12, 1, 11]
 
 
 def asked(
-    engine: FakeEngine, play: Callable[[Client], Coroutine[Any, Any, Any]], seconds: float = 10.0, **settings: Any
+    engine: FakeEngine,
+    play: Callable[[GenerationClient], Coroutine[Any, Any, Any]],
+    seconds: float = 10.0,
+    **settings: Any,
 ) -> Any:
     """Runs `play` against the engine."""
 
@@ -28,6 +31,6 @@ def asked(
     return asyncio.run(main())
 
 
-async def siblings(client: Client, count: int = 1, token_ids: list[int] = PROMPT) -> list[Completion]:
+async def siblings(client: GenerationClient, count: int = 1, token_ids: list[int] = PROMPT) -> list[Completion]:
     generate = client.generate()
     return list(await asyncio.gather(*(generate(token_ids) for _ in range(count))))

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.engine.client import Client, Session
+from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.engine.inflight import FIRST, HELD, NEXT
 from asyncrl.errors import EngineError
-from asyncrl.types import Completion, VersionSpan
+from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
 from tests.fakes import FakeEngine, completion, echo, pieces, stream, until
 
@@ -65,7 +65,7 @@ def test_samples_with_seeds_are_requests_of_their_own_and_are_drawn_alike_in_eve
     def seeds(run_seed: int, *samples: str) -> list[int]:
         engine = FakeEngine(echo())
 
-        async def play(client: Client) -> None:
+        async def play(client: GenerationClient) -> None:
             sessions = [client.generate(group="g", sample=sample) for sample in samples]
             sessions.append(client.generate(group="g", sample=samples[0], purpose="evaluation"))
             await asyncio.gather(*(session(PROMPT) for session in sessions))
@@ -87,7 +87,7 @@ def test_samples_with_seeds_are_requests_of_their_own_and_are_drawn_alike_in_eve
 def test_other_prompts_other_temperatures_and_greedy_answers_are_requests_of_their_own() -> None:
     engine = FakeEngine(echo())
 
-    async def play(client: Client) -> None:
+    async def play(client: GenerationClient) -> None:
         asks = [client.generate(t)(ids) for ids in (PROMPT, [12, 2, 11]) for t in (None, 0.5, 0.0, 0.0)]
         await asyncio.gather(*asks)
 
@@ -106,7 +106,7 @@ def test_without_coalescing_every_sibling_is_a_request() -> None:
 def test_turn_after_turn_asks_anew() -> None:
     engine = FakeEngine(echo())
 
-    async def play(client: Client) -> None:
+    async def play(client: GenerationClient) -> None:
         await siblings(client)
         await siblings(client)
 
@@ -117,7 +117,7 @@ def test_turn_after_turn_asks_anew() -> None:
 def test_held_requests_wait_for_release_and_then_carry_its_version() -> None:
     engine = FakeEngine(echo())
 
-    async def play(client: Client) -> list[Completion]:
+    async def play(client: GenerationClient) -> list[Completion]:
         await siblings(client)
         client.inflight.hold()
         asking = asyncio.create_task(siblings(client, 2))
@@ -137,7 +137,7 @@ def test_request_in_flight_stays_open_while_new_ones_are_held() -> None:
     gate = asyncio.Event()
     answer = completion(tokens=4, versions=(0, 1))
 
-    async def play(client: Client) -> list[Completion]:
+    async def play(client: GenerationClient) -> list[Completion]:
         asking = asyncio.create_task(siblings(client))
         await until(lambda: engine.requests)
         client.inflight.hold()
@@ -158,7 +158,7 @@ def test_request_in_flight_stays_open_while_new_ones_are_held() -> None:
 def test_no_request_id_is_a_prefix_of_another() -> None:
     engine = FakeEngine(echo())
 
-    async def play(client: Client) -> None:
+    async def play(client: GenerationClient) -> None:
         await asyncio.gather(*(client.generate()([12, i, 11]) for i in range(120)))
 
     asked(engine, play)
@@ -224,7 +224,7 @@ def test_sample_that_nobody_asked_for_is_an_engine_error_not_a_hang() -> None:
 
 
 def test_cancelled_sibling_leaves_the_others_their_answers() -> None:
-    async def play(client: Client) -> Completion:
+    async def play(client: GenerationClient) -> Completion:
         first, second = (asyncio.ensure_future(client.generate()(PROMPT)) for _ in range(2))
         await until(lambda: engine.requests)
         first.cancel()
@@ -246,7 +246,7 @@ def test_sibling_has_its_answer_as_soon_as_that_is_whole() -> None:
 
     engine = FakeEngine(answer)
 
-    async def play(client: Client) -> None:
+    async def play(client: GenerationClient) -> None:
         first, second = client.generate(group="g0"), client.generate(group="g0")
         ahead, behind = (asyncio.ensure_future(session(PROMPT)) for session in (first, second))
         written = (await ahead).token_ids
@@ -274,7 +274,7 @@ def test_request_that_nobody_waits_for_is_closed() -> None:
 
         return httpx.Response(200, content=body())
 
-    async def play(client: Client) -> None:
+    async def play(client: GenerationClient) -> None:
         asking = asyncio.create_task(siblings(client, 2))
         for _ in range(100):
             await asyncio.sleep(0)
@@ -285,7 +285,7 @@ def test_request_that_nobody_waits_for_is_closed() -> None:
 
 
 def test_figures_count_requests_and_prompt_tokens_once_taken() -> None:
-    async def play(client: Client) -> None:
+    async def play(client: GenerationClient) -> None:
         await siblings(client, 2)
         seen = client.inflight.take_figures()
         assert (seen.requests, seen.prompt_tokens, seen.cached_tokens) == (1, 8, 2)
@@ -309,7 +309,7 @@ def streamed_in_two(going_on: asyncio.Event) -> Callable[[dict[str, Any]], list[
 def test_every_token_is_counted_where_it_comes_in_also_for_a_session_that_was_closed() -> None:
     going_on = asyncio.Event()
 
-    async def play(client: Client) -> None:
+    async def play(client: GenerationClient) -> None:
         sessions = [client.generate(group="g0") for _ in range(2)]
         first, second = (asyncio.ensure_future(session(PROMPT)) for session in sessions)
         await until(lambda: sessions[1].received == 2)
@@ -327,9 +327,9 @@ def test_every_token_is_counted_where_it_comes_in_also_for_a_session_that_was_cl
 
 def test_session_says_whether_it_waits_for_a_publish_or_for_which_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     going_on, seen = asyncio.Event(), list[str]()
-    monkeypatch.setattr(Session, "wait_for", lambda session, event: seen.append(event))
+    monkeypatch.setattr(GenerationSession, "wait_for", lambda session, event: seen.append(event))
 
-    async def play(client: Client) -> None:
+    async def play(client: GenerationClient) -> None:
         client.inflight.hold()
         asking = asyncio.ensure_future(client.generate()(PROMPT))
         await until(lambda: seen)
@@ -347,7 +347,7 @@ def test_what_must_be_prefilled_is_what_no_cache_can_hold() -> None:
     """A prompt once, and its last token for each sibling; of a later turn what is new; all under another key."""
     engine = FakeEngine(echo(3))
 
-    async def play(client: Client) -> list[int]:
+    async def play(client: GenerationClient) -> list[int]:
         needed = []
         sessions = [client.generate(group="g1") for _ in range(4)]
         answers = await asyncio.gather(*[session(PROMPT) for session in sessions])

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.engine import client as client_module
-from asyncrl.engine.client import Client, Session
+from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.errors import EngineError
-from asyncrl.types import Completion, VersionSpan
+from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
 from tests.fakes import FakeEngine, Reply, completion, echo, pieces, stream, until
 
@@ -104,9 +104,9 @@ def silenced(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_answer_that_is_cut_short_goes_on_from_its_last_token_as_if_nothing_had_happened(cuts, stop, limit) -> None:
     engine = cut_at(cuts, stop)
     settings = {"max_new_tokens": limit, "stop_token_ids": [] if stop is None else [stop], "retry_timeout": 5.0}
-    seen: list[Session] = []
+    seen: list[GenerationSession] = []
 
-    async def play(client: Client) -> Completion:
+    async def play(client: GenerationClient) -> Completion:
         client.inflight.release(3)
         seen.append(client.generate())
         return await seen[0](PROMPT)
@@ -136,7 +136,7 @@ def test_versions_ascend_and_are_never_younger_than_those_that_wrote(cuts, publi
     """I4, whatever is cut and published meanwhile: exact where an engine told, and otherwise a lower bound."""
     coming = iter(publishes)
     wrote: list[int] = []
-    made: list[Client] = []
+    made: list[GenerationClient] = []
 
     def spans(begun: int, tokens: int) -> list[VersionSpan]:
         inflight = made[0].inflight
@@ -147,7 +147,7 @@ def test_versions_ascend_and_are_never_younger_than_those_that_wrote(cuts, publi
         told = [VersionSpan(before, 0, half), VersionSpan(after, half, tokens)]
         return [span for span in told if span.start < span.end]
 
-    async def play(client: Client) -> Completion:
+    async def play(client: GenerationClient) -> Completion:
         made.append(client)
         return await client.generate()(PROMPT)
 
@@ -161,7 +161,7 @@ def test_versions_ascend_and_are_never_younger_than_those_that_wrote(cuts, publi
 def test_tokens_of_a_broken_stream_take_the_version_that_all_served_when_they_were_asked_for() -> None:
     engine = cut_at([("reset", 2), ("abort", 2), ("end", 1)], None)
 
-    async def play(client: Client) -> Completion:
+    async def play(client: GenerationClient) -> Completion:
         client.inflight.release(3)
         return await client.generate()(PROMPT)
 
@@ -203,7 +203,7 @@ def test_answer_that_never_comes_is_an_engine_error_with_the_time_the_attempts_a
     reply, reason = NEVER[way]
     engine = FakeEngine(lambda _: reply)
 
-    async def play(client: Client) -> list[Any]:
+    async def play(client: GenerationClient) -> list[Any]:
         generate = client.generate()
         return await asyncio.gather(*(generate(PROMPT) for _ in range(2)), return_exceptions=True)
 
@@ -233,7 +233,7 @@ def test_refused_request_is_not_asked_again() -> None:
 def test_requests_of_a_group_carry_one_routing_key_and_those_of_others_their_own() -> None:
     engine = FakeEngine(echo())
 
-    async def play(client: Client) -> None:
+    async def play(client: GenerationClient) -> None:
         for group in ("g1", "g2"):
             one, other = client.generate(group=group), client.generate(group=group)
             await asyncio.gather(one(PROMPT), other(PROMPT))
@@ -248,11 +248,13 @@ def test_requests_of_a_group_carry_one_routing_key_and_those_of_others_their_own
 # --- requests and a publish ----------------------------------------------------------------------------------
 
 
-def across_a_publish(first: Callable[[asyncio.Event], Reply], **settings: Any) -> tuple[FakeEngine, Completion, Client]:
+def across_a_publish(
+    first: Callable[[asyncio.Event], Reply], **settings: Any
+) -> tuple[FakeEngine, Completion, GenerationClient]:
     """A request is in flight while version 8 is published; its engine goes on after that."""
-    made: list[Client] = []
+    made: list[GenerationClient] = []
 
-    async def play(client: Client) -> Completion:
+    async def play(client: GenerationClient) -> Completion:
         made.append(client)
         client.inflight.release(7)
         asking = asyncio.create_task(client.generate(group="g")(PROMPT))
@@ -288,7 +290,7 @@ def test_request_that_a_publish_overtakes_is_asked_anew_under_the_new_key() -> N
 def test_request_that_two_publishes_overtake_is_asked_anew_once() -> None:
     """The second comes before the first has ended it."""
 
-    async def play(client: Client) -> Completion:
+    async def play(client: GenerationClient) -> Completion:
         asking = asyncio.create_task(client.generate(group="g")(PROMPT))
         await until(lambda: engine.requests)
         for version in (8, 9):
@@ -314,7 +316,7 @@ def test_sibling_that_was_whole_before_a_publish_overtook_its_request_is_not_ask
 
     engine = FakeEngine(begun)
 
-    async def play(client: Client) -> list[Completion]:
+    async def play(client: GenerationClient) -> list[Completion]:
         client.inflight.release(7)
         first, second = (asyncio.ensure_future(client.generate(group="g")(PROMPT)) for _ in range(2))
         await until(lambda: engine.requests)

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.envs import hosted
 from asyncrl.envs.env import EnvSpec, Step
-from asyncrl.envs.pool import Environments, PoolSettings
+from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.launch.leftovers import carrying
 from tests.envs.faulty import FAULTS
@@ -45,13 +45,13 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert carrying(MARK.encode()) == []
 
 
-def pool(kind: str = "Faulty", tell: Callable[[str], None] = print, **settings: Any) -> Environments:
+def pool(kind: str = "Faulty", tell: Callable[[str], None] = print, **settings: Any) -> EnvironmentPool:
     params = settings.pop("params", {})
     quick = {"reset_timeout": 60.0, "step_timeout": 60.0} | settings
-    return Environments("faulty", EnvSpec(f"tests.envs.faulty:{kind}", params), PoolSettings(**quick), tell)
+    return EnvironmentPool("faulty", EnvSpec(f"tests.envs.faulty:{kind}", params), PoolSettings(**quick), tell)
 
 
-async def play(environments: Environments, **question: Any) -> list[Step]:
+async def play(environments: EnvironmentPool, **question: Any) -> list[Step]:
     async with environments() as env:
         await env.reset(question)  # type: ignore[misc]
         steps: list[Step] = []
@@ -60,7 +60,7 @@ async def play(environments: Environments, **question: Any) -> list[Step]:
         return steps
 
 
-def run(script: Callable[[Environments], Awaitable[None]], **settings: Any) -> None:
+def run(script: Callable[[EnvironmentPool], Awaitable[None]], **settings: Any) -> None:
     async def main() -> None:
         environments = pool(**settings)
         try:
@@ -74,7 +74,7 @@ def run(script: Callable[[Environments], Awaitable[None]], **settings: Any) -> N
 
 
 def test_environment_in_a_process_is_the_environment() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         here = await play(pool(hosted=False))
         there, again = await play(environments), await play(environments)
         assert here == there == again == [Step(f"a{n}", 0.5, n == 3) for n in (1, 2, 3)]
@@ -94,7 +94,7 @@ def test_environment_in_a_process_is_the_environment() -> None:
 def test_each_fault_has_its_reason_and_the_next_episode_goes_well(
     where: str, faults: set[str], limits: dict[str, float]
 ) -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         for fault in sorted(faults):
             reason, text = EXPECTED[fault]
             with pytest.raises(EpisodeFailed) as caught:
@@ -106,7 +106,7 @@ def test_each_fault_has_its_reason_and_the_next_episode_goes_well(
 
 
 def test_what_it_prints_is_no_fault_however_much() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         assert len(await play(environments, where="step", fault="prints")) == 3
 
     assert "prints" in FAULTS
@@ -114,7 +114,7 @@ def test_what_it_prints_is_no_fault_however_much() -> None:
 
 
 def test_those_that_share_a_process_with_one_that_hangs_are_told_so() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         async with environments() as other:
             await other.reset({})  # type: ignore[misc]
             with pytest.raises(EpisodeFailed, match="environment_timeout"):
@@ -128,7 +128,7 @@ def test_those_that_share_a_process_with_one_that_hangs_are_told_so() -> None:
 def test_next_one_lives_in_another_process_at_once() -> None:
     """Although there was room in the one that has just been killed."""
 
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         with pytest.raises(EpisodeFailed, match="environment_timeout"):
             await play(environments, where="step", fault="hangs")
         assert len(await play(environments)) == 3
@@ -137,7 +137,7 @@ def test_next_one_lives_in_another_process_at_once() -> None:
 
 
 def test_those_in_other_processes_go_on() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         async with environments() as other:
             await other.reset({})  # type: ignore[misc]
             with pytest.raises(EpisodeFailed, match="environment_timeout"):
@@ -148,7 +148,7 @@ def test_those_in_other_processes_go_on() -> None:
 
 
 def test_no_more_live_at_once_than_allowed() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         alive = most = 0
         all_three = asyncio.Barrier(3)
 
@@ -166,7 +166,7 @@ def test_no_more_live_at_once_than_allowed() -> None:
 
 
 def test_warm_ones_are_made_ahead_and_every_one_is_ended(tmp_path: Path) -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         await until(lambda: len(environments._ready) == 2)
         for _ in range(3):
             await play(environments)
@@ -181,7 +181,7 @@ def test_warm_ones_are_made_ahead_and_every_one_is_ended(tmp_path: Path) -> None
 def test_environment_that_does_not_end_is_told_and_holds_nobody(fault: str) -> None:
     told: list[str] = []
 
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         assert len(await play(environments, where="close", fault=fault)) == 3
         assert told == []  # nobody has waited for its end
 
@@ -190,7 +190,7 @@ def test_environment_that_does_not_end_is_told_and_holds_nobody(fault: str) -> N
 
 
 def test_environment_that_cannot_be_made_is_typed() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         for hosted_ in (False, True):
             with pytest.raises(EpisodeFailed, match="environment_error: OSError: no display"):
                 await play(pool("NeverMade", hosted=hosted_) if not hosted_ else environments)
@@ -199,7 +199,7 @@ def test_environment_that_cannot_be_made_is_typed() -> None:
 
 
 def test_async_environment_that_hangs_is_given_up_in_the_event_loop() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         assert not environments._hosted
         with pytest.raises(EpisodeFailed, match=r"environment_timeout: step has not returned for 0.2 s"):
             await play(environments, where="step", fault="hangs")
@@ -208,7 +208,7 @@ def test_async_environment_that_hangs_is_given_up_in_the_event_loop() -> None:
 
 
 def test_cancelled_episode_gives_its_environment_back(tmp_path: Path) -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         playing = asyncio.create_task(play(environments, where="step", fault="hangs"))
         await asyncio.sleep(0.3)
         playing.cancel()
@@ -222,7 +222,7 @@ def test_cancelled_episode_gives_its_environment_back(tmp_path: Path) -> None:
 def test_repeated_failures_open_a_breaker_that_lets_one_try_and_closes_when_it_goes_well(tmp_path: Path) -> None:
     told: list[str] = []
 
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         fault = {"where": "step", "fault": "raises"}
         for _ in range(3):
             with pytest.raises(EpisodeFailed):
@@ -240,7 +240,7 @@ def test_repeated_failures_open_a_breaker_that_lets_one_try_and_closes_when_it_g
 
 
 def test_breaker_that_stays_open_ends_the_run_and_names_the_environment() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         async def go_on() -> None:
             for _ in range(5):
                 with pytest.raises(EpisodeFailed):
@@ -263,7 +263,7 @@ async def told(env: Any, action: str) -> str:
 
 @pytest.mark.parametrize(("kind", "own"), [("Telling", {}), ("AsyncFaulty", {"hosted": True})])
 def test_what_would_stop_the_event_loop_and_what_shall_lives_in_a_process(kind: str, own: dict[str, bool]) -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         async with environments() as env:
             await env.reset({})  # type: ignore[misc]
             assert len(carrying(MARK.encode())) == 1
@@ -272,7 +272,7 @@ def test_what_would_stop_the_event_loop_and_what_shall_lives_in_a_process(kind: 
 
 
 def test_it_lives_here_where_it_shall() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         async with environments() as env:
             assert await env.reset({}) == []  # type: ignore[misc]
             assert await told(env, "pid") == str(os.getpid())
@@ -285,7 +285,7 @@ def test_processes_hold_as_many_as_they_shall_and_see_no_gpu(monkeypatch: pytest
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     both = asyncio.Barrier(5)
 
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         async def one() -> str:
             async with environments() as env:
                 assert await told(env, "gpus") == "''"
@@ -303,7 +303,7 @@ def test_processes_hold_as_many_as_they_shall_and_see_no_gpu(monkeypatch: pytest
 
 
 def test_warm_one_whose_process_has_died_is_given_to_nobody() -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         await until(lambda: len(environments._ready) == 2, 10**6)
         for pid in carrying(MARK.encode()):
             os.kill(pid, signal.SIGKILL)
@@ -316,7 +316,7 @@ def test_warm_one_whose_process_has_died_is_given_to_nobody() -> None:
 
 
 def test_as_many_are_made_ahead_as_shall_be_warm_also_while_they_are_being_made(tmp_path: Path) -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         for _ in range(2):
             await until(lambda: len(environments._ready) == 3, 10**6)
             await play(environments)
@@ -329,7 +329,7 @@ def test_as_many_are_made_ahead_as_shall_be_warm_also_while_they_are_being_made(
 def test_environment_that_cannot_be_made_ahead_is_told() -> None:
     said: list[str] = []
 
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         await until(lambda: said)
 
     run(script, kind="NeverMade", warm=1, hosted=False, tell=said.append)
@@ -350,7 +350,7 @@ def test_rewards_of_all_roles_and_what_is_due_at_the_end_are_numbers(hosted_: bo
         finally:
             await environments.close()
 
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         async with environments() as env:
             assert await env.finish() == 0.0  # type: ignore[attr-defined] # nothing is due
             with pytest.raises(EpisodeFailed, match="the reward of black is nan"):
@@ -365,7 +365,7 @@ def test_rewards_of_all_roles_and_what_is_due_at_the_end_are_numbers(hosted_: bo
 def test_environment_that_never_ends_in_the_event_loop_is_told_and_holds_nobody() -> None:
     said: list[str] = []
 
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         async with environments() as env:
             await env.reset({})  # type: ignore[misc]
         assert said == []
@@ -377,7 +377,7 @@ def test_environment_that_never_ends_in_the_event_loop_is_told_and_holds_nobody(
 def test_failures_that_are_not_the_environments_do_not_open_its_breaker() -> None:
     said: list[str] = []
 
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         for _ in range(3):
             with pytest.raises(EpisodeFailed, match="agent_error"):
                 async with environments():
@@ -396,7 +396,7 @@ def test_failures_that_are_not_the_environments_do_not_open_its_breaker() -> Non
     ],
 )
 def test_last_words_are_kept_within_bounds(action: str, how: str) -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         with pytest.raises(EpisodeFailed) as caught:
             async with environments() as env:
                 await env.step(action)  # type: ignore[misc]
@@ -409,7 +409,7 @@ def test_last_words_are_kept_within_bounds(action: str, how: str) -> None:
 
 
 def test_answers_up_to_the_limit_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def script(environments: Environments) -> None:
+    async def script(environments: EnvironmentPool) -> None:
         monkeypatch.setattr(hosted, "OVERSIZED", 120 << 20)
         async with environments() as env:
             await env.reset({"where": "step", "fault": "oversized"})  # type: ignore[misc]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.envs.sandbox import cgroups, view
-from asyncrl.envs.sandbox.cgroups import Bases, Group, bases
+from asyncrl.envs.sandbox.cgroups import Bases, ControlGroup, bases
 from asyncrl.envs.sandbox.folder import Folder, parts
 from asyncrl.envs.sandbox.identity import Identity, _largest
 from asyncrl.envs.sandbox.leftovers import Marker, started
@@ -149,7 +149,7 @@ MEMORY_2 = ["cgroup.procs", "memory.max", "memory.events", "cpu.stat"]
 
 def test_group_of_version_2_bounds_memory_swap_and_processes(kernel: dict[str, list[str]], tmp_path: Path) -> None:
     kernel[tmp_path.name] = [*MEMORY_2, "memory.swap.max", "pids.max"]
-    group = Group(Bases(version_2=(tmp_path,)), "g", memory=4096, processes=7)
+    group = ControlGroup(Bases(version_2=(tmp_path,)), "g", memory=4096, processes=7)
     assert group.bounds == {"memory", "pids"}
     written = {name: (tmp_path / "g" / name).read_text()[:4] for name in ("memory.max", "memory.swap.max", "pids.max")}
     assert written == {"memory.max": "4096", "memory.swap.max": "0om_", "pids.max": "7sag"}  # what follows was there
@@ -168,7 +168,7 @@ def test_group_without_a_controller_leaves_no_folder_and_the_next_place_is_tried
     os.mkdir(scope)
     kernel["scope"] = ["cgroup.procs"]
     kernel[tmp_path.name] = MEMORY_2  # without swap there is no file for it
-    group = Group(Bases(version_2=(scope, tmp_path)), "g", memory=4096, processes=7)
+    group = ControlGroup(Bases(version_2=(scope, tmp_path)), "g", memory=4096, processes=7)
     assert group.bounds == {"memory"}
     assert list(scope.iterdir()) == []
     assert (tmp_path / "g").is_dir()
@@ -177,7 +177,7 @@ def test_group_without_a_controller_leaves_no_folder_and_the_next_place_is_tried
 
 def test_where_no_group_can_be_made_nothing_is_bounded_and_nothing_raised(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    group = Group(Bases({"memory": missing}, (missing,)), "g", memory=1, processes=1)
+    group = ControlGroup(Bases({"memory": missing}, (missing,)), "g", memory=1, processes=1)
     assert (group.bounds, group.descriptors, group.remove()) == (set(), [], True)
 
 

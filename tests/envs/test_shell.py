@@ -12,12 +12,12 @@ import pytest
 
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.envs.env import EnvSpec, Step
-from asyncrl.envs.pool import Environments
+from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.envs.shell import ShellEnv
 from asyncrl.envs.shell_tasks import KINDS, ShellTasks
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.types import Prompt
+from asyncrl.schema import Prompt
 from tests.agents.talking import Talking, written
 from tests.envs.tools.sandboxes import Folders
 from tests.fakes import FakeTemplate
@@ -218,7 +218,7 @@ def test_episode_that_is_cut_off_is_judged_all_the_same() -> None:
             return [20]
 
     async def script() -> Any:
-        environments = Environments("t", EnvSpec("asyncrl.envs.shell:ShellEnv", SANDBOX))
+        environments = EnvironmentPool("t", EnvSpec("asyncrl.envs.shell:ShellEnv", SANDBOX))
         prompt = Prompt("p", [12], QUESTION, "t")
         generate = Talking([written(1, 10)], Words(lambda ids: texts[ids[0]]))
         found = await MultiTurn(environments, max_turns=1).run(prompt, generate)

@@ -22,7 +22,7 @@ from asyncrl.inspection.rows import rows_of
 from asyncrl.records.events import Committed, Event, Rejected, Taken, packed, scored
 from asyncrl.records.reading import TRAINER, Recording
 from asyncrl.records.writer import Writer
-from asyncrl.types import Trajectory, Turn
+from asyncrl.schema import Trajectory, Turn
 from tests.fakes import completion, group
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.agents.single_turn import SingleTurn
-from asyncrl.types import Generate, Prompt, Trajectory
+from asyncrl.schema import Generate, Prompt, Trajectory
 from scripts.slow_tools import SlowTools
 
 RAISES, HANGS = "reward raises", "agent hangs"

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config, load
-from asyncrl.engine.router import Workers, wait_until_ready
+from asyncrl.engine.router import RouterWorkers, wait_until_ready
 from asyncrl.launch.machine import this_node
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import Seat, place, ports_wanted
@@ -68,7 +68,7 @@ class Engines:
             return
         for url in (self.addresses.router, *self.addresses.engines):
             self.wait_for(url)
-        workers = Workers(self.addresses.router, self.addresses.access, START)
+        workers = RouterWorkers(self.addresses.router, self.addresses.access, START)
         workers.keep(self.addresses.engines)
         deadline = time.monotonic() + START
         while self._routed() != set(self.addresses.engines):

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.algo.correction import MASKS, WEIGHTS
 from asyncrl.algo.loss import LOSSES
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 VOCAB = 33  # padded by two ranks and by four
 SMALL = 48  # tokens of a micro-batch: a group or two

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from asyncrl.types import Generate, Prompt
+from asyncrl.schema import Generate, Prompt
 
 SECONDS = 2.0
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config
 from asyncrl.engine.control import Fleet
-from asyncrl.engine.router import Workers
+from asyncrl.engine.router import RouterWorkers
 from asyncrl.parallel import Parallel
 from asyncrl.weights.build import build_transport
 from asyncrl.weights.checksum import ExpectedChecksums
@@ -89,7 +89,7 @@ def make(
         urls or addresses.engines,
         addresses.access,
         timeout,
-        router=Workers(addresses.router, addresses.access, timeout),
+        router=RouterWorkers(addresses.router, addresses.access, timeout),
     )
     transport, _ = build_transport(
         config, fleet, host=config.cluster.host or "", alone=True, stage=0, gpu=device != "cpu", folder=folder

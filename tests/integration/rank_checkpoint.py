@@ -16,12 +16,12 @@ cpu.enable()
 
 import msgspec  # noqa: E402
 
-from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
+from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import read  # noqa: E402
+from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.types import Batch, Group  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 
 VERSION = 2
@@ -37,11 +37,11 @@ def main(name: str, source: str, folders: list[Path]) -> None:
             for version in range(VERSION):
                 policy.update(Batch(version, groups, {}))
         else:
-            checkpoint.load(Shelf(folder / source).path(VERSION), policy)
+            checkpoint.load(CheckpointStore(folder / source).path(VERSION), policy)
         told: list[str] = []
         writer = checkpoint.Checkpoints(
             config,
-            Shelf(folder / name),
+            CheckpointStore(folder / name),
             "run",
             parallel,
             policy,

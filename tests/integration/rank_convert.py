@@ -22,7 +22,7 @@ from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from asyncrl.config import Trainer, read  # noqa: E402
+from asyncrl.config import TrainerConfig, read  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.parallel import split  # noqa: E402
@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def found(folder: Path, layout: str, trainer: Trainer, parallel: Parallel) -> dict[str, Any]:
+def found(folder: Path, layout: str, trainer: TrainerConfig, parallel: Parallel) -> dict[str, Any]:
     """Names of this rank's tensors, of those that the checkpoint gave other bits, and those that it left untouched."""
     chunks, random = build(folder / "hf", trainer), {}
     for number, chunk in enumerate(chunks):
@@ -75,7 +75,7 @@ def found(folder: Path, layout: str, trainer: Trainer, parallel: Parallel) -> di
     }
 
 
-def build(model: Path, trainer: Trainer) -> list[GPTModel]:
+def build(model: Path, trainer: TrainerConfig) -> list[GPTModel]:
     """This rank's chunks with random weights, norms and biases included."""
     hf = megatron.read_hf_config(model)
     config = megatron.transformer_config(hf, trainer.model_copy(update={"dtype": hf["dtype"]}))

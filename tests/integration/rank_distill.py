@@ -19,9 +19,9 @@ import msgspec  # noqa: E402
 from asyncrl.algo.samples import build_samples  # noqa: E402
 from asyncrl.algo.table import build_table  # noqa: E402
 from asyncrl.config import load  # noqa: E402
+from asyncrl.schema import Batch, Group, Trajectory, Turn  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.types import Batch, Group, Trajectory, Turn  # noqa: E402
 
 
 def by_itself(policy: Policy, groups: list[Group]) -> list[Group]:

@@ -29,7 +29,7 @@ from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack, pack  # noqa: E402
-from asyncrl.config import Trainer  # noqa: E402
+from asyncrl.config import TrainerConfig  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
@@ -41,7 +41,7 @@ from tests.integration.families import CHOOSES, factors, groups  # noqa: E402
 class Rank:
     """One model on this rank."""
 
-    def __init__(self, folder: Path, trainer: Trainer, parallel: Parallel) -> None:
+    def __init__(self, folder: Path, trainer: TrainerConfig, parallel: Parallel) -> None:
         self.parallel = parallel
         hf = megatron.read_hf_config(folder)
         self.vocab = hf["vocab_size"]
@@ -105,7 +105,7 @@ class Rank:
 
 def main(folder: Path, layout: str) -> None:
     settings = json.loads((folder / f"{layout}.json").read_text())
-    trainer = Trainer.model_validate(settings["trainer"])
+    trainer = TrainerConfig.model_validate(settings["trainer"])
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
     mine = range(len(groups()))[parallel.dp_rank :: parallel.dp]
     batch = pack([groups()[g] for g in mine], multiple=parallel.tp)

@@ -11,7 +11,7 @@ from asyncrl.trainer import cpu
 
 cpu.enable()
 
-from asyncrl.checkpoints.shelf import Shelf  # noqa: E402
+from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import read  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
@@ -21,11 +21,11 @@ from asyncrl.trainer.policy import Policy  # noqa: E402
 def main(folder: Path) -> None:
     config = read(folder)
     parallel = initialize(config.trainer, gpu=False, seed=0, timeout=60.0)
-    policy, shelf = Policy(config, folder / "model", parallel), Shelf(folder / "full")
+    policy, store = Policy(config, folder / "model", parallel), CheckpointStore(folder / "full")
     told: list[str] = []
     checkpoints = Checkpoints(
         config,
-        shelf,
+        store,
         "run",
         parallel,
         policy,
@@ -52,8 +52,8 @@ def main(folder: Path) -> None:
         assert len(told) == 2, told
         assert "checkpoint 2 could not be written, and the run goes on without it: rank 1:" in told[0], told
         assert "GB left" in told[1], told
-        assert [path.name for path in shelf.folder.iterdir()] == ["00000001"]
-        assert shelf.newest(told.append) is not None
+        assert [path.name for path in store.folder.iterdir()] == ["00000001"]
+        assert store.newest(told.append) is not None
     assert save(4) == (4, 2)
 
 

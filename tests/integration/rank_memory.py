@@ -15,19 +15,19 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.algo.samples import Sample  # noqa: E402
-from asyncrl.config import Trainer  # noqa: E402
+from asyncrl.config import TrainerConfig  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.optimizer import Optimizer  # noqa: E402
+from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from tests.integration.test_memory import ROWS, VOCAB  # noqa: E402
 
 
 def main(folder: Path) -> None:
-    trainer = Trainer.model_validate(json.loads((folder / "trainer.json").read_text()))
+    trainer = TrainerConfig.model_validate(json.loads((folder / "trainer.json").read_text()))
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
     network = Network(trainer, folder / "model", parallel)
-    optimizer = Optimizer(trainer, network, 100)
+    optimizer = NetworkOptimizer(trainer, network, 100)
     shards = list(optimizer.shards())
     parameters = {id(one): one for one in network.parameters()}.values()
     apart = [one.master for one in shards if one.master.dtype != one.parameter.dtype]

@@ -26,7 +26,7 @@ from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from asyncrl.config import Trainer, read  # noqa: E402
+from asyncrl.config import TrainerConfig, read  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.parallel import split  # noqa: E402
@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def found(folder: Path, trainer: Trainer, parallel: Parallel) -> dict[str, Any]:
+def found(folder: Path, trainer: TrainerConfig, parallel: Parallel) -> dict[str, Any]:
     """What this rank exports of one model in one layout."""
     hf = megatron.read_hf_config(folder)
     config = megatron.transformer_config(hf, trainer.model_copy(update={"dtype": hf["dtype"]}))

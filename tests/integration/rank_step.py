@@ -15,16 +15,16 @@ from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack, pack  # noqa: E402
-from asyncrl.config import Trainer  # noqa: E402
+from asyncrl.config import TrainerConfig  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.optimizer import Optimizer  # noqa: E402
+from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from tests.integration.test_step import MODELS, groups, weights  # noqa: E402
 
 
 def main(folder: Path) -> None:
-    trainer = Trainer.model_validate(json.loads((folder / "trainer.json").read_text()))
+    trainer = TrainerConfig.model_validate(json.loads((folder / "trainer.json").read_text()))
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
 
     def visit(head: Head, one: Pack) -> Tensor:
@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
 
     for name in MODELS:
         network = Network(trainer, folder / name, parallel)
-        optimizer = Optimizer(trainer, network, 100)
+        optimizer = NetworkOptimizer(trainer, network, 100)
         norms = []
         for split in (3, 2, 1):  # the first update has one micro-batch, later ones two
             optimizer.zero_grad()

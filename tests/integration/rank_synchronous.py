@@ -37,13 +37,13 @@ from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens  # noqa: E402
-from asyncrl.trainer.door import RolloutDoor  # noqa: E402
-from asyncrl.trainer.feed import Batches  # noqa: E402
+from asyncrl.schema import Batch, Completion, Group, VersionSpan  # noqa: E402
+from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
+from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
-from asyncrl.types import Batch, Completion, Group, VersionSpan  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 from tests import synchronous  # noqa: E402
 from tests.rollout.machinery import Machinery, RecordedEngine, recorded  # noqa: E402
@@ -87,10 +87,10 @@ class Bench:
             template=self.template,
         )
         with served(made) as url:
-            door = RolloutDoor(url, Access("key0"), batch_timeout=60.0)
-            batches = Kept(door, lambda: False, self.parallel)
+            source = RolloutClient(url, Access("key0"), batch_timeout=60.0)
+            batches = Kept(source, lambda: False, self.parallel)
             log = StepLog([], started_at=time.time())
-            publisher: Any = Relabelled(engine, door)
+            publisher: Any = Relabelled(engine, source)
             train(self.policy.update, batches, publisher, log, StopRule(self.config.run), save=lambda version: None)
         self.leave(batches.groups, log.steps)
 
@@ -105,7 +105,7 @@ class Bench:
         return self.folder / name
 
 
-class Kept(Batches):
+class Kept(BatchFeed):
     """Keeps what it hands out."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -122,33 +122,33 @@ class Kept(Batches):
 class Relabelled:
     """In the place of a Publisher: the engine's answers are recorded, so its version alone changes."""
 
-    def __init__(self, engine: RecordedEngine, door: RolloutDoor) -> None:
-        self._engine, self._door = engine, door
+    def __init__(self, engine: RecordedEngine, source: RolloutClient) -> None:
+        self._engine, self._source = engine, source
 
     def publish(self, version: int) -> dict[str, float]:
-        self._door.hold()
+        self._source.hold()
         self._engine.version = version
-        self._door.announce(version)
+        self._source.announce(version)
         return dict.fromkeys(("pause", "verify", "engines", "bytes"), 0.0)
 
 
 @contextmanager
 def served(made: Machinery) -> Iterator[str]:
     """The rollout side in a thread, behind a real server."""
-    door = socket.create_server(("127.0.0.1", 0))
+    source = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(made.service.app(), log_level="warning"))
 
     async def serve() -> None:
         async with asyncio.TaskGroup() as group:
             working = group.create_task(made.worker.run())
-            await server.serve(sockets=[door])
+            await server.serve(sockets=[source])
             working.cancel()
         await made.client.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{door.getsockname()[1]}"
+        yield f"http://127.0.0.1:{source.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(10)

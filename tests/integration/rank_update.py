@@ -17,9 +17,9 @@ cpu.enable()
 import msgspec  # noqa: E402
 
 from asyncrl.config import read  # noqa: E402
+from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.types import Batch, Group  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.types import Group
+from asyncrl.schema import Group
 
 FILE = "ASYNCRL_TEST_RECORDING"
 

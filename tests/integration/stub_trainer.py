@@ -1,6 +1,6 @@
 """A trainer that sleeps: python -m tests.integration.stub_trainer RUN_DIR.
 
-The loop, the door to the rollout process, the fleet and the publisher are the product's own (trainer/loop.py); what is
+The loop, the batch source, the fleet and the publisher are the product's own (trainer/loop.py); what is
 missing is the arithmetic, and the bytes of the weights. Batches are kept in the run folder as they came.
 """
 
@@ -22,9 +22,9 @@ from asyncrl import jsonl
 from asyncrl.addresses import LOST, Addresses
 from asyncrl.config import Config, read
 from asyncrl.engine.control import Fleet
-from asyncrl.engine.router import Workers
+from asyncrl.engine.router import RouterWorkers
 from asyncrl.parallel import Parallel
-from asyncrl.trainer.door import RolloutDoor
+from asyncrl.trainer.batch_source import RolloutClient
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.publish import Publisher
 from asyncrl.weights.transport import Transport
@@ -57,23 +57,23 @@ def main(run_dir: Path) -> None:
     """Every batch of the run, as trainer/loop.py."""
     config, addresses, workload = read(run_dir), Addresses.read(run_dir), Workload.read()
     fleet = _fleet(config, addresses, run_dir)
-    door = RolloutDoor(addresses.rollout, addresses.access, config.rollout.batch_timeout)
+    source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
     nothing: Any = NoWeights()
     parallel = Parallel(**{**ALONE, "device": torch.device("cpu")})
     publisher = Publisher(
-        parallel, fleet, nothing, nothing, config.weights, expected=_none, hold=door.hold, announce=door.announce
+        parallel, fleet, nothing, nothing, config.weights, expected=_none, hold=source.hold, announce=source.announce
     )
     (run_dir / BATCHES).mkdir()
     for version in range(config.run.max_steps):
         time.sleep(workload.late.get(version, 0.0))
         begun = read_slowly(addresses, version, workload.slow[version]) if version in workload.slow else b""
-        while not (data := door.batch(version, interrupt=fleet.needs_weights)):
+        while not (data := source.batch(version, interrupt=fleet.needs_weights)):
             publisher.publish(version)
         assert data.startswith(begun), f"batch {version} was another when it was asked for again"
         (run_dir / BATCHES / f"{version:06d}").write_bytes(data)
         time.sleep(workload.train_seconds)
         publisher.publish(version + 1)
-    jsonl.replace(run_dir / "summary.json", {"ledger": door.status()["ledger"]})
+    jsonl.replace(run_dir / "summary.json", {"ledger": source.status()["ledger"]})
 
 
 def _fleet(config: Config, addresses: Addresses, run_dir: Path) -> Fleet:
@@ -83,7 +83,7 @@ def _fleet(config: Config, addresses: Addresses, run_dir: Path) -> Fleet:
     def note(url: str, incarnation: str, reason: str) -> None:
         jsonl.append(run_dir / LOST, {"engine": url, "incarnation": incarnation, "reason": reason, "time": time.time()})
 
-    router = Workers(addresses.router, addresses.access, timeout)
+    router = RouterWorkers(addresses.router, addresses.access, timeout)
     return Fleet(addresses.engines, addresses.access, timeout, router=router, on_lost=note)
 
 
@@ -94,12 +94,12 @@ def _none() -> Any:
 def read_slowly(addresses: Addresses, version: int, share: float) -> bytes:
     """Read this share of a batch, some bytes at a time, and break off; returns what was read, nothing if there is none
     yet."""
-    door = urlsplit(addresses.rollout)
+    source = urlsplit(addresses.rollout)
     reader = socket.socket()
     with reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SIP)  # so that the sender feels it
         reader.settimeout(30.0)
-        reader.connect((door.hostname, door.port))
+        reader.connect((source.hostname, source.port))
         authorization = f"Authorization: {addresses.access.headers['Authorization']}"
         reader.sendall(f"GET /batch?version={version} HTTP/1.1\r\nHost: stub\r\n{authorization}\r\n\r\n".encode())
         answer = b""

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.records.events import Committed, unpacked
 from asyncrl.records.reading import Recording
-from asyncrl.types import Group
+from asyncrl.schema import Group
 from tests.envs.machine import public
 from tests.integration.running import lines, nothing_is_left, run
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
 from asyncrl.checkpoints import manifest
-from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.config import load
 from asyncrl.launch.main import CONF
@@ -77,18 +77,18 @@ def _chain(folder: Path, model: str) -> list[Outcome]:  # noqa: F811
 @pytest.mark.parametrize("model", CHAINS)
 def test_a_checkpoint_is_the_same_whichever_layout_wrote_it(folder: Path, model: str) -> None:  # noqa: F811
     links = _chain(folder, model)
-    first = written(Shelf(folder / model / "link-0").path(VERSION))
+    first = written(CheckpointStore(folder / model / "link-0").path(VERSION))
     moments = [tensor for key, tensor in first.items() if "/optimizer.exp_avg." in key]
     assert any(tensor.abs().sum() > 0 for tensor in moments)
     assert not any(tensor.isnan().any() for tensor in first.values())
     assert len(first) > 3 * len(moments) - 5  # weights and two moments; some buffers have none
     for number in range(1, len(links)):
-        path = Shelf(folder / model / f"link-{number}").path(VERSION)
+        path = CheckpointStore(folder / model / f"link-{number}").path(VERSION)
         again = written(path)
         assert again.keys() == first.keys()
         assert [key for key in first if not torch.equal(first[key], again[key])] == []
         assert (path / "trainer.json").read_bytes() == (
-            Shelf(folder / model / "link-0").path(VERSION) / "trainer.json"
+            CheckpointStore(folder / model / "link-0").path(VERSION) / "trainer.json"
         ).read_bytes()
         manifest.verified(path)
 
@@ -115,7 +115,9 @@ def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
     model = "qwen3-untied"
     ALGO[model] = {}
     links = [launch(folder, model, number, trainer) for number, trainer in enumerate(settings)]
-    contents = [written(Shelf(folder / model / f"link-{number}").path(VERSION)) for number in range(len(settings))]
+    contents = [
+        written(CheckpointStore(folder / model / f"link-{number}").path(VERSION)) for number in range(len(settings))
+    ]
     for again in contents[1:]:
         assert [key for key, tensor in contents[0].items() if not torch.equal(tensor, again[key])] == []
     masters = contents[0]["policy/embedding.word_embeddings.weight"]

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import pytest
 
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.router import wait_until_ready
-from asyncrl.types import Completion
+from asyncrl.schema import Completion
 from tests.integration.fleet import START, Engines
 
 LENGTH = 48  # with what came of it a prompt must stay below the 58 tokens that SGLang takes of the tiny model's 64
@@ -25,8 +25,8 @@ def fleet(two_engines: Engines) -> Engines:
     return two_engines
 
 
-def client_of(fleet: Engines, stop_token_ids: list[int]) -> Client:
-    return Client(
+def client_of(fleet: Engines, stop_token_ids: list[int]) -> GenerationClient:
+    return GenerationClient(
         fleet.addresses.router,
         run=f"continuation-{time.monotonic()}",  # an engine may still know the last one's requests
         access=fleet.addresses.access,
@@ -66,7 +66,9 @@ async def bit_by_bit(fleet: Engines) -> AsyncIterator[None]:
         await asyncio.wait([pulsing])
 
 
-async def greedy(fleet: Engines, during: Callable[[], Awaitable[None]] | None) -> tuple[list[Completion], Client]:
+async def greedy(
+    fleet: Engines, during: Callable[[], Awaitable[None]] | None
+) -> tuple[list[Completion], GenerationClient]:
     """Every prompt's greedy answer; `during` comes when the first tokens of every one are there."""
     client = client_of(fleet, [])
     sessions = [client.generate(0.0, group=f"g{number:02d}") for number in range(len(PROMPTS))]
@@ -82,7 +84,7 @@ async def greedy(fleet: Engines, during: Callable[[], Awaitable[None]] | None) -
     return found, client
 
 
-def whole_again(fleet: Engines, during: Callable[[], Awaitable[None]], broken: int) -> Client:
+def whole_again(fleet: Engines, during: Callable[[], Awaitable[None]], broken: int) -> GenerationClient:
     """Asks twice, the second time with a fault, and compares; returns the client that met the fault.
 
     Where engines had all but ended, once more, until the fault broke off as many requests as are said.

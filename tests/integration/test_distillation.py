@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from asyncrl.models.tiny import write_random_model
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from asyncrl.types import Group
+from asyncrl.schema import Group
 from tests.fakes import compose_values
 from tests.integration.running import lines, nothing_is_left, run
 from tests.integration.speaker import write_speaker

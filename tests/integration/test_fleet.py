@@ -9,11 +9,11 @@ import pytest
 
 from asyncrl.access import Access
 from asyncrl.addresses import Addresses
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.control import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
-from asyncrl.types import Completion
+from asyncrl.schema import Completion
 from tests.integration.fleet import Engines
 
 pytestmark = pytest.mark.integration
@@ -25,8 +25,8 @@ def addresses(two_engines: Engines) -> Addresses:
     return two_engines.addresses
 
 
-def _client(addresses: Addresses, key: str | None = None, run: str = "t") -> Client:
-    return Client(
+def _client(addresses: Addresses, key: str | None = None, run: str = "t") -> GenerationClient:
+    return GenerationClient(
         addresses.router,
         run=run,
         access=Access(key, addresses.authority) if key else addresses.access,
@@ -94,7 +94,7 @@ def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(ad
                 pass
             protocol.label(version)
 
-    async def publish_during(client: Client, version: int) -> list[Completion]:
+    async def publish_during(client: GenerationClient, version: int) -> list[Completion]:
         running = asyncio.gather(*[client.generate()([12, 1, 2, 3, 11]) for _ in range(64)])
         await asyncio.sleep(0.05)
 

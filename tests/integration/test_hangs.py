@@ -35,7 +35,7 @@ class Agent:
     """Hangs where the question begins with 1 or 2."""
 
     async def run(self, prompt, generate):
-        from asyncrl.types import Trajectory, Turn
+        from asyncrl.schema import Trajectory, Turn
         first = await generate(prompt.token_ids)
         if prompt.question["row"]["prompt"][0] in "12":
             await asyncio.Event().wait()
@@ -145,7 +145,7 @@ import time
 
 class Agent:
     async def run(self, prompt, generate):
-        from asyncrl.types import Trajectory, Turn
+        from asyncrl.schema import Trajectory, Turn
         first = await generate(prompt.token_ids)
         blocks_the_loop()
         return Trajectory([Turn([], first)])

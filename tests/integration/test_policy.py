@@ -21,8 +21,8 @@ from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import build_samples, shares
 from asyncrl.algo.selection import SELECTIONS, SelectionParams
 from asyncrl.algo.table import TokenTable, build_table
+from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from asyncrl.trainer import cpu
-from asyncrl.types import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from tests.fakes import tiny_config
 from tests.integration.losses import fitting
 
@@ -100,7 +100,7 @@ class Descent:
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Network", Bigrams)
-    monkeypatch.setattr(module, "Optimizer", Descent)
+    monkeypatch.setattr(module, "NetworkOptimizer", Descent)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
 
 

@@ -14,11 +14,11 @@ from openai import AsyncOpenAI
 from asyncrl.agents.chat import Chat
 from asyncrl.agents.proxied import Command, Proxied
 from asyncrl.agents.template import ChatTemplate
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import GenerationClient
 from asyncrl.rollout.agent import Agent
-from asyncrl.rollout.episode import Episode, Limits
+from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
-from asyncrl.types import Generate, Prompt, Trajectory
+from asyncrl.schema import Generate, Prompt, Trajectory
 from tests.integration.fleet import START, Engines
 
 SAYS = ("5", "71", "203")
@@ -71,7 +71,7 @@ async def greedy(fleet: Engines, agent: Agent, episodes: int) -> list[Trajectory
     """Trajectories of questions 0, 1, ..., all played at once."""
     tokenizer = load_tokenizer(fleet.addresses.model, None)
     template = ChatTemplate(tokenizer)
-    client = Client(
+    client = GenerationClient(
         fleet.addresses.router,
         run="proxy",
         access=fleet.addresses.access,
@@ -87,7 +87,7 @@ async def greedy(fleet: Engines, agent: Agent, episodes: int) -> list[Trajectory
     async def play(number: int) -> Trajectory:
         messages = [{"role": "user", "content": f"{number}{number * 7 % 10}"}]
         prompt = Prompt(f"p{number}", template.begin(messages), {"messages": messages}, "t")
-        episode = Episode(client.generate(0.0, group=prompt.uid), Limits(60.0, 60.0, 120.0), template)
+        episode = Episode(client.generate(0.0, group=prompt.uid), EpisodeTimeouts(60.0, 60.0, 120.0), template)
         return await episode.play(agent, prompt, no_score)
 
     try:

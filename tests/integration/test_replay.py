@@ -14,7 +14,7 @@ import pytest
 from asyncrl.records.events import Published, Taken, decode
 from asyncrl.records.frames import Frames, path_of
 from asyncrl.records.reading import Recording
-from asyncrl.types import encode
+from asyncrl.schema import encode
 from tests.integration.running import finish, lines, nothing_is_left, run, start
 
 pytestmark = pytest.mark.integration

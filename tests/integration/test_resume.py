@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.convert.cli import main as convert
 from asyncrl.records.events import Admitted, Committed, Published, Taken
 from asyncrl.records.reading import Recording
@@ -155,7 +155,7 @@ def test_deterministic_run_that_was_killed_is_the_run_that_was_not(tmp_path: Pat
 def check_conversion(run_dir: Path, tmp_path: Path) -> None:
     """Check that the last checkpoint holds the weights that the run exported."""
     model = json.loads((run_dir / "addresses.json").read_text())["model"]
-    policy = Shelf(run_dir).path(STEPS) / "policy"
+    policy = CheckpointStore(run_dir).path(STEPS) / "policy"
     assert convert(["to-hf", str(policy), str(tmp_path / "converted"), "--model", model]) == 0
     held, exported = tensors(tmp_path / "converted"), tensors(run_dir / "hf")
     assert held.keys() == exported.keys()
@@ -166,19 +166,19 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """A trainer rank is killed beyond a checkpoint, then, in the run that went on, the rollout process."""
     layout, run_dir = ["trainer.data_parallel=2"], tmp_path / "run"
     Blow("trainer", 5, 0.15).strike(run_dir, *layout)
-    first = max(Shelf(run_dir).versions(), default=0)
+    first = max(CheckpointStore(run_dir).versions(), default=0)
     text = Blow("rollout", max(first, 6) + 2, 0.0).strike(run_dir, *layout)
-    assert f"goes on from {Shelf(run_dir).path(first)}" in text
+    assert f"goes on from {CheckpointStore(run_dir).path(first)}" in text
     assert len(lines(run_dir / "metrics.jsonl")) < STEPS
-    second = max(Shelf(run_dir).versions())
+    second = max(CheckpointStore(run_dir).versions())
     text = go_on_to_the_end(run_dir, *layout)
-    assert f"goes on from {Shelf(run_dir).path(second)}" in text
+    assert f"goes on from {CheckpointStore(run_dir).path(second)}" in text
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)
     check_conversion(run_dir, tmp_path)
     # a run of its own, from its last checkpoint but one, in another layout
     fork = [one for one in RUN if not one.startswith("resume")]
-    fork += [f"resume={Shelf(run_dir).path(STEPS - 2)}", "trainer.tensor_parallel=2"]
+    fork += [f"resume={CheckpointStore(run_dir).path(STEPS - 2)}", "trainer.tensor_parallel=2"]
     steps = run(tmp_path / "fork", *fork)
     assert trained(steps[: STEPS - 2]) == trained(lines(run_dir / "metrics.jsonl")[: STEPS - 2])
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
@@ -227,9 +227,8 @@ def test_any_number_of_deaths_at_any_moment(trial: int, tmp_path: Path) -> None:
         )  # steps take 0.2 s, starting 12
         if blow.step >= done:
             blow.strike(run_dir, *layout)
-            told.append(
-                f"{blow.victim} at {len(lines(run_dir / 'metrics.jsonl'))}, from {Shelf(run_dir).versions()[-1:]}"
-            )
+            at, kept = len(lines(run_dir / "metrics.jsonl")), CheckpointStore(run_dir).versions()[-1:]
+            told.append(f"{blow.victim} at {at}, from {kept}")
     go_on_to_the_end(run_dir, *layout)
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checkpoints.manifest import ROLLOUT
-from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.records.events import Committed, unpacked
 from asyncrl.records.reading import Recording
 from asyncrl.rollout import snapshot
@@ -52,7 +52,7 @@ def test_groups_under_way_are_played_anew_in_new_environments_and_lose_nothing(t
     run_dir, settings = tmp_path / "run", game(notes, 0.02)
     Blow("rollout", 5, 0.15).strike(run_dir, *settings)
     first = set(notes.iterdir())
-    checkpoint = Shelf(run_dir).path(max(Shelf(run_dir).versions()))
+    checkpoint = CheckpointStore(run_dir).path(max(CheckpointStore(run_dir).versions()))
     groups = snapshot.decode((checkpoint / ROLLOUT).read_bytes()).service.outstanding
     said = sum(len(one.said) for group in groups for one in group.siblings)
     assert said, "the checkpoint holds no group that is being played"

@@ -22,9 +22,9 @@ import msgspec
 import pytest
 
 from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Episode
+from asyncrl.planner.simulation import SimulatedEpisode
 from asyncrl.rollout.ledger import Ledger
-from asyncrl.types import Batch, Trajectory, decode_batch
+from asyncrl.schema import Batch, Trajectory, decode_batch
 from scripts.stub_engine import number_of
 from tests.integration.faults import CUT, KILLED, ROUTER_KILLED, ROUTER_STOPPED, STOPPED, Fault, Injector, draw
 from tests.integration.faulty_users import HANGS, RAISES, write_questions
@@ -215,7 +215,7 @@ def check_batches(trial: Trial, run_dir: Path) -> None:
     assert trained.tokens.trained == sum(group.num_tokens for group in groups)
 
 
-def check_tokens(number: int, trajectory: Trajectory, siblings: Sequence[Episode]) -> None:
+def check_tokens(number: int, trajectory: Trajectory, siblings: Sequence[SimulatedEpisode]) -> None:
     """The first token says which sample it is: that of its place, or the first where it was asked for alone."""
     sample = trajectory.turns[0].completion.token_ids[0]
     assert sample in (0, number)

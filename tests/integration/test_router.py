@@ -16,11 +16,11 @@ import pytest
 from aiohttp import web
 
 from asyncrl.access import Access
-from asyncrl.engine.client import Client
-from asyncrl.engine.router import Workers, register, router_argv
+from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.router import RouterWorkers, register, router_argv
 from asyncrl.engine.stream import NO_WORKER, ROUTING_KEY, STREAM_ERROR
 from asyncrl.ports import free_ports
-from asyncrl.types import Completion
+from asyncrl.schema import Completion
 from tests.fakes import completion, pieces, stream, tiny_config
 
 KEY = "the-run's-key"
@@ -107,7 +107,7 @@ async def until_status(http: httpx.AsyncClient, path: str, status: int) -> None:
 
 
 async def ask(http: httpx.AsyncClient, retry_timeout: float = 0.0, **fields: Any) -> Completion:
-    client = Client(
+    client = GenerationClient(
         str(http.base_url),
         run="router",
         access=Access(KEY),
@@ -167,7 +167,7 @@ def test_an_answer_that_the_engine_breaks_is_reported_and_retried(tmp_path: Path
 def test_requests_wait_while_no_engine_is_registered(tmp_path: Path) -> None:
     async def main() -> None:
         async with router_and_worker(tmp_path) as (http, worker, _):
-            workers = Workers(str(http.base_url), Access(KEY), 30.0)
+            workers = RouterWorkers(str(http.base_url), Access(KEY), 30.0)
             await asyncio.to_thread(workers.remove, worker)
             await until_status(http, "/readiness", 503)
             for _ in range(600):

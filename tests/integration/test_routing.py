@@ -16,13 +16,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl.config import load
-from asyncrl.engine.client import Client, Session
+from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.tiny import write_random_model
 from asyncrl.routing import RoutingShape, share_prompt
-from asyncrl.types import Completion, Group, Routing, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
 from tests.integration.fleet import engines
 from tests.integration.ranks import run_ranks
 
@@ -147,7 +147,7 @@ def test_drawn_experts_are_used_and_matter(layouts: dict[str, Any]) -> None:
 class Asking:
     """Groups as rollouts make them, from the engine's own words."""
 
-    def __init__(self, client: Client, abort: Any) -> None:
+    def __init__(self, client: GenerationClient, abort: Any) -> None:
         self._client, self._abort = client, abort
 
     async def all(self) -> list[Group]:
@@ -171,7 +171,9 @@ class Asking:
         ]
         return Group(f"g{number}", number, prompt, members, "t")
 
-    async def _later(self, session: Session, prompt: list[int], first: Completion, reward: float) -> Trajectory:
+    async def _later(
+        self, session: GenerationSession, prompt: list[int], first: Completion, reward: float
+    ) -> Trajectory:
         """A second turn for every other sibling."""
         turns = [Turn([], first)]
         if reward:
@@ -194,7 +196,7 @@ def engines_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
         addresses = started.addresses
 
         async def ask() -> tuple[list[Group], int]:
-            client = Client(
+            client = GenerationClient(
                 addresses.router,
                 run="routing",
                 access=addresses.access,

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.store import CheckpointStore
 from tests.integration.running import lines, nothing_is_left, pids_carrying, run
 from tests.integration.test_agents import books_balance
 from tests.integration.test_replay import trained, weights
@@ -174,7 +174,7 @@ def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) 
     slow.unlink()
     then = len(job.steps())
     assert 5 <= then < steps
-    assert Shelf(job.run_dir).versions()[-1] == then  # not a step is done twice
+    assert CheckpointStore(job.run_dir).versions()[-1] == then  # not a step is done twice
     assert "ended as it was asked to" in job.output
     job.finishes()
     goes_on_exactly(job, steps, tmp_path)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.models import catalog
-from asyncrl.types import Group
+from asyncrl.schema import Group
 from tests.fakes import tiny_config
 from tests.integration.fleet import engines
 from tests.integration.ranks import run_ranks

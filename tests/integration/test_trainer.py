@@ -19,7 +19,7 @@ from asyncrl.config import load
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
-from asyncrl.types import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration

@@ -25,9 +25,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import GenerationClient
 from asyncrl.errors import EngineError
-from asyncrl.types import Completion
+from asyncrl.schema import Completion
 from tests.integration.fleet import Engines
 from tests.integration.publisher import SeededWeights
 
@@ -131,7 +131,7 @@ class Traffic:
         assert not self._thread.is_alive(), "a request never came back"
 
     async def _run(self) -> None:
-        client = Client(
+        client = GenerationClient(
             self._fleet.addresses.router,
             run=f"traffic-{time.monotonic()}",
             access=self._fleet.addresses.access,
@@ -145,7 +145,7 @@ class Traffic:
         await asyncio.gather(*[self._lane(client) for _ in range(4)])
         await client.close()
 
-    async def _lane(self, client: Client) -> None:
+    async def _lane(self, client: GenerationClient) -> None:
         generate = client.generate()
         while not self._stop.is_set():
             try:

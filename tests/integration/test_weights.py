@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from asyncrl.engine.client import Client
-from asyncrl.types import Completion
+from asyncrl.engine.client import GenerationClient
+from asyncrl.schema import Completion
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.tensor import TensorTransport
 from tests.integration.fleet import Engines, engines
@@ -49,7 +49,7 @@ def settings(config: Config, **weights: object) -> Config:
     return config.model_copy(update={"weights": config.weights.model_copy(update={"timeout": 30.0, **weights})})
 
 
-def client(fleet: Engines, **changes: object) -> Client:
+def client(fleet: Engines, **changes: object) -> GenerationClient:
     values = {
         "run": "w",
         "access": fleet.addresses.access,
@@ -60,7 +60,7 @@ def client(fleet: Engines, **changes: object) -> Client:
         "retry_timeout": 30.0,
         "coalesce": False,
     }
-    return Client(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
+    return GenerationClient(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
 
 
 def logprobs(tensors: dict[str, torch.Tensor], fleet: Engines, prompt: list[int], found: Completion) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Episode
+from asyncrl.planner.simulation import SimulatedEpisode
 from scripts import slow_tools
 
 VARIABLE = "ASYNCRL_STUB_WORKLOAD"
@@ -37,6 +37,6 @@ class Workload:
         """The inverse, and what the agent reads."""
         return {VARIABLE: json.dumps(asdict(self)), slow_tools.VARIABLE: json.dumps(self.lengths)}
 
-    def episodes(self) -> Callable[[int], Sequence[Episode]]:
+    def episodes(self) -> Callable[[int], Sequence[SimulatedEpisode]]:
         """The siblings of a question, by its number."""
         return Lengths(**self.lengths).episodes()

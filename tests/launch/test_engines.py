@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import ConfigError
-from asyncrl.launch.engines import Keeper, RunEnded, _Run, check_reach, main
+from asyncrl.launch.engines import EngineKeeper, RunEnded, _Run, check_reach, main
 from asyncrl.launch.placement import Node
 from asyncrl.launch.processes import Stopped
 from asyncrl.leases import RENEW_SECONDS
@@ -100,7 +100,7 @@ def test_machine_that_they_reach_passes(tmp_path: Path) -> None:
 
 def test_first_signal_asks_the_run_to_let_go_and_the_second_stops(tmp_path: Path) -> None:
     run = _Run(under_way(tmp_path / "run"))
-    keeper = Keeper(run, {"http://127.0.0.1:1": "node7"})
+    keeper = EngineKeeper(run, {"http://127.0.0.1:1": "node7"})
     keeper.each_poll()
     assert run.registry.joined().keys() == {"http://127.0.0.1:1"}
     keeper.asked_to_stop(15)
@@ -116,7 +116,7 @@ def test_keeper_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     now = [100.0]
     monkeypatch.setattr("asyncrl.launch.engines.time.monotonic", lambda: now[0])
     run_dir = under_way(tmp_path / "run")
-    keeper = Keeper(_Run(run_dir), {})
+    keeper = EngineKeeper(_Run(run_dir), {})
     now[0] += 2 * RENEW_SECONDS
     keeper.each_poll()
     (run_dir / "leases" / "run.lease").unlink()

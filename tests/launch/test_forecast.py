@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.launch import forecast
-from asyncrl.launch.precision import Choice, Precision
+from asyncrl.launch.precision import DtypeChoice, Precision
 from asyncrl.metrics.fields import SUMMARY_MACHINE
 from asyncrl.metrics.record import machine_figures
 from asyncrl.models import catalog
@@ -18,7 +18,7 @@ from asyncrl.probe import Rates
 from tests.fakes import tiny_config
 
 RATES = Rates("host", "cpu", {"bfloat16": 1e9, "float32": 1e10}, {"bfloat16": 1e9, "float32": 1e10}, 2, 2.0)
-CHOICES = [Choice(part, "float32", "auto: faster", RATES) for part in ("trainer", "engine")]
+CHOICES = [DtypeChoice(part, "float32", "auto: faster", RATES) for part in ("trainer", "engine")]
 
 
 def test_tiny_run_is_estimated_from_its_model_and_task() -> None:
@@ -37,7 +37,7 @@ def test_sides_that_do_not_run_on_a_measured_cpu_are_not_estimated() -> None:
     folder = catalog.resolve("builtin:tiny")
     hf = json.loads((folder / "config.json").read_text())
     config = tiny_config()
-    on_gpus = [Choice("trainer", "bfloat16", "auto: it runs on GPUs"), CHOICES[1]]
+    on_gpus = [DtypeChoice("trainer", "bfloat16", "auto: it runs on GPUs"), CHOICES[1]]
     assert forecast.forecast(config, folder, hf, Precision(config, on_gpus)) is None
     replay = tiny_config(mode="replay", **{"replay.from": "x"})
     assert forecast.forecast(replay, folder, hf, Precision(replay, CHOICES[:1])) is None

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from asyncrl.config import Section, load
 from asyncrl.errors import ConfigError
+from asyncrl.launch import help
 from asyncrl.launch import main as module
-from asyncrl.launch import reference
 from asyncrl.launch.compose import check_resume
 from asyncrl.launch.main import CONF
 from asyncrl.launch.resume import lock
@@ -33,9 +33,9 @@ def leaves(section: Section, prefix: str = "") -> list[str]:
 
 
 def test_help_explains_every_field_and_names_every_group() -> None:
-    text = reference.render(CONF)
+    text = help.render(CONF)
     fields = leaves(tiny_config())
-    assert sorted(reference.field_names()) == sorted(fields)
+    assert sorted(help.field_names()) == sorted(fields)
     for field in fields:
         assert f"\n  {field}  (" in text
     for file in CONF.glob("*/*.yaml"):

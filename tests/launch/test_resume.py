@@ -14,7 +14,7 @@ import pytest
 from asyncrl.addresses import FILE, READY
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
-from asyncrl.checkpoints.shelf import Shelf
+from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.launch import resume
 from asyncrl.launch.replay import differing
@@ -24,7 +24,7 @@ from tests.fakes import tiny_config
 
 def save(run_dir: Path, version: int, *, rollout: bool = True, **changes: Any) -> Path:
     """A checkpoint of a run with these settings."""
-    folder = Shelf(run_dir).make_room(version)
+    folder = CheckpointStore(run_dir).make_room(version)
     names = ["trainer.json", *([manifest.ROLLOUT] if rollout else [])]
     for name in names:
         (folder / name).write_bytes(b"{}")
@@ -152,13 +152,13 @@ def test_damaged_checkpoint_that_was_passed_over_is_kept_aside(tmp_path: Path) -
     save(tmp_path, 4)
     (save(tmp_path, 8) / "trainer.json").write_bytes(b"")
     roll_back(tmp_path, chosen(tmp_path, "auto"))
-    assert Shelf(tmp_path).versions() == [4]
+    assert CheckpointStore(tmp_path).versions() == [4]
     assert (tmp_path / "rolled_back/0000/checkpoint-00000008/manifest.json").exists()
 
 
 def test_what_came_after_the_checkpoint_is_kept_aside(tmp_path: Path) -> None:
     save(tmp_path, 4)
-    later = Shelf(tmp_path).make_room(6)  # cut short
+    later = CheckpointStore(tmp_path).make_room(6)  # cut short
     lines(tmp_path / "metrics.jsonl", version=[1, 2, 3, 4, 5, 6])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"version": 7, "lo')
@@ -174,7 +174,7 @@ def test_what_came_after_the_checkpoint_is_kept_aside(tmp_path: Path) -> None:
     assert (aside / "lost.jsonl").exists()  # its notes are of engines that are no more
     assert not (tmp_path / READY).exists()
     assert not later.exists()
-    shutil.rmtree(Shelf(tmp_path).folder)
+    shutil.rmtree(CheckpointStore(tmp_path).folder)
     roll_back(tmp_path, None)  # it has no checkpoint: from the beginning
     assert numbers(tmp_path / "metrics.jsonl") == []
     assert numbers(tmp_path / "rolled_back/0001/metrics.jsonl") == [1, 2, 3, 4]
@@ -188,7 +188,7 @@ def test_run_in_a_folder_of_its_own_has_the_steps_before(tmp_path: Path) -> None
     roll_back(tmp_path / "b", chosen(tmp_path / "b", str(tmp_path / "a")))
     assert numbers(tmp_path / "b/metrics.jsonl") == [1, 2, 3, 4]
     assert numbers(tmp_path / "a/metrics.jsonl") == [1, 2, 3, 4, 5]
-    assert Shelf(tmp_path / "a").versions() == [4]
+    assert CheckpointStore(tmp_path / "a").versions() == [4]
 
 
 def test_programs_that_outlived_the_launcher_are_ended(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.access import Access
 from asyncrl.addresses import READY
 from asyncrl.launch.restarts import RestartPolicy
-from asyncrl.launch.watch import EVERY_SECONDS, Watch
+from asyncrl.launch.watch import EVERY_SECONDS, HealthWatch
 
 PATIENCE = 30.0
 
@@ -33,11 +33,11 @@ def server() -> Iterator[socket.socket]:
         yield listening
 
 
-def watched(listening: socket.socket, clock: Callable[[], float]) -> Watch:
-    return Watch(f"http://127.0.0.1:{listening.getsockname()[1]}/health", Access("key0"), PATIENCE, clock)
+def watched(listening: socket.socket, clock: Callable[[], float]) -> HealthWatch:
+    return HealthWatch(f"http://127.0.0.1:{listening.getsockname()[1]}/health", Access("key0"), PATIENCE, clock)
 
 
-def asked(watch: Watch, clock: Clock) -> None:
+def asked(watch: HealthWatch, clock: Clock) -> None:
     """The next question is on its way."""
     clock.now += EVERY_SECONDS
     assert not watch.hangs()

@@ -26,7 +26,7 @@ from asyncrl.metrics.sinks import TensorBoard
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.service import Service
-from asyncrl.types import Batch, Generate, Group, Prompt, Trajectory, Turn
+from asyncrl.schema import Batch, Generate, Group, Prompt, Trajectory, Turn
 from tests.fakes import FakeClient, LengthTask, completion, group, tiny_config, trajectory
 
 TRAINER = Path(inspect.getfile(StepLog)).parent.parent / "trainer"

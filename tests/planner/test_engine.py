@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.planner.engine import EngineShape, Job, SimulatedEngine
+from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
 
 SHAPE = EngineShape(per_token=0.01, per_request=0.002, max_running=4)
 
 
-def run(engine: SimulatedEngine, arrivals: list[tuple[float, Job]]) -> dict[Job, float]:
+def run(engine: SimulatedEngine, arrivals: list[tuple[float, SimulatedRequest]]) -> dict[SimulatedRequest, float]:
     """When each job ended."""
-    arrivals, ended = sorted(arrivals, key=lambda entry: entry[0]), dict[Job, float]()
+    arrivals, ended = sorted(arrivals, key=lambda entry: entry[0]), dict[SimulatedRequest, float]()
     for _ in range(100_000):
         time = min(engine.next_time(), arrivals[0][0] if arrivals else math.inf)
         if time == math.inf:
@@ -67,7 +67,7 @@ JOBS = st.lists(st.tuples(st.integers(1, 50), st.floats(0, 3)), min_size=1, max_
 @given(JOBS)
 def test_requests_end_when_an_exact_sharing_of_the_batch_says(jobs: list[tuple[int, float]]) -> None:
     lengths, times = [tokens for tokens, _ in jobs], [time for _, time in jobs]
-    arrivals = [(time, Job(tokens)) for tokens, time in jobs]
+    arrivals = [(time, SimulatedRequest(tokens)) for tokens, time in jobs]
     ended = run(SimulatedEngine(SHAPE), list(arrivals))
     expected = by_hand(lengths, times, SHAPE)
     assert [ended[job] for _, job in arrivals] == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -89,7 +89,7 @@ def test_a_small_cache_is_never_overrun_and_everything_is_written_once(
                 most = max(most, self.used)
 
     engine = Watched(shape)
-    ended = run(engine, [(time, Job(tokens, context)) for tokens, time in jobs])
+    ended = run(engine, [(time, SimulatedRequest(tokens, context)) for tokens, time in jobs])
     assert len(ended) == len(jobs)
     assert most <= kv_tokens + 1e-6
     assert engine.used == pytest.approx(0.0, abs=1e-6)
@@ -99,27 +99,27 @@ def test_a_small_cache_is_never_overrun_and_everything_is_written_once(
 
 def test_a_retracted_request_is_prefilled_with_what_it_had_written() -> None:
     engine = SimulatedEngine(EngineShape(0.01, 0.0, 8, 200, 1e9))
-    run(engine, [(0.0, Job(100.0, 10)), (0.1, Job(100.0, 10))])
+    run(engine, [(0.0, SimulatedRequest(100.0, 10)), (0.1, SimulatedRequest(100.0, 10))])
     assert engine.retractions == 1
     assert 20 + 60 < engine.prefilled < 20 + 100
 
 
 def test_what_lies_in_the_cache_is_not_prefilled_and_goes_when_room_is_needed() -> None:
     engine = SimulatedEngine(EngineShape(0.01, 0.0, 8, 1000, 1e9))
-    siblings = [Job(10.0, 100, ("p", 100), session=i) for i in range(4)]
+    siblings = [SimulatedRequest(10.0, 100, ("p", 100), session=i) for i in range(4)]
     run(engine, [(0.0, job) for job in siblings])
     assert engine.prefilled == 100  # once for all siblings
-    run(engine, [(engine.now, Job(10.0, 150, ("p", 100), session=0))])
+    run(engine, [(engine.now, SimulatedRequest(10.0, 150, ("p", 100), session=0))])
     assert engine.prefilled == 100 + 150 - 110  # a later turn: only what is new
-    run(engine, [(engine.now, Job(10.0, 900))])
+    run(engine, [(engine.now, SimulatedRequest(10.0, 900))])
     before = engine.prefilled
-    run(engine, [(engine.now, Job(10.0, 150, None, session=1))])
+    run(engine, [(engine.now, SimulatedRequest(10.0, 150, None, session=1))])
     assert engine.prefilled - before == 150  # its turn was evicted
 
 
 def test_nothing_is_written_during_a_pause_and_an_aborted_request_keeps_what_it_had() -> None:
     engine = SimulatedEngine(EngineShape(0.01, 0.0))
-    job, other = Job(100.0), Job(50.0)
+    job, other = SimulatedRequest(100.0), SimulatedRequest(50.0)
     engine.submit(job, 0.0)
     engine.submit(other, 0.0)
     engine.pause(0.1)
@@ -133,7 +133,7 @@ def test_nothing_is_written_during_a_pause_and_an_aborted_request_keeps_what_it_
 
 
 def test_a_request_is_seen_every_interval() -> None:
-    engine, job, seen = SimulatedEngine(EngineShape(0.01, 0.0)), Job(20.0, interval=8), []
+    engine, job, seen = SimulatedEngine(EngineShape(0.01, 0.0)), SimulatedRequest(20.0, interval=8), []
     engine.submit(job, 0.0)
     for time in itertools.takewhile(lambda t: t < 1.0, (engine.next_time() for _ in itertools.count())):
         engine.advance(time)

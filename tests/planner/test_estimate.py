@@ -15,22 +15,22 @@ from asyncrl.planner.estimate import (
     SIGNAL,
     START_UP,
     TRAINER,
-    Machine,
-    Model,
-    Workload,
+    MachineRates,
+    ModelSize,
+    StepWorkload,
     estimate,
 )
 from asyncrl.planner.memory import Shape, Weight
 
-MODEL = Model(body=1e8, head=3e7, layers=0)
-WORK = Workload(8, 8, 170, 28, 7, steps=40, share_prompts=True, synchronous=False, questions=100)
-MACHINE = Machine(train=8e10, generate=7e10, trainers=1, engines=1, cores=2, two=2.0)
+MODEL = ModelSize(body=1e8, head=3e7, layers=0)
+WORK = StepWorkload(8, 8, 170, 28, 7, steps=40, share_prompts=True, synchronous=False, questions=100)
+MACHINE = MachineRates(train=8e10, generate=7e10, trainers=1, engines=1, cores=2, two=2.0)
 
 
 def test_worked_example() -> None:
     """One group of one sample that everybody reads: the operations by hand."""
-    work = Workload(1, 2, 0, 10, 5, steps=3, share_prompts=False, synchronous=True, questions=0)
-    found = estimate(Model(1000, 100, 3), work, Machine(1.0, 1.0, 1, 1, 1, 1.0))
+    work = StepWorkload(1, 2, 0, 10, 5, steps=3, share_prompts=False, synchronous=True, questions=0)
+    found = estimate(ModelSize(1000, 100, 3), work, MachineRates(1.0, 1.0, 1, 1, 1, 1.0))
     packed, written = 2 * 15, 2 * 5
     assert found.trainer == pytest.approx(TRAINER * 6 * SIGNAL * (1000 * packed + 100 * written))
     assert found.engines == pytest.approx(ENGINE * 2 * (1000 * (10 + 2 + written) + 100 * (written + 2)) + PASS * 3 * 7)
@@ -63,7 +63,7 @@ def test_ranks_beyond_the_cores_gain_nothing() -> None:
 def test_estimate_grows_with_work_and_falls_with_speed(
     groups: int, size: int, beginning: float, question: float, answer: float, two: float
 ) -> None:
-    work = Workload(groups, size, beginning, question, answer, 10, True, False, 10)
+    work = StepWorkload(groups, size, beginning, question, answer, 10, True, False, 10)
     machine = replace(MACHINE, two=two)
     found = estimate(MODEL, work, machine)
     assert 0 < max(found.trainer, found.engines) <= found.step - PUBLISH + 1e-6 <= found.trainer + found.engines + 2e-6
@@ -76,6 +76,6 @@ def test_estimate_grows_with_work_and_falls_with_speed(
 def test_parameters_are_those_that_multiply_a_token() -> None:
     shape = Shape(1, 4, 4, 4, 4, 8, vocab=10, tied=True)
     weights = [Weight("model.embed_tokens.weight", (10, 4)), Weight("model.layers.0.mlp.up_proj.weight", (8, 4))]
-    assert Model.of(weights, shape) == Model(body=32, head=40, layers=1)
+    assert ModelSize.of(weights, shape) == ModelSize(body=32, head=40, layers=1)
     untied = [*weights, Weight("lm_head.weight", (10, 4))]
-    assert Model.of(untied, replace(shape, tied=False)) == Model(body=32, head=40, layers=1)
+    assert ModelSize.of(untied, replace(shape, tied=False)) == ModelSize(body=32, head=40, layers=1)

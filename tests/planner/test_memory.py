@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.models import catalog
 from asyncrl.planner.memory import (
-    Held,
-    Layout,
+    ParallelLayout,
+    RankParameters,
     Shape,
     Training,
     Weight,
@@ -57,14 +57,14 @@ TINY = Shape(layers=2, hidden=64, queries=64, keys=64, values=64, inner=256, voc
 def test_bytes_of_the_tiny_model_are_those_of_its_file(tiny: list[Weight]) -> None:
     file: Path = catalog.resolve("builtin:tiny") / "model.safetensors"
     header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    parts = trainer_rank(counted(tiny, TINY), TINY, Layout(), replace(TRAINING, dtype="float32"))
+    parts = trainer_rank(counted(tiny, TINY), TINY, ParallelLayout(), replace(TRAINING, dtype="float32"))
     assert parts["weights"] == file.stat().st_size - header
     assert (parts["gradients"], parts["moments"]) == (parts["weights"], 2 * parts["weights"])
     assert parts["masters"] == 0  # in float32 a weight is its own
 
 
 def test_mixed_precision_holds_eighteen_bytes_for_each_parameter(tiny: list[Weight]) -> None:
-    parts = trainer_rank(tiny, TINY, Layout(), TRAINING)
+    parts = trainer_rank(tiny, TINY, ParallelLayout(), TRAINING)
     lasting = sum(parts[name] for name in ("weights", "gradients", "masters", "moments"))
     assert lasting == 18 * parameters(tiny).all  # 2 + 4 + 4 + 8
 
@@ -78,7 +78,7 @@ def test_what_ranks_share_is_what_the_tables_of_weights_split(family: str) -> No
 
 
 def test_tensor_parallel_ranks_share_matrices_and_pad_the_vocabulary() -> None:
-    whole, half = (held(model(), SHAPE, Layout(tensor=degree), 0).dense for degree in (1, 4))
+    whole, half = (held(model(), SHAPE, ParallelLayout(tensor=degree), 0).dense for degree in (1, 4))
     norms = 5 * 8
     assert whole == 2 * 80 + norms + 4 * (64 + 128)
     assert half == 2 * 3 * 8 + norms + 4 * (16 + 32)  # 10 tokens on 4 ranks: 3 each
@@ -86,20 +86,20 @@ def test_tensor_parallel_ranks_share_matrices_and_pad_the_vocabulary() -> None:
 
 @pytest.mark.parametrize(("chunks", "stages"), [(1, [0, 0, 1, 1]), (2, [0, 1, 0, 1])])
 def test_layers_stand_on_the_stages_that_megatron_gives_them(chunks: int, stages: list[int]) -> None:
-    layout = Layout(pipeline=2, chunks=chunks)
+    layout = ParallelLayout(pipeline=2, chunks=chunks)
     assert [layout.stage_of(layer, 4) for layer in range(4)] == stages
 
 
 @given(st.sampled_from([1, 2, 4]), st.booleans())
 def test_pipeline_stages_together_hold_every_parameter_and_a_tied_embedding_twice(stages: int, tied: bool) -> None:
     shape, weights = replace(SHAPE, tied=tied), model(tied=tied)
-    layout = Layout(pipeline=stages)
+    layout = ParallelLayout(pipeline=stages)
     total = sum(held(weights, shape, layout, stage).all for stage in range(stages))
     assert total == parameters(weights).all + (80 if tied and stages > 1 else 0)
 
 
 def test_experts_are_shared_by_their_own_ranks_and_routers_by_none() -> None:
-    layout = Layout(tensor=2, data=4, expert=4, expert_tensor=1)
+    layout = ParallelLayout(tensor=2, data=4, expert=4, expert_tensor=1)
     mine = held(model(experts=8), SHAPE, layout, 0)
     assert mine.routed == 4 * 8 * 128 // 4
     assert mine.dense == 2 * 5 * 8 + 5 * 8 + 4 * (32 + 8 * 8)
@@ -109,8 +109,8 @@ def test_experts_are_shared_by_their_own_ranks_and_routers_by_none() -> None:
 
 
 def test_replicas_share_masters_and_moments_and_nothing_else() -> None:
-    alone, four = (trainer_rank(model(), SHAPE, Layout(data=degree), TRAINING) for degree in (1, 4))
-    context = trainer_rank(model(), SHAPE, Layout(context=4), TRAINING)  # its ranks are replicas, too
+    alone, four = (trainer_rank(model(), SHAPE, ParallelLayout(data=degree), TRAINING) for degree in (1, 4))
+    context = trainer_rank(model(), SHAPE, ParallelLayout(context=4), TRAINING)  # its ranks are replicas, too
     for name in ("masters", "moments"):
         assert four[name] == context[name] == alone[name] // 4
     for name in ("weights", "gradients", "activations", "logits", "publish buckets"):
@@ -120,14 +120,14 @@ def test_replicas_share_masters_and_moments_and_nothing_else() -> None:
 def test_masters_of_experts_are_shared_by_the_replicas_of_experts() -> None:
     """Half as many, where expert parallelism takes ranks that are replicas of all else, and tensor parallelism gives
     its own."""
-    layout, weights = Layout(tensor=2, data=4, expert=4), model(experts=8)
+    layout, weights = ParallelLayout(tensor=2, data=4, expert=4), model(experts=8)
     mine = held(weights, SHAPE, layout, 0)
     assert trainer_rank(weights, SHAPE, layout, TRAINING)["masters"] == 4 * (mine.dense // 4 + mine.routed // 2)
 
 
 def test_a_critic_doubles_what_lasts_and_frozen_weights_come_once_each() -> None:
     plain, more = (
-        trainer_rank(model(), SHAPE, Layout(), t) for t in (TRAINING, replace(TRAINING, critic=True, frozen=2))
+        trainer_rank(model(), SHAPE, ParallelLayout(), t) for t in (TRAINING, replace(TRAINING, critic=True, frozen=2))
     )
     for name in ("weights", "gradients", "masters", "moments"):
         assert more[name] == 2 * plain[name]
@@ -137,14 +137,14 @@ def test_a_critic_doubles_what_lasts_and_frozen_weights_come_once_each() -> None
 def test_buckets_of_a_stream_are_two_and_never_more_than_the_weights() -> None:
     total = parameters(model()).all * 2
     sizes = [
-        trainer_rank(model(), SHAPE, Layout(), replace(TRAINING, bucket=size))["publish buckets"]
+        trainer_rank(model(), SHAPE, ParallelLayout(), replace(TRAINING, bucket=size))["publish buckets"]
         for size in (0, 100, 1 << 30)
     ]
     assert sizes == [total, 200, total]
 
 
 def test_nothing_is_kept_for_publishes_where_there_are_none() -> None:
-    assert trainer_rank(model(), SHAPE, Layout(), replace(TRAINING, publishes=False))["publish buckets"] == 0
+    assert trainer_rank(model(), SHAPE, ParallelLayout(), replace(TRAINING, publishes=False))["publish buckets"] == 0
 
 
 def test_activations_of_a_plain_layer_are_those_of_the_paper_without_dropout_and_with_our_mlp() -> None:
@@ -153,32 +153,38 @@ def test_activations_of_a_plain_layer_are_those_of_the_paper_without_dropout_and
     size f keeps 3 f more; and our rotation writes queries and keys anew, 4."""
     h, f = 64, 256
     plain, fused = Shape(1, h, queries=h, keys=h, values=h, inner=f, vocab=16), replace(TRAINING, fused_norms=True)
-    assert layer_bytes(plain, Layout(), fused, routed=False) == (2 + 6 + 2 + 4 + 2 + 4) * h + 2 * 3 * f
-    apart = layer_bytes(plain, Layout(), TRAINING, routed=False)
-    assert apart == layer_bytes(plain, Layout(), fused, routed=False) + 2 * (8 - 2) * h
+    assert layer_bytes(plain, ParallelLayout(), fused, routed=False) == (2 + 6 + 2 + 4 + 2 + 4) * h + 2 * 3 * f
+    apart = layer_bytes(plain, ParallelLayout(), TRAINING, routed=False)
+    assert apart == layer_bytes(plain, ParallelLayout(), fused, routed=False) + 2 * (8 - 2) * h
     normed = replace(plain, normed=True)  # of queries and keys: fused ones keep their input, which is counted
-    assert layer_bytes(normed, Layout(), fused, routed=False) == layer_bytes(plain, Layout(), fused, routed=False)
-    assert layer_bytes(normed, Layout(), TRAINING, routed=False) == apart + 8 * (h + h)
+    assert layer_bytes(normed, ParallelLayout(), fused, routed=False) == layer_bytes(
+        plain, ParallelLayout(), fused, routed=False
+    )
+    assert layer_bytes(normed, ParallelLayout(), TRAINING, routed=False) == apart + 8 * (h + h)
 
 
 def test_activations_shrink_by_what_the_layout_divides() -> None:
-    def of(layout: Layout, stage: int = 0) -> float:
+    def of(layout: ParallelLayout, stage: int = 0) -> float:
         return activations(SHAPE, layout, TRAINING, stage)
 
-    assert of(Layout(context=2)) == of(Layout()) / 2
-    assert of(Layout(tensor=2, sequence=True)) == of(Layout()) / 2  # section 4.2.2: everything is split
-    assert of(Layout()) / 2 < of(Layout(tensor=2)) < of(Layout())  # without it the hidden rows are not
-    assert of(Layout(pipeline=4)) == of(Layout())  # the first stage has as many micro-batches as there are stages
-    assert of(Layout(pipeline=4), 3) == of(Layout()) / 4
-    assert of(Layout(pipeline=2, chunks=2)) == of(Layout()) * 1.25
+    assert of(ParallelLayout(context=2)) == of(ParallelLayout()) / 2
+    assert of(ParallelLayout(tensor=2, sequence=True)) == of(ParallelLayout()) / 2  # section 4.2.2: everything is split
+    assert (
+        of(ParallelLayout()) / 2 < of(ParallelLayout(tensor=2)) < of(ParallelLayout())
+    )  # without it the hidden rows are not
+    assert of(ParallelLayout(pipeline=4)) == of(
+        ParallelLayout()
+    )  # the first stage has as many micro-batches as there are stages
+    assert of(ParallelLayout(pipeline=4), 3) == of(ParallelLayout()) / 4
+    assert of(ParallelLayout(pipeline=2, chunks=2)) == of(ParallelLayout()) * 1.25
 
 
 def test_a_routed_token_pays_for_each_of_its_experts() -> None:
     sparse = replace(SHAPE, sparse=4, chosen=2, expert_inner=4, shared_inner=3)
-    dense = layer_bytes(SHAPE, Layout(), TRAINING, routed=False) - 2 * 3 * SHAPE.inner
-    assert layer_bytes(sparse, Layout(), TRAINING, routed=True) == dense + 2 * (2 * (2 * 8 + 3 * 4) + 3 * 3)
+    dense = layer_bytes(SHAPE, ParallelLayout(), TRAINING, routed=False) - 2 * 3 * SHAPE.inner
+    assert layer_bytes(sparse, ParallelLayout(), TRAINING, routed=True) == dense + 2 * (2 * (2 * 8 + 3 * 4) + 3 * 3)
     # two ranks that share each expert read all tokens of both, and each writes half of what is inside
-    layout = Layout(tensor=2, expert_tensor=2, sequence=True)
+    layout = ParallelLayout(tensor=2, expert_tensor=2, sequence=True)
     more = layer_bytes(sparse, layout, TRAINING, routed=True) - layer_bytes(
         replace(SHAPE, inner=0), layout, TRAINING, routed=False
     )
@@ -187,27 +193,29 @@ def test_a_routed_token_pays_for_each_of_its_experts() -> None:
 
 def test_the_stage_with_most_is_told() -> None:
     big = [*model(), Weight("model.layers.3.mlp.down_proj.weight", (1000, 1000))]
-    last = trainer_rank(big, SHAPE, Layout(pipeline=2), TRAINING)
+    last = trainer_rank(big, SHAPE, ParallelLayout(pipeline=2), TRAINING)
     assert last["weights"] > 2_000_000
     assert last["logits"] > 0
     big = [*model(), Weight("model.layers.0.mlp.down_proj.weight", (1000, 1000))]
-    assert trainer_rank(big, SHAPE, Layout(pipeline=2), TRAINING)["logits"] == 0  # the last stage alone has them
+    assert (
+        trainer_rank(big, SHAPE, ParallelLayout(pipeline=2), TRAINING)["logits"] == 0
+    )  # the last stage alone has them
 
 
 def test_logits_are_a_chunk_of_rows_over_a_ranks_part_of_the_vocabulary() -> None:
-    one, two = (trainer_rank(model(), SHAPE, Layout(tensor=degree), TRAINING)["logits"] for degree in (1, 2))
+    one, two = (trainer_rank(model(), SHAPE, ParallelLayout(tensor=degree), TRAINING)["logits"] for degree in (1, 2))
     assert one == 10 * 10 * 12 + 10 * 8 * 2
     assert two == one // 2
     few = replace(TRAINING, tokens=16)  # on four ranks of a context fewer rows than a chunk has
-    assert trainer_rank(model(), SHAPE, Layout(context=4), few)["logits"] == 4 * 10 * 12 + 10 * 8 * 2
+    assert trainer_rank(model(), SHAPE, ParallelLayout(context=4), few)["logits"] == 4 * 10 * 12 + 10 * 8 * 2
 
 
 def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() -> None:
     parts = engine_rank(model(), SHAPE, tensor=2, dtype="bfloat16", tokens=1000)
-    assert parts["weights"] == 2 * held(model(), SHAPE, Layout(tensor=2), 0).all
+    assert parts["weights"] == 2 * held(model(), SHAPE, ParallelLayout(tensor=2), 0).all
     assert parts["KV cache"] == 1000 * 4 * 8 * 2 // 2
     sparse = engine_rank(model(experts=8), SHAPE, tensor=2, dtype="bfloat16", tokens=1)
-    assert sparse["weights"] == 2 * held(model(experts=8), SHAPE, Layout(tensor=2, expert_tensor=2), 0).all
+    assert sparse["weights"] == 2 * held(model(experts=8), SHAPE, ParallelLayout(tensor=2, expert_tensor=2), 0).all
     latent = replace(SHAPE, cache_heads=1)
     assert engine_rank(model(), latent, tensor=2, dtype="bfloat16", tokens=1000)["KV cache"] == 1000 * 4 * 8 * 2
     assert engine_rank(model(), SHAPE, tensor=1, dtype="bfloat16", tokens=1, cache_dtype="fp8_e4m3")["KV cache"] == 32
@@ -222,8 +230,8 @@ def test_ranks_beyond_the_key_value_heads_repeat_them() -> None:
 
 def test_a_checkpoint_takes_twelve_bytes_of_each_parameter_over_all_ranks() -> None:
     count = parameters(model()).all
-    assert checkpoint_staging(model(), SHAPE, Layout(), critic=False) == 12 * count
-    assert checkpoint_staging(model(), SHAPE, Layout(data=2), critic=True) == 12 * count
+    assert checkpoint_staging(model(), SHAPE, ParallelLayout(), critic=False) == 12 * count
+    assert checkpoint_staging(model(), SHAPE, ParallelLayout(data=2), critic=True) == 12 * count
 
 
 def test_what_nobody_loads_is_not_counted() -> None:
@@ -234,4 +242,4 @@ def test_what_nobody_loads_is_not_counted() -> None:
     ]
     assert counted([*model(), *extra], SHAPE) == model()
     assert counted(model(), replace(SHAPE, tied=True)) == model(tied=True)
-    assert parameters(model(experts=2)) == Held(2 * 80 + 5 * 8 + 4 * (64 + 16), 4 * 2 * 128)
+    assert parameters(model(experts=2)) == RankParameters(2 * 80 + 5 * 8 + 4 * (64 + 16), 4 * 2 * 128)

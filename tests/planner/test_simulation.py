@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Episode, Outcome, Setting, Workload, simulate
+from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, SimulationResult, simulate
 
 SHAPE = EngineShape(0.01, 0.0001, 64)
 LENGTHS = Lengths(mean=400, sigma=0.9, longest=3000, group_size=4)
-WORKLOAD = Workload(LENGTHS.episodes(), batch_groups=8)
+WORKLOAD = SimulatedWorkload(LENGTHS.episodes(), batch_groups=8)
 
 
-def outcome(steps: int = 12, *, workload: Workload = WORKLOAD, **changes: object) -> Outcome:
+def outcome(steps: int = 12, *, workload: SimulatedWorkload = WORKLOAD, **changes: object) -> SimulationResult:
     values: dict = {"engines": 2, "train_rate": 1e9, "max_staleness": 2, "in_play": 0, "shape": SHAPE} | changes
     return simulate(workload, Setting(**values), steps)
 
@@ -31,14 +31,14 @@ def test_a_slow_trainer_is_the_only_limit() -> None:
 
 def test_a_synchronous_step_is_the_longest_answer_then_the_trainer() -> None:
     """Equal answers, one engine: their time in a batch of all of them, then the trainer's."""
-    equal = Workload(lambda _: [Episode([100.0])] * 4, batch_groups=8)
+    equal = SimulatedWorkload(lambda _: [SimulatedEpisode([100.0])] * 4, batch_groups=8)
     found = outcome(workload=equal, engines=1, max_staleness=0, train_rate=1600.0, train_fixed=1.0, pause=0.5)
     assert found.step == pytest.approx(100 * (0.01 + 0.0001 * 32) + 3200 / 1600 + 1.0 + 0.5)
     assert found.staleness_max == 0
 
 
 def test_tools_take_their_time_and_no_engine() -> None:
-    slow = Workload(lambda _: [Episode([10.0, 10.0], [5.0])] * 2, batch_groups=1)
+    slow = SimulatedWorkload(lambda _: [SimulatedEpisode([10.0, 10.0], [5.0])] * 2, batch_groups=1)
     assert outcome(workload=slow, max_staleness=0).step == pytest.approx(20 * (0.01 + 0.0001 * 2) + 5.0)
 
 
@@ -53,7 +53,7 @@ def test_no_token_is_older_than_the_bound(bound: int, data: st.DataObject) -> No
 @pytest.mark.parametrize("lead", [1, 2])
 def test_slack_never_costs_throughput_nor_breaks_the_bound(lead: int) -> None:
     """I6, on a heavy tail."""
-    heavy = Workload(Lengths(mean=400, sigma=1.3, longest=8000, group_size=4).episodes(), batch_groups=8)
+    heavy = SimulatedWorkload(Lengths(mean=400, sigma=1.3, longest=8000, group_size=4).episodes(), batch_groups=8)
     found = [outcome(60, workload=heavy, lead=lead, max_staleness=lead + slack) for slack in range(4)]
     for less, more in itertools.pairwise(found):
         assert more.tokens_per_s > 0.97 * less.tokens_per_s

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.memory import Layout, Shape, Weight, packed
-from asyncrl.planner.sizing import Fleet, Hardware, Publish, active, balance, engine_shape, publish, train_rate
+from asyncrl.planner.memory import ParallelLayout, Shape, Weight, packed
+from asyncrl.planner.sizing import FleetSpec, Hardware, Publish, active, balance, engine_shape, publish, train_rate
 
 SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8)
 PLAIN = Hardware(hbm=1e30, inside=100.0, between=10.0, share=1.0, call=0.0, tensor=0.0)
@@ -21,21 +21,23 @@ MATRICES = [Weight(f"model.layers.{layer}.mlp.up_proj.weight", (10, 5)) for laye
 EXPERTS = [Weight(f"model.layers.{layer}.mlp.experts.0.up_proj.weight", (10, 5)) for layer in range(4)]
 
 
-def sent(weights: list[Weight] = MATRICES, layout: Layout | None = None, **changes: Any) -> Publish:
+def sent(weights: list[Weight] = MATRICES, layout: ParallelLayout | None = None, **changes: Any) -> Publish:
     settings: dict[str, Any] = {"dtype": "bfloat16", "bucket": 100, "streams": True, "one_machine": False}
     settings |= {"hardware": PLAIN} | changes
-    return publish(weights, SHAPE, layout or Layout(), **settings)
+    return publish(weights, SHAPE, layout or ParallelLayout(), **settings)
 
 
 def test_bytes_go_once_over_one_adapter_whatever_the_number_of_stages() -> None:
     for pipeline in (1, 2, 4):
-        found = sent(layout=Layout(pipeline=pipeline))
+        found = sent(layout=ParallelLayout(pipeline=pipeline))
         assert found == Publish(400, (4 // pipeline,) * pipeline, 0.0, pytest.approx(40.0))
     assert sent(one_machine=True).pause == pytest.approx(4.0)
 
 
 def test_a_stream_waits_for_the_first_gather_and_hides_those_behind_longer_sends() -> None:
-    layout = Layout(tensor=2)  # one of two shards comes over 100 bytes a second: 0.5 s a bucket, and 10 s to send it
+    layout = ParallelLayout(
+        tensor=2
+    )  # one of two shards comes over 100 bytes a second: 0.5 s a bucket, and 10 s to send it
     assert sent(layout=layout).pause == pytest.approx(0.5 + 4 * 10)
     full = sent(layout=layout, streams=False)
     assert (full.fill, full.pause) == (pytest.approx(4 * 0.5), pytest.approx(40.0))
@@ -43,12 +45,12 @@ def test_a_stream_waits_for_the_first_gather_and_hides_those_behind_longer_sends
 
 
 def test_full_staging_fills_all_stages_at_once_and_sends_them_in_turn() -> None:
-    full = sent(layout=Layout(tensor=2, pipeline=2), streams=False)
+    full = sent(layout=ParallelLayout(tensor=2, pipeline=2), streams=False)
     assert (full.fill, full.pause) == (pytest.approx(2 * 0.5), pytest.approx(40.0))
 
 
 def test_experts_of_other_machines_come_over_one_adapter() -> None:
-    near, far = Layout(expert=8), Layout(expert=16)
+    near, far = ParallelLayout(expert=8), ParallelLayout(expert=16)
     assert sent(EXPERTS, near, streams=False).fill == pytest.approx(400 * 7 / 8 / 100)
     assert sent(EXPERTS, far, streams=False).fill == pytest.approx(400 * (7 / 16 / 100 + 8 / 16 / 10))
     assert sent(MATRICES, far, streams=False).fill == pytest.approx(0)  # no expert, no tensor parallelism
@@ -67,7 +69,7 @@ def test_an_embedding_that_is_the_output_layer_is_sent_once() -> None:
     found = publish(
         weights,
         tied,
-        Layout(pipeline=2),
+        ParallelLayout(pipeline=2),
         dtype="bfloat16",
         bucket=100,
         streams=True,
@@ -87,13 +89,13 @@ def test_buckets_hold_every_tensor_and_no_more_than_their_limit(sizes: list[int]
 
 @given(
     layout=st.builds(
-        Layout, tensor=st.sampled_from([1, 8]), pipeline=st.sampled_from([1, 2]), expert=st.integers(1, 64)
+        ParallelLayout, tensor=st.sampled_from([1, 8]), pipeline=st.sampled_from([1, 2]), expert=st.integers(1, 64)
     ),
     bucket=st.integers(50, 500),
     streams=st.booleans(),
 )
 def test_a_publish_is_never_faster_than_its_link_and_never_slower_on_a_faster_one(
-    layout: Layout, bucket: int, streams: bool
+    layout: ParallelLayout, bucket: int, streams: bool
 ) -> None:
     weights = [*MATRICES, *EXPERTS]
     found = sent(weights, layout, bucket=bucket, streams=streams)
@@ -116,12 +118,14 @@ def test_active_parameters_are_those_that_multiply_a_token() -> None:
 
 def test_an_engine_reads_its_weights_once_a_step_and_the_cache_of_each_request() -> None:
     rank, hardware = {"weights": 100, "KV cache": 400}, Hardware(hbm=10.0, share=1.0)
-    assert engine_shape(rank, Fleet(1, 1, running=3, tokens=40), 10.0, hardware) == EngineShape(10.0, 10.0, 3)
-    assert engine_shape(rank, Fleet(1, 1, running=9, tokens=40), 10.0, hardware).max_running == 4  # the cache is full
+    assert engine_shape(rank, FleetSpec(1, 1, running=3, tokens=40), 10.0, hardware) == EngineShape(10.0, 10.0, 3)
+    assert (
+        engine_shape(rank, FleetSpec(1, 1, running=9, tokens=40), 10.0, hardware).max_running == 4
+    )  # the cache is full
 
 
 def test_both_sides_lose_a_publish_in_each_batch() -> None:
-    fleet, engine = Fleet(2, 1, running=3, tokens=40), EngineShape(10.0, 10.0, 3)
+    fleet, engine = FleetSpec(2, 1, running=3, tokens=40), EngineShape(10.0, 10.0, 3)
     hardware = Hardware(flops=60 * 80.0, mfu=1.0)
     found = balance(
         [Weight("lm_head.weight", (10, 8)), Weight("model.embed_tokens.weight", (10, 8))],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import RecordError
 from asyncrl.records import events
 from asyncrl.records.events import Admitted, Committed, Event, PackedGroup, Taken, decode, packed, unpacked
-from asyncrl.types import Completion, Group, Routing, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 engine_floats = st.floats(width=32, allow_nan=False)

@@ -17,7 +17,7 @@ from asyncrl.records.events import Admitted, Began, Committed, Event, Rejected, 
 from asyncrl.records.index import index_path
 from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
-from asyncrl.types import encode
+from asyncrl.schema import encode
 from tests.examples import examples
 from tests.fakes import group
 

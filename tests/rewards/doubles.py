@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.envs.sandbox.protocol import Outcome
-from asyncrl.rewards import Answer
-from asyncrl.types import Completion, Trajectory, Turn, VersionSpan
+from asyncrl.rewards import RewardInput
+from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 
 
-def answer(*texts: str, messages: Sequence[Mapping[str, Any]] = (), **record: Any) -> Answer:
+def answer(*texts: str, messages: Sequence[Mapping[str, Any]] = (), **record: Any) -> RewardInput:
     """Of an episode with these completions, to the row of a file."""
     turns = [Turn([], Completion([place], [-0.5], [VersionSpan(0, 0, 1)], "stop")) for place in range(len(texts))]
-    return Answer(texts[-1], texts, {"messages": list(messages), "row": record}, Trajectory(turns))
+    return RewardInput(texts[-1], texts, {"messages": list(messages), "row": record}, Trajectory(turns))
 
 
 class Plain:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.rewards import Answer, Reward, Score, build
+from asyncrl.rewards import Reward, RewardInput, Score, build
 from asyncrl.rewards.build import REGISTERED
 from asyncrl.rewards.parameters import Count
 from asyncrl.rewards.reward import checked, close
@@ -45,7 +45,7 @@ class Constant:
             raise ConfigError("value", value, "Must not be below 0.")
         self.value, self.closed = value * times, False
 
-    def __call__(self, answer: Answer) -> Score:
+    def __call__(self, answer: RewardInput) -> Score:
         return Score(self.value)
 
     async def close(self) -> None:
@@ -100,7 +100,7 @@ def test_function_is_neither_inline_nor_pure_unless_it_says_so() -> None:
 
 def test_record_is_the_row_of_a_file_and_else_the_question() -> None:
     of_a_file = answer("ab", level=2)
-    other = Answer("ab", ["ab"], {"level": 7}, of_a_file.trajectory)
+    other = RewardInput("ab", ["ab"], {"level": 7}, of_a_file.trajectory)
     assert of_a_file.record == {"level": 2}
     assert build(f"{HERE}:length")(other) == 9.0
 

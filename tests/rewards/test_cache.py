@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.rewards import Answer, Score, build
-from asyncrl.rewards.cache import Cached, identity
+from asyncrl.rewards import RewardInput, Score, build
+from asyncrl.rewards.cache import CachedReward, identity
 from tests.rewards.doubles import answer
 from tests.rewards.test_combine import Fixed, Later
 
 
-def length(one: Answer) -> Score:
+def length(one: RewardInput) -> Score:
     return Score(float(len(one.text)), parts={"x": 1.0})
 
 
-async def ask(cached: Cached, *answers: Answer) -> list[Any]:
+async def ask(cached: CachedReward, *answers: RewardInput) -> list[Any]:
     """What comes of all answers at once; nothing may be left to the event loop's handler of errors."""
 
-    async def one(asked: Answer) -> Any:
+    async def one(asked: RewardInput) -> Any:
         result: Any = cached(asked)
         return result if isinstance(result, Score) else await result
 
@@ -39,7 +39,7 @@ async def ask(cached: Cached, *answers: Answer) -> list[Any]:
 def test_second_time_nothing_is_asked_and_the_score_is_the_same(kind: Any) -> None:
     async def main() -> None:
         reward = kind(length)
-        cached = Cached(reward)
+        cached = CachedReward(reward)
         first = await ask(cached, answer("ab", level=1))
         assert first == [Score(2.0, parts={"x": 1.0})]
         (second,) = await ask(cached, answer("ab", level=1))
@@ -67,7 +67,7 @@ BASE = answer("a", "b", level=1)
         replace(BASE, text="c"),
     ],
 )
-def test_anything_that_differs_is_another_question(other: Answer) -> None:
+def test_anything_that_differs_is_another_question(other: RewardInput) -> None:
     assert identity(other) != identity(BASE)
 
 
@@ -81,7 +81,7 @@ def test_question_that_cannot_be_encoded_is_scored_each_time() -> None:
         reward = Fixed(length)
         for value in (object(), 2**70):
             assert identity(answer("a", odd=value)) is None
-            await ask(Cached(reward), answer("a", odd=value), answer("a", odd=value))
+            await ask(CachedReward(reward), answer("a", odd=value), answer("a", odd=value))
         assert reward.asked == 4
 
     asyncio.run(main())
@@ -90,7 +90,7 @@ def test_question_that_cannot_be_encoded_is_scored_each_time() -> None:
 @pytest.mark.parametrize("kind", [Fixed, Later])
 def test_whoever_changes_a_score_changes_no_other(kind: Any) -> None:
     async def main() -> None:
-        cached = Cached(kind(length))
+        cached = CachedReward(kind(length))
         for _ in range(3):
             one, other = await ask(cached, answer("ab"), answer("ab"))
             for score in (one, other):
@@ -104,7 +104,7 @@ def test_whoever_changes_a_score_changes_no_other(kind: Any) -> None:
 def test_least_recently_used_make_room() -> None:
     async def main() -> None:
         reward = Fixed(length)
-        cached = Cached(reward, size=2)
+        cached = CachedReward(reward, size=2)
         a, b, c = (answer(text) for text in "abc")
         await ask(cached, a, b, a, c)  # b goes
         assert reward.asked == 3
@@ -119,7 +119,7 @@ def test_least_recently_used_make_room() -> None:
 def test_who_asks_while_the_same_is_asked_shares_it() -> None:
     async def main() -> None:
         reward = Later(length, until=asyncio.Event())
-        cached = Cached(reward)
+        cached = CachedReward(reward)
         asking = asyncio.ensure_future(ask(cached, *[answer("ab")] * 5, answer("c")))
         await reward.beginning.acquire()
         await reward.beginning.acquire()
@@ -135,7 +135,7 @@ def test_who_asks_while_the_same_is_asked_shares_it() -> None:
 def test_failure_is_shared_by_those_who_wait_and_not_kept() -> None:
     async def main() -> None:
         reward = Later(EpisodeFailed("judge", "down"))
-        cached = Cached(reward)
+        cached = CachedReward(reward)
         found = await ask(cached, answer("a"), answer("a"))
         assert [type(one) for one in found] == [EpisodeFailed, EpisodeFailed]
         assert reward.begun == 1
@@ -147,7 +147,7 @@ def test_failure_is_shared_by_those_who_wait_and_not_kept() -> None:
 
 def test_sync_failure_is_not_kept_either() -> None:
     reward = Fixed(EpisodeFailed("reward_error"))
-    cached = Cached(reward)
+    cached = CachedReward(reward)
     with pytest.raises(EpisodeFailed):
         cached(answer("a"))
     reward.says = length
@@ -156,7 +156,7 @@ def test_sync_failure_is_not_kept_either() -> None:
 
 def test_score_that_is_none_is_not_kept() -> None:
     reward = Fixed(float("nan"))
-    cached = Cached(reward)
+    cached = CachedReward(reward)
     for _ in range(2):
         with pytest.raises(EpisodeFailed):
             cached(answer("a"))
@@ -166,7 +166,7 @@ def test_score_that_is_none_is_not_kept() -> None:
 def test_first_who_stops_waiting_takes_nothing_from_the_others_and_the_last_ends_it() -> None:
     async def main() -> None:
         reward = Later(length, until=asyncio.Event())
-        cached = Cached(reward)
+        cached = CachedReward(reward)
         first, second = (asyncio.ensure_future(ask(cached, answer("a"))) for _ in range(2))
         await reward.beginning.acquire()
         first.cancel()
@@ -186,13 +186,13 @@ def test_first_who_stops_waiting_takes_nothing_from_the_others_and_the_last_ends
 def test_rewards_in_threads_are_shared_too() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
-    def slow(one: Answer) -> float:
+    def slow(one: RewardInput) -> float:
         entered.set()
         assert go_on.wait(10)
         return 3.0
 
     reward = Fixed(slow, inline=False)
-    cached = Cached(reward)
+    cached = CachedReward(reward)
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(cached(answer("a")))) for _ in range(4)]
     threads[0].start()
@@ -209,7 +209,7 @@ def test_rewards_in_threads_are_shared_too() -> None:
 def test_thread_whose_forerunner_failed_asks_for_itself() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
-    def slow(one: Answer) -> float:
+    def slow(one: RewardInput) -> float:
         entered.set()
         assert go_on.wait(10)
         if reward.asked == 1:
@@ -217,7 +217,7 @@ def test_thread_whose_forerunner_failed_asks_for_itself() -> None:
         return 3.0
 
     reward = Fixed(slow, inline=False)
-    cached = Cached(reward)
+    cached = CachedReward(reward)
     found: list[Any] = []
 
     def first() -> None:
@@ -236,8 +236,8 @@ def test_thread_whose_forerunner_failed_asks_for_itself() -> None:
 
 def test_reward_that_is_not_pure_is_refused_and_closing_closes_it() -> None:
     with pytest.raises(ConfigError, match="not pure"):
-        Cached(Fixed(1.0, pure=False))
+        CachedReward(Fixed(1.0, pure=False))
     reward = Fixed(1.0)
-    asyncio.run(Cached(reward).close())
+    asyncio.run(CachedReward(reward).close())
     assert reward.closed
     assert build("cached", {"reward": {"use": "math"}, "size": 10}).pure

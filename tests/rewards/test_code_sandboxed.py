@@ -11,7 +11,7 @@ import pytest
 from asyncrl.envs.sandbox.local import Kind
 from asyncrl.envs.sandbox.protocol import Limits
 from asyncrl.rewards import Score
-from asyncrl.rewards.code import Code
+from asyncrl.rewards.code_reward import CodeReward
 from tests.envs.machine import backend, leaves_nothing
 from tests.rewards.doubles import answer
 
@@ -67,7 +67,7 @@ def scored(kind: Kind, *answers: str) -> list[Score]:
 
     async def main() -> list[Score]:
         async with asyncio.timeout(300), backend(kind, LIMITS, nested=True) as sandboxes:
-            reward = Code(sandbox=sandboxes, reward="share", seconds=4.0, total_seconds=8.0, memory_mb=256)
+            reward = CodeReward(sandbox=sandboxes, reward="share", seconds=4.0, total_seconds=8.0, memory_mb=256)
             made = [answer(f"```python\n{code}\n```", test_list=TESTS) for code in answers]
             return list(await asyncio.gather(*map(reward, made)))
 

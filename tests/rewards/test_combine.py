@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.rewards import Answer, Score, build
-from asyncrl.rewards.combine import Gate, Weighted
-from asyncrl.rewards.process import Process
+from asyncrl.rewards import RewardInput, Score, build
+from asyncrl.rewards.combine import GatedReward, WeightedReward
+from asyncrl.rewards.process import ProcessReward
 from tests.rewards.doubles import answer
 
 NUMBERS = st.floats(-100, 100)
@@ -31,7 +31,7 @@ class Fixed:
         self.asked = 0
         self.closed = False
 
-    def __call__(self, one: Answer) -> Any:
+    def __call__(self, one: RewardInput) -> Any:
         self.asked += 1
         if isinstance(self.says, Exception):
             raise self.says
@@ -50,11 +50,11 @@ class Later(Fixed):
         self.begun = self.cancelled = 0
         self.beginning = asyncio.Semaphore(0)  # once for each that has begun
 
-    def __call__(self, one: Answer) -> Any:
+    def __call__(self, one: RewardInput) -> Any:
         self.asked += 1
         return self._later(one)
 
-    async def _later(self, one: Answer) -> Any:
+    async def _later(self, one: RewardInput) -> Any:
         self.begun += 1
         self.beginning.release()
         try:
@@ -68,7 +68,7 @@ class Later(Fixed):
         return super().__call__(one)
 
 
-def score(reward: Any, one: Answer = A) -> Score:
+def score(reward: Any, one: RewardInput = A) -> Score:
     async def main() -> Any:
         result = reward(one)
         async with asyncio.timeout(10):
@@ -88,7 +88,7 @@ def test_sum_is_weighted_and_names_its_parts_and_theirs() -> None:
         "judged": (Later(Score(0.5, parts={"judge/spread": 0.1})), 1.0),
         "long": (Fixed(3.0), -0.5),
     }
-    assert score(Weighted(parts)) == Score(
+    assert score(WeightedReward(parts)) == Score(
         1.0, [], {"right": 1.0, "judged": 0.5, "judged/judge/spread": 0.1, "long": 3.0}
     )
 
@@ -99,11 +99,11 @@ def test_rewards_of_turns_are_summed_by_weight_too() -> None:
         "b": (Fixed(1.0), 1.0),
         "c": (Fixed(Score(0.0, [1.0, 0.0])), 1.0),
     }
-    assert score(Weighted(parts)).turns == [3.0, 4.0]
+    assert score(WeightedReward(parts)).turns == [3.0, 4.0]
 
 
 def test_sync_parts_alone_need_no_event_loop() -> None:
-    assert Weighted({"a": (Fixed(1.0), 1.0)})(A) == Score(1.0, [], {"a": 1.0})
+    assert WeightedReward({"a": (Fixed(1.0), 1.0)})(A) == Score(1.0, [], {"a": 1.0})
 
 
 @given(st.lists(st.tuples(NUMBERS, st.floats(0, 10)), min_size=1, max_size=5), st.integers(0, 4), st.floats(0, 10))
@@ -111,7 +111,7 @@ def test_sum_rises_with_any_part_of_positive_weight_and_has_no_order(
     pairs: list[tuple[float, float]], place: int, more: float
 ) -> None:
     def total(pairs: list[tuple[float, float]]) -> float:
-        found = Weighted({str(n): (Fixed(value), weight) for n, (value, weight) in enumerate(pairs)})(A)
+        found = WeightedReward({str(n): (Fixed(value), weight) for n, (value, weight) in enumerate(pairs)})(A)
         assert isinstance(found, Score)
         return found.reward
 
@@ -132,9 +132,9 @@ def test_whole_is_inline_and_pure_as_all_of_its_parts_are() -> None:
         for pure in (True, False):
             parts = {"a": (Fixed(1.0), 1.0), "b": (Fixed(1.0, inline, pure), 1.0)}
             for whole in (
-                Weighted(parts),
-                Gate(Fixed(1.0), Fixed(1.0, inline, pure)),
-                Process(Fixed(1.0, inline, pure)),
+                WeightedReward(parts),
+                GatedReward(Fixed(1.0), Fixed(1.0, inline, pure)),
+                ProcessReward(Fixed(1.0, inline, pure)),
             ):
                 assert (whole.inline, whole.pure) == (inline, pure)
 
@@ -144,7 +144,7 @@ def test_first_failure_is_heard_as_it_is_and_ends_the_others() -> None:
         hanging = Later(1.0, until=asyncio.Event())
         failing = Later(EpisodeFailed("judge", "down"))
         with pytest.raises(EpisodeFailed, match="judge: down"):
-            await asyncio.wait_for(Weighted({"a": (hanging, 1.0), "b": (failing, 1.0)})(A), 10)  # type: ignore[arg-type]
+            await asyncio.wait_for(WeightedReward({"a": (hanging, 1.0), "b": (failing, 1.0)})(A), 10)  # type: ignore[arg-type]
         assert (hanging.begun, hanging.cancelled) == (1, 1)
 
     asyncio.run(main())
@@ -153,20 +153,20 @@ def test_first_failure_is_heard_as_it_is_and_ends_the_others() -> None:
 def test_sync_part_that_raises_gives_up_what_was_asked_before_it() -> None:
     async_part = Later(1.0)
     with pytest.raises(KeyError):
-        Weighted({"a": (async_part, 1.0), "b": (Fixed(KeyError("no")), 1.0)})(A)
+        WeightedReward({"a": (async_part, 1.0), "b": (Fixed(KeyError("no")), 1.0)})(A)
     assert (async_part.asked, async_part.begun) == (1, 0)
 
 
 def test_result_that_nobody_awaits_can_be_given_up() -> None:
-    inner = Weighted({"a": (Later(1.0), 1.0)})
-    result: Any = Weighted({"inner": (inner, 1.0)})(A)
+    inner = WeightedReward({"a": (Later(1.0), 1.0)})
+    result: Any = WeightedReward({"inner": (inner, 1.0)})(A)
     result.close()
 
 
 def test_score_of_a_part_that_is_none_fails_the_episode() -> None:
     for part in (Fixed(float("nan")), Later(float("nan")), Fixed(Score(0.0, [1.0]))):
         with pytest.raises(EpisodeFailed) as caught:
-            score(Weighted({"a": (part, 1.0), "b": (Later(1.0), 1.0)}))
+            score(WeightedReward({"a": (part, 1.0), "b": (Later(1.0), 1.0)}))
         assert caught.value.reason == "reward_error"
 
 
@@ -186,7 +186,7 @@ def test_score_of_a_part_that_is_none_fails_the_episode() -> None:
 )
 def test_wrong_parts_are_named(parts: Any, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Weighted(parts)
+        WeightedReward(parts)
     assert caught.value.field == field
 
 
@@ -197,25 +197,25 @@ def test_wrong_parts_are_named(parts: Any, field: str) -> None:
 @pytest.mark.parametrize("behind", [Fixed, Later])
 def test_gate_multiplies_and_behind_a_shut_one_nothing_is_asked(gate: Any, behind: Any) -> None:
     reward = behind(Score(4.0, [1.0, 2.0], {"x": 1.0}))
-    assert score(Gate(gate(0.5), reward)) == Score(2.0, [0.5, 1.0], {"gate": 0.5, "gated": 4.0, "gated/x": 1.0})
+    assert score(GatedReward(gate(0.5), reward)) == Score(2.0, [0.5, 1.0], {"gate": 0.5, "gated": 4.0, "gated/x": 1.0})
     shut = behind(1.0)
-    assert score(Gate(gate(0.0), shut)) == Score(0.0, parts={"gate": 0.0})
+    assert score(GatedReward(gate(0.0), shut)) == Score(0.0, parts={"gate": 0.0})
     assert shut.asked == 0
 
 
 def test_reward_that_belongs_in_a_thread_is_asked_where_the_call_is_made() -> None:
     """An async gate is known only in the event loop, where a reward that may hang must not be called."""
     behind = Fixed(4.0, inline=False)
-    result = Gate(Later(0.0), behind)(A)
+    result = GatedReward(Later(0.0), behind)(A)
     assert behind.asked == 1
     assert asyncio.run(_awaited(result)).reward == 0.0
 
 
 def test_failure_of_gate_or_reward_is_the_episodes() -> None:
     for gate in (
-        Gate(Later(EpisodeFailed("judge")), Fixed(1.0)),
-        Gate(Fixed(1.0), Later(EpisodeFailed("judge"))),
-        Gate(Later(1.0), Later(EpisodeFailed("judge"))),
+        GatedReward(Later(EpisodeFailed("judge")), Fixed(1.0)),
+        GatedReward(Fixed(1.0), Later(EpisodeFailed("judge"))),
+        GatedReward(Later(1.0), Later(EpisodeFailed("judge"))),
     ):
         with pytest.raises(EpisodeFailed, match="judge"):
             score(gate)
@@ -228,7 +228,7 @@ async def _awaited(result: Any) -> Any:
 # --- steps --------------------------------------------------------------------------------------------------
 
 
-def length(one: Answer) -> float:
+def length(one: RewardInput) -> float:
     return float(len(one.text) + 10 * len(one.texts))
 
 
@@ -246,19 +246,19 @@ def length(one: Answer) -> float:
 def test_every_turn_is_scored_as_the_episode_stood_then(
     step: Any, into: Any, reward: float, turns: list[float]
 ) -> None:
-    found = score(Process(step(length), into))
+    found = score(ProcessReward(step(length), into))
     assert (found.reward, list(found.turns)) == (reward, turns)
     assert found.parts["steps/lowest"] == 15.0
 
 
 def test_parts_of_steps_are_means_over_the_steps_that_have_them() -> None:
     says = lambda one: Score(0.0, parts={"x": len(one.texts), **({"y": 5.0} if len(one.texts) > 1 else {})})  # noqa: E731
-    assert score(Process(Fixed(says))).parts == {"x": 1.5, "y": 5.0, "steps/lowest": 0.0}
+    assert score(ProcessReward(Fixed(says))).parts == {"x": 1.5, "y": 5.0, "steps/lowest": 0.0}
 
 
 def test_step_that_fails_fails_the_episode() -> None:
     with pytest.raises(EpisodeFailed, match="judge"):
-        score(Process(Later(lambda one: 1 / 0 if len(one.texts) == 9 else _fail())))
+        score(ProcessReward(Later(lambda one: 1 / 0 if len(one.texts) == 9 else _fail())))
 
 
 def _fail() -> float:
@@ -267,6 +267,8 @@ def _fail() -> float:
 
 def test_closing_closes_every_part() -> None:
     parts = [Fixed(1.0) for _ in range(4)]
-    whole = Weighted({"a": (Gate(parts[0], parts[1]), 1.0), "b": (Process(parts[2]), 1.0), "c": (parts[3], 1.0)})
+    whole = WeightedReward(
+        {"a": (GatedReward(parts[0], parts[1]), 1.0), "b": (ProcessReward(parts[2]), 1.0), "c": (parts[3], 1.0)}
+    )
     asyncio.run(whole.close())
     assert all(part.closed for part in parts)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.rewards import Answer, Score, endpoints
-from asyncrl.rewards.judge import Judge, asked
-from asyncrl.rewards.rubric import Rubric
-from asyncrl.rewards.verdicts import Verdicts
+from asyncrl.rewards import RewardInput, Score, endpoints
+from asyncrl.rewards.judge import JudgeReward, asked
+from asyncrl.rewards.rubric import RubricReward
+from asyncrl.rewards.verdicts import VerdictParser
 from tests.rewards.doubles import answer
 
 URL = "http://judge/v1"
@@ -53,11 +53,11 @@ class Engine:
         return [request["messages"][0]["content"] for request in self.requests]
 
 
-def judged(engine: Engine, one: Answer | None = None, **params: Any) -> Score:
+def judged(engine: Engine, one: RewardInput | None = None, **params: Any) -> Score:
     options: dict[str, Any] = {"model": "m", "urls": [URL]} | params
 
     async def main() -> Score:
-        judge = Judge(transport=httpx.MockTransport(engine), **options)
+        judge = JudgeReward(transport=httpx.MockTransport(engine), **options)
         try:
             return await asyncio.wait_for(judge(one or ask("It is 4.")), 20)
         finally:
@@ -66,7 +66,7 @@ def judged(engine: Engine, one: Answer | None = None, **params: Any) -> Score:
     return asyncio.run(main())
 
 
-def ask(text: str, **record: Any) -> Answer:
+def ask(text: str, **record: Any) -> RewardInput:
     messages = [{"role": "system", "content": "Short."}, {"role": "user", "content": "2 + 2?"}]
     return answer(text, messages=messages, **{"answer": "4", **record})
 
@@ -94,7 +94,7 @@ def test_request_is_a_chat_completion_with_question_answer_and_reference() -> No
     assert re.search(r"\n<answer ([0-9a-f]{16})>\nIt is 4\.\n</answer \1>\n", prompt)
 
 
-PLAIN = Judge("m", template="[$mark|$question|$answer|$reference|$criterion]")
+PLAIN = JudgeReward("m", template="[$mark|$question|$answer|$reference|$criterion]")
 
 
 @given(st.text(), st.text())
@@ -135,7 +135,7 @@ def test_urls_may_be_set_later_and_none_at_all_ends_the_run_and_not_the_episode(
     engine = Engine("Score: 5")
 
     async def main() -> Score:
-        judge = Judge("m", transport=httpx.MockTransport(engine))
+        judge = JudgeReward("m", transport=httpx.MockTransport(engine))
         with pytest.raises(ConfigError, match="No server is known"):
             await judge(ask("a"))
         judge.urls = [f"{URL}/"]
@@ -175,7 +175,7 @@ def test_urls_may_be_set_later_and_none_at_all_ends_the_run_and_not_the_episode(
     ],
 )
 def test_vote_is_found_at_the_end_and_scaled_or_it_is_none(options: Any, text: str, vote: float | None) -> None:
-    assert Verdicts(**options).read(text) == (None if vote is None else pytest.approx(vote))
+    assert VerdictParser(**options).read(text) == (None if vote is None else pytest.approx(vote))
 
 
 @pytest.mark.parametrize(("aggregate", "reward"), [("mean", 0.55), ("median", 0.5), ("majority", 0.2)])
@@ -255,13 +255,13 @@ def test_one_vote_that_fails_ends_the_others() -> None:
 )
 def test_wrong_params_are_named(params: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Judge("m", **params)
+        JudgeReward("m", **params)
     assert caught.value.field == field
 
 
 def test_scores_are_kept_only_where_the_judge_does_not_draw_them() -> None:
-    assert Judge("m").pure
-    assert not Judge("m", temperature=0.5).pure
+    assert JudgeReward("m").pure
+    assert not JudgeReward("m", temperature=0.5).pure
 
 
 # --- rubrics ------------------------------------------------------------------------------------------------
@@ -275,13 +275,13 @@ class Checker(Engine):
 
 
 def by_rubric(
-    items: Sequence[Any] = (), one: Answer | None = None, engine: Engine | None = None, **params: Any
+    items: Sequence[Any] = (), one: RewardInput | None = None, engine: Engine | None = None, **params: Any
 ) -> Score:
     engine = engine or Checker()
 
     async def main() -> Score:
         judge = {"model": "m", "urls": [URL], "transport": httpx.MockTransport(engine)}
-        rubric = Rubric(items, judge=judge, **params)
+        rubric = RubricReward(items, judge=judge, **params)
         try:
             result = rubric(one or ask("It is 4."))
             return result if isinstance(result, Score) else await asyncio.wait_for(_awaited(result), 20)
@@ -349,12 +349,12 @@ def test_judge_that_fails_at_one_criterion_fails_the_rubric() -> None:
 )
 def test_wrong_rubrics_are_named(params: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Rubric(**params)
+        RubricReward(**params)
     assert caught.value.field == field
 
 
 def test_rubric_without_criteria_for_a_judge_has_none_and_is_as_its_rewards_are() -> None:
-    rubric = Rubric([{"use": "exact"}, {"use": "format", "params": {"pattern": "4"}, "weight": 3.0}])
+    rubric = RubricReward([{"use": "exact"}, {"use": "format", "params": {"pattern": "4"}, "weight": 3.0}])
     assert (rubric.inline, rubric.pure) == (False, True)
     result = rubric(ask("It is 4."))
     assert isinstance(result, Score)

@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards import endpoints
-from asyncrl.rewards.batches import Batches
-from asyncrl.rewards.remote import Remote
+from asyncrl.rewards.batches import RequestBatcher
+from asyncrl.rewards.remote import RewardModel
 from tests.rewards.doubles import answer
 
 URLS = ["http://one/score", "http://two/score"]
@@ -64,13 +64,13 @@ class Server:
 
 
 def asking(
-    server: Server, *texts: str, use: Callable[[Remote], Awaitable[Any]] | None = None, **settings: Any
+    server: Server, *texts: str, use: Callable[[RewardModel], Awaitable[Any]] | None = None, **settings: Any
 ) -> list[Any]:
     """The rewards of all texts at once, failures as they are; or what `use` makes of the reward."""
     options: dict[str, Any] = {"urls": URLS[:1], "form": server.form, "deadline": 5.0} | settings
 
     async def main() -> Any:
-        reward = Remote(transport=httpx.MockTransport(server), **options)
+        reward = RewardModel(transport=httpx.MockTransport(server), **options)
         try:
             async with asyncio.timeout(20):
                 if use:
@@ -139,17 +139,17 @@ def test_key_comes_from_the_environment_and_a_missing_one_is_named(monkeypatch: 
         return httpx.Response(200, json={"rewards": [1.0]})
 
     async def main() -> float:
-        return await Remote(URLS, api_key_env="SOME_KEY", transport=httpx.MockTransport(serve))(ask("a"))
+        return await RewardModel(URLS, api_key_env="SOME_KEY", transport=httpx.MockTransport(serve))(ask("a"))
 
     assert asyncio.run(main()) == 1.0
     assert heard == ["Bearer secret"]
     with pytest.raises(ConfigError, match="No such environment variable"):
-        Remote(URLS, api_key_env="NO_SUCH_KEY")
+        RewardModel(URLS, api_key_env="NO_SUCH_KEY")
 
 
 def test_at_least_one_server_must_be_named() -> None:
     with pytest.raises(ConfigError, match="at least one"):
-        Remote([])
+        RewardModel([])
 
 
 # --- how much at once ---------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_requests_go_to_the_server_with_the_fewest_and_not_to_one_that_failed() 
     assert sorted(server.asked) == ["one"] * 3 + ["two"] * 3
     down = Server(httpx.Response(500), form="single")
 
-    async def one_after_the_other(reward: Remote) -> list[float]:
+    async def one_after_the_other(reward: RewardModel) -> list[float]:
         return [await reward(ask(text)) for text in "abcd"]
 
     assert asking(down, use=one_after_the_other, urls=URLS) == [1.0] * 4
@@ -264,7 +264,7 @@ def test_one_reward_that_is_none_costs_its_answer_alone() -> None:
 def test_record_without_the_label_costs_its_answer_alone() -> None:
     server = Server(form="openrlhf")
 
-    async def use(reward: Remote) -> list[Any]:
+    async def use(reward: RewardModel) -> list[Any]:
         without = answer("ab", messages=[], other=1)
         return await asyncio.gather(reward(ask("ab")), reward(without), return_exceptions=True)
 
@@ -291,12 +291,12 @@ def test_refused_and_cut_connections_of_real_sockets() -> None:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-        reward = Remote([url], deadline=10.0)
+        reward = RewardModel([url], deadline=10.0)
         first = await reward(ask("a"))
         server.close()
         await server.wait_closed()
         await reward.close()
-        refused = Remote([url], deadline=0.2)
+        refused = RewardModel([url], deadline=0.2)
         (failure,) = await asyncio.gather(refused(ask("a")), return_exceptions=True)
         await refused.close()
         return [first, connections, failure]
@@ -315,7 +315,7 @@ def test_bug_of_whoever_sends_reaches_all_who_wait() -> None:
         raise KeyError("no such")
 
     async def main() -> list[Any]:
-        batches: Batches[int, int] = Batches(send, max_batch=2, max_wait=60.0)
+        batches: RequestBatcher[int, int] = RequestBatcher(send, max_batch=2, max_wait=60.0)
         async with asyncio.timeout(5):
             return await asyncio.gather(batches.ask(1), batches.ask(2), return_exceptions=True)
 
@@ -331,9 +331,9 @@ def test_batch_goes_when_it_is_full_or_its_first_item_has_waited() -> None:
 
     async def main() -> list[Any]:
         async with asyncio.timeout(5):
-            full: Batches[int, int] = Batches(send, max_batch=2, max_wait=60.0)
+            full: RequestBatcher[int, int] = RequestBatcher(send, max_batch=2, max_wait=60.0)
             found = await asyncio.gather(full.ask(1), full.ask(2))
-            waited: Batches[int, int] = Batches(send, max_batch=9, max_wait=0.0)
+            waited: RequestBatcher[int, int] = RequestBatcher(send, max_batch=9, max_wait=0.0)
             return [*found, *await asyncio.gather(waited.ask(3), waited.ask(4), waited.ask(5))]
 
     assert asyncio.run(main()) == [-1, -2, -3, -4, -5]
@@ -354,7 +354,7 @@ def test_whoever_stops_waiting_is_left_out_and_the_last_one_ends_the_request() -
 
     async def main() -> None:
         async with asyncio.timeout(5):
-            batches: Batches[int, int] = Batches(send, max_batch=3, max_wait=60.0)
+            batches: RequestBatcher[int, int] = RequestBatcher(send, max_batch=3, max_wait=60.0)
             first, second = (asyncio.ensure_future(batches.ask(number)) for number in (1, 2))
             await asyncio.sleep(0)
             first.cancel()
@@ -378,7 +378,7 @@ def test_closing_ends_what_waits_and_what_is_under_way() -> None:
 
     async def main() -> list[Any]:
         async with asyncio.timeout(5):
-            batches: Batches[int, int] = Batches(send, max_batch=2, max_wait=60.0)
+            batches: RequestBatcher[int, int] = RequestBatcher(send, max_batch=2, max_wait=60.0)
             waiting = [asyncio.ensure_future(batches.ask(number)) for number in range(3)]
             await asyncio.sleep(0)
             await batches.close()

@@ -13,23 +13,23 @@ import httpx
 import msgspec
 
 from asyncrl.agents.single_turn import SingleTurn
-from asyncrl.engine.client import Session
+from asyncrl.engine.client import GenerationSession
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
-from asyncrl.rollout.episode import Limits
-from asyncrl.rollout.faults import Faults
+from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.hooks import by_weight
+from asyncrl.rollout.limiter import FixedConcurrency, UnboundedConcurrency
 from asyncrl.rollout.prompts import Cursor
-from asyncrl.rollout.room import Fixed, Unbounded
+from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.snapshot import ServiceState, Snapshot
 from asyncrl.rollout.worker import Worker
+from asyncrl.schema import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from asyncrl.tasks import Task
-from asyncrl.tasks.scores import OwnScore
-from asyncrl.types import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
+from asyncrl.tasks.scores import TaskScoreReward
 from tests.fakes import FakeEngine, FakeTemplate, LengthTask, pieces, prompts
 
 EOS, LONGEST = 10, 8
@@ -129,7 +129,7 @@ class NoEvaluations:
 
 
 class Machinery:
-    """Client, buffer, service and worker; and a trainer that asks at the service's door."""
+    """Client, buffer, service and worker; and a trainer that asks at the service's source."""
 
     def __init__(
         self,
@@ -155,19 +155,19 @@ class Machinery:
         evaluations: Any = NoEvaluations()
         self.mixer = Mixer({name: scored}, {name: training or prompts()}, {name: 1.0}, by_weight, 0)
         self.service = Service(self.buffer, self.client, evaluations, "key0", save=self._save)
-        self.outstanding: list[tuple[Ticket, Prompt, Sequence[Session]]] = []
+        self.outstanding: list[tuple[Ticket, Prompt, Sequence[GenerationSession]]] = []
         self.worker = Worker(
             self.service,
             self.client,
             {name: agent or SingleTurn()},
-            {name: OwnScore(scored)},
+            {name: TaskScoreReward(scored)},
             self.mixer,
             template or FakeTemplate(lambda ids: "x" * len(ids)),
             group_sizes={name: group_size},
-            room=Fixed(max_running) if max_running else Unbounded(),
+            limiter=FixedConcurrency(max_running) if max_running else UnboundedConcurrency(),
             max_failures=10**6,
-            limits=Limits(agent=60.0, reward=60.0, episode=None),
-            faults=Faults(lambda text, trace: None),
+            limits=EpisodeTimeouts(agent=60.0, reward=60.0, episode=None),
+            failures=FailureReporter(lambda text, trace: None),
         )
 
     def _save(self, state: ServiceState) -> bytes:
@@ -192,30 +192,30 @@ class Machinery:
     async def _batches(
         self, steps: int, train: Callable[[Batch], None], saved: list[bytes] | None = None
     ) -> list[Batch]:
-        door = httpx.AsyncClient(
+        source = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=self.service.app()), base_url="http://service", headers=KEY
         )
         found = []
-        async with door, asyncio.TaskGroup() as group:  # the worker's death ends the trainer
+        async with source, asyncio.TaskGroup() as group:  # the worker's death ends the trainer
             first = self.buffer.version
             if first:  # it goes on
-                await door.post("/version", json={"version": first})
+                await source.post("/version", json={"version": first})
             working = group.create_task(self.worker.run(self.outstanding))
             for version in range(first, first + steps):
-                while (answer := await door.get("/batch", params={"version": version})).status_code == 202:
+                while (answer := await source.get("/batch", params={"version": version})).status_code == 202:
                     pass
                 batch = decode_batch(answer.raise_for_status().content)
                 train(batch)
                 found.append(batch)
                 await self.engine._idle()
-                await door.post("/hold")
+                await source.post("/hold")
                 self.engine.serving.clear()
                 await self.engine._idle()
                 self.engine.version = version + 1
                 self.engine.serving.set()
-                await door.post("/version", json={"version": version + 1})
+                await source.post("/version", json={"version": version + 1})
             if saved is not None:
-                answer = await door.post("/snapshot", json={"version": first + steps})
+                answer = await source.post("/snapshot", json={"version": first + steps})
                 saved.append(answer.raise_for_status().content)
             working.cancel()
         await self.client.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import BufferState, Ticket
 from asyncrl.rollout.hooks import lowest_first
-from asyncrl.rollout.ledger import Ledger, Source
+from asyncrl.rollout.ledger import Ledger, SourceCounts
 from tests.fakes import group
 
 
@@ -131,7 +131,7 @@ class Run:
 
     def _ledger(self) -> Ledger:
         books = self.books
-        source = Source(books["issued"], books["generated"], sum(self.received.values()), books["late"])
+        source = SourceCounts(books["issued"], books["generated"], sum(self.received.values()), books["late"])
         ledger = self.buffer.ledger(source)
         ledger.check()
         return ledger

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.ledger import Source
-from asyncrl.types import Group
+from asyncrl.rollout.ledger import SourceCounts
+from asyncrl.schema import Group
 from tests.examples import examples
 from tests.fakes import group
 from tests.rollout.schedules import Run, schedules
@@ -121,7 +121,7 @@ def test_rejected_slot_is_played_anew_first_under_another_uid_and_a_later_birth(
     buffer.reject(second, "judge")
     again = buffer.admit()
     assert again == Ticket(slot=1, attempt=1, born=1, cohort=1)
-    assert buffer.ledger(Source(0, 0, 0, 0)).events.requeued == 1
+    assert buffer.ledger(SourceCounts(0, 0, 0, 0)).events.requeued == 1
     assert again.uid != second.uid
     assert len(again.uid) == len(second.uid)
 

@@ -13,7 +13,7 @@ from asyncrl.records.writer import Writer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison, difference
 from asyncrl.rollout.recorder import Recorder
-from asyncrl.types import Completion, Group, VersionSpan
+from asyncrl.schema import Completion, Group, VersionSpan
 from tests.fakes import group
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from asyncrl.engine.loads import Load
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Episode, Outcome, Setting, Workload, simulate
-from asyncrl.rollout.concurrency import Window
+from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, SimulationResult, simulate
+from asyncrl.rollout.concurrency import ConcurrencyWindow
 
 SIZE, BATCH = 8, 16
 LOADS = st.lists(
@@ -33,7 +33,7 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.integers(1, 20))
 def test_something_may_always_run_and_never_more_than_the_limit(events: list, size: int) -> None:
-    window, playing = Window(longest=1000), 0
+    window, playing = ConcurrencyWindow(longest=1000), 0
     for event in events:
         if isinstance(event, list):
             window.observe(event, 1.0, 100.0)
@@ -54,12 +54,12 @@ def load(used: float = 0.0, *, running: int = 10, waiting: int = 0, **prefill: f
     return Load(running, waiting, used, 10_000, **({"prefilled": 0.0, "prefill_seconds": 0.0} | prefill))
 
 
-def fill(window: Window) -> None:
+def fill(window: ConcurrencyWindow) -> None:
     while window.may_start(1):
         window.start(1)
 
 
-def used_up(window: Window, said: Load, times: int = 1) -> float:
+def used_up(window: ConcurrencyWindow, said: Load, times: int = 1) -> float:
     """Its limit after the engine said so many times, each time while all that it allows is in play, and then ends
     once."""
     for _ in range(times):
@@ -72,7 +72,7 @@ def used_up(window: Window, said: Load, times: int = 1) -> float:
 
 
 def test_it_starts_with_what_fits_doubles_until_the_engines_are_full_then_grows_slowly() -> None:
-    window = Window(longest=1000)
+    window = ConcurrencyWindow(longest=1000)
     window.observe([load()], 1.0, 0.0)
     assert window.limit == 10
     assert used_up(window, load(0.3)) == pytest.approx(20, abs=2)
@@ -84,7 +84,7 @@ def test_it_starts_with_what_fits_doubles_until_the_engines_are_full_then_grows_
 
 @pytest.mark.parametrize(("used", "waiting", "grows"), [(3000, 0, True), (3000, 1, False), (9500, 0, False)])
 def test_one_engine_with_room_and_no_queue_is_reason_enough_to_grow(used: float, waiting: int, grows: bool) -> None:
-    window = Window(longest=1000)
+    window = ConcurrencyWindow(longest=1000)
     used_up(window, load(3000))
     before = window.limit
     fill(window)
@@ -94,14 +94,14 @@ def test_one_engine_with_room_and_no_queue_is_reason_enough_to_grow(used: float,
 
 
 def test_an_engine_that_was_started_again_counts_from_nothing_and_is_no_waste() -> None:
-    window = Window(longest=100)
+    window = ConcurrencyWindow(longest=100)
     for prefilled in (5000.0, 10.0, 20.0):
         window.observe([load(prefilled=prefilled, prefill_seconds=prefilled / 10)], 1.0, 10.0)
     assert window.wasted == 0.0
 
 
 def test_it_falls_once_for_what_is_in_play_when_every_queue_is_long() -> None:
-    window = Window(longest=100)
+    window = ConcurrencyWindow(longest=100)
     used_up(window, load(6000))
     before = window.in_play
     for _ in range(8):
@@ -112,7 +112,7 @@ def test_it_falls_once_for_what_is_in_play_when_every_queue_is_long() -> None:
 
 def test_it_falls_when_engines_prefill_again_and_not_when_they_prefill_what_is_new() -> None:
     for needed, cuts in ((1000.0, 0), (100.0, 1)):
-        window = Window(longest=100)
+        window = ConcurrencyWindow(longest=100)
         used_up(window, load(6000))
         for second in range(10):
             said = load(9500, prefilled=1000.0 * second, prefill_seconds=0.9 * second)
@@ -122,7 +122,7 @@ def test_it_falls_when_engines_prefill_again_and_not_when_they_prefill_what_is_n
 
 
 def test_a_burst_that_waits_to_be_prefilled_changes_nothing() -> None:
-    window = Window(longest=100)
+    window = ConcurrencyWindow(longest=100)
     used_up(window, load(1000))
     before = window.limit
     for waiting in (100, 100, 0, 100, 100, 0):
@@ -131,7 +131,7 @@ def test_a_burst_that_waits_to_be_prefilled_changes_nothing() -> None:
 
 
 def test_fewer_are_in_play_while_batches_pile_up_and_more_when_the_trainer_waits() -> None:
-    window = Window(longest=100)
+    window = ConcurrencyWindow(longest=100)
     used_up(window, load(1000))
     everything = window.limit
     for _ in range(5):
@@ -152,7 +152,7 @@ def answers(mean: float, **changes: float) -> Lengths:
     return Lengths(mean, 0.9, 7 * round(mean), SIZE, **changes)  # type: ignore[arg-type]
 
 
-def growing(number: int) -> list[Episode]:
+def growing(number: int) -> list[SimulatedEpisode]:
     """Answers that are eight times as long in the second half of the run."""
     return (answers(200) if number < 10 * BATCH else answers(1600)).group(number)
 
@@ -168,12 +168,12 @@ WORLDS = {
 }
 
 
-def played(world: str, in_play: int | None) -> Outcome:
+def played(world: str, in_play: int | None) -> SimulationResult:
     episodes, bound, rate, kv_tokens = WORLDS[world]
     prompt = 3000 if world == "long contexts" else 100
     shape = EngineShape(0.01, 0.0005, 64, kv_tokens, 5_000.0)
     setting = Setting(2, rate, bound, in_play=in_play, pause=1.0, shape=shape)
-    return simulate(Workload(episodes, BATCH, prompt=prompt, longest=12_000), setting, 12, warm=6)
+    return simulate(SimulatedWorkload(episodes, BATCH, prompt=prompt, longest=12_000), setting, 12, warm=6)
 
 
 FIXED = (0, 64, 256)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.curriculum import WINDOW, Curriculum, Mixer, Progress, TaskProgress
+from asyncrl.rollout.curriculum import WINDOW, Curriculum, CurriculumInput, Mixer, TaskProgress
 from asyncrl.rollout.hooks import by_weight, towards_half_solved
 from tests.fakes import group, mixer
 
@@ -59,9 +59,9 @@ def test_other_seeds_give_other_sequences() -> None:
 
 def test_weights_of_one_draw_do_not_change_the_chance_of_later_ones() -> None:
     """Every draw takes one number of the generator, whatever the weights."""
-    asked: list[Progress] = []
+    asked: list[CurriculumInput] = []
 
-    def late(progress: Progress) -> dict[str, float]:
+    def late(progress: CurriculumInput) -> dict[str, float]:
         asked.append(progress)
         return {"sum": 1.0} if len(asked) <= 10 else by_weight(progress)  # type: ignore[return-value]
 
@@ -93,9 +93,9 @@ def test_impossible_weights_name_the_setting_and_what_was_given(weights: Any, pr
 
 
 def test_progress_tells_version_weight_and_the_recent_groups_of_each_task() -> None:
-    asked: list[Progress] = []
+    asked: list[CurriculumInput] = []
 
-    def spy(progress: Progress) -> dict[str, float]:
+    def spy(progress: CurriculumInput) -> dict[str, float]:
         asked.append(progress)
         return {"sort": 1.0}
 
@@ -115,8 +115,8 @@ def test_progress_tells_version_weight_and_the_recent_groups_of_each_task() -> N
     assert asked[-1].tasks["sum"] == TaskProgress(3.0, WINDOW + 2, 0.0, 0.0)
 
 
-def progress(**solved: float | None) -> Progress:
-    return Progress(0, {name: TaskProgress(2.0, 9, share, share) for name, share in solved.items()})
+def progress(**solved: float | None) -> CurriculumInput:
+    return CurriculumInput(0, {name: TaskProgress(2.0, 9, share, share) for name, share in solved.items()})
 
 
 def test_half_solved_tasks_are_preferred_and_none_is_given_up() -> None:

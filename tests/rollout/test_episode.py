@@ -16,14 +16,14 @@ import torch
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, EpisodeFailed
-from asyncrl.rewards.reward import Answer, Score
+from asyncrl.rewards.reward import RewardInput, Score
 from asyncrl.rollout import scoring
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD
 from asyncrl.rollout.containment import contain
-from asyncrl.rollout.episode import Episode, Limits
-from asyncrl.rollout.faults import PER_MINUTE, Faults
+from asyncrl.rollout.episode import Episode, EpisodeTimeouts
+from asyncrl.rollout.reporters import PER_MINUTE, FailureReporter
 from asyncrl.rollout.scoring import Scorer
-from asyncrl.types import Generate, Prompt, Trajectory, Turn
+from asyncrl.schema import Generate, Prompt, Trajectory, Turn
 from tests.fakes import FakeClient, FakeTemplate, completion
 
 PROMPT = Prompt("p0", [12, 1, 11], {}, "length")
@@ -58,7 +58,7 @@ def played(
         session = client.generate()
         options: dict[str, Any] = {"agent": 60.0, "reward": 60.0, "episode": None} | limits
         async with asyncio.timeout(5):
-            episode = Episode(session, Limits(**options), FakeTemplate())
+            episode = Episode(session, EpisodeTimeouts(**options), FakeTemplate())
             return await episode.play(Scripted(script), PROMPT, score), session
 
     return asyncio.run(main())
@@ -134,7 +134,9 @@ class Numpy:
 def test_rewards_of_an_agents_own_arithmetic_are_plain_numbers() -> None:
     async def main() -> Trajectory:
         episode = Episode(
-            FakeClient(lambda _: completion()).generate(), Limits(agent=60.0, reward=60.0, episode=None), FakeTemplate()
+            FakeClient(lambda _: completion()).generate(),
+            EpisodeTimeouts(agent=60.0, reward=60.0, episode=None),
+            FakeTemplate(),
         )
         return await episode.play(Numpy(), PROMPT, one)
 
@@ -153,7 +155,7 @@ def test_request_that_the_agent_left_under_way_may_end_later() -> None:
 
         session = FakeClient(delay=0.02).generate()
         with pytest.raises(EpisodeFailed, match="agent_error"):
-            await Episode(session, Limits(60.0, 60.0, None), FakeTemplate()).play(Scripted(leave), PROMPT, one)
+            await Episode(session, EpisodeTimeouts(60.0, 60.0, None), FakeTemplate()).play(Scripted(leave), PROMPT, one)
         assert (await left[0]).token_ids == [0, 1]
 
     asyncio.run(main())
@@ -172,7 +174,7 @@ def test_session_says_whom_its_episode_waits_for() -> None:
             seen.append(session.waits_for)
             return await one(trajectory)
 
-        await Episode(session, Limits(60.0, 60.0, None), FakeTemplate()).play(Scripted(look), PROMPT, score)
+        await Episode(session, EpisodeTimeouts(60.0, 60.0, None), FakeTemplate()).play(Scripted(look), PROMPT, score)
         seen.append(session.waits_for)
 
     asyncio.run(main())
@@ -190,11 +192,11 @@ class Judge:
     def __init__(self, score: Callable[[], Any], *, inline: bool = False) -> None:
         self._score, self.inline = score, inline
 
-    def __call__(self, answer: Answer) -> Any:
+    def __call__(self, answer: RewardInput) -> Any:
         return self._score()
 
 
-ANSWER = Answer("", [""], {}, Trajectory([]))
+ANSWER = RewardInput("", [""], {}, Trajectory([]))
 
 
 def scored(score: Callable[[], Any], *, timeout: float = 5.0, inline: bool = False) -> float:
@@ -329,7 +331,7 @@ def test_cancelled_scores_give_their_room_back(monkeypatch: pytest.MonkeyPatch) 
 
 def test_flood_of_one_fault_is_told_in_part_and_counted_and_another_is_still_told() -> None:
     now, told = 0.0, []
-    faults = Faults(lambda text, trace: told.append((text, trace)), clock=lambda: now)
+    faults = FailureReporter(lambda text, trace: told.append((text, trace)), clock=lambda: now)
     for number in range(PER_MINUTE + 7):
         faults.tell("judge", f"g{number}", EpisodeFailed("judge", "is down"))
     assert len(told) == PER_MINUTE
@@ -354,7 +356,7 @@ def test_flood_of_one_fault_is_told_in_part_and_counted_and_another_is_still_tol
 
 def test_default_agent_is_an_agent_for_an_episode() -> None:
     async def main() -> Trajectory:
-        episode = Episode(FakeClient().generate(), Limits(60.0, 60.0, None), FakeTemplate())
+        episode = Episode(FakeClient().generate(), EpisodeTimeouts(60.0, 60.0, None), FakeTemplate())
         return await episode.play(SingleTurn(), PROMPT, one)
 
     assert asyncio.run(main()).reward == 1.0

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.agents.single_turn import SingleTurn
-from asyncrl.engine.client import Client
+from asyncrl.engine.client import GenerationClient
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
-from asyncrl.rollout.evaluation import Answers, Evaluations, pass_at, summarize
-from asyncrl.types import Generate, Prompt, Trajectory
+from asyncrl.rollout.evaluation import Evaluations, QuestionAttempts, pass_at, summarize
+from asyncrl.schema import Generate, Prompt, Trajectory
 from tests.fakes import FakeEngine, LengthTask, echo, tiny_config, trajectory, until
 
 
@@ -85,11 +85,11 @@ def test_samples_of_a_question_are_one_request_at_their_temperature_beside_the_g
     at(play, samples=5, temperature=0.7)
 
 
-def answered(right: list[bool], greedy: bool = True) -> Answers:
-    return Answers(trajectory(float(greedy)), [trajectory(float(one)) for one in right])
+def answered(right: list[bool], greedy: bool = True) -> QuestionAttempts:
+    return QuestionAttempts(trajectory(float(greedy)), [trajectory(float(one)) for one in right])
 
 
-def summary(*answers: Answers) -> dict[str, Any]:
+def summary(*answers: QuestionAttempts) -> dict[str, Any]:
     return summarize("near", answers, bool)
 
 
@@ -105,9 +105,9 @@ def test_figures_by_hand() -> None:
 def test_failed_answers_are_counted_and_left_out() -> None:
     judge, engine = EpisodeFailed("judge"), EngineError("gone")
     found = summary(
-        Answers(judge, [trajectory(1.0), engine]),
-        Answers(trajectory(1.0), [trajectory(0.0), trajectory(1.0)]),
-        Answers(trajectory(0.0), [judge, engine]),
+        QuestionAttempts(judge, [trajectory(1.0), engine]),
+        QuestionAttempts(trajectory(1.0), [trajectory(0.0), trajectory(1.0)]),
+        QuestionAttempts(trajectory(0.0), [judge, engine]),
     )
     assert (found["questions"], found["failed"], found["accuracy"]) == (3, 4, 0.5)
     assert found["pass@1"] == (1.0 + 0.5) / 2
@@ -116,7 +116,7 @@ def test_failed_answers_are_counted_and_left_out() -> None:
 
 def test_set_of_which_nothing_could_be_answered_is_an_error_with_the_last_reason() -> None:
     with pytest.raises(AsyncRLError, match="no question of near could be answered; the last failed with: judge: down"):
-        summary(Answers(EngineError("gone"), []), Answers(EpisodeFailed("judge", "down"), []))
+        summary(QuestionAttempts(EngineError("gone"), []), QuestionAttempts(EpisodeFailed("judge", "down"), []))
 
 
 # --- pass@k -------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_error_of_an_evaluation_is_raised_at_the_next_version() -> None:
 
 def test_without_sets_nothing_runs() -> None:
     async def main() -> None:
-        client: Client = FakeEngine(echo()).client()
+        client: GenerationClient = FakeEngine(echo()).client()
         evaluations = Evaluations(Site.play, client, {}, {}, tiny_config(**{"eval.every": 1}).eval, print)  # type: ignore[arg-type]
         evaluations.published(1)
         assert await evaluations.now() == []

@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import LedgerError
-from asyncrl.rollout.ledger import Ledger, Places, Tokens
+from asyncrl.rollout.ledger import Ledger, StateCounts, TokenCounts
 
 counts = st.integers(0, 50)
 
 
 @st.composite
 def balanced(draw: st.DrawFn) -> Ledger:
-    def places() -> Places:
+    def places() -> StateCounts:
         parts = [draw(counts) for _ in range(4)]
         rejected = draw(st.dictionaries(st.sampled_from(["judge", "surplus", "agent_timeout"]), counts))
-        return Places(sum(parts) + sum(rejected.values()), *parts, rejected)
+        return StateCounts(sum(parts) + sum(rejected.values()), *parts, rejected)
 
     tokens = [draw(counts) for _ in range(5)]
-    return Ledger(places(), places(), places(), Tokens(sum(tokens), *tokens))
+    return Ledger(places(), places(), places(), TokenCounts(sum(tokens), *tokens))
 
 
 @given(
@@ -46,9 +46,9 @@ def test_any_one_count_that_is_wrong_is_found_and_the_equation_named(
 
 
 def test_both_sides_are_told_with_the_reasons_of_rejections() -> None:
-    places = Places(12, 4, 2, 1, 3, {"judge": 1})
+    places = StateCounts(12, 4, 2, 1, 3, {"judge": 1})
     with pytest.raises(LedgerError) as caught:
-        Ledger(places, Places(), Places(), Tokens()).check()
+        Ledger(places, StateCounts(), StateCounts(), TokenCounts()).check()
     assert str(caught.value) == (
         "the ledger of prompts does not balance: issued 12, but running 4 + ready 2 + training 1 + trained 3 + "
         "rejected (judge) 1 = 11: 1 lost"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.metrics.record import StepLog
-from asyncrl.types import Batch, Group, VersionSpan
+from asyncrl.schema import Batch, Group, VersionSpan
 from tests import synchronous
 from tests.examples import examples
 from tests.fakes import LengthTask, prompts

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.catalog import resolve
 from asyncrl.rollout import prompts as module
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
-from asyncrl.types import Prompt
+from asyncrl.schema import Prompt
 from tests.fakes import tiny_config, tiny_values
 
 

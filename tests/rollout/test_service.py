@@ -11,15 +11,15 @@ import httpx
 import msgspec
 import pytest
 
-from asyncrl.engine.client import Session
+from asyncrl.engine.client import GenerationSession
 from asyncrl.errors import LedgerError
 from asyncrl.rollout import service as module
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.ledger import Ledger, Tokens
-from asyncrl.rollout.room import Unbounded
+from asyncrl.rollout.ledger import Ledger, TokenCounts
+from asyncrl.rollout.limiter import UnboundedConcurrency
 from asyncrl.rollout.service import Service
-from asyncrl.types import decode_batch
+from asyncrl.schema import decode_batch
 from tests.fakes import FakeClient, group, prompts
 
 KEY = {"authorization": "Bearer key0"}
@@ -40,7 +40,7 @@ class FakeEvaluations:
 
 
 class Site:
-    """A service of batches of two, and an HTTP client at its door."""
+    """A service of batches of two, and an HTTP client at its source."""
 
     def __init__(self, bound: int = 1, *, drain: bool = False, **options: Any) -> None:
         self.client = FakeClient()
@@ -73,12 +73,12 @@ class Site:
             played = group(ticket.slot, versions=(ticket.born,), tokens=tokens)
             await self.service.commit(ticket, msgspec.structs.replace(played, uid=ticket.uid))
 
-    def begin(self, ticket: Ticket) -> list[Session]:
-        sessions: list[Session] = [self.client.generate(group=ticket.uid) for _ in range(2)]
+    def begin(self, ticket: Ticket) -> list[GenerationSession]:
+        sessions: list[GenerationSession] = [self.client.generate(group=ticket.uid) for _ in range(2)]
         self.service.begin(ticket, self.service.draw(lambda: next(self.prompts)), sessions)
         return sessions
 
-    def receive(self, session: Session, tokens: int) -> None:
+    def receive(self, session: GenerationSession, tokens: int) -> None:
         """As engine/inflight.py counts a piece."""
         self.client.tokens[session.purpose] += tokens
         session.hear(tokens)
@@ -306,13 +306,13 @@ def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late()
         for tokens in (3, 4):
             site.receive(sessions[0], tokens)
             site.service.ledger()
-        assert site.service.ledger().tokens == Tokens(generated=7, running=7)
+        assert site.service.ledger().tokens == TokenCounts(generated=7, running=7)
         await site.service.reject(ticket, "judge")
-        assert site.service.ledger().tokens == Tokens(generated=7, rejected=7)
+        assert site.service.ledger().tokens == TokenCounts(generated=7, rejected=7)
         site.client.tokens["training"] += 2  # a piece that was on its way: engine/inflight.py
         site.client.late_tokens += 2
         site.receive(site.client.generate(purpose="evaluation"), 5)
-        assert site.service.ledger().tokens == Tokens(generated=9, rejected=7, discarded=2)
+        assert site.service.ledger().tokens == TokenCounts(generated=9, rejected=7, discarded=2)
         assert site.service.ledger().events.evaluation_tokens == 5
         assert site.service.ledger().prompts.rejected == {"judge": 1}
         assert site.service.ledger().trajectories.rejected == {"judge": 2}
@@ -452,8 +452,8 @@ def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
     at(play)
 
 
-class Told(Unbounded):
-    """A room that keeps what it hears of batches."""
+class Told(UnboundedConcurrency):
+    """Limiter that keeps what it is told of batches."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, int, bool]] = []
@@ -464,11 +464,11 @@ class Told(Unbounded):
 
 def test_room_hears_of_every_batch_once_and_whether_the_trainer_had_to_wait() -> None:
     async def play(site: Site) -> None:
-        site.service._room = room = Told()
+        site.service._limiter = limiter = Told()
         await site.fill(4)
         await site.http.get("/batch", params={"version": 0})
         await site.http.get("/batch", params={"version": 0})  # the same bytes again
-        assert room.batches == [(2, 2, False)]
+        assert limiter.batches == [(2, 2, False)]
         await site.http.post("/version", json={"version": 1})
         await site.http.get("/batch", params={"version": 1})
         await site.http.post("/version", json={"version": 2})
@@ -476,6 +476,6 @@ def test_room_hears_of_every_batch_once_and_whether_the_trainer_had_to_wait() ->
         await asyncio.sleep(0.01)
         await site.fill(2)
         assert (await asking).status_code == 200
-        assert room.batches == [(2, 2, False), (0, 2, False), (0, 2, True)]
+        assert limiter.batches == [(2, 2, False), (0, 2, False), (0, 2, True)]
 
     at(play)

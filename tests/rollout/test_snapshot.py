@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.access import Access
-from asyncrl.engine.answer import Answer, Exchange, Piece
-from asyncrl.engine.client import Client, Said
+from asyncrl.engine.client import GenerationClient, SavedCompletion
+from asyncrl.engine.partial_completion import Exchange, PartialCompletion, StreamChunk
 from asyncrl.errors import RecordError
 from asyncrl.rollout import snapshot
-from asyncrl.types import Batch, Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Batch, Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
 from tests.examples import examples
 from tests.fakes import completion, pieces, prompts, stream
 from tests.rollout.machinery import EOS, KEY, Machinery, RecordedEngine, _extend
@@ -175,13 +175,13 @@ def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
 
     async def play() -> None:
         transport = httpx.ASGITransport(app=site.service.app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://service", headers=KEY) as door:
+        async with httpx.AsyncClient(transport=transport, base_url="http://service", headers=KEY) as source:
             working = asyncio.create_task(site.worker.run())
-            assert (await door.post("/snapshot", json={"version": 0})).status_code == 200
-            assert (await door.post("/snapshot", json={"version": 1})).status_code == 409
-            while (await door.get("/batch", params={"version": 0})).status_code == 202:
+            assert (await source.post("/snapshot", json={"version": 0})).status_code == 200
+            assert (await source.post("/snapshot", json={"version": 1})).status_code == 409
+            while (await source.get("/batch", params={"version": 0})).status_code == 202:
                 pass
-            answer = await door.post("/snapshot", json={"version": 0})
+            answer = await source.post("/snapshot", json={"version": 0})
             assert answer.status_code == 409
             assert "no moment between version 0 and its batch" in answer.text
             working.cancel()
@@ -191,18 +191,20 @@ def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
 
 
 def test_what_is_under_way_is_told_with_the_oldest_version_it_can_have() -> None:
-    live = Answer(asked_at=7)
-    live.add(msgspec.convert({"output_ids": [4, 5], "meta_info": {"output_token_logprobs": [[-0.1, 4, None]]}}, Piece))
+    live = PartialCompletion(asked_at=7)
+    live.add(
+        msgspec.convert({"output_ids": [4, 5], "meta_info": {"output_token_logprobs": [[-0.1, 4, None]]}}, StreamChunk)
+    )
     exchange = Exchange([1, 2], 8, parts=[], live=live)
     said = exchange.so_far()
     assert said == Completion([4], [-0.1], [VersionSpan(7, 0, 1, inferred=True)], "")
     assert live.token_ids == [4, 5]  # looking changes nothing
-    again = Answer.recalled(said, routed_from=0)
+    again = PartialCompletion.recalled(said, routed_from=0)
     assert (again.cut, again.spans(), again.token_ids) == ("the run was resumed", said.versions, [4])
 
 
 def test_recalled_answers_are_given_once_and_only_to_what_was_asked() -> None:
-    client = Client(
+    client = GenerationClient(
         "http://nowhere",
         run="r",
         access=Access("k"),
@@ -213,7 +215,7 @@ def test_recalled_answers_are_given_once_and_only_to_what_was_asked() -> None:
         retry_timeout=1.0,
         coalesce=True,
     )
-    told = Said([1, 2], Completion([3, EOS], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop"))
+    told = SavedCompletion([1, 2], Completion([3, EOS], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop"))
     session = client.resume("g", "g 0", 2, [told])
     assert session.recall([1]) is None
     assert session.said() == [told]  # not asked for yet: the next checkpoint holds it, too

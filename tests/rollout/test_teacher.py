@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engine.scorer import Figures
+from asyncrl.engine.scorer import TeacherStats
 from asyncrl.errors import EngineError, EpisodeFailed
-from asyncrl.rollout.teacher import Teacher
-from asyncrl.types import Completion, Prompt, Trajectory, Turn, VersionSpan
+from asyncrl.rollout.teacher import TeacherScorer
+from asyncrl.schema import Completion, Prompt, Trajectory, Turn, VersionSpan
 from tests.rollout.test_worker import Site
 
 
@@ -29,8 +29,8 @@ class Scored:
             raise error
         return [-float(place) for place in range(start, len(token_ids))]
 
-    def take_figures(self) -> Figures:
-        return Figures(tokens=20, cached=5, retried=1)
+    def take_figures(self) -> TeacherStats:
+        return TeacherStats(tokens=20, cached=5, retried=1)
 
 
 def turn(*token_ids: int, observation: list[int] | None = None) -> Turn:
@@ -40,7 +40,7 @@ def turn(*token_ids: int, observation: list[int] | None = None) -> Turn:
 
 def taught(turns: list[Turn]) -> tuple[list[Turn], Scored]:
     engines = Scored()
-    return asyncio.run(Teacher(engines).score([12, 1, 11], Trajectory(turns), "g7")), engines
+    return asyncio.run(TeacherScorer(engines).score([12, 1, 11], Trajectory(turns), "g7")), engines
 
 
 def test_turns_get_the_teachers_of_their_own_tokens_and_keep_everything_else() -> None:
@@ -66,14 +66,14 @@ def test_episode_without_a_token_is_not_asked_for() -> None:
 
 
 def test_failure_of_the_engines_is_the_episodes_with_a_reason_of_its_own() -> None:
-    teacher = Teacher(Scored(lambda _: EngineError("down")))
+    teacher = TeacherScorer(Scored(lambda _: EngineError("down")))
     with pytest.raises(EpisodeFailed, match="teacher: down") as caught:
         asyncio.run(teacher.score([12], Trajectory([turn(1)]), "g"))
     assert caught.value.reason == "teacher"
 
 
 def test_figures_have_the_names_of_the_metrics() -> None:
-    assert Teacher(Scored()).take_figures() == {
+    assert TeacherScorer(Scored()).take_figures() == {
         "teacher/tokens": 20,
         "teacher/cached": 0.25,
         "teacher/retried": 1,
@@ -88,7 +88,7 @@ def test_every_committed_group_is_scored_and_siblings_ask_under_their_groups_nam
     engines = Scored()
 
     async def main() -> None:
-        site = Site(teacher=Teacher(engines))
+        site = Site(teacher=TeacherScorer(engines))
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         groups = site.buffer.take() or []
         for group in groups:
@@ -105,7 +105,7 @@ def test_every_committed_group_is_scored_and_siblings_ask_under_their_groups_nam
 def test_group_that_the_teacher_fails_is_rejected_for_it_and_nothing_is_lost() -> None:
     async def main() -> None:
         engines = Scored(lambda number: EngineError("down") if number == 2 else None)
-        site = Site(teacher=Teacher(engines))
+        site = Site(teacher=TeacherScorer(engines))
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         ledger = site.ledger()
         assert ledger.groups.rejected == {"teacher": 1}
@@ -126,10 +126,10 @@ def test_teacher_is_asked_while_the_reward_is_worked_out() -> None:
 
     async def main() -> Trajectory:
         from asyncrl.agents.single_turn import SingleTurn
-        from asyncrl.rollout.episode import Episode, Limits
+        from asyncrl.rollout.episode import Episode, EpisodeTimeouts
         from tests.fakes import FakeClient, FakeTemplate
 
-        teacher = Teacher(Watched())
+        teacher = TeacherScorer(Watched())
 
         async def score(trajectory: Trajectory) -> Trajectory:
             await asyncio.sleep(0.02)
@@ -138,7 +138,7 @@ def test_teacher_is_asked_while_the_reward_is_worked_out() -> None:
 
         prompt = Prompt("p", [12, 1, 11], {}, "length")
         session: Any = FakeClient().generate()
-        episode = Episode(session, Limits(60.0, 60.0, None), FakeTemplate())
+        episode = Episode(session, EpisodeTimeouts(60.0, 60.0, None), FakeTemplate())
         return await episode.play(SingleTurn(), prompt, score, lambda found: teacher.score([12, 1, 11], found, "g"))
 
     found = asyncio.run(main())
@@ -151,7 +151,7 @@ def test_answers_of_an_evaluation_are_not_scored() -> None:
     engines = Scored()
 
     async def main() -> None:
-        site = Site(teacher=Teacher(engines))
+        site = Site(teacher=TeacherScorer(engines))
         session = site.client.generate(purpose="evaluation")
         found = await site.worker.episode(Prompt("p", [12, 1, 11], {}, "length"), session)
         assert found.turns[0].teacher == []

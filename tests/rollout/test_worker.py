@@ -12,18 +12,18 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.curriculum import Mixer, Progress, TaskProgress
-from asyncrl.rollout.episode import Episode, Limits
-from asyncrl.rollout.faults import Faults
+from asyncrl.rollout.curriculum import CurriculumInput, Mixer, TaskProgress
+from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.rollout.ledger import Ledger
-from asyncrl.rollout.room import Fixed, Unbounded
+from asyncrl.rollout.limiter import FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.worker import Worker
-from asyncrl.tasks.scores import OwnScore
-from asyncrl.types import Generate, Prompt, Trajectory, Turn
+from asyncrl.schema import Generate, Prompt, Trajectory, Turn
+from asyncrl.tasks.scores import TaskScoreReward
 from tests.fakes import FakeClient, FakeEngine, FakeTemplate, LengthTask, completion, echo, mixer, until
 
-LIMITS = Limits(agent=60.0, reward=60.0, episode=None)
+LIMITS = EpisodeTimeouts(agent=60.0, reward=60.0, episode=None)
 
 
 async def no_score(trajectory: Trajectory) -> Trajectory:
@@ -70,10 +70,10 @@ class Site:
         sizes = {"length": 3, "long": 5}
         options: dict[str, Any] = {
             "group_sizes": sizes,
-            "room": Unbounded(),
+            "limiter": UnboundedConcurrency(),
             "max_failures": 100,
             "limits": LIMITS,
-            "faults": Faults(lambda text, trace: self.told.append((text, trace))),
+            "failures": FailureReporter(lambda text, trace: self.told.append((text, trace))),
         } | settings
         tasks = {"length": LengthTask(), "long": LengthTask(worth=10.0)}
         self.mixer = prompts or mixer()
@@ -81,7 +81,7 @@ class Site:
             service,
             self.client,
             dict.fromkeys(tasks, agent or SingleTurn()),
-            {name: OwnScore(task) for name, task in tasks.items()},
+            {name: TaskScoreReward(task) for name, task in tasks.items()},
             self.mixer,
             FakeTemplate(lambda ids: "x" * len(ids)),
             **options,
@@ -273,7 +273,7 @@ def test_failures_in_a_row_end_the_worker_with_the_last_reason() -> None:
 def test_success_between_failures_starts_the_count_anew() -> None:
     async def main() -> None:
         agent = Failing(lambda n: EpisodeFailed("judge") if n % 6 == 0 and n < 60 else None)
-        site = Site(agent, max_failures=2, room=Fixed(1))
+        site = Site(agent, max_failures=2, limiter=FixedConcurrency(1))
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         assert site.ledger().groups.rejected["judge"] >= 1
 
@@ -284,7 +284,7 @@ def test_running_groups_never_exceed_their_limit_and_rejections_free_it() -> Non
     async def main() -> None:
         most = 0
         agent = Failing(lambda n: EpisodeFailed("judge") if n % 5 == 0 else None)
-        site = Site(agent, bound=4, room=Fixed(2))
+        site = Site(agent, bound=4, limiter=FixedConcurrency(2))
 
         def done() -> bool:
             nonlocal most
@@ -396,9 +396,9 @@ def test_groups_have_the_size_of_their_task_and_are_scored_by_it() -> None:
 
 
 def test_curriculum_hears_of_every_group_that_was_played_whole_also_of_those_not_accepted() -> None:
-    seen: list[Progress] = []
+    seen: list[CurriculumInput] = []
 
-    def curriculum(progress: Progress) -> Mapping[str, float]:
+    def curriculum(progress: CurriculumInput) -> Mapping[str, float]:
         seen.append(progress)
         return {"length": 1.0}
 
@@ -411,5 +411,5 @@ def test_curriculum_hears_of_every_group_that_was_played_whole_also_of_those_not
         assert site.ledger().groups.rejected == {"not_accepted": 2, "judge": 1}
 
     asyncio.run(main())
-    assert seen[0] == Progress(0, {"length": TaskProgress(1.0, 0, None, None)})
+    assert seen[0] == CurriculumInput(0, {"length": TaskProgress(1.0, 0, None, None)})
     assert (seen[-1].version, seen[-1].tasks["length"].groups) == (7, 6)

@@ -17,9 +17,9 @@ from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.preflight.facts import this_machine
 from asyncrl.launch.slurm import job as module
 from asyncrl.launch.slurm import probe
-from asyncrl.launch.slurm.job import Job
+from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.slurm.probe import MARK, heard
-from asyncrl.launch.slurm.task import Task, begin_file, end_file
+from asyncrl.launch.slurm.task import SlurmTask, begin_file, end_file
 from tests.fakes import addresses, tiny_config
 
 SLURM = {"cluster.launcher": "slurm"}
@@ -34,10 +34,10 @@ def hostnames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(
     nodes: int, gpus: int = 0, groups: list[list[str]] | None = None, **changes: Any
-) -> tuple[Job, list[ProcessSpec]]:
+) -> tuple[SlurmJob, list[ProcessSpec]]:
     config = tiny_config(**SLURM, **changes)
     machines = imagined(config, nodes, gpus)
-    job = Job("17", groups or [[node.name for node in machines]], config.cluster, machines)
+    job = SlurmJob("17", groups or [[node.name for node in machines]], config.cluster, machines)
     return job, plan(config, addresses(config.engine.count, gpus), place(config, machines), Path("/runs/r"))
 
 
@@ -58,16 +58,16 @@ def options(spec: ProcessSpec) -> dict[str, str]:
 
 def test_machines_are_those_of_the_environment_by_component() -> None:
     cluster = tiny_config(**SLURM).cluster
-    assert Job.found(cluster, {}) is None
-    plain = Job.found(cluster, {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "a,b"})
+    assert SlurmJob.found(cluster, {}) is None
+    plain = SlurmJob.found(cluster, {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "a,b"})
     assert plain is not None
     assert (plain.id, plain.groups) == ("3", [["a", "b"]])
     lists = {"SLURM_JOB_NODELIST_HET_GROUP_0": "c", "SLURM_JOB_NODELIST_HET_GROUP_1": "a,b"}
-    mixed = Job.found(cluster, {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "c", **lists})
+    mixed = SlurmJob.found(cluster, {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "c", **lists})
     assert mixed is not None
     assert mixed.groups == [["c"], ["a", "b"]]
     with pytest.raises(ConfigError, match=r"cluster\.nodes"):
-        Job.found(
+        SlurmJob.found(
             tiny_config(**SLURM, **{"cluster.nodes": 3}).cluster, {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "a"}
         )
 
@@ -107,13 +107,13 @@ def test_a_machine_that_cannot_take_part_is_named_with_what_it_lacks(monkeypatch
     monkeypatch.setattr(module, "_started", lambda argv: argv)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: f'{MARK}{{"problem": "node2: no ib0"}}')
     with pytest.raises(LaunchError, match=r"^node2: no ib0$"):
-        Job("3", [["node1", "node2"]], tiny_config(**SLURM).cluster).probed(tiny_config(**SLURM))
+        SlurmJob("3", [["node1", "node2"]], tiny_config(**SLURM).cluster).probed(tiny_config(**SLURM))
 
 
 def test_machines_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_started", lambda argv: argv)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: "srun: error: node2: launch failed")
-    job = Job("3", [["node1", "node2"]], tiny_config(**SLURM).cluster)
+    job = SlurmJob("3", [["node1", "node2"]], tiny_config(**SLURM).cluster)
     with pytest.raises(LaunchError, match=r"no answer from \['node1', 'node2'\](.|\n)*launch failed"):
         job.probed(tiny_config(**SLURM))
 
@@ -130,7 +130,7 @@ def test_machines_stand_in_the_order_of_the_job_whoever_answers_first(monkeypatc
     monkeypatch.setattr(module, "_started", asked.append)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: answered("a", "c", "b"))
     config = tiny_config(**SLURM)
-    job = Job("3", [["b", "c", "a"]], config.cluster).probed(config)
+    job = SlurmJob("3", [["b", "c", "a"]], config.cluster).probed(config)
     assert [node.name for node in job.nodes] == [machine.name for machine in job.machines] == ["b", "c", "a"]
     assert int(asked[0][-1]) == ports_wanted(config) + 2  # the preflight's are beside those of the run
 
@@ -138,7 +138,7 @@ def test_machines_stand_in_the_order_of_the_job_whoever_answers_first(monkeypatc
 def test_a_program_is_run_once_on_each_machine_or_on_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_started", lambda argv: argv)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: argv)
-    job = Job("3", [["c"], ["a", "b"]], tiny_config(**SLURM).cluster)
+    job = SlurmJob("3", [["c"], ["a", "b"]], tiny_config(**SLURM).cluster)
 
     def sruns(**chosen: Any) -> list[dict[str, str]]:
         argvs: list[Any] = job.everywhere(["program"], 1.0, **chosen)
@@ -162,7 +162,7 @@ def test_srun_has_the_jobs_environment_and_ends_when_its_time_is_over(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_NTASKS", "7")
     monkeypatch.setenv("SLURM_JOB_ID", "3")
-    job = Job("3", [["a"]], tiny_config(**SLURM).cluster)
+    job = SlurmJob("3", [["a"]], tiny_config(**SLURM).cluster)
     (output,) = job.everywhere(["program"], 30.0)
     assert "SLURM_JOB_ID=3" in output
     assert "SLURM_NTASKS" not in output
@@ -179,7 +179,7 @@ def test_a_command_of_slurm_that_fails_is_told_as_it_was_given() -> None:
 
 
 def test_machine_is_the_jobs_until_slurm_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, answers = Job("3", [["a", "b"]], tiny_config(**SLURM).cluster), {"squeue": "a\n", "scontrol": "a\n"}
+    job, answers = SlurmJob("3", [["a", "b"]], tiny_config(**SLURM).cluster), {"squeue": "a\n", "scontrol": "a\n"}
     monkeypatch.setattr(module, "_output", lambda *argv: answers[argv[0]])
     assert (job.has("a"), job.has("b")) == (True, False)
     answers["squeue"] = "\n"  # it says nothing of the job
@@ -195,7 +195,7 @@ def test_machine_is_the_jobs_until_slurm_says_otherwise(monkeypatch: pytest.Monk
 def test_steps_that_a_launcher_left_are_ended_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     listed, ended = "3.0 asyncrl-01234567\n 3.1 asyncrl-89abcdef\n3.batch batch\n", list[tuple[str, ...]]()
     monkeypatch.setattr(module, "_output", lambda *argv: listed if argv[0] == "squeue" else ended.append(argv) or "")
-    Job("3", [["a"]], tiny_config(**SLURM).cluster).end_steps("0123456789")
+    SlurmJob("3", [["a"]], tiny_config(**SLURM).cluster).end_steps("0123456789")
     assert ended == [("scancel", "--signal=KILL", "3.0")]
 
 
@@ -232,7 +232,7 @@ def test_every_process_is_a_step_on_its_machine_and_all_trainers_are_one(tmp_pat
 
 def test_ranks_have_in_common_what_is_common_and_their_own_beside_it(tmp_path: Path) -> None:
     steps(tmp_path, 2, 2, **{"trainer.data_parallel": 4, "engine.device": "cpu", "cluster.trainer_nodes": 2})
-    task = Task.read(tmp_path / "slurm" / "steps" / "trainer")
+    task = SlurmTask.read(tmp_path / "slurm" / "steps" / "trainer")
     assert task.argv == [sys.executable, "-m", "asyncrl.trainer", "/runs/r"]
     assert task.env["WORLD_SIZE"] == "4"
     assert task.env["MASTER_ADDR"] == "node0"
@@ -270,7 +270,7 @@ def test_containers_have_their_own_python_and_the_folders_of_the_run(tmp_path: P
     found = steps(tmp_path, 1, **changes)["engine-0"]
     file = str(tmp_path / "slurm" / "steps" / "engine-0")
     assert found.argv[-4:] == ["/opt/python", "-m", "asyncrl.launch.slurm.task", file]
-    assert Task.read(Path(file)).argv[0] == "/opt/python"
+    assert SlurmTask.read(Path(file)).argv[0] == "/opt/python"
     line = " ".join(found.argv)
     folders = [f"{Path.cwd()}:{Path.cwd()}", "/models/m:/models/m", "/data:/data"]
     if kind == "pyxis":
@@ -291,7 +291,7 @@ def test_tasks_watch_the_launcher_and_know_what_to_do_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps(tmp_path, 2)
-    tasks = [Task.read(file) for file in (tmp_path / "slurm" / "steps").iterdir()]
+    tasks = [SlurmTask.read(file) for file in (tmp_path / "slurm" / "steps").iterdir()]
     assert len(tasks) >= 3
     for task in tasks:
         assert (task.lease, task.lost_timeout) == (str(tmp_path / "a.lease"), 180.0)

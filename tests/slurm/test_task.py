@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.launch.leftovers import carrying
-from asyncrl.launch.slurm.task import MARK, Task, begin_file, end_file
+from asyncrl.launch.slurm.task import MARK, SlurmTask, begin_file, end_file
 from asyncrl.launch.stalls import stack_file
 from asyncrl.leases import Lease
 from asyncrl.progress import DUMP_SIGNAL
@@ -29,7 +29,7 @@ DIE = "import os; os.kill(os.getpid(), 9)"
 
 def begun(folder: Path, code: str, *, rank: int = 0, **changes: object) -> subprocess.Popen[bytes]:
     facts = {"name": "it", "run_id": secrets.token_hex(4), "env": {"COLOUR": "red"}, "stop_signal": signal.SIGTERM}
-    task = Task(**{**facts, "argv": [sys.executable, "-c", code], "grace": 0.5, **changes})  # type: ignore[arg-type]
+    task = SlurmTask(**{**facts, "argv": [sys.executable, "-c", code], "grace": 0.5, **changes})  # type: ignore[arg-type]
     task.write(folder / "file")
     assert (folder / "file").stat().st_mode & 0o077 == 0
     env = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_PROCID": str(rank), "SLURMD_NODENAME": "node7"}
@@ -105,7 +105,9 @@ def test_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "asyncrl.launch.slurm.task", str(tmp_path / "file")]
     with subprocess.Popen(argv, env=env) as run:
         time.sleep(1.0)
-        Task("it", "r", [sys.executable, "-c", "raise SystemExit(5)"], {}, signal.SIGTERM, 1.0).write(tmp_path / "file")
+        SlurmTask("it", "r", [sys.executable, "-c", "raise SystemExit(5)"], {}, signal.SIGTERM, 1.0).write(
+            tmp_path / "file"
+        )
         assert run.wait(30) == 5
 
 

@@ -13,13 +13,13 @@ import reasoning_gym
 
 from asyncrl import tasks
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.reward import Answer
+from asyncrl.rewards.reward import RewardInput
 from asyncrl.rollout.prompts import EVAL_OFFSET
+from asyncrl.schema import Trajectory
 from asyncrl.tasks import build_all
 from asyncrl.tasks.files import FileTask
 from asyncrl.tasks.reasoning_gym import BLOCK, LISTING
 from asyncrl.tasks.scores import rewards
-from asyncrl.types import Trajectory
 from tests.fakes import tiny_config
 
 ROWS = [{"prompt": f"{i} + 1 =", "answer": i + 1, "level": i % 2} for i in range(4)]
@@ -122,7 +122,7 @@ def scored(path: str, text: str, row: int, **changes: Any) -> Any:
     )
     tasks = build_all(config)
     question = tasks["copy3"].question(row)
-    return rewards(config, tasks)["copy3"](Answer(text, [text], question, Trajectory([])))
+    return rewards(config, tasks)["copy3"](RewardInput(text, [text], question, Trajectory([])))
 
 
 def twice_the_level(answer: str, row: dict[str, Any]) -> float:
@@ -163,7 +163,7 @@ def test_any_task_takes_a_reward_in_the_place_of_its_own(tmp_path: Path) -> None
     for settings, expected in ((config, 1.0), (own, 2.0)):
         tasks = build_all(settings)
         question = tasks["copy3"].question(0)
-        answer = Answer(question["answer"], [question["answer"]], question, Trajectory([]))
+        answer = RewardInput(question["answer"], [question["answer"]], question, Trajectory([]))
         assert rewards(settings, tasks)["copy3"](answer) == expected
 
 

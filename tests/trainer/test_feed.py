@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from asyncrl.trainer.feed import Batches
-from asyncrl.types import Batch, encode
+from asyncrl.schema import Batch, encode
+from asyncrl.trainer.feed import BatchFeed
 from tests.fakes import group
 
 
-class DoorOf:
+class SourceOf:
     """Gives a batch at the third question."""
 
     def __init__(self, ready: int = 3) -> None:
@@ -33,33 +33,33 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
 
 
-def batches(door: Any, interrupt: bool = False, asked: Callable[[], bool] = lambda: False) -> Batches:
+def batches(source: Any, interrupt: bool = False, asked: Callable[[], bool] = lambda: False) -> BatchFeed:
     parallel: Any = None  # of several ranks
-    return Batches(door, lambda: interrupt, parallel, asked_to_stop=asked)
+    return BatchFeed(source, lambda: interrupt, parallel, asked_to_stop=asked)
 
 
 def test_a_batch_is_that_of_the_version() -> None:
-    feed = batches(DoorOf())
+    feed = batches(SourceOf())
     found = feed.get(7)
     assert found is not None
     assert (found.version, feed.stopped) == (7, False)
 
 
 def test_engines_that_need_weights_interrupt_the_wait_and_nothing_is_over() -> None:
-    feed = batches(DoorOf(), interrupt=True)
+    feed = batches(SourceOf(), interrupt=True)
     assert (feed.get(0), feed.stopped) == (None, False)
     assert feed.get(0) is None
 
 
 def test_a_run_that_is_asked_to_stop_takes_no_further_batch_although_one_is_ready() -> None:
-    door = DoorOf(ready=1)
-    feed = batches(door, asked=lambda: True)
+    source = SourceOf(ready=1)
+    feed = batches(source, asked=lambda: True)
     assert (feed.get(0), feed.stopped) == (None, True)
-    assert door.asked == 0
+    assert source.asked == 0
 
 
 def test_a_run_that_is_asked_to_stop_while_it_waits_waits_no_longer() -> None:
-    door = DoorOf(ready=100)
-    feed = batches(door, asked=lambda: door.asked >= 2)
+    source = SourceOf(ready=100)
+    feed = batches(source, asked=lambda: source.asked >= 2)
     assert (feed.get(0), feed.stopped) == (None, True)
-    assert door.asked == 2
+    assert source.asked == 2

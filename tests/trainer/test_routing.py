@@ -14,7 +14,7 @@ import torch  # noqa: E402
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function as route  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from asyncrl.trainer.routing import Choice  # noqa: E402
+from asyncrl.trainer.routing import RouterReplay  # noqa: E402
 
 TOKENS, EXPERTS, K = 40, 8, 4
 BIAS = torch.linspace(-0.3, 0.3, EXPERTS)
@@ -41,7 +41,7 @@ def weights(logits: Tensor, chosen: Tensor, router: str) -> Tensor:
     return 1.5 * scores / scores.sum(1, keepdim=True)
 
 
-def run(logits: Tensor, router: str, choice: Choice | None) -> tuple[Tensor, Tensor, Tensor]:
+def run(logits: Tensor, router: str, choice: RouterReplay | None) -> tuple[Tensor, Tensor, Tensor]:
     """Shares and map [n, experts], and the gradient of a function of the shares."""
     logits = logits.clone().requires_grad_()
     shares, chosen = route(logits, K, **ROUTERS[router], router_replay=choice)
@@ -56,7 +56,7 @@ def logits() -> Tensor:
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_its_own_choice_given_back_changes_no_bit(logits: Tensor, router: str) -> None:
-    choice = Choice(logits.device)
+    choice = RouterReplay(logits.device)
     plain, recorded = run(logits, router, None), run(logits, router, choice)
     choice.given = (choice.own, torch.ones(TOKENS, dtype=torch.bool))
     replayed = run(logits, router, choice)
@@ -72,7 +72,7 @@ def test_given_experts_are_used_with_the_routers_own_shares_of_them(logits: Tens
     draw = torch.Generator().manual_seed(1)
     given = torch.stack([torch.randperm(EXPERTS, generator=draw)[:K] for _ in range(TOKENS)])
     known = torch.rand(TOKENS, generator=draw) < 0.8
-    choice = Choice(logits.device)
+    choice = RouterReplay(logits.device)
     own = run(logits, router, choice)
     choice.given = (given, known)
     shares, chosen, gradient = run(logits, router, choice)
@@ -91,7 +91,7 @@ def test_given_experts_are_used_with_the_routers_own_shares_of_them(logits: Tens
 
 
 def test_passes_without_gradient_are_not_compared(logits: Tensor) -> None:
-    choice = Choice(logits.device)
+    choice = RouterReplay(logits.device)
     choice.given = (torch.zeros(TOKENS, K, dtype=torch.int64) + torch.arange(K), torch.ones(TOKENS, dtype=torch.bool))
     with torch.no_grad():
         route(logits, K, router_replay=choice)

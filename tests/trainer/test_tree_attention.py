@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.algo.balance import TOKEN, Costs
+from asyncrl.algo.context_parallel_split import bounds_of, part
 from asyncrl.algo.pack import Pack, pack
-from asyncrl.algo.parts import bounds_of, part
 from asyncrl.algo.samples import Sample
 from asyncrl.trainer.blocks import plan
 from asyncrl.trainer.tree_attention import attend, block_mask

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.access import Access
 from asyncrl.engine.control import Fleet
-from asyncrl.engine.delta import KeepWhereNaN, Refused, apply, load
+from asyncrl.engine.delta import DeltaMismatch, KeepWhereNaN, apply, load
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
 from asyncrl.weights.delta import DeltaTransport, changed
 from asyncrl.weights.layouts import Pieces
@@ -133,11 +133,11 @@ def test_applied_twice_or_out_of_order_is_refused_and_changes_nothing(again: int
     apply(model, orders[0])
     if again == 1:
         apply(model, orders[1])
-        with pytest.raises(Refused, match="version 2 is already applied"):
+        with pytest.raises(DeltaMismatch, match="version 2 is already applied"):
             apply(model, orders[1])
         assert model.holds(states[1])
     else:
-        with pytest.raises(Refused, match="build upon version 2, this engine holds 1"):
+        with pytest.raises(DeltaMismatch, match="build upon version 2, this engine holds 1"):
             apply(model, orders[2])
         assert model.holds(states[0])
 
@@ -151,7 +151,7 @@ def test_damaged_file_is_refused_before_anything_changes(tmp_path: Path) -> None
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(Refused, match=f"{file.name} is damaged"):
+    with pytest.raises(DeltaMismatch, match=f"{file.name} is damaged"):
         apply(model, order)
     assert model.holds(now)
 

@@ -16,7 +16,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.models.architectures import ARCHITECTURES
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import layouts
-from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, Dims, Layout, dims_of
+from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, Dims, TensorLayout, dims_of
 from asyncrl.weights.names import FAMILIES, Mapping, unit_of
 
 HIDDEN = 8
@@ -33,10 +33,10 @@ def dims(draw: st.DrawFn) -> Dims:
     return Dims(heads, shared, draw(st.sampled_from([2, 3])), draw(st.integers(5, 40)), draw(st.booleans()))
 
 
-def shapes(layout: Layout, d: Dims) -> list[tuple[int, ...]]:
+def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:
     """HF's shapes of what one parameter holds."""
     keys = (d.kv_heads * d.head_dim, HIDDEN)
-    found: dict[Layout, list[tuple[int, ...]]] = {
+    found: dict[TensorLayout, list[tuple[int, ...]]] = {
         WHOLE: [(HIDDEN,)],
         COLUMN: [(12, HIDDEN)],
         ROW: [(HIDDEN, 12)],
@@ -54,7 +54,7 @@ def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
 
 
 def test_every_layout_is_tested_here() -> None:
-    assert {value for value in vars(layouts).values() if isinstance(value, Layout)} == {
+    assert {value for value in vars(layouts).values() if isinstance(value, TensorLayout)} == {
         WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP,
     }  # fmt: skip
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.agents.proxy.fields import Route, Wanted
-from asyncrl.types import Completion, Message, Template
+from asyncrl.agents.proxy.fields import RequestOptions, Route
+from asyncrl.schema import Completion, Message, Template
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResponseChoice:
     """One completion and its message."""
 
     turn: int
@@ -34,12 +34,12 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ApiResponse:
     """The answer to one request."""
 
-    wanted: Wanted
+    wanted: RequestOptions
     context: list[int]
-    choices: list[Choice]
+    choices: list[ResponseChoice]
 
     def whole(self, route: Route, template: Template) -> bytes:
         """Return the answer as one JSON object."""
@@ -75,7 +75,7 @@ def _head(kind: str, model: str) -> dict[str, Any]:
     return {"id": number, "object": kind, "created": int(time.time()), "model": model}
 
 
-def _chat_choice(index: int, choice: Choice, wanted: Wanted, template: Template) -> dict[str, Any]:
+def _chat_choice(index: int, choice: ResponseChoice, wanted: RequestOptions, template: Template) -> dict[str, Any]:
     found = {
         "index": index,
         "message": choice.message,
@@ -85,7 +85,7 @@ def _chat_choice(index: int, choice: Choice, wanted: Wanted, template: Template)
     return found | _more(choice, wanted)
 
 
-def _pieces(index: int, choice: Choice, wanted: Wanted, template: Template) -> Iterator[dict[str, Any]]:
+def _pieces(index: int, choice: ResponseChoice, wanted: RequestOptions, template: Template) -> Iterator[dict[str, Any]]:
     """Yield a chat message as deltas: its role, its content, its tool calls and its finish reason."""
     message, empty = choice.message, {"index": index, "finish_reason": None, "logprobs": None}
     yield {**empty, "delta": {"role": "assistant", "content": ""}}
@@ -97,7 +97,7 @@ def _pieces(index: int, choice: Choice, wanted: Wanted, template: Template) -> I
     yield {**empty, "delta": {}, "finish_reason": choice.finish_reason} | _more(choice, wanted)
 
 
-def _text_choice(index: int, choice: Choice, wanted: Wanted, template: Template) -> dict[str, Any]:
+def _text_choice(index: int, choice: ResponseChoice, wanted: RequestOptions, template: Template) -> dict[str, Any]:
     found = {
         "index": index,
         "text": choice.message["content"],
@@ -107,7 +107,7 @@ def _text_choice(index: int, choice: Choice, wanted: Wanted, template: Template)
     return found | _more(choice, wanted)
 
 
-def _more(choice: Choice, wanted: Wanted) -> dict[str, Any]:
+def _more(choice: ResponseChoice, wanted: RequestOptions) -> dict[str, Any]:
     return {"turn": choice.turn} | ({"token_ids": choice.completion.token_ids} if wanted.token_ids else {})
 
 

@@ -55,7 +55,7 @@ MOST_CHOICES = 128
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestOptions:
     """Options of a request."""
 
     model: str
@@ -67,7 +67,7 @@ class Wanted:
     token_ids: bool
 
 
-def read(body: Body, route: Route, *, temperature: float, end: str) -> Wanted:
+def read(body: Body, route: Route, *, temperature: float, end: str) -> RequestOptions:
     """Read the options of a request. Raises Refused (400) for fields that training does not allow.
 
     `temperature` is the run's, and `end` the token that ends its answers.
@@ -84,7 +84,7 @@ def read(body: Body, route: Route, *, temperature: float, end: str) -> Wanted:
         raise bad_field("stop", body["stop"], remedy)
     limits = [_whole(body, name, 1) for name in ("max_tokens", "max_completion_tokens")]
     options = _typed(body, "stream_options", dict, "an object") or {}
-    return Wanted(
+    return RequestOptions(
         model=_typed(body, "model", str, "a text") or "policy",
         limit=min((limit for limit in limits if limit is not None), default=None),
         choices=_whole(body, "n", 1, MOST_CHOICES) or 1,

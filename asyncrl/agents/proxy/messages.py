@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.agents.proxy.refusals import Refused, bad_field
+from asyncrl.agents.proxy.refusals import ApiError, bad_field
 from asyncrl.envs.tools.calls import ToolCall
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 @dataclass(frozen=True)
-class Read:
+class CanonicalMessage:
     """A message in canonical form."""
 
     key: bytes  # equal for equivalent messages
@@ -30,14 +30,14 @@ class Read:
     calls: int  # number of tool calls
 
 
-def read_all(messages: Any) -> list[Read]:
+def read_all(messages: Any) -> list[CanonicalMessage]:
     """Read the messages of a request. Raises Refused (400)."""
     if not isinstance(messages, list) or not messages:
         raise bad_field("messages", messages, "Must be a list of messages, one at least.")
     return [read(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
 
-def read(message: Any, name: str = "message") -> Read:
+def read(message: Any, name: str = "message") -> CanonicalMessage:
     """Read one message. Raises Refused (400), whose text calls it `name`."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise bad_field(name, message, "Must be an object with a role.")
@@ -50,7 +50,7 @@ def read(message: Any, name: str = "message") -> Read:
     if calls:
         normal["tool_calls"] = _calls(calls, f"{name}.tool_calls")
     key = msgspec.json.encode(normal, order="deterministic")
-    return Read(key, {"content": "", **normal}, len(calls))
+    return CanonicalMessage(key, {"content": "", **normal}, len(calls))
 
 
 def tools_key(tools: Any) -> bytes:
@@ -113,4 +113,4 @@ def _value(arguments: Any) -> Any:
     except ValueError:
         return arguments
     except RecursionError:
-        raise Refused(400, "a tool call's arguments are nested too deep", param="messages") from None
+        raise ApiError(400, "a tool call's arguments are nested too deep", param="messages") from None

@@ -9,10 +9,10 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from asyncrl.agents.linking import Asked
+from asyncrl.agents.linking import CompletedRequest
 from asyncrl.agents.proxy.fields import Body
 from asyncrl.agents.proxy.refusals import bad_field
-from asyncrl.types import Turn
+from asyncrl.schema import Turn
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rewards:
         self.episode: float | None = None
         self._turns: dict[int, _OfTurn] = {}  # by the number of the answer
 
-    def take(self, body: Body, answered: Sequence[Asked]) -> None:
+    def take(self, body: Body, answered: Sequence[CompletedRequest]) -> None:
         """Store a posted reward. Raises Refused (400).
 
         The body is {"reward": x} for the episode. With "turn", the number of an answer, it is for that answer, and may
@@ -51,7 +51,7 @@ class Rewards:
             raise bad_field("token_rewards", tokens, f"Must be {length} numbers, one for each token of the turn.")
         self._turns[turn] = _OfTurn(float(reward), [float(one) for one in tokens])
 
-    def given(self, turns: Sequence[Turn], answered: Sequence[Asked]) -> list[Turn]:
+    def given(self, turns: Sequence[Turn], answered: Sequence[CompletedRequest]) -> list[Turn]:
         """Return the turns with their rewards. `answered` are the answers that the turns are made of, by number."""
         of = {id(answered[number].completion): one for number, one in self._turns.items()}
         return [_with(turn, of.get(id(turn.completion))) for turn in turns]

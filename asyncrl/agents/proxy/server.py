@@ -29,14 +29,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from asyncrl.agents.proxy.answers import Answer
+from asyncrl.agents.proxy.answers import ApiResponse
 from asyncrl.agents.proxy.fields import Body
 from asyncrl.agents.proxy.fields import Route as Kind
-from asyncrl.agents.proxy.refusals import Refused
-from asyncrl.agents.proxy.session import Figures, Session, gone
+from asyncrl.agents.proxy.refusals import ApiError
+from asyncrl.agents.proxy.session import ProxySession, ProxyStats, gone
 from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError
-from asyncrl.types import Generate
+from asyncrl.schema import Generate
 
 MOST_BYTES = 32 << 20
 """Maximum size of a request body; a context of a million tokens has about 5 MB."""
@@ -46,7 +46,7 @@ CLOSE_SECONDS = 2
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "asyncrl"}
 """The only model. Requests may use any name for it."""
 
-Handle = Callable[[Session, Body], Awaitable[Response]]
+Handle = Callable[[ProxySession, Body], Awaitable[Response]]
 
 
 class Proxy:
@@ -61,10 +61,10 @@ class Proxy:
         self._host, self._port = host, port
         self._tool_format = tool_calls.known(tool_format, "agent_params.tool_format")
         self._secret = secrets.token_urlsafe(12)
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ProxySession] = {}
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self.figures = Figures()
+        self.figures = ProxyStats()
 
     def start(self) -> None:
         """Start the server unless it is running. Raises OSError when the address is taken."""
@@ -100,7 +100,7 @@ class Proxy:
         return f"http://{host}:{self._port}/v1"
 
     @asynccontextmanager
-    async def session(self, generate: Generate) -> AsyncIterator[Session]:
+    async def session(self, generate: Generate) -> AsyncIterator[ProxySession]:
         """Open the session of one episode.
 
         If `generate` failed in the block, raise its error, whatever the block itself raises.
@@ -108,7 +108,7 @@ class Proxy:
         self.start()
         if self._serving and self._serving.done():
             raise AsyncRLError("the proxy's server has ended") from self._serving.exception()
-        made = Session(generate, tool_format=self._tool_format, figures=self.figures, secret=self._secret)
+        made = ProxySession(generate, tool_format=self._tool_format, figures=self.figures, secret=self._secret)
         self._sessions[made.key] = made
         try:
             async with made:
@@ -132,7 +132,7 @@ class Proxy:
         async def endpoint(request: Request) -> Response:
             try:
                 return await _while_wanted(self._of(request), request, handle)
-            except Refused as refused:
+            except ApiError as refused:
                 self.figures.refused += refused.status in (400, 413)
                 return _refusal(refused)
             except ClientDisconnect:
@@ -140,19 +140,19 @@ class Proxy:
 
         return endpoint
 
-    def _of(self, request: Request) -> Session:
+    def _of(self, request: Request) -> ProxySession:
         """Return the session of a request. Raises Refused (401 or 410)."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and (session := self._sessions.get(key.strip())):
             return session
         if key.strip().startswith(f"{self._secret}-"):
             raise gone()
-        raise Refused(401, "the API key is none of this proxy's: give the one that the episode was given")
+        raise ApiError(401, "the API key is none of this proxy's: give the one that the episode was given")
 
     async def _bug(self, request: Request, error: Exception) -> Response:
         """Fail the session after a bug of the proxy: it ends the run, rather than count as the agent's failure."""
         self._of(request).fail(AsyncRLError(f"a bug in the proxy: {error!r}"))
-        return _refusal(Refused(500, f"a bug in the proxy: {error!r}"))
+        return _refusal(ApiError(500, f"a bug in the proxy: {error!r}"))
 
 
 class _Server(uvicorn.Server):
@@ -182,7 +182,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-async def _while_wanted(session: Session, request: Request, handle: Handle) -> Response:
+async def _while_wanted(session: ProxySession, request: Request, handle: Handle) -> Response:
     """Handle a request, and cancel it when its client disconnects. Raises Refused, or ClientDisconnect."""
     watching: asyncio.Task[None] | None = None
     left = False
@@ -214,43 +214,43 @@ async def _body(request: Request) -> Body:
     async for piece in request.stream():
         data += piece
         if len(data) > MOST_BYTES:
-            raise Refused(413, f"a body may have {MOST_BYTES} bytes")
+            raise ApiError(413, f"a body may have {MOST_BYTES} bytes")
     try:
         body = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refused(400, "the body must be a JSON object")
+        raise ApiError(400, "the body must be a JSON object")
     return body
 
 
-async def _chat(session: Session, body: Body) -> Response:
+async def _chat(session: ProxySession, body: Body) -> Response:
     return _sent(session, await session.chat(body), "chat")
 
 
-async def _complete(session: Session, body: Body) -> Response:
+async def _complete(session: ProxySession, body: Body) -> Response:
     return _sent(session, await session.complete(body), "text")
 
 
-async def _reward(session: Session, body: Body) -> Response:
+async def _reward(session: ProxySession, body: Body) -> Response:
     session.take_reward(body)
     return _json({})
 
 
-async def _models(session: Session, body: Body) -> Response:
+async def _models(session: ProxySession, body: Body) -> Response:
     return _json({"object": "list", "data": [MODEL]})
 
 
-async def _model(session: Session, body: Body) -> Response:
+async def _model(session: ProxySession, body: Body) -> Response:
     return _json(MODEL)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _refusal(Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    return _refusal(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
-def _sent(session: Session, answer: Answer, kind: Kind) -> Response:
+def _sent(session: ProxySession, answer: ApiResponse, kind: Kind) -> Response:
     if answer.wanted.stream:
         return Response(answer.events(kind, session.template), media_type="text/event-stream")
     return Response(answer.whole(kind, session.template), media_type="application/json")
@@ -260,5 +260,5 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def _refusal(refused: Refused) -> Response:
+def _refusal(refused: ApiError) -> Response:
     return _json(refused.body(), refused.status, {"x-should-retry": "false"})  # OpenAI clients honour it

@@ -1,6 +1,6 @@
 """One episode behind the proxy: the requests of its program, as the tokens that engines read and generated.
 
-    async with Session(generate, ...) as session:
+    async with ProxySession(generate, ...) as session:
         ...                                        the program plays, by HTTP or otherwise
         trajectory = session.trajectory(prompt_ids, reward)
 
@@ -23,20 +23,20 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from asyncrl.agents.linking import Asked, link
+from asyncrl.agents.linking import CompletedRequest, link
 from asyncrl.agents.proxy import messages
-from asyncrl.agents.proxy.answers import Answer, Choice
-from asyncrl.agents.proxy.fields import Body, Route, Wanted, read
-from asyncrl.agents.proxy.histories import Chats, Texts
-from asyncrl.agents.proxy.refusals import Refused, bad_field
+from asyncrl.agents.proxy.answers import ApiResponse, ResponseChoice
+from asyncrl.agents.proxy.fields import Body, RequestOptions, Route, read
+from asyncrl.agents.proxy.histories import ChatHistories, TextHistories
+from asyncrl.agents.proxy.refusals import ApiError, bad_field
 from asyncrl.agents.proxy.rewards import Rewards
 from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError, EpisodeFailed
-from asyncrl.types import Completion, Generate, Message, Template, Trajectory
+from asyncrl.schema import Completion, Generate, Message, Template, Trajectory
 
 
 @dataclass
-class Figures:
+class ProxyStats:
     """Counts since the proxy's start."""
 
     turns: int = 0  # answers sent to clients
@@ -45,24 +45,24 @@ class Figures:
     abandoned: int = 0  # requests whose client disconnected or whose episode ended first
 
 
-class Session:
+class ProxySession:
     """Session of one episode."""
 
-    def __init__(self, generate: Generate, *, tool_format: str, figures: Figures, secret: str = "") -> None:
+    def __init__(self, generate: Generate, *, tool_format: str, figures: ProxyStats, secret: str = "") -> None:
         """Create a session. Its API key begins with `secret`."""
         self.key = f"{secret}-{secrets.token_urlsafe(24)}"
         self.closed = False
         self._generate, self._tool_format, self._figures = generate, tool_format, figures
-        self._chats, self._texts = Chats(), Texts()
+        self._chats, self._texts = ChatHistories(), TextHistories()
         self._serial = itertools.count()
-        self._answered: list[tuple[int, Asked]] = []  # with the number of its request
+        self._answered: list[tuple[int, CompletedRequest]] = []  # with the number of its request
         self._rewards = Rewards()
         self._full = False
         self._calls: set[asyncio.Task[Any]] = set()
         self._fault: AsyncRLError | None = None
         self._scope = asyncio.timeout(None)
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> ProxySession:
         await self._scope.__aenter__()
         return self
 
@@ -116,7 +116,7 @@ class Session:
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    async def chat(self, body: Body) -> Answer:
+    async def chat(self, body: Body) -> ApiResponse:
         """Answer POST /v1/chat/completions. Raises Refused."""
         wanted = self._wanted(body, "chat")
         sent = messages.read_all(body.get("messages"))
@@ -133,10 +133,10 @@ class Session:
                 text, calls = tool_calls.parse(text, self._tool_format, before=before)
             said = messages.assistant(text, calls)
             self._chats.keep(tools_key, [*keys, messages.read(said).key], one)
-            choices.append(Choice(turn, one.completion, said))
-        return Answer(wanted, context, choices)
+            choices.append(ResponseChoice(turn, one.completion, said))
+        return ApiResponse(wanted, context, choices)
 
-    async def complete(self, body: Body) -> Answer:
+    async def complete(self, body: Body) -> ApiResponse:
         """Answer POST /v1/completions. Raises Refused."""
         wanted, prompt = self._wanted(body, "text"), body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -155,8 +155,8 @@ class Session:
             text = self.template.decode(one.completion.token_ids)
             if isinstance(prompt, str):
                 self._texts.keep(prompt + text, one)
-            choices.append(Choice(turn, one.completion, {"role": "assistant", "content": text}))
-        return Answer(wanted, context, choices)
+            choices.append(ResponseChoice(turn, one.completion, {"role": "assistant", "content": text}))
+        return ApiResponse(wanted, context, choices)
 
     def take_reward(self, body: Body) -> None:
         """Handle POST /v1/reward. Raises Refused."""
@@ -177,10 +177,10 @@ class Session:
 
     # -- tokens --------------------------------------------------------------------------------------------
 
-    def _wanted(self, body: Body, route: Route) -> Wanted:
+    def _wanted(self, body: Body, route: Route) -> RequestOptions:
         return read(body, route, temperature=self._generate.temperature, end=self.template.end)
 
-    def _render(self, chat: Sequence[Message], tools: Sequence[Any], known: Asked | None) -> list[int]:
+    def _render(self, chat: Sequence[Message], tools: Sequence[Any], known: CompletedRequest | None) -> list[int]:
         """Return the tokens of a chat: of a new one, or those of a known one and of the messages since."""
         try:
             if known is None:
@@ -188,9 +188,11 @@ class Session:
             written = known.completion.token_ids
             return [*_ids(known), *self.template.extend(chat, last=written[-1] if written else None)]
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise Refused(400, f"the chat template does not take these messages: {error}", param="messages") from error
+            raise ApiError(400, f"the chat template does not take these messages: {error}", param="messages") from error
 
-    async def _ask(self, context: list[int], wanted: Wanted, *, begins: bool) -> list[tuple[int, Asked]]:
+    async def _ask(
+        self, context: list[int], wanted: RequestOptions, *, begins: bool
+    ) -> list[tuple[int, CompletedRequest]]:
         """Generate the answers and return each with the number of its turn. Raises Refused (503) when engines fail."""
         numbers = [next(self._serial) for _ in range(wanted.choices)]
         calls = [self._generate(context, max_new_tokens=wanted.limit) for _ in numbers]
@@ -198,10 +200,10 @@ class Session:
         for number, completion in zip(numbers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(completion, AsyncRLError):
                 self.fail(completion)
-                raise Refused(503, f"the engines cannot answer, and the episode is over: {completion}")
+                raise ApiError(503, f"the engines cannot answer, and the episode is over: {completion}")
             if isinstance(completion, BaseException):
                 raise completion
-            answered.append((number, Asked(context, completion)))
+            answered.append((number, CompletedRequest(context, completion)))
         self._look_at_room([asked.completion for _, asked in answered], len(context))
         first = len(self._answered)
         self._answered += answered
@@ -218,18 +220,18 @@ class Session:
         full = not any(completion.token_ids for completion in completions)
         if full and self._full:
             message = f"the model's context has no room for an answer to {length} tokens"
-            raise Refused(400, message, param="messages", code="context_length_exceeded")
+            raise ApiError(400, message, param="messages", code="context_length_exceeded")
         self._full = full
 
 
-def gone() -> Refused:
+def gone() -> ApiError:
     """Return the error for requests of an episode that has ended."""
-    return Refused(410, "the episode of this API key has ended")
+    return ApiError(410, "the episode of this API key has ended")
 
 
-def _ids(asked: Asked) -> list[int]:
+def _ids(asked: CompletedRequest) -> list[int]:
     return [*asked.context, *asked.completion.token_ids]
 
 
-def _size(asked: Asked) -> int:
+def _size(asked: CompletedRequest) -> int:
     return len(asked.context) + len(asked.completion.token_ids)

@@ -51,7 +51,7 @@ def _below(target: str, root: str, path: str) -> Path | None:
     return None if relative.startswith("..") else Path(target, relative)
 
 
-class Group:
+class ControlGroup:
     """One sandbox's; commands join it through `joins`, which the supervisor inherits."""
 
     def __init__(self, bases: Bases, name: str, *, memory: int, processes: int) -> None:

@@ -47,7 +47,7 @@ class _Box:
     started: Started
     alive: int  # pidfds: of its child,
     victim: int  # and of its victim
-    group: cgroups.Group
+    group: cgroups.ControlGroup
     text: str = ""
     removed_by: float = 0.0
 
@@ -107,10 +107,10 @@ class Spawner:
         facts = {"own_uid": identity.own, "counted": identity.counted, "filtered": seccomp.supported()}
         return {"bounds": sorted(group.bounds), **facts}
 
-    def _group(self, number: int) -> cgroups.Group:
+    def _group(self, number: int) -> cgroups.ControlGroup:
         limits = self._order.limits
         name = self._marker.name(number)
-        return cgroups.Group(self._bases, name, memory=limits["memory_mb"] * MIB, processes=limits["processes"])
+        return cgroups.ControlGroup(self._bases, name, memory=limits["memory_mb"] * MIB, processes=limits["processes"])
 
     def _obey(self) -> bool:
         """One request; False when there will be no more."""

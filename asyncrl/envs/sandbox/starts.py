@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.envs.sandbox import bubblewrap, linux, mounts, seccomp, view
-from asyncrl.envs.sandbox.cgroups import Group
+from asyncrl.envs.sandbox.cgroups import ControlGroup
 from asyncrl.envs.sandbox.guest import MIB, Confinement
 from asyncrl.envs.sandbox.identity import Identity
-from asyncrl.envs.sandbox.supervisor import Place, Supervisor, keep_only
+from asyncrl.envs.sandbox.supervisor import Place, SandboxSupervisor, keep_only
 from asyncrl.envs.sandbox.wire import frame
 
 
@@ -51,7 +51,7 @@ class Site:
     number: int
     name: str
     owner: socket.socket
-    group: Group
+    group: ControlGroup
 
     def place(
         self,
@@ -108,7 +108,7 @@ def in_namespaces(site: Site) -> Started:
             place = site.place(alone=True, polled=None, uid=uid, beside=beside, rlimit_processes=counted)
             keep_only(place.descriptors)
             mounts.enter(site.order.shown, site.order.limits["disk_mb"] * MIB, uid)
-            Supervisor(place).serve()
+            SandboxSupervisor(place).serve()
     os.close(say)
     os.close(hear)
     try:
@@ -184,7 +184,7 @@ def as_processes(site: Site) -> Started:
         with _to_the_end(site.owner):
             keep_only(place.descriptors)
             os.setsid()
-            Supervisor(place).serve()
+            SandboxSupervisor(place).serve()
     return Started(victim=supervisor, child=supervisor, folder=folder)
 
 

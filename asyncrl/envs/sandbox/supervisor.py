@@ -61,7 +61,7 @@ def keep_only(descriptors: Iterable[int]) -> None:
                 os.set_inheritable(descriptor, False)
 
 
-class Supervisor:
+class SandboxSupervisor:
     """Serves the owner of one sandbox."""
 
     def __init__(self, place: Place) -> None:

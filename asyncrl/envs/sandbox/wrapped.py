@@ -7,7 +7,7 @@ import os
 import sys
 
 from asyncrl.envs.sandbox import view
-from asyncrl.envs.sandbox.supervisor import Place, Supervisor, keep_only
+from asyncrl.envs.sandbox.supervisor import Place, SandboxSupervisor, keep_only
 
 
 def main() -> None:
@@ -19,4 +19,4 @@ def main() -> None:
         if uid is not None:
             os.chmod(f"{view.WRITABLE}/{name}", view.SHARED)
             os.chown(f"{view.WRITABLE}/{name}", uid, uid)
-    Supervisor(place).serve()
+    SandboxSupervisor(place).serve()

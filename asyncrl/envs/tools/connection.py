@@ -20,7 +20,7 @@ from mcp import Client
 from mcp.shared.exceptions import MCPError
 from mcp_types import INVALID_PARAMS, CallToolResult, TextContent, Tool
 
-from asyncrl.envs.tools.stdio import MOST_BYTES, TOO_LARGE, Said
+from asyncrl.envs.tools.stdio import MOST_BYTES, TOO_LARGE, ServerOutput
 from asyncrl.envs.tools.tool import ToolError
 from asyncrl.errors import EpisodeFailed
 
@@ -30,7 +30,7 @@ MOST_PAGES = 100
 _SSE_TOO_LARGE = f"exceeded the {MOST_BYTES} byte limit"
 """What httpx2 says of an event of that size."""
 
-Open = Callable[[Said, Callable[[], None]], AbstractAsyncContextManager[Any]]
+Open = Callable[[ServerOutput, Callable[[], None]], AbstractAsyncContextManager[Any]]
 """Makes the transport; it notes what the server says, and calls when the server has hung up."""
 
 
@@ -39,7 +39,7 @@ class Connection:
 
     def __init__(self, name: str, open: Open) -> None:
         self._name, self._open = name, open
-        self._said = Said()
+        self._said = ServerOutput()
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._client: Client | None = None

@@ -20,11 +20,11 @@ from referencing.exceptions import Unresolvable
 
 from asyncrl.envs.env import Question, Step
 from asyncrl.envs.tools.calls import ToolCall, known, parse
+from asyncrl.envs.tools.malformed_calls import malformed_calls
 from asyncrl.envs.tools.output import cut
-from asyncrl.envs.tools.slips import slips
 from asyncrl.envs.tools.tool import REPORTED, OnFault, Tool
 from asyncrl.errors import EpisodeFailed, raised_by
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 MOST_NESTED = 64
 """Levels of lists and objects in a call's arguments; what reads them recurses."""
@@ -75,7 +75,7 @@ class ToolEnv:
     async def step(self, action: str) -> Step:
         """Done when there is no call in it, or when the calls were used up before."""
         text, calls = parse(action, self.format, before=self._count)
-        wrong = slips(text, self.format)
+        wrong = malformed_calls(text, self.format)
         left = self._max_calls - self._count
         if not (calls or wrong) or left <= 0:
             return Step(done=True, score=True)

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError
 from typing_extensions import TypedDict
 
-from asyncrl.envs.tools.threads import Threads
+from asyncrl.envs.tools.threads import ThreadRunner
 from asyncrl.envs.tools.tool import OnFault, Schema
 
 _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
@@ -43,7 +43,7 @@ class FunctionTool:
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self.timeout, self.on_fault = timeout, on_fault
         self.description, told = documented(inspect.getdoc(function) or "")
-        self._function, self._threads = function, Threads(self.name)
+        self._function, self._threads = function, ThreadRunner(self.name)
         self._arguments, self.parameters = _parameters(function, self.name, told)
 
     async def call(self, arguments: dict[str, Any]) -> str:

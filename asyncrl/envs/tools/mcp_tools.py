@@ -22,7 +22,7 @@ from jsonschema.exceptions import SchemaError
 from mcp.client.streamable_http import streamable_http_client
 
 from asyncrl.envs.tools.connection import Connection
-from asyncrl.envs.tools.servers import Lease, PerEpisode, Servers, Shared, Starter
+from asyncrl.envs.tools.servers import PerEpisode, ServerLease, Servers, Shared, Starter
 from asyncrl.envs.tools.shared import shared
 from asyncrl.envs.tools.stdio import MOST_BYTES, TOO_LARGE, stdio
 from asyncrl.envs.tools.tool import OnFault, Tool
@@ -85,7 +85,7 @@ class McpSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
 class McpTool:
     """One tool of a server, in one episode."""
 
-    def __init__(self, listed: mcp_types.Tool, lease: Lease, spec: McpSpec) -> None:
+    def __init__(self, listed: mcp_types.Tool, lease: ServerLease, spec: McpSpec) -> None:
         self.name, self.description, self.parameters = listed.name, listed.description or "", dict(listed.input_schema)
         self.timeout, self.on_fault = spec.timeout, spec.on_fault
         self._lease = lease

@@ -43,7 +43,7 @@ class Starter:
         raise AssertionError("the last attempt has returned or raised")
 
 
-class Lease(Protocol):
+class ServerLease(Protocol):
     """The server of one episode."""
 
     async def open(self) -> None: ...
@@ -56,7 +56,7 @@ class Lease(Protocol):
 class Servers(Protocol):
     """Those of one specification."""
 
-    def lease(self) -> Lease: ...
+    def lease(self) -> ServerLease: ...
 
     async def close(self) -> None: ...
 
@@ -69,7 +69,7 @@ class Shared:
         self._connection: Connection | None = None
         self._starting: asyncio.Task[Connection] | None = None
 
-    def lease(self) -> Lease:
+    def lease(self) -> ServerLease:
         """The same for all."""
         return _Borrowed(self)
 
@@ -130,7 +130,7 @@ class PerEpisode:
         self._leases: set[_Own] = set()
         self._closed = False
 
-    def lease(self) -> Lease:
+    def lease(self) -> ServerLease:
         """A new one, which takes a server when it is opened."""
         return _Own(self)
 

@@ -24,13 +24,13 @@ LOCAL = "asyncrl.envs.sandbox.local:LocalSandboxes"
 LIMITS = "asyncrl.envs.sandbox.protocol:Limits"
 
 
-class Closing(Protocol):
+class Closable(Protocol):
     """Something that is ended."""
 
     async def close(self) -> None: ...
 
 
-T = TypeVar("T", bound=Closing)
+T = TypeVar("T", bound=Closable)
 _held: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, Any]] = WeakKeyDictionary()
 
 

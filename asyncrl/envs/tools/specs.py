@@ -26,7 +26,7 @@ PARTS = ("name", "description", "parameters", "call")
 """Of a Tool."""
 
 
-class Source(Protocol):
+class ToolSource(Protocol):
     """Where tools come from; `field` is what a ConfigError names."""
 
     def check(self, field: str) -> None:
@@ -71,7 +71,7 @@ class PythonSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         return self.listed(field)
 
 
-class OwnSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A user's own. `timeout` and `on_fault` are a function's; a Tool has its own."""
 
     use: str
@@ -107,7 +107,7 @@ class OwnSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
         return lambda: _tool(found, self.use, field)
 
 
-def source(spec: Mapping[str, Any], field: str) -> Source:
+def source(spec: Mapping[str, Any], field: str) -> ToolSource:
     """What a specification means. Raises ConfigError."""
     use = spec.get("use")
     if use == "python":
@@ -118,11 +118,11 @@ def source(spec: Mapping[str, Any], field: str) -> Source:
         except ImportError as error:
             raise ConfigError(f"{field}.use", use, f"Needs the package mcp, version 2 ({error}).") from None
     elif isinstance(use, str) and ":" in use:
-        kind = OwnSpec
+        kind = CustomToolSpec
     else:
         raise ConfigError(f"{field}.use", use, "Must be python, mcp, or an import path, module:name.")
     try:
-        made: Source = msgspec.convert(dict(spec), kind)
+        made: ToolSource = msgspec.convert(dict(spec), kind)
     except ValueError as error:  # msgspec's own is one
         raise ConfigError(field, dict(spec), f"{error}.") from None
     made.check(field)

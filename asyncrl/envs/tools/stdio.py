@@ -35,7 +35,7 @@ _TAIL = 2000
 _ID = re.compile(rb'\A\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)\s*[,}]')
 
 
-class Said:
+class ServerOutput:
     """The last of what a server wrote on stderr, and on stdout where it was no message."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Said:
 
 @asynccontextmanager
 async def stdio(
-    command: Sequence[str], env: Mapping[str, str], folder: str | None, said: Said, lost: Callable[[], None]
+    command: Sequence[str], env: Mapping[str, str], folder: str | None, said: ServerOutput, lost: Callable[[], None]
 ) -> AsyncIterator[tuple[Any, Any]]:
     """The two streams of an MCP session with the server that a command starts; `lost` is called when it hangs up.
     Raises EpisodeFailed where there is no such program."""
@@ -131,7 +131,7 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
             line += rest
 
 
-def _message(line: bytes, said: Said) -> SessionMessage | None:
+def _message(line: bytes, said: ServerOutput) -> SessionMessage | None:
     """None for what is no message, such as a line that a careless server prints."""
     if len(line) <= MOST_BYTES:
         try:

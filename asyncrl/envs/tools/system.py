@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from asyncrl.envs.tools.calls import known
-from asyncrl.types import Message, Template
+from asyncrl.schema import Message, Template
 
 _HEAD = "You can call functions. Here are their signatures, as JSON, one in a line:\n<tools>\n{tools}\n</tools>\n"
 _HOW = {

@@ -24,7 +24,7 @@ MOST_HANGING = 64
 T = TypeVar("T")
 
 
-class Threads:
+class ThreadRunner:
     """Those of one function."""
 
     def __init__(self, name: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 Schema = dict[str, Any]
 """JSON schema (draft 2020-12), as a tool call's arguments have it: {"type": "object", "properties": ...}."""

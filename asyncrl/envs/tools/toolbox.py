@@ -15,7 +15,7 @@ from asyncrl.envs.tools.env import ToolEnv
 from asyncrl.envs.tools.specs import source
 from asyncrl.envs.tools.tool import function
 from asyncrl.errors import ConfigError
-from asyncrl.types import Message
+from asyncrl.schema import Message
 
 Spec = Mapping[str, Any]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncrl import stores
 from asyncrl.launch.plan import INTERFACES
-from asyncrl.launch.preflight.telling import end_after, tell
+from asyncrl.launch.preflight.node_report import emit, end_after
 from asyncrl.launch.slurm.task import node
 
 NUMBERS = 1 << 20
@@ -56,7 +56,7 @@ def main(told: AllReduce) -> None:
         answer: dict[str, Any] = {"problem": "", "seconds": _sum(told, me)}
     except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
         answer = {"problem": str(error).strip().partition("\n")[0]}
-    tell({"node": me, **answer})
+    emit({"node": me, **answer})
     os._exit(0)  # the process group of a failed collective may never shut down
 
 

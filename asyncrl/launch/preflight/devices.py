@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.launch.placement import Node
-from asyncrl.launch.preflight.facts import Machine
+from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 
-def check_gpus(nodes: Sequence[Node], machines: Sequence[Machine]) -> list[Finding]:
+def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[Finding]:
     """Check the GPUs of each machine. `nodes` and `machines` are in the same order."""
     if not any(node.gpus for node in nodes):
         idle = sum(len(machine.gpus) for machine in machines)
@@ -37,5 +37,5 @@ def check_gpus(nodes: Sequence[Node], machines: Sequence[Machine]) -> list[Findi
     return found or [ok("cluster.gpus", f"{each} on each of {sum(bool(n.gpus) for n in nodes)} machine(s): {kind}")]
 
 
-def _named(machine: Machine) -> str:
+def _named(machine: MachineFacts) -> str:
     return machine.name or "this machine"

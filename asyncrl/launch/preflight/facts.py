@@ -27,7 +27,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """Facts about one machine. Unknown ones are empty, or 0."""
 
     name: str
@@ -41,7 +41,7 @@ class Machine:
         return asdict(self)
 
     @classmethod
-    def heard(cls, told: dict[str, Any]) -> Machine:
+    def heard(cls, told: dict[str, Any]) -> MachineFacts:
         """Create a Machine from JSON values."""
         return cls(**{**told, "gpus": tuple(Gpu(**one) for one in told["gpus"])})
 
@@ -53,9 +53,9 @@ class Machine:
         ]
 
 
-def this_machine(name: str, versions: dict[str, str]) -> Machine:
+def this_machine(name: str, versions: dict[str, str]) -> MachineFacts:
     """Return the facts about this machine."""
-    return Machine(name, versions, tuple(_gpus()), _memory())
+    return MachineFacts(name, versions, tuple(_gpus()), _memory())
 
 
 def parse_gpus(text: str) -> list[Gpu]:

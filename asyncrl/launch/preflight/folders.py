@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.checkpoints.shelf import FOLDER as CHECKPOINTS
-from asyncrl.checkpoints.shelf import SPARE_BYTES
+from asyncrl.checkpoints.store import FOLDER as CHECKPOINTS
+from asyncrl.checkpoints.store import SPARE_BYTES
 from asyncrl.config import Config
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 from asyncrl.planner.memory import BYTES, CHECKPOINT
@@ -25,7 +25,7 @@ FREE_UP = "Free some of it, or name a folder on a larger file system."
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderState:
     """State of a folder."""
 
     path: Path
@@ -39,12 +39,12 @@ class Folder:
     """Bytes of existing checkpoints."""
 
 
-def look_at(path: Path, size: int = MEASURED) -> Folder:
+def look_at(path: Path, size: int = MEASURED) -> FolderState:
     """Measure a folder by writing a file of this many bytes to it, or to its nearest existing parent. The file is
     removed."""
     there = next(one for one in (path, *path.parents) if one.exists())
     if not there.is_dir():
-        return Folder(path, f"{there} is a file")
+        return FolderState(path, f"{there} is a file")
     block = os.urandom(1 << 20)
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".asyncrl-preflight-") as file:
@@ -57,12 +57,12 @@ def look_at(path: Path, size: int = MEASURED) -> Folder:
         held = sum(one.stat().st_size for one in (path / CHECKPOINTS).rglob("*") if one.is_file())
         free = shutil.disk_usage(there).free
     except OSError as problem:
-        return Folder(path, f"{there}: {problem.strerror}")
-    return Folder(path, "", free, size / max(seconds, 1e-6), held)
+        return FolderState(path, f"{there}: {problem.strerror}")
+    return FolderState(path, "", free, size / max(seconds, 1e-6), held)
 
 
 @dataclass(frozen=True)
-class Room:
+class SpaceNeeded:
     """Disk space that a run needs, in bytes."""
 
     checkpoint: int
@@ -77,7 +77,7 @@ class Room:
     """Upper bound of the recording."""
 
 
-def room_of(config: Config, elements: int) -> Room:
+def room_of(config: Config, elements: int) -> SpaceNeeded:
     """Return the disk space for a policy of this many parameters."""
     training, steps = config.mode != "rollout_only", config.run.max_steps
     one = elements * CHECKPOINT * (1 + (config.algo.advantage == "gae")) if training else 0
@@ -90,7 +90,7 @@ def room_of(config: Config, elements: int) -> Room:
     weights = elements * BYTES[config.trainer.dtype]
     sizes = [config.group_size(name) for name in config.mixture]
     tokens = steps * config.rollout.batch_groups * max(sizes) * config.rollout.max_new_tokens
-    return Room(
+    return SpaceNeeded(
         checkpoint=one,
         checkpoints=one * kept if config.checkpoint.every else 0,
         weights=weights * folders if training else 0,
@@ -99,7 +99,7 @@ def room_of(config: Config, elements: int) -> Room:
     )
 
 
-def check_folders(config: Config, room: Room, run: Folder, shared: Folder | None) -> list[Finding]:
+def check_folders(config: Config, room: SpaceNeeded, run: FolderState, shared: FolderState | None) -> list[Finding]:
     """Check the run folder and, if set, weights.folder."""
     here = {
         "checkpoints": max(0, room.checkpoints - run.checkpoints),
@@ -118,7 +118,7 @@ def check_folders(config: Config, room: Room, run: Folder, shared: Folder | None
     return found
 
 
-def _check(folder: Folder, name: str, parts: dict[str, int], recorded: int) -> list[Finding]:
+def _check(folder: FolderState, name: str, parts: dict[str, int], recorded: int) -> list[Finding]:
     if folder.problem:
         return [error(name, folder.problem, "Name a folder that can be written.")]
     needed = sum(parts.values()) + SPARE_BYTES

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.launch.placement import Placement, Seat
-from asyncrl.launch.preflight.facts import Machine
+from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 CERTAIN = 0.5
@@ -31,7 +31,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Memory that one rank of a role needs."""
 
     parts: Mapping[str, int]
@@ -51,7 +51,9 @@ class Need:
         return self.total - (1 - CERTAIN) * self.parts.get(ESTIMATED, 0)
 
 
-def check_memory(placement: Placement, needs: Mapping[str, Need], machines: Mapping[str, Machine]) -> list[Finding]:
+def check_memory(
+    placement: Placement, needs: Mapping[str, MemoryNeed], machines: Mapping[str, MachineFacts]
+) -> list[Finding]:
     """Check every role against its GPUs, and every machine against its processes. `needs` is by role, `machines` by
     node name. Unknown memory sizes are not compared."""
     ranks = {
@@ -81,7 +83,7 @@ def check_memory(placement: Placement, needs: Mapping[str, Need], machines: Mapp
     return [*found, *(wrong or judged[:1])]
 
 
-def _of_device(role: str, need: Need, seats: Sequence[Seat], machines: Mapping[str, Machine]) -> Finding:
+def _of_device(role: str, need: MemoryNeed, seats: Sequence[Seat], machines: Mapping[str, MachineFacts]) -> Finding:
     """Compare a rank with the smallest GPU that a rank of its role is placed on."""
     what = f"a rank of the {role}"
     parts = " (" + ", ".join(f"{part} {_gb(size)}" for part, size in need.parts.items() if size) + ")"

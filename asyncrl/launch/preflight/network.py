@@ -11,9 +11,9 @@ from typing import Any
 from asyncrl.launch.placement import Node, Placement
 from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.findings import Finding, error, ok
+from asyncrl.launch.preflight.node_report import parse
 from asyncrl.launch.preflight.reach import Reach
-from asyncrl.launch.preflight.telling import heard
-from asyncrl.launch.slurm.job import Job
+from asyncrl.launch.slurm.job import SlurmJob
 
 REACH_SECONDS, SUM_SECONDS = 30.0, 60.0
 """Deadlines on the machines; starting each step there may take another cluster.start_timeout."""
@@ -35,7 +35,7 @@ def check_ports(nodes: Sequence[Node], wanted: int) -> list[Finding]:
 
 
 def ask_reach(
-    job: Job, folders: Iterable[Path], models: Iterable[Path], run_id: str
+    job: SlurmJob, folders: Iterable[Path], models: Iterable[Path], run_id: str
 ) -> tuple[Reach, dict[str, dict[str, Any]]]:
     """Ask every machine whether it reaches the first one, and sees these folders, which exist. Folders that are not
     writable are skipped, since another check reports them."""
@@ -59,7 +59,7 @@ def ask_reach(
         mounts = [Path(folder) for folder in (*reach.folders, *reach.models)]
         seconds = REACH_SECONDS + job.settings.start_timeout
         outputs = job.everywhere([sys.executable, *reach.argv()], seconds, mounts=mounts)
-        return reach, heard(outputs, [node.name for node in job.nodes])
+        return reach, parse(outputs, [node.name for node in job.nodes])
     finally:
         for mark in marks.values():
             mark.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ def unseen(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     return {name: list(answer["unseen"]) for name, answer in answers.items() if answer.get("unseen")}
 
 
-def ask_allreduce(job: Job, placement: Placement, *, gpu: bool) -> tuple[AllReduce, dict[str, dict[str, Any]]]:
+def ask_allreduce(job: SlurmJob, placement: Placement, *, gpu: bool) -> tuple[AllReduce, dict[str, dict[str, Any]]]:
     """Run an all-reduce with one rank on each of the trainers' machines."""
     nodes = list(dict.fromkeys(seat.node for seat in placement.trainers))
     told = AllReduce(
@@ -96,7 +96,7 @@ def ask_allreduce(job: Job, placement: Placement, *, gpu: bool) -> tuple[AllRedu
         SUM_SECONDS,
     )
     seconds = SUM_SECONDS + job.settings.start_timeout
-    return told, heard(job.everywhere([sys.executable, *told.argv()], seconds, nodes=told.names), told.names)
+    return told, parse(job.everywhere([sys.executable, *told.argv()], seconds, nodes=told.names), told.names)
 
 
 def check_allreduce(told: AllReduce, answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:

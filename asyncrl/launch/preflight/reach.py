@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launch.preflight.telling import end_after, tell
+from asyncrl.launch.preflight.node_report import emit, end_after
 from asyncrl.launch.slurm.task import node
 
 AGAIN_SECONDS = 0.1
@@ -63,7 +63,7 @@ def main(reach: Reach) -> None:
             problem = _connect(reach, me.encode(), began + reach.seconds)
     except OSError as error:
         problem = f"{reach.address}:{reach.port}: {error.strerror or error}"
-    tell({**answer, "problem": problem, "seconds": time.monotonic() - began})
+    emit({**answer, "problem": problem, "seconds": time.monotonic() - began})
 
 
 def _size(file: Path) -> int | None:

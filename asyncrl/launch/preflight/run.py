@@ -27,15 +27,15 @@ from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
 from asyncrl.launch.preflight import folders, network
 from asyncrl.launch.preflight.devices import check_gpus
-from asyncrl.launch.preflight.facts import Machine, this_machine
+from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.preflight.memory import Need, check_memory
+from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
 from asyncrl.launch.preflight.versions import check_versions, installed, pinned
 from asyncrl.launch.preflight.weights import check_shared, check_sync
 from asyncrl.launch.replay import check_recording
-from asyncrl.launch.slurm.job import Job
+from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.models import catalog
 from asyncrl.planner import memory as planner
 from asyncrl.planner.estimate import Estimate
@@ -43,7 +43,7 @@ from asyncrl.planner.memory import Shape, Weight
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelFolder:
     """A complete model folder."""
 
     hf: dict[str, Any]
@@ -53,11 +53,11 @@ class Model:
 
 
 @dataclass
-class Seen:
+class ClusterFacts:
     """Known facts about the machines, and the placement of the run on them."""
 
     nodes: Sequence[Node] = ()
-    machines: Sequence[Machine] = ()
+    machines: Sequence[MachineFacts] = ()
     imagined: bool = False
     placement: Placement | None = None
 
@@ -67,13 +67,13 @@ class Seen:
         return max((len(node.gpus) for node in self.nodes), default=0)
 
 
-def preflight(config: Config, run_dir: Path, job: Job | None = None) -> list[Finding]:
+def preflight(config: Config, run_dir: Path, job: SlurmJob | None = None) -> list[Finding]:
     """Run all checks that are possible before anything is started. `job` has been probed; None means this machine, or a
     job that has not started."""
     return list(_all(config, run_dir, job))
 
 
-def require(config: Config, run_dir: Path, job: Job | None = None) -> None:
+def require(config: Config, run_dir: Path, job: SlurmJob | None = None) -> None:
     """Run and print the preflight. Raises LaunchError if the run would fail."""
     findings = preflight(config, run_dir, job)
     print(rendered(findings), flush=True)
@@ -82,17 +82,17 @@ def require(config: Config, run_dir: Path, job: Job | None = None) -> None:
         raise LaunchError(f"the preflight found what the run would fail of: {names} (cluster.preflight)")
 
 
-def _all(config: Config, run_dir: Path, job: Job | None) -> Iterator[Finding]:
+def _all(config: Config, run_dir: Path, job: SlurmJob | None) -> Iterator[Finding]:
     sandboxes: list[LocalSandboxes] = []
     yield from refused(lambda: sandboxes.extend(check_files(config)), "task")
     yield from refused(partial(check_recording, config), "replay.from")
     yield from refused(partial(check_attached, config, run_key(config)), "engine.urls")
-    seen = Seen()
+    seen = ClusterFacts()
     problems = refused(partial(_look, config, job, seen), "cluster")
     yield from problems
     yield from _isolation(config, sandboxes, seen)
     yield from check_versions(seen.machines or [this_machine("", installed())], pinned())
-    models: dict[str, Model] = {}
+    models: dict[str, ModelFolder] = {}
     there: dict[str, Path] = {}
     choices: list[precision.Precision] = []
     for name, role in (("model.path", "model"), ("teacher.model", "teacher"), ("judge.model", "judge")):
@@ -114,7 +114,7 @@ def _all(config: Config, run_dir: Path, job: Job | None) -> Iterator[Finding]:
 # -- the machines ------------------------------------------------------------------------------------------
 
 
-def _look(config: Config, job: Job | None, seen: Seen) -> None:
+def _look(config: Config, job: SlurmJob | None, seen: ClusterFacts) -> None:
     """Find the machines and place the run on them. Raises ConfigError."""
     cluster = config.cluster
     if job:
@@ -132,7 +132,7 @@ def _look(config: Config, job: Job | None, seen: Seen) -> None:
     seen.placement = place(config, seen.nodes)
 
 
-def _isolation(config: Config, sandboxes: Sequence[LocalSandboxes], seen: Seen) -> Iterator[Finding]:
+def _isolation(config: Config, sandboxes: Sequence[LocalSandboxes], seen: ClusterFacts) -> Iterator[Finding]:
     """Check how a machine is protected from code that the model writes."""
     if not sandboxes or config.mode == "replay":
         return
@@ -151,7 +151,7 @@ def _isolation(config: Config, sandboxes: Sequence[LocalSandboxes], seen: Seen) 
             yield warning("sandbox", text, f"{local.WITH_NAMESPACES}.")
 
 
-def _on_machines(config: Config, seen: Seen, models: dict[str, Model]) -> Iterator[Finding]:
+def _on_machines(config: Config, seen: ClusterFacts, models: dict[str, ModelFolder]) -> Iterator[Finding]:
     placement = seen.placement
     assert placement
     if seen.imagined:
@@ -167,7 +167,7 @@ def _on_machines(config: Config, seen: Seen, models: dict[str, Model]) -> Iterat
 
 
 def _precision(
-    config: Config, run_dir: Path, job: Job | None, seen: Seen, models: dict[str, Model]
+    config: Config, run_dir: Path, job: SlurmJob | None, seen: ClusterFacts, models: dict[str, ModelFolder]
 ) -> precision.Precision:
     """Resolve every dtype on the machines that will run the part."""
     assert seen.placement
@@ -179,7 +179,11 @@ def _precision(
 
 
 def _told(
-    config: Config, chosen: precision.Precision, models: dict[str, Model], there: dict[str, Path], seen: Seen
+    config: Config,
+    chosen: precision.Precision,
+    models: dict[str, ModelFolder],
+    there: dict[str, Path],
+    seen: ClusterFacts,
 ) -> Iterator[Finding]:
     """Report the number format of each part, and the estimated duration of the run."""
     for part in ("trainer", "engine") if seen.imagined else ():
@@ -198,9 +202,9 @@ def _told(
         yield ok("run.max_steps", f"{config.run.max_steps} steps; estimate: {forecast.summary_of(expected)}")
 
 
-def _needs(config: Config, seen: Seen, models: dict[str, Model]) -> dict[str, Need]:
+def _needs(config: Config, seen: ClusterFacts, models: dict[str, ModelFolder]) -> dict[str, MemoryNeed]:
     """Return the memory needs of each role."""
-    needs: dict[str, Need] = {}
+    needs: dict[str, MemoryNeed] = {}
     if (policy := models.get("model")) and config.mode != "rollout_only":
         gpu = on_gpu(config.trainer, seen.gpus)
         layout, training = layout_of(config.trainer), training_of(config, gpu=gpu)
@@ -208,7 +212,7 @@ def _needs(config: Config, seen: Seen, models: dict[str, Model]) -> dict[str, Ne
         if config.checkpoint.every:
             staged = planner.checkpoint_staging(policy.weights, policy.shape, layout, critic=training.critic)
         parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
-        needs["trainer"] = Need(parts, gpu, staged)
+        needs["trainer"] = MemoryNeed(parts, gpu, staged)
     for name, section, model in (
         ("engine", config.engine, policy),
         ("teacher", config.teacher, models.get("teacher")),
@@ -223,14 +227,16 @@ def _needs(config: Config, seen: Seen, models: dict[str, Model]) -> dict[str, Ne
                 tokens=section.max_total_tokens,
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
             )
-            needs[name] = Need(parts, on_gpu(section, seen.gpus))
+            needs[name] = MemoryNeed(parts, on_gpu(section, seen.gpus))
     return needs
 
 
 # -- model, folders, network -------------------------------------------------------------------------------
 
 
-def _model(config: Config, name: str, role: str, models: dict[str, Model], there: dict[str, Path]) -> Iterator[Finding]:
+def _model(
+    config: Config, name: str, role: str, models: dict[str, ModelFolder], there: dict[str, Path]
+) -> Iterator[Finding]:
     """Check a model folder and record its path in `there`; a built-in model is created first. Teacher and judge are
     only checked if this run starts them. For a family that the trainer does not know, only the files are checked."""
     section = getattr(config, role)
@@ -254,17 +260,17 @@ def _model(config: Config, name: str, role: str, models: dict[str, Model], there
         shape = shape_of(hf)
     except (ConfigError, KeyError):
         return
-    models[role] = Model(hf, planner.counted(files.weights, shape), shape)
+    models[role] = ModelFolder(hf, planner.counted(files.weights, shape), shape)
 
 
-def _folders(config: Config, run_dir: Path, policy: Model | None) -> Iterator[Finding]:
+def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Iterator[Finding]:
     elements = planner.parameters(policy.weights).all if policy else 0
     shared = folders.look_at(Path(config.weights.folder).expanduser()) if config.weights.folder else None
     yield from folders.check_folders(config, folders.room_of(config, elements), folders.look_at(run_dir), shared)
 
 
 def _network(
-    config: Config, run_dir: Path, job: Job, placement: Placement, models: dict[str, Path]
+    config: Config, run_dir: Path, job: SlurmJob, placement: Placement, models: dict[str, Path]
 ) -> Iterator[Finding]:
     """Check the network between the machines of a job. `models` maps the settings to the model folders."""
     shared = Path(config.weights.folder).expanduser() if config.weights.folder else run_dir

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.config import Config, Trainer
+from asyncrl.config import Config, TrainerConfig
 from asyncrl.models.architectures import megatron_arguments, rope
-from asyncrl.planner.memory import Layout, Shape, Training
+from asyncrl.planner.memory import ParallelLayout, Shape, Training
 
 
 def shape_of(hf: dict[str, Any]) -> Shape:
@@ -42,9 +42,9 @@ def shape_of(hf: dict[str, Any]) -> Shape:
     )
 
 
-def layout_of(trainer: Trainer) -> Layout:
+def layout_of(trainer: TrainerConfig) -> ParallelLayout:
     """Return the degrees of parallelism."""
-    return Layout(
+    return ParallelLayout(
         tensor=trainer.tensor_parallel,
         pipeline=trainer.pipeline_parallel,
         chunks=trainer.virtual_pipeline,

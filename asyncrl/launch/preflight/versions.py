@@ -8,7 +8,7 @@ from importlib import metadata
 
 import asyncrl
 from asyncrl.install import lock_file
-from asyncrl.launch.preflight.facts import Machine
+from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 MUST_MATCH = ("sglang", "smg", "megatron-core")
@@ -35,7 +35,7 @@ def pinned() -> dict[str, str]:
     return {name: pins[name] for name in (*MUST_MATCH, *SHOULD_MATCH)}
 
 
-def check_versions(machines: Sequence[Machine], pins: Mapping[str, str]) -> list[Finding]:
+def check_versions(machines: Sequence[MachineFacts], pins: Mapping[str, str]) -> list[Finding]:
     """Check the first machine against the pins, and all others against the first."""
     first, *others = machines
     found = _against_pins(first.versions, pins)

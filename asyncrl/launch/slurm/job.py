@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Cluster, Config
+from asyncrl.config import ClusterConfig, Config
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch.placement import Node, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.preflight.facts import Machine
+from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.slurm import probe
-from asyncrl.launch.slurm.task import Task, begin_file, end_file
+from asyncrl.launch.slurm.task import SlurmTask, begin_file, end_file
 
 COMMAND_SECONDS = 60.0
 OWN_PORTS = 2
@@ -33,16 +33,16 @@ OVERRIDDEN = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CP
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A Slurm allocation."""
 
     id: str
     groups: list[list[str]]
     """Names of its machines, by component: a heterogeneous job has several."""
-    settings: Cluster
+    settings: ClusterConfig
     nodes: list[Node] = field(default_factory=list)
     """Its machines, once they have been probed."""
-    machines: list[Machine] = field(default_factory=list)
+    machines: list[MachineFacts] = field(default_factory=list)
     """Further facts about the machines, in the same order."""
 
     @staticmethod
@@ -51,7 +51,7 @@ class Job:
         return "SLURM_JOB_ID" in os.environ
 
     @classmethod
-    def found(cls, settings: Cluster, env: Mapping[str, str] = os.environ) -> Job | None:
+    def found(cls, settings: ClusterConfig, env: Mapping[str, str] = os.environ) -> SlurmJob | None:
         """Return the job of the environment, if there is one. Raises LaunchError if Slurm does not list its machines,
         ConfigError if their number differs from cluster.nodes."""
         if "SLURM_JOB_ID" not in env:
@@ -65,7 +65,7 @@ class Job:
             raise ConfigError("cluster.nodes", wanted, remedy)
         return cls(env["SLURM_JOB_ID"], groups, settings)
 
-    def probed(self, config: Config, ports: int | None = None) -> Job:
+    def probed(self, config: Config, ports: int | None = None) -> SlurmJob:
         """Return the job with the facts about each machine and this many free ports; by default as many as the run
         needs. Raises LaunchError if a machine reports a problem or does not answer."""
         cluster = self.settings
@@ -156,7 +156,7 @@ class Job:
         self, spec: ProcessSpec, folder: Path, run_id: str, mounts: Sequence[Path], watch: dict[str, Any]
     ) -> ProcessSpec:
         grace = self.settings.stop_grace
-        task = Task(spec.name, run_id, self._argv(spec), spec.env, spec.stop_signal, grace, **watch)
+        task = SlurmTask(spec.name, run_id, self._argv(spec), spec.env, spec.stop_signal, grace, **watch)
         task.write(folder / spec.name)
         argv = [*self._srun(self._group_of(spec.node), run_id), "--nodes=1", "--ntasks=1", f"--nodelist={spec.node}"]
         return _as_step(spec, [*argv, *self._contained(_program(folder / spec.name), mounts)])
@@ -168,7 +168,7 @@ class Job:
         shared = {key: value for key, value in first.env.items() if all(s.env.get(key) == value for s in specs)}
         own = [{key: value for key, value in spec.env.items() if key not in shared} for spec in specs]
         grace = self.settings.stop_grace
-        task = Task("trainer", run_id, self._argv(first), shared, first.stop_signal, grace, own, **watch)
+        task = SlurmTask("trainer", run_id, self._argv(first), shared, first.stop_signal, grace, own, **watch)
         task.write(folder / "trainer")
         nodes = list(dict.fromkeys(spec.node for spec in specs))
         log = folder.parent.parent / "logs" / "trainer-%t.log"

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.errors import AsyncRLError
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node
-from asyncrl.launch.preflight.facts import Machine, this_machine
+from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.versions import installed
 from asyncrl.launch.slurm.task import node as node_name
 
@@ -37,7 +37,7 @@ def main(host: str, interface: str, gpus: str, ports: str) -> int:
     return "problem" in told
 
 
-def heard(output: str) -> tuple[list[tuple[Node, Machine]], list[str]]:
+def heard(output: str) -> tuple[list[tuple[Node, MachineFacts]], list[str]]:
     """Parse the reports: the machines that answered, and the problems of others."""
     nodes, problems = [], []
     for line in output.splitlines():
@@ -49,7 +49,7 @@ def heard(output: str) -> tuple[list[tuple[Node, Machine]], list[str]]:
             else:
                 fields = told["node"]
                 node = Node(**{**fields, "gpus": tuple(fields["gpus"]), "ports": tuple(fields["ports"])})
-                nodes.append((node, Machine.heard(told["machine"])))
+                nodes.append((node, MachineFacts.heard(told["machine"])))
     return nodes, problems
 
 

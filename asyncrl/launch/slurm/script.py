@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.addresses import PAUSED
-from asyncrl.config import Cluster
+from asyncrl.config import ClusterConfig
 from asyncrl.errors import ConfigError
 
 OURS = {
@@ -28,7 +28,7 @@ class Script:
     """The parameters of a script."""
 
     name: str
-    cluster: Cluster
+    cluster: ClusterConfig
     nodes: int  # total over all components
     gpus: int  # per node with GPUs
     folder: Path | None  # working directory of the command; None: where the script is submitted, if it is shipped

@@ -36,7 +36,7 @@ MARK = "ASYNCRL_TASK"
 
 
 @dataclass(frozen=True)
-class Task:
+class SlurmTask:
     """Description of what to start."""
 
     name: str
@@ -70,7 +70,7 @@ class Task:
         partial.rename(path)
 
     @classmethod
-    def read(cls, path: Path) -> Task:
+    def read(cls, path: Path) -> SlurmTask:
         """Read a description. Raises FileNotFoundError if it does not appear within FILE_SECONDS."""
         deadline = time.monotonic() + FILE_SECONDS
         while not path.exists() and time.monotonic() < deadline:
@@ -92,7 +92,7 @@ def end_file(folder: Path, name: str) -> Path:
 def main(path: Path) -> int:
     """Start the process, wait for its end, and clean up. Return the exit code."""
     os.umask(0o077)
-    task, rank = Task.read(path), int(os.environ.get("SLURM_PROCID", "0"))
+    task, rank = SlurmTask.read(path), int(os.environ.get("SLURM_PROCID", "0"))
     name = f"{task.name}-{rank}" if task.ranks else task.name
     mine = {**task.env, **(task.ranks[rank] if task.ranks else {})}
     mark = f"{task.run_id}/{name}"
@@ -137,7 +137,7 @@ def main(path: Path) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _orphaned(task: Task, folder: Path) -> None:
+def _orphaned(task: SlurmTask, folder: Path) -> None:
     """Run the command `orphaned`. Only one of the job's tasks does so, once per incarnation of the job."""
     life = f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     print(f"asyncrl: nobody has renewed {task.lease} for {task.lost_timeout:.0f} s", file=sys.stderr, flush=True)

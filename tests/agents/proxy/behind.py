@@ -11,10 +11,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.agents.proxy.session import Figures, Session
+from asyncrl.agents.proxy.session import ProxySession, ProxyStats
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.models.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, TOKENS, UNK
-from asyncrl.types import Completion, Generate, Message, Template
+from asyncrl.schema import Completion, Generate, Message, Template
 from tests.agents.talking import Talking
 
 EOS_ID, ASKS, BOS_ID = TOKENS.index(EOS), TOKENS.index("="), TOKENS.index(BOS)
@@ -87,9 +87,9 @@ class Raising(Talking):
 
 
 @asynccontextmanager
-async def session(generate: Generate, tool_format: str = "hermes") -> AsyncIterator[Session]:
+async def session(generate: Generate, tool_format: str = "hermes") -> AsyncIterator[ProxySession]:
     """Without a server."""
-    async with Session(generate, tool_format=tool_format, figures=Figures()) as made:
+    async with ProxySession(generate, tool_format=tool_format, figures=ProxyStats()) as made:
         yield made
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.agents.proxy.fields import Wanted, read
-from asyncrl.agents.proxy.refusals import Refused
+from asyncrl.agents.proxy.fields import RequestOptions, read
+from asyncrl.agents.proxy.refusals import ApiError
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 REFUSED: list[tuple[str, Any]] = [
@@ -44,13 +44,13 @@ REFUSED: list[tuple[str, Any]] = [
 ]
 
 
-def of(route: Any = "chat", **body: Any) -> Wanted:
+def of(route: Any = "chat", **body: Any) -> RequestOptions:
     return read(body, route, temperature=1.0, end="<eos>")
 
 
 @pytest.mark.parametrize(("field", "value"), REFUSED)
 def test_refusal_names_the_field_the_value_and_the_remedy(field: str, value: Any) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         of(**{field: value})
     error = refused.value.body()["error"]
     assert (refused.value.status, error["param"]) == (400, field)
@@ -79,25 +79,25 @@ def test_what_changes_nothing_is_taken(body: dict[str, Any]) -> None:
 
 def test_temperature_is_the_runs() -> None:
     assert read({"temperature": 0.5}, "chat", temperature=0.5, end="") == of()
-    with pytest.raises(Refused, match=r"temperature: got 1\.0\. Leave it out, or train at it: .* is 0\.5"):
+    with pytest.raises(ApiError, match=r"temperature: got 1\.0\. Leave it out, or train at it: .* is 0\.5"):
         read({"temperature": 1.0}, "chat", temperature=0.5, end="")
 
 
 def test_answer_is_wanted_as_the_request_says() -> None:
     body = {"model": "m", "max_tokens": 5, "max_completion_tokens": 3, "n": 2, "stream": True, "logprobs": True}
     wanted = of(**body, stream_options={"include_usage": True}, return_token_ids=True)
-    assert wanted == Wanted("m", 3, 2, stream=True, usage=True, logprobs=True, token_ids=True)
-    assert of() == Wanted("policy", None, 1, stream=False, usage=False, logprobs=False, token_ids=False)
+    assert wanted == RequestOptions("m", 3, 2, stream=True, usage=True, logprobs=True, token_ids=True)
+    assert of() == RequestOptions("policy", None, 1, stream=False, usage=False, logprobs=False, token_ids=False)
 
 
 def test_each_route_has_fields_of_its_own() -> None:
     assert of("text", prompt="1", logprobs=0).logprobs
     assert not of("text", prompt="1").logprobs
     for route, body in (("text", {"messages": []}), ("chat", {"prompt": "1"}), ("text", {"logprobs": 1})):
-        with pytest.raises(Refused):
+        with pytest.raises(ApiError):
             of(route, **body)
 
 
 def test_long_value_is_told_in_part() -> None:
-    with pytest.raises(Refused, match=r"guided_regex: got 'a{199}\.\.\.\. Leave it out"):
+    with pytest.raises(ApiError, match=r"guided_regex: got 'a{199}\.\.\.\. Leave it out"):
         of(guided_regex="a" * 100_000)

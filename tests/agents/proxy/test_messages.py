@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.agents.proxy.messages import assistant, read, read_all, tools_key
-from asyncrl.agents.proxy.refusals import Refused
+from asyncrl.agents.proxy.refusals import ApiError
 from asyncrl.envs.tools.calls import ToolCall
 
 CALL = ToolCall("add", {"a": 1, "b": ["é"]}, "call00000")
@@ -85,7 +85,7 @@ def test_templates_get_texts_and_values() -> None:
     ],
 )
 def test_what_is_no_chat_is_refused(messages: Any) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         read_all(messages)
     assert refused.value.status == 400
     assert refused.value.body()["error"]["param"].startswith("messages")
@@ -93,5 +93,5 @@ def test_what_is_no_chat_is_refused(messages: Any) -> None:
 
 @pytest.mark.parametrize("tools", [7, {}, [7], [{}], [{"function": {}}]])
 def test_what_is_no_list_of_tools_is_refused(tools: Any) -> None:
-    with pytest.raises(Refused, match="tools: got"):
+    with pytest.raises(ApiError, match="tools: got"):
         tools_key(tools)

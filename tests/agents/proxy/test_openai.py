@@ -15,7 +15,7 @@ from asyncrl.agents.chat import Chat
 from asyncrl.agents.linking import check, link
 from asyncrl.agents.proxy.server import Proxy
 from asyncrl.errors import EngineError
-from asyncrl.types import Completion, Trajectory
+from asyncrl.schema import Completion, Trajectory
 from tests.agents.proxy.behind import CALLS, EOS_ID, PAIR, Raising, Says, template, user
 from tests.agents.talking import Talking, written
 

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.access import Access
 from asyncrl.agents.proxy import server
 from asyncrl.agents.proxy.server import Proxy
-from asyncrl.agents.proxy.session import Session
+from asyncrl.agents.proxy.session import ProxySession
 from asyncrl.engine import sockets
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError
 from tests.agents.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, Blocking, Raising, soon, template, user
@@ -226,7 +226,7 @@ async def ask_and_wait(proxy: Proxy, raised: Exception, answers: list[httpx.Resp
     """An agent that is answered an error, and does not mind."""
     asking: asyncio.Task[None] | None = None
 
-    async def ask(session: Session) -> None:
+    async def ask(session: ProxySession) -> None:
         async with client(proxy, session.key) as http:
             answers.append(await http.post("/chat/completions", json=ASK))
 

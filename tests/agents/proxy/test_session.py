@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.linking import Asked, check
-from asyncrl.agents.proxy.answers import Answer
+from asyncrl.agents.linking import CompletedRequest, check
+from asyncrl.agents.proxy.answers import ApiResponse
 from asyncrl.agents.proxy.messages import read
-from asyncrl.agents.proxy.refusals import Refused
-from asyncrl.agents.proxy.session import Session
+from asyncrl.agents.proxy.refusals import ApiError
+from asyncrl.agents.proxy.session import ProxySession
 from asyncrl.errors import EngineError, EpisodeFailed
-from asyncrl.types import Completion, Message, Trajectory
+from asyncrl.schema import Completion, Message, Trajectory
 from tests.agents.proxy.behind import (
     ASKS,
     BOS_ID,
@@ -38,7 +38,7 @@ from tests.agents.talking import Talking, written
 ADD = {"type": "function", "function": {"name": "7", "parameters": {}}}
 
 
-def said(answer: Answer) -> Message:
+def said(answer: ApiResponse) -> Message:
     """As a client has it."""
     return json.loads(answer.whole("chat", template()))["choices"][0]["message"]
 
@@ -157,11 +157,13 @@ def edited(history: list[Message], draw: random.Random) -> list[Message]:
     return history
 
 
-def expected(sent: Sequence[Message], before: Sequence[tuple[list[Message], Asked]]) -> tuple[bool, list[int]]:
+def expected(
+    sent: Sequence[Message], before: Sequence[tuple[list[Message], CompletedRequest]]
+) -> tuple[bool, list[int]]:
     """By the rule, word for word: from the longest chat that this one begins with, the later of two; else anew."""
     keys = [read(message).key for message in sent]
     rendered = [read(message).rendered for message in sent]
-    best: tuple[int, Asked] | None = None
+    best: tuple[int, CompletedRequest] | None = None
     for chat, asked in before:
         own = [read(message).key for message in chat]
         if keys[: len(own)] == own and (best is None or len(own) >= best[0]):
@@ -185,7 +187,7 @@ def test_history_that_was_kept_is_kept_token_for_token_and_any_other_begins_anew
     completions = [written(*ids, EOS_ID) if ends else written(*ids, finish="length") for ids, ends in script]
 
     async def main() -> None:
-        generate, before = Talking(completions, template()), list[tuple[list[Message], Asked]]()
+        generate, before = Talking(completions, template()), list[tuple[list[Message], CompletedRequest]]()
         async with session(generate) as behind:
             history, begun = [user("12")], 0
             for _ in completions:
@@ -210,7 +212,7 @@ CALL = '<tool_call>{"name": "7", "arguments": {"a": 5}}</tool_call>'
 
 
 def test_calls_of_tools_are_told_and_found_again_in_the_history() -> None:
-    async def main() -> tuple[list[Message], Talking, Session]:
+    async def main() -> tuple[list[Message], Talking, ProxySession]:
         generate = Talking(
             [written(100, EOS_ID), written(101, EOS_ID), written(4, EOS_ID)], Says(template(CALLS), CALL, f"so {CALL}")
         )
@@ -250,7 +252,7 @@ def test_history_under_other_tools_begins_anew_with_values_rendered() -> None:
 
 @pytest.mark.parametrize("body", [{}, {"tools": [ADD], "tool_choice": "none"}, {"tools": []}])
 def test_without_tools_a_call_is_text(body: dict[str, Any]) -> None:
-    async def main() -> Answer:
+    async def main() -> ApiResponse:
         async with session(Talking([written(100, EOS_ID)], Says(template(), CALL))) as behind:
             return await behind.chat({"messages": [user("1")], **body})
 
@@ -311,7 +313,7 @@ def test_token_ids_are_read_as_they_are() -> None:
 def test_prompt_that_is_not_one_is_refused(prompt: Any) -> None:
     async def main() -> None:
         async with session(Talking([], template())) as behind:
-            with pytest.raises(Refused, match="prompt: got"):
+            with pytest.raises(ApiError, match="prompt: got"):
                 await behind.complete({"prompt": prompt})
 
     asyncio.run(main())
@@ -403,7 +405,7 @@ def test_reward_of_nothing_is_refused(body: dict[str, Any]) -> None:
     async def main() -> None:
         async with session(Talking([written(3, EOS_ID)], template())) as behind:
             await behind.chat({"messages": [user("1")]})
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(ApiError) as refused:
                 behind.take_reward(body)
             assert refused.value.status == 400
             assert behind.trajectory([], behind.posted).total == 0.0
@@ -421,7 +423,7 @@ def test_full_context_is_told_by_an_empty_answer_and_then_refused() -> None:
             body = {"messages": [user("1")]}
             for reason in ("stop", "length", "stop", "length"):
                 assert (await behind.chat(body)).choices[0].finish_reason == reason
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(ApiError) as refused:
                 await behind.chat(body)
         assert refused.value.body()["error"]["code"] == "context_length_exceeded"
         assert len(behind.trajectory([], None).turns) == 4
@@ -433,7 +435,7 @@ def test_what_the_template_cannot_say_is_refused() -> None:
     async def main() -> None:
         raising = template("{{ raise_exception('roles must alternate') }}")
         async with session(Talking([], raising)) as behind:
-            with pytest.raises(Refused, match="does not take these messages: roles must alternate"):
+            with pytest.raises(ApiError, match="does not take these messages: roles must alternate"):
                 await behind.chat({"messages": [user("1")]})
 
     asyncio.run(main())
@@ -442,13 +444,13 @@ def test_what_the_template_cannot_say_is_refused() -> None:
 def test_error_of_the_fleet_ends_the_block_whatever_is_made_of_it() -> None:
     async def main(n: int) -> None:
         async with session(Raising(EngineError("all engines are gone"))) as behind:
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(ApiError) as refused:
                 await behind.chat({"messages": [user("1")], "n": n})
             assert refused.value.status == 503
 
     async def waits() -> None:
         async with session(Raising(EngineError("all engines are gone"))) as behind:
-            with pytest.raises(Refused):
+            with pytest.raises(ApiError):
                 await behind.chat({"messages": [user("1")]})
             await asyncio.Event().wait()  # the program has not noticed
 
@@ -465,7 +467,7 @@ def test_block_that_is_cancelled_is_cancelled_though_the_fleet_failed_too() -> N
     async def main() -> None:
         async def block() -> None:
             async with session(Raising(EngineError("gone"))) as behind:
-                with pytest.raises(Refused):
+                with pytest.raises(ApiError):
                     await behind.chat({"messages": [user("1")]})
                 task.cancel()
                 await asyncio.sleep(0)

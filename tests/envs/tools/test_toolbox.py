@@ -12,12 +12,12 @@ import pytest
 
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.envs.env import EnvSpec
-from asyncrl.envs.pool import Environments, PoolSettings
+from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.envs.tools.env import ToolEnv
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.envs.tools.toolbox import ToolboxEnv, functions, toolbox
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.types import Prompt
+from asyncrl.schema import Prompt
 from tests.agents.talking import Talking, written
 from tests.envs.tools.sandboxes import Folders
 from tests.fakes import FakeTemplate
@@ -144,7 +144,7 @@ def test_episode_with_tools_is_left_to_the_task_to_score() -> None:
     async def script() -> Any:
         spec = EnvSpec("asyncrl.envs.tools.toolbox:ToolboxEnv", {"tools": [{"use": f"{OWN}:double"}]})
         assert spec.waits  # so it shares the event loop with others
-        environments = Environments("t", spec)
+        environments = EnvironmentPool("t", spec)
         prompt = Prompt("p", [12], {"messages": []}, "t")
         generate = Talking([written(1, 10), written(2, 10)], Words(lambda ids: texts[ids[0]]))
         found = await MultiTurn(environments).run(prompt, generate)
@@ -161,7 +161,7 @@ def test_tool_that_fails_again_and_again_stops_new_episodes_until_it_works() -> 
 
     async def script() -> None:
         spec = EnvSpec("asyncrl.envs.tools.toolbox:ToolboxEnv", {"tools": [SERVER | {"only": ["internal", "count"]}]})
-        environments = Environments("t", spec, PoolSettings(max_failures=2), heard.append)
+        environments = EnvironmentPool("t", spec, PoolSettings(max_failures=2), heard.append)
 
         async def play(tool: str) -> None:
             async with environments() as env:

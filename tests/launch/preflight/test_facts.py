@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.launch.preflight import facts
-from asyncrl.launch.preflight.facts import Gpu, Machine, parse_gpus, this_machine
+from asyncrl.launch.preflight.facts import Gpu, MachineFacts, parse_gpus, this_machine
 from asyncrl.launch.slurm import probe
 
 TWO = """\
@@ -37,7 +37,7 @@ def test_what_is_no_device_is_left_out() -> None:
 
 
 def test_gpus_are_named_by_index_or_by_uuid() -> None:
-    here = Machine("node0", gpus=tuple(parse_gpus(TWO)))
+    here = MachineFacts("node0", gpus=tuple(parse_gpus(TWO)))
     assert [one.index for one in here.visible(["1"])] == [1]
     assert [one.index for one in here.visible(["GPU-0d9e"])] == [1]
     assert here.visible(["7"]) == here.visible([""]) == []
@@ -76,9 +76,9 @@ def test_a_driver_that_fails_or_hangs_shows_no_gpu(
 def test_a_machine_tells_the_launcher_what_it_knows_of_itself(capsys: object) -> None:
     machine = this_machine("node3", {"torch": "2.13.0"})
     assert machine.memory > 1 << 30
-    assert Machine.heard(json.loads(json.dumps(machine.told()))) == machine
-    gpus = Machine("node3", {}, tuple(parse_gpus(TWO)), 1)
-    assert Machine.heard(json.loads(json.dumps(gpus.told()))) == gpus
+    assert MachineFacts.heard(json.loads(json.dumps(machine.told()))) == machine
+    gpus = MachineFacts("node3", {}, tuple(parse_gpus(TWO)), 1)
+    assert MachineFacts.heard(json.loads(json.dumps(gpus.told()))) == gpus
 
 
 def test_the_probe_tells_place_and_facts_in_one_line(capsys: object) -> None:

@@ -14,8 +14,8 @@ from asyncrl.launch.placement import place
 from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.devices import check_gpus
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.preflight.folders import Folder, check_folders, look_at, room_of
-from asyncrl.launch.preflight.memory import Need, check_memory
+from asyncrl.launch.preflight.folders import FolderState, check_folders, look_at, room_of
+from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
 from asyncrl.launch.preflight.network import check_allreduce, check_ports, check_reach
 from asyncrl.launch.preflight.reach import Reach
@@ -68,7 +68,7 @@ def memory(role: str, gb: float, gpu: bool = True, part: str = "weights", ram: f
     """A rank of so many GB on a GPU of 80, or in a machine's memory."""
     config = job()
     count, gpus = (1, 2) if gpu else (1, 0)
-    needs = {role: Need({part: int(gb * GB)}, gpu)}
+    needs = {role: MemoryNeed({part: int(gb * GB)}, gpu)}
     return check_memory(placed(config, count, gpus), needs, {"node0": machine(gpus=gpus, ram=ram)})
 
 
@@ -80,7 +80,7 @@ def folder(
     free: float, parameters: float = 1e9, *, problem: str = "", speed: float = 1e9, **changes: object
 ) -> list[Finding]:
     config = job(**{"checkpoint.every": 10, **changes})
-    run = Folder(Path("/runs/it"), problem, int(free * GB), speed)
+    run = FolderState(Path("/runs/it"), problem, int(free * GB), speed)
     return check_folders(config, room_of(config, int(parameters)), run, None)
 
 

@@ -21,8 +21,8 @@ from asyncrl.errors import LaunchError
 from asyncrl.launch.placement import place
 from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.network import ask_allreduce, ask_reach, check_allreduce, check_reach, unseen
+from asyncrl.launch.preflight.node_report import MARK, end_after, parse
 from asyncrl.launch.preflight.reach import Reach
-from asyncrl.launch.preflight.telling import MARK, end_after, heard
 from asyncrl.ports import free_port
 from tests.launch.preflight.worlds import job, nodes
 
@@ -44,7 +44,7 @@ def answers(told: Reach | AllReduce, *names: str) -> dict[str, dict[str, Any]]:
     ]
     outputs = [one.communicate(timeout=60)[0] for one in started]
     assert {one.returncode for one in started} == {0}  # else srun would kill those that have not told yet
-    return heard(outputs)
+    return parse(outputs)
 
 
 def reach(**changes: Any) -> Reach:
@@ -225,16 +225,16 @@ def test_a_rank_that_waits_for_nobody_ends_within_its_deadline() -> None:
 @pytest.mark.parametrize("noise", ["", "Lmod: loaded cuda\n", f"{MARK.strip()}\n"])
 def test_answers_are_found_among_what_modules_print(noise: str) -> None:
     line = MARK + '{"node": "a", "problem": ""}\n'
-    assert heard([noise + line + noise]) == {"a": {"node": "a", "problem": ""}}
+    assert parse([noise + line + noise]) == {"a": {"node": "a", "problem": ""}}
 
 
 def test_a_machine_without_an_answer_gets_the_last_words_that_were_heard() -> None:
     cut = MARK + '{"node": "b", "pro'
-    found = heard(["Lmod: loaded\nModuleNotFoundError: No module named 'asyncrl'\n", cut], ["a", "b"])
+    found = parse(["Lmod: loaded\nModuleNotFoundError: No module named 'asyncrl'\n", cut], ["a", "b"])
     assert "No module named 'asyncrl'" in found["a"]["problem"]
     assert found["b"]["problem"].startswith("no answer; ")
-    assert heard([], ["a"]) == {"a": {"node": "a", "problem": "no answer"}}
-    long = heard(["first words " + "x " * 300 + "last words"], ["a"])["a"]["problem"]
+    assert parse([], ["a"]) == {"a": {"node": "a", "problem": "no answer"}}
+    long = parse(["first words " + "x " * 300 + "last words"], ["a"])["a"]["problem"]
     assert long.endswith("last words")
     assert "first words" not in long
 
@@ -244,4 +244,4 @@ def test_a_program_that_waits_for_ever_answers_and_ends_in_its_time() -> None:
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert time.monotonic() - began < 30
-    assert heard([done.stdout]) == {"a": {"node": "a"}}
+    assert parse([done.stdout]) == {"a": {"node": "a"}}

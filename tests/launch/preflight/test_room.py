@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.launch.preflight.facts import Gpu, Machine
+from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.preflight.findings import Finding
-from asyncrl.launch.preflight.folders import Folder, Room, check_folders, room_of
-from asyncrl.launch.preflight.memory import Need, check_memory
+from asyncrl.launch.preflight.folders import FolderState, SpaceNeeded, check_folders, room_of
+from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
 from tests.launch.preflight.worlds import GB, job, machine, placed
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -21,12 +21,12 @@ def levels(findings: list[Finding]) -> dict[str, str]:
     return {one.field: one.level for one in findings}
 
 
-def on_one(needs: dict[str, Need], here: Machine, gpus: int = 2, **changes: Any) -> dict[str, str]:
+def on_one(needs: dict[str, MemoryNeed], here: MachineFacts, gpus: int = 2, **changes: Any) -> dict[str, str]:
     return levels(check_memory(placed(job(**changes), 1, gpus), needs, {"node0": here}))
 
 
-def gb(size: float, *, gpu: bool = True, host: float = 0, part: str = "weights") -> Need:
-    return Need({part: int(size * GB)}, gpu, int(host * GB))
+def gb(size: float, *, gpu: bool = True, host: float = 0, part: str = "weights") -> MemoryNeed:
+    return MemoryNeed({part: int(size * GB)}, gpu, int(host * GB))
 
 
 def test_what_lies_on_a_gpu_takes_no_memory_of_the_machine() -> None:
@@ -65,7 +65,7 @@ def test_a_rank_is_held_to_the_gpu_that_it_stands_on_and_the_smallest_of_its_kin
 
 
 def test_what_is_not_known_is_not_compared() -> None:
-    assert on_one({"engine": gb(60)}, Machine("node0")) == {"engine": "ok"}
+    assert on_one({"engine": gb(60)}, MachineFacts("node0")) == {"engine": "ok"}
     assert on_one({"engine": gb(60)}, replace(machine(), gpus=())) == {"engine": "ok", "memory": "ok"}
 
 
@@ -92,9 +92,9 @@ def test_machines_with_room_are_one_line_and_those_without_a_line_each() -> None
 
 def test_half_of_the_activations_and_all_else_are_certain() -> None:
     parts = {"weights": 50 * GB, "activations": 50 * GB}
-    assert (Need(parts, True).total, Need(parts, True).certain) == (100 * GB, 75 * GB)
-    assert Need({"weights": GB, "logits": 0}, True).certain == GB
-    found = check_memory(placed(job(), 1, 2), {"trainer": Need({**parts, "logits": 0}, True)}, {})
+    assert (MemoryNeed(parts, True).total, MemoryNeed(parts, True).certain) == (100 * GB, 75 * GB)
+    assert MemoryNeed({"weights": GB, "logits": 0}, True).certain == GB
+    found = check_memory(placed(job(), 1, 2), {"trainer": MemoryNeed({**parts, "logits": 0}, True)}, {})
     assert found[0].value.endswith("(weights 50, activations 50)")
 
 
@@ -132,12 +132,12 @@ def test_recordings_are_no_larger_than_those_of_the_task_with_the_largest_groups
     assert room_of(config.model_copy(update={"tasks": both}), GB).recorded == 16 * 40 * 3 * 6
 
 
-ROOM = Room(checkpoint=ONE, checkpoints=3 * ONE, weights=4 * GB, published=6 * GB, recorded=20 * GB)
+ROOM = SpaceNeeded(checkpoint=ONE, checkpoints=3 * ONE, weights=4 * GB, published=6 * GB, recorded=20 * GB)
 
 
 def disk(free: float, *, held: float = 0, speed: float = 1e9, shared: float | None = None, **changes: Any) -> Any:
-    run = Folder(Path("/runs/it"), "", int(free * GB), speed, int(held * GB))
-    other = None if shared is None else Folder(Path("/shared"), "", int(shared * GB), speed)
+    run = FolderState(Path("/runs/it"), "", int(free * GB), speed, int(held * GB))
+    other = None if shared is None else FolderState(Path("/shared"), "", int(shared * GB), speed)
     return levels(check_folders(job(**{"checkpoint.every": 5, **changes}), ROOM, run, other))
 
 

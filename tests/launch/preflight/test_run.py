@@ -25,7 +25,7 @@ from asyncrl.launch.preflight.folders import look_at
 from asyncrl.launch.preflight.model_files import INDEX, read_model
 from asyncrl.launch.preflight.reach import Reach
 from asyncrl.launch.preflight.run import preflight, require
-from asyncrl.launch.slurm.job import Job
+from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.models import catalog
 from asyncrl.planner.memory import buckets
 from asyncrl.weights.bucket import plan_buckets
@@ -196,14 +196,14 @@ class Answers:
         monkeypatch.setattr(network, "ask_reach", self.reach)
         monkeypatch.setattr(network, "ask_allreduce", self.allreduce)
 
-    def reach(self, job: Job, folders: Iterable[Path], models: Iterable[Path], run_id: str) -> Any:
+    def reach(self, job: SlurmJob, folders: Iterable[Path], models: Iterable[Path], run_id: str) -> Any:
         if self.problem == "fails":
             raise LaunchError("cannot run srun")
         self.folders, names = set(folders), [node.name for node in job.nodes]
         told = Reach(names[0], "10.0.0.0", 1, names[1:], 1.0, {}, {})
         return told, {name: {"problem": self.problem, "unseen": self.unseen} for name in names}
 
-    def allreduce(self, job: Job, placement: Placement, *, gpu: bool) -> Any:
+    def allreduce(self, job: SlurmJob, placement: Placement, *, gpu: bool) -> Any:
         self.summed = True
         names = [node.name for node in job.nodes]
         told = AllReduce("nccl" if gpu else "gloo", names, "10.0.0.0", 1, {}, 1.0)
@@ -214,7 +214,7 @@ def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
     config = job(**changes)
     machines = [machine(f"node{number}") for number in range(count)]
     group = [one.name for one in machines]
-    allocation = Job("3", [group], config.cluster, nodes(config, count, 0), machines)
+    allocation = SlurmJob("3", [group], config.cluster, nodes(config, count, 0), machines)
     return {one.field: one for one in preflight(config, tmp_path / "run", allocation)}
 
 

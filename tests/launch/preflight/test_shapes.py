@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
-from asyncrl.planner.memory import Layout, Shape
+from asyncrl.planner.memory import ParallelLayout, Shape
 from tests.fakes import tiny_config
 from tests.models.test_architectures import DEEPSEEK_V3, QWEN3_MOE
 
@@ -54,7 +54,7 @@ def test_latent_attention_caches_one_vector_on_every_rank() -> None:
 
 def test_experts_are_split_as_all_else_unless_their_own_degree_is_set() -> None:
     trainer = tiny_config(**{"trainer.tensor_parallel": 2, "trainer.data_parallel": 2}).trainer
-    assert layout_of(trainer) == Layout(tensor=2, data=2, expert_tensor=2)
+    assert layout_of(trainer) == ParallelLayout(tensor=2, data=2, expert_tensor=2)
     assert layout_of(trainer.model_copy(update={"expert_tensor_parallel": 1})).expert_tensor == 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.launch.placement import Node, Placement, place, ports_wanted
-from asyncrl.launch.preflight.facts import Gpu, Machine
+from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.preflight.versions import pinned
 from asyncrl.planner.memory import BYTES, Weight
 from tests.fakes import tiny_config
@@ -41,12 +41,12 @@ def placed(config: Config, count: int, gpus: int) -> Placement:
     return place(config, nodes(config, count, gpus))
 
 
-def machine(name: str = "node0", gpus: int = 0, gb: float = 80, ram: float = 500, **versions: str) -> Machine:
+def machine(name: str = "node0", gpus: int = 0, gb: float = 80, ram: float = 500, **versions: str) -> MachineFacts:
     """One that has what the project is made for, unless `versions` (with _ for -) say otherwise."""
     mine = {"python": "3.11.7", "asyncrl": "0.1.0", **pinned()}
     mine |= {package.replace("_", "-"): version for package, version in versions.items()}
     cards = tuple(Gpu(number, "NVIDIA H100 80GB HBM3", int(gb * GB), f"GPU-{number}") for number in range(gpus))
-    return Machine(name, mine, cards, int(ram * GB))
+    return MachineFacts(name, mine, cards, int(ram * GB))
 
 
 def weights(parameters: float) -> list[Weight]:

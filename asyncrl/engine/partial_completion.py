@@ -1,0 +1,218 @@
+"""Assembly of the streaming chunks of one sample, and of the continuations of a sample that was interrupted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from asyncrl.errors import EngineError
+from asyncrl.schema import Completion, VersionSpan
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+    message: str | None = None
+    status_code: int | None = None  # set when the engine refused the request
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _FinishReason | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
+    weight_versions: list[_Span] | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    routed_experts: bytes | None = None  # base64 on the wire; only the last chunk has them
+
+
+class StreamChunk(msgspec.Struct):
+    """One streaming chunk: a server-sent event of /generate."""
+
+    output_ids: list[int] = []
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    index: int = 0
+    error: dict | None = None
+
+
+decode_piece = msgspec.json.Decoder(StreamChunk).decode
+
+
+@dataclass
+class PartialCompletion:
+    """A partial completion. Every engine served weight version `asked_at` when it was requested."""
+
+    asked_at: int
+    routed_from: int = 0  # position of the first token whose experts were requested
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    last: _Meta | None = None
+    broken: str | None = None
+    """Reason why the stream ended before its last chunk. The versions come with that chunk, so they are inferred."""
+    _ended: str | None = None
+    _spans: list[VersionSpan] | None = None
+
+    def add(self, piece: StreamChunk) -> int:
+        """Add the next chunk and return the number of new tokens in it.
+
+        The chunk of an aborted request that was waiting in the queue repeats tokens that were already sent.
+        """
+        meta = piece.meta_info
+        token_ids, entries = piece.output_ids, meta.output_token_logprobs or []
+        if meta.finish_reason and meta.finish_reason.type == "abort":
+            new = max(0, meta.completion_tokens - len(self.token_ids))
+            entries = entries[len(entries) - new :]
+            token_ids = [token for _, token, _ in entries]
+        self.token_ids += token_ids
+        self.logprobs += [logprob for logprob, _, _ in entries if logprob is not None]
+        if meta.finish_reason:
+            self.last = meta
+            if not all(span.version.isdigit() for span in meta.weight_versions or []):
+                self._disown()
+        return len(token_ids)
+
+    def _disown(self) -> None:
+        """Discard the tokens of an engine whose version labels are not numbers.
+
+        Somebody restarted the engine, and the weights that generated the tokens are unknown.
+        """
+        self.token_ids, self.logprobs, self.last = [], [], None
+        self.broken = "its engine has no weights of this run"
+
+    @classmethod
+    def recalled(cls, completion: Completion, routed_from: int) -> PartialCompletion:
+        """Restore a partial completion from the saved state of a run."""
+        asked_at = completion.versions[0].version if completion.versions else 0
+        broken = "the run was resumed"
+        return cls(
+            asked_at,
+            routed_from,
+            list(completion.token_ids),
+            list(completion.logprobs),
+            broken=broken,
+            _spans=completion.versions,
+        )
+
+    def stop_at(self, reason: str) -> None:
+        """Mark the stream as broken, unless its last chunk has arrived.
+
+        Drop tokens without log-probabilities, and log-probabilities without tokens.
+        """
+        if self.last is None:
+            self.broken = self.broken or reason
+            whole = min(len(self.token_ids), len(self.logprobs))
+            del self.token_ids[whole:], self.logprobs[whole:]
+
+    @property
+    def cut(self) -> str | None:
+        """Reason why the answer must be continued, or None when it is complete or was refused.
+
+        The stream broke, a weight update or the loss of the engine aborted it, or the engine was overloaded.
+        """
+        if self._ended:
+            return None
+        if self.broken is not None:
+            return self.broken
+        reason = self.last.finish_reason if self.last else None
+        if reason is None or reason.type != "abort":
+            return None
+        if reason.status_code is None:
+            return "aborted"
+        return f"{reason.status_code} {reason.message}" if reason.status_code in PASSING else None
+
+    def end_with(self, reason: str) -> None:
+        """Mark an interrupted answer as complete, with this finish reason."""
+        self._ended = reason
+
+    @property
+    def ended_when_cut(self) -> bool:
+        """True if the answer was complete when it was interrupted, although no last chunk said so."""
+        return self._ended is not None
+
+    @property
+    def finish_reason(self) -> str:
+        """Finish reason, "stop" or "length". Raises EngineError for any other end."""
+        if self._ended:
+            return self._ended
+        reason = self.last.finish_reason if self.last else None
+        if reason is None or reason.type not in ("stop", "length"):
+            told = f"{reason.type!r} ({reason.message})" if reason else self.broken
+            raise EngineError(f"the engine ended a request with {told}")
+        return reason.type
+
+    def spans(self) -> list[VersionSpan]:
+        """Return the weight versions that generated the tokens. Raises EngineError when the engine reports none.
+
+        The spans come with the last chunk. The tokens of a broken stream get the oldest version that they can have: the
+        one that every engine served when the request was sent.
+        """
+        if self._spans is not None:
+            return self._spans
+        if not self.token_ids:
+            return []
+        if self.broken is not None:
+            return [VersionSpan(self.asked_at, 0, len(self.token_ids), inferred=True)]
+        told = self.last.weight_versions if self.last else None
+        if told is None:
+            raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
+        return [VersionSpan(int(span.version), span.start, span.end) for span in told]
+
+
+PASSING = frozenset({408, 429, 500, 502, 503, 504})
+"""HTTP status codes of requests that may succeed later or elsewhere. Any other error is the request's own fault."""
+
+
+def joined(parts: list[PartialCompletion]) -> Completion:
+    """Join an answer and its continuations into one completion. Raises EngineError when it is not complete."""
+    return _joined(parts, parts[-1].finish_reason)
+
+
+@dataclass(eq=False)
+class Exchange:
+    """One request of an episode and the answer received so far."""
+
+    context: list[int]
+    limit: int  # tokens
+    seed: int | None = None
+    parts: list[PartialCompletion] = field(default_factory=list)  # ended parts, complete or interrupted
+    live: PartialCompletion | None = None  # the part that is streaming now
+    completion: Completion | None = None  # set once the answer is complete
+
+    def so_far(self) -> Completion:
+        """Return the completion, or the partial one with an empty finish reason.
+
+        The versions of a part that is still streaming are inferred.
+        """
+        if self.completion:
+            return self.completion
+        parts = list(self.parts)
+        if self.live:
+            under_way = replace(self.live, token_ids=list(self.live.token_ids), logprobs=list(self.live.logprobs))
+            under_way.stop_at("it is under way")
+            parts.append(under_way)
+        return _joined(parts, "")
+
+
+def _joined(parts: list[PartialCompletion], reason: str) -> Completion:
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    spans: list[VersionSpan] = []
+    try:
+        for part in parts:
+            for span in part.spans():
+                start, end = span.start + len(token_ids), span.end + len(token_ids)
+                before = spans[-1] if spans else None
+                if before and (before.version, before.end, before.inferred) == (span.version, start, span.inferred):
+                    start = spans.pop().start
+                spans.append(VersionSpan(span.version, start, end, span.inferred))
+            token_ids += part.token_ids
+            logprobs += part.logprobs
+        return Completion(token_ids, logprobs, spans, reason)
+    except ValueError as error:
+        raise EngineError(f"the engine's answer does not fit together: {error}") from None

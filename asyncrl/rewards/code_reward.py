@@ -1,0 +1,184 @@
+"""Code reward: unit tests run on the code of an answer, in a sandbox, with a verdict that the code cannot forge.
+
+Tests and code run in two processes of one sandbox (code_harness.py explains their isolation), with a new sandbox for
+every answer. If there is no verdict, the same tests are run on code that does nothing, to find out which side failed:
+
+    no verdict twice (once at a limit), but one for     the code ended or stopped the harness: 0, {"code/no_verdict": 1}
+    the harmless code
+    none for the harmless code either                   EpisodeFailed("sandbox")
+    the harness cannot be protected                     EpisodeFailed("sandbox")
+    a test that is not Python, imports what is not in   EpisodeFailed("reward_error")
+    the sandbox, or passes objects that are not plain
+    data
+    a record without tests                              EpisodeFailed("reward_error")
+
+What remains forgeable is what the tests themselves leave open, such as helpers that they take from the answer by name.
+Code that breaks out of the sandbox can forge anything.
+
+waits for     one of `max_running` places, then the sandbox (`total_seconds`, its time limit)
+on a hang     the harness ends each test, the sandbox ends the harness
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import SkipValidation
+
+from asyncrl import imports
+from asyncrl.envs.sandbox.protocol import Limits, Outcome, SandboxBackend
+from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.rewards import code_tests
+from asyncrl.rewards.code_process import BOOT, MOST_OUTPUT
+from asyncrl.rewards.parameters import Count, Name, Seconds, check
+from asyncrl.rewards.reward import RewardInput, Score
+
+MARGIN_SECONDS = 10.0
+"""Time allowed for the start of the harness."""
+HARNESS_MB = 256
+HARMLESS = "pass"
+FAULTS = {
+    "unsupported": "hands the code what is no plain data",
+    "invalid": "is no Python, or imports what is not in the sandbox",
+}
+
+
+class CodeReward:
+    """Reward of 1 when all tests pass, or the fraction of tests that pass."""
+
+    inline = pure = True
+
+    def __init__(
+        self,
+        tests: Literal["asserts", "check", "programs"] = "asserts",
+        reward: Literal["all", "share"] = "all",
+        tests_key: Name | None = None,
+        prefix_key: Name | None = None,
+        sandbox: str | Annotated[SandboxBackend, SkipValidation] = "asyncrl.envs.sandbox.local:LocalSandboxes",
+        sandbox_params: Mapping[str, Any] | None = None,
+        python: Name = "python3",
+        seconds: Seconds = 6.0,
+        total_seconds: Seconds = 30.0,
+        memory_mb: Count = 1024,
+        max_running: Count = 8,
+    ) -> None:
+        """Configure the tests and the sandbox.
+
+        `tests` and `tests_key` select the tests (code_tests.py). `prefix_key` is a field of the record whose text is
+        put before the code. `sandbox` is a backend, or the import path of one, which is created with the limits given
+        here plus a margin. `seconds` applies to each test, `total_seconds` to all of them.
+        """
+        self._tests = code_tests.Tests(tests, tests_key)
+        self._share, self._prefix_key = reward == "share", prefix_key
+        self._command = [python, "-I", "-c", BOOT, "0"]
+        self._limits = {"seconds": seconds, "total_seconds": total_seconds, "memory_mb": memory_mb}
+        self._seconds = total_seconds + seconds + MARGIN_SECONDS
+        limits = Limits(
+            seconds=self._seconds,
+            cpu_seconds=self._seconds,
+            memory_mb=memory_mb + HARNESS_MB,
+            file_mb=MOST_OUTPUT >> 20,
+        )
+        self._backend = _backend(sandbox, sandbox_params or {}, limits)
+        self._room = asyncio.Semaphore(max_running)
+
+    async def __call__(self, answer: RewardInput) -> Score:
+        """Score the answer's code. Raises EpisodeFailed for every failure that is not the code's fault."""
+        tests = self._tests.of(answer)
+        code = code_tests.code_of(answer.text)
+        if not code.strip():
+            return Score(0.0, parts=_parts())
+        if self._prefix_key:
+            code = f"{answer.field(self._prefix_key)}\n{code}"
+        async with self._room:
+            for last in (False, True):
+                try:
+                    return self._score(await self._results(code, tests))
+                except _NoVerdictError as error:
+                    if last or error.late:  # another attempt would take as long again
+                        break
+            try:
+                await self._results(HARMLESS, tests)
+            except _NoVerdictError as error:
+                raise EpisodeFailed(
+                    "sandbox", f"no verdict of the tests, also of code that does nothing: {error}"
+                ) from None
+        return Score(0.0, parts=_parts(code=1.0, no_verdict=1.0))
+
+    async def close(self) -> None:
+        """Close the sandboxes."""
+        await self._backend.close()
+
+    def _score(self, results: Sequence[str]) -> Score:
+        for number, result in enumerate(results):
+            if result in FAULTS:
+                raise EpisodeFailed("reward_error", f"test {number} of the record {FAULTS[result]}")
+        share = results.count("passed") / len(results)
+        parts = _parts(code=1.0, passed=share, timeout=float("timeout" in results))
+        return Score(share if self._share else float(share == 1.0), parts=parts)
+
+    async def _results(self, code: str, tests: code_tests.Sources) -> list[str]:
+        """Return the results of a run in a new sandbox, in the order of the tests; after a failed test the rest run
+        only for reward=share."""
+        nonce = secrets.token_hex(16)
+        payload = {
+            "nonce": nonce,
+            "modules": code_tests.modules("code_values", "code_candidate"),
+            "code": code,
+            "tests": tests,
+            "until_one_fails": not self._share,
+            **self._limits,
+        }
+        stdin = (
+            json.dumps(code_tests.modules("code_values", "code_process", "code_harness")) + "\n" + json.dumps(payload)
+        )
+        sandbox = await self._backend.open()
+        try:
+            return _verdict(await sandbox.run(self._command, stdin=stdin.encode(), seconds=self._seconds), nonce)
+        finally:
+            await sandbox.close()
+
+
+class _NoVerdictError(Exception):
+    """The harness ended, or was killed, before it reported results. `late` says that it reached a limit of the
+    sandbox."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.late = outcome.reason not in ("exited", "killed")
+        ending = outcome.stderr.decode(errors="replace")[-500:]
+        super().__init__(f"{outcome.reason}, exit code {outcome.exit_code}: {ending}")
+
+
+def _verdict(outcome: Outcome, nonce: str) -> list[str]:
+    for line in outcome.stdout.decode(errors="replace").splitlines():
+        if line.startswith(f"{nonce} "):
+            verdict = json.loads(line.removeprefix(nonce))
+            if "fault" in verdict:
+                raise EpisodeFailed("sandbox", f"the tests cannot be run: {verdict['fault']}")
+            results: list[str] = verdict["results"]
+            return results
+    raise _NoVerdictError(outcome)
+
+
+def _parts(code: float = 0.0, passed: float = 0.0, timeout: float = 0.0, no_verdict: float = 0.0) -> dict[str, float]:
+    """Return all parts every time, so that their means over episodes are fractions."""
+    return {"code/found": code, "code/passed": passed, "code/timeout": timeout, "code/no_verdict": no_verdict}
+
+
+def _backend(sandbox: object, params: Mapping[str, Any], limits: Limits) -> SandboxBackend:
+    """Return the backend; one that is created here gets `limits` unless its params override them."""
+    if isinstance(sandbox, str):
+        maker = imports.load(sandbox, "sandbox")
+        takes = inspect.signature(maker).parameters
+        wanted = {"limits": limits, "nested": True}
+        params = {**{name: value for name, value in wanted.items() if name in takes}, **params}
+        check(maker, params, "sandbox_params")
+        sandbox = maker(**params)
+    if not hasattr(sandbox, "open"):
+        raise ConfigError("sandbox", sandbox, "Must be a backend of asyncrl.envs.sandbox, or the import path of one.")
+    return cast(SandboxBackend, sandbox)

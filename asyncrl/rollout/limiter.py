@@ -1,0 +1,145 @@
+"""Concurrency limits: a group waits here until it may start.
+
+waits for     a running group to end, or the window to grow; the trainer's batch timeout is the deadline
+unblocked by  `release`, and `watch`, which polls the engines every PERIOD seconds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from asyncrl.engine.loads import Load
+from asyncrl.errors import EngineError
+from asyncrl.rollout.concurrency import ConcurrencyWindow
+
+PERIOD = 1.0
+
+
+class ConcurrencyLimiter(Protocol):
+    """Limiter of concurrent groups, as the worker uses it."""
+
+    async def acquire(self, episodes: int) -> None:
+        """Wait until a group of so many episodes may start."""
+        ...
+
+    def give_back(self, episodes: int) -> None:
+        """Return so many episodes: the group is smaller than announced."""
+        ...
+
+    def release(self, episodes: int) -> None:
+        """Record that a group has ended."""
+        ...
+
+    def taken(self, ready: int, batch: int, *, waited: bool) -> None:
+        """Record that the trainer took a batch of `batch` groups, that it waited or not, and that `ready` groups are
+        left."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures for metrics.jsonl."""
+        ...
+
+
+class UnboundedConcurrency:
+    """Limiter that never blocks: the buffer's admission is the only bound."""
+
+    async def acquire(self, episodes: int) -> None:
+        """Return immediately."""
+
+    def give_back(self, episodes: int) -> None:
+        """No-op."""
+
+    def release(self, episodes: int) -> None:
+        """No-op."""
+
+    def taken(self, ready: int, batch: int, *, waited: bool) -> None:
+        """No-op."""
+
+    def figures(self) -> dict[str, float]:
+        """Return no figures."""
+        return {}
+
+
+class FixedConcurrency(UnboundedConcurrency):
+    """Fixed maximum number of concurrent groups."""
+
+    def __init__(self, groups: int) -> None:
+        self._free = asyncio.Semaphore(groups)
+
+    async def acquire(self, episodes: int) -> None:
+        """Wait until fewer than the maximum are running."""
+        await self._free.acquire()
+
+    def release(self, episodes: int) -> None:
+        """Let the next group start."""
+        self._free.release()
+
+
+class AdaptiveConcurrency:
+    """Limit that follows the window (rollout/concurrency.py)."""
+
+    def __init__(self, window: ConcurrencyWindow) -> None:
+        self.window = window
+        self.loads: list[Load] = []
+        self._changed = asyncio.Event()
+
+    async def acquire(self, episodes: int) -> None:
+        """Wait until another group ends or the engines have capacity."""
+        while not self.window.may_start(episodes):
+            self._changed.clear()
+            await self._changed.wait()
+        self.window.start(episodes)
+
+    def give_back(self, episodes: int) -> None:
+        """Return so many episodes to the window."""
+        if episodes:
+            self.window.start(-episodes)
+            self._changed.set()
+
+    def release(self, episodes: int) -> None:
+        """Return the group's episodes to the window."""
+        self.window.end(episodes)
+        self._changed.set()
+
+    def taken(self, ready: int, batch: int, *, waited: bool) -> None:
+        """Pass the trainer's batch on to the window."""
+        self.window.taken(ready, batch, waited=waited)
+        self._changed.set()
+
+    async def watch(
+        self, ask: Callable[[], Awaitable[list[Load]]], needed: Callable[[], float], holding: Callable[[], bool]
+    ) -> None:
+        """Report the engines' loads to the window until cancelled, except while weights change. `needed` returns the
+        tokens that had to be prefilled since its last call."""
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        while True:
+            try:
+                self.loads = await ask()
+            except EngineError as error:
+                print(f"asyncrl: rollout.max_running_groups=auto has no effect: {error}", file=sys.stderr, flush=True)
+                self.window.open()
+                self._changed.set()
+                return
+            if not holding():
+                now = loop.time()
+                self.window.observe(self.loads, now - before, needed())
+                before = now
+                self._changed.set()
+            await asyncio.sleep(PERIOD)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures for metrics.jsonl."""
+        capacity = sum(load.capacity for load in self.loads)
+        return {
+            "concurrency/limit": min(self.window.limit, 1e9),
+            "concurrency/in_play": self.window.in_play,
+            "concurrency/cuts": self.window.cuts,
+            "engines/running": sum(load.running for load in self.loads),
+            "engines/queued": sum(load.waiting for load in self.loads),
+            "engines/cache_use": sum(load.used for load in self.loads) / capacity if capacity else 0.0,
+            "engines/prefill_wasted": self.window.wasted,
+        }

@@ -1,0 +1,66 @@
+"""What the rollout process writes into the run folder: warnings, ledgers, evaluations, and failed episodes at a bounded
+rate.
+
+Anything that an agent, an environment or a reward function raises becomes a typed failure (errors.raised_by). It costs
+its group, with the reason in the ledger; rollout.max_failures consecutive failures end the run.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl import jsonl
+
+PER_MINUTE = 10
+"""Maximum number of reports per minute and reason; further failures are only counted."""
+
+
+class RunReporter:
+    """Writes the report files of one run; `version` returns the version that the engines serve."""
+
+    def __init__(self, run_dir: Path, version: Callable[[], int] = lambda: 0) -> None:
+        self._run_dir, self._version = run_dir, version
+
+    def warn(self, text: str, traceback: str | None = None) -> None:
+        """Append a line to warnings.jsonl."""
+        line = {"version": self._version(), "warning": text, **({"traceback": traceback} if traceback else {})}
+        jsonl.append(self._run_dir / "warnings.jsonl", line)
+
+    def publish(self, ledger: dict[str, Any], warnings: list[str]) -> None:
+        """Replace ledger.json, at every version, and append the warnings to warnings.jsonl."""
+        jsonl.replace(self._run_dir / "ledger.json", ledger)
+        for text in warnings:
+            self.warn(text)
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Append a line to eval.jsonl."""
+        jsonl.append(self._run_dir / "eval.jsonl", line)
+
+    def compared(self, line: dict[str, Any]) -> None:
+        """Append a line to compare.jsonl."""
+        jsonl.append(self._run_dir / "compare.jsonl", line)
+
+
+class FailureReporter:
+    """Reports failures to `write`, with the traceback of the user's code."""
+
+    def __init__(self, write: Callable[[str, str | None], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._clock = write, clock
+        self._minutes: dict[str, tuple[float, int]] = {}  # by reason: start of the current minute, failures in it
+
+    def tell(self, reason: str, uid: str, error: BaseException) -> None:
+        """Report that the group `uid` failed."""
+        began, told = self._minutes.get(reason, (self._clock(), 0))
+        left_out = ""
+        if self._clock() - began >= 60.0:
+            left_out = f" ({told - PER_MINUTE} more of these were left out)" if told > PER_MINUTE else ""
+            began, told = self._clock(), 0
+        self._minutes[reason] = (began, told + 1)
+        if told < PER_MINUTE:
+            cause = error.__cause__
+            trace = "".join(traceback.format_exception(cause)) if cause else None
+            self._write(f"{uid} failed: {error}{left_out}", trace)

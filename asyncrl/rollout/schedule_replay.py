@@ -1,0 +1,207 @@
+"""Replay of a recorded schedule (mode=replay replay.schedule=true): python -m asyncrl.rollout.schedule_replay RUN_DIR.
+
+This process replaces the rollout process and repeats the whole schedule of a recorded run, with the recorded answers
+instead of engines. Buffer, service, staleness bound and ledger are the real ones: each recorded event is repeated when
+its turn comes, and its result must be the recorded one.
+
+    admitted     the buffer must issue the same ticket
+    committed    the group is handed in, with the tokens that engines had generated
+    rejected     likewise, for the same reason
+    taken        the trainer's request is answered now, and not before; the batch must hold the same groups
+    published    the trainer's publish is processed now; the ledger must be the same
+
+    waits for    the trainer, which ends the run when it has trained the last batch
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.addresses import READY, Addresses
+from asyncrl.config import read
+from asyncrl.engine.inflight import EngineStats
+from asyncrl.errors import RecordError
+from asyncrl.records.events import Admitted, Began, Committed, Published, Rejected, Taken, unpacked
+from asyncrl.records.reading import Recording
+from asyncrl.rollout.activity import NOTHING
+from asyncrl.rollout.buffer import CohortBuffer, build_buffer
+from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.reporters import RunReporter
+from asyncrl.rollout.service import Service
+from asyncrl.rollout.serving import serve
+from asyncrl.schema import Prompt
+from asyncrl.tls import signed
+
+BALANCED = ("prompts", "groups", "trajectories", "tokens")
+"""Parts of the ledger that must be the same; the events outside the balance were those of engines."""
+
+
+@dataclass(eq=False)
+class _Session:
+    """Session of an episode whose answers are known."""
+
+    received: int = 0
+    waits_for: str = NOTHING
+    since: float = 0.0
+
+    def close(self) -> int:
+        return self.received
+
+
+@dataclass
+class _InFlight:
+    """Stand-in for the client's requests in flight: there are none."""
+
+    tokens: Counter[str] = field(default_factory=Counter)
+    late_tokens: int = 0
+    figures: EngineStats = field(default_factory=EngineStats)
+
+    def take_figures(self) -> EngineStats:
+        return EngineStats()
+
+    def hold(self) -> None: ...
+
+    def release(self, version: int) -> None: ...
+
+
+@dataclass
+class _Client:
+    inflight: _InFlight
+
+
+class _NoEvaluations:
+    async def now(self) -> list[dict[str, Any]]:
+        return []
+
+    def published(self, version: int) -> None: ...
+
+
+class ScheduleReplay(Service):
+    """The service, with the recorded events in place of its worker."""
+
+    def __init__(self, recording: Recording, buffer: CohortBuffer, api_key: str, **settings: Any) -> None:
+        self._recording, self._flight = recording, _InFlight()
+        client: Any = _Client(self._flight)
+        evaluations: Any = _NoEvaluations()
+        super().__init__(buffer, client, evaluations, api_key, **settings)
+        self._tickets: dict[tuple[int, int], Ticket] = {}
+        self._sessions: dict[Ticket, list[_Session]] = {}
+        self._taking = False
+        self._publishing, self._over = -1, False
+
+    # -- requests of the trainer ---------------------------------------------------------------------------
+
+    def may_take(self) -> bool:
+        return self._taking
+
+    def _batch(self, version: int) -> Any:
+        encoded = super()._batch(version)
+        if encoded is None and self._taking and version == self._buffer.step:
+            raise RecordError(
+                f"batch {version} was recorded as taken here, and the buffer gives none: {self.waiting_for()}"
+            )
+        return encoded
+
+    async def may_publish(self, version: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._publishing == version or self._over)
+
+    # -- recorded events -----------------------------------------------------------------------------------
+
+    async def play(self) -> None:
+        """Repeat all events. Raises RecordError at the first whose result differs."""
+        for event in self._recording.events():
+            match event:
+                case Admitted():
+                    self._admit(event)
+                case Committed():
+                    group = unpacked(event.group)
+                    ticket = self._close_with(event.slot, event.attempt, group.num_tokens + event.discarded)
+                    await self.commit(ticket, group)
+                case Rejected():
+                    ticket = self._close_with(event.slot, event.attempt, event.tokens)
+                    await self.reject(ticket, event.reason, unpacked(event.group) if event.group else None)
+                case Taken():
+                    await self._take(event)
+                case Published():
+                    await self._publish_again(event)
+                case Began() if event.version > self._buffer.version:
+                    problem = f"begins at version {event.version}: what led there is in another run's recording"
+                    raise RecordError(f"{self._recording.folder} {problem}")
+        self._over = True  # the run was ended before it published its last batch
+        await self._wake()
+
+    def _admit(self, event: Admitted) -> None:
+        ticket = self._buffer.admit()
+        if ticket != Ticket(event.slot, event.attempt, event.born, event.cohort):
+            raise RecordError(f"the buffer admits {ticket}, where {event} was recorded")
+        self._tickets[event.slot, event.attempt] = ticket
+        self._sessions[ticket] = [_Session() for _ in range(event.trajectories)]
+        prompt = self.draw(lambda: Prompt(event.prompt, [], {}, ""))
+        self.begin(ticket, prompt, self._sessions[ticket])  # type: ignore[arg-type]
+
+    def _close_with(self, slot: int, attempt: int, tokens: int) -> Ticket:
+        """End the group of this slot and attempt, for which engines generated so many tokens, and return its ticket."""
+        ticket = self._tickets.pop((slot, attempt))
+        self._received(self._sessions.pop(ticket), tokens)
+        return ticket
+
+    def _received(self, sessions: list[_Session], tokens: int) -> None:
+        """Set the number of tokens that these sessions received in total."""
+        for session in sessions:
+            self._flight.tokens["training"] -= session.received
+            session.received = 0
+        if sessions:
+            sessions[0].received = tokens
+            self._flight.tokens["training"] += tokens
+
+    async def _take(self, event: Taken) -> None:
+        self._taking = True
+        await self._wake()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._buffer.step > event.step)
+        self._taking = False
+        uids = [group.uid for group in self._buffer.training]
+        if uids != event.uids:
+            raise RecordError(f"batch {event.step} is {uids}, where {event.uids} was recorded")
+
+    async def _publish_again(self, event: Published) -> None:
+        tokens = event.ledger["tokens"]
+        self._received([session for sessions in self._sessions.values() for session in sessions], tokens["running"])
+        self._flight.tokens["evaluation"] = event.ledger["events"]["evaluation_tokens"]
+        self._publishing = event.version
+        late = tokens["discarded"] - self.ledger().tokens.discarded  # of sessions that had ended
+        self._flight.late_tokens += late
+        self._flight.tokens["training"] += late
+        await self._wake()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._buffer.version == event.version)
+        found = asdict(self.ledger())
+        for part in BALANCED:
+            if found[part] != event.ledger[part]:
+                raise RecordError(
+                    f"at version {event.version} the ledger's {part} are {found[part]}, where {event.ledger[part]} was "
+                    "recorded"
+                )
+
+
+async def main(run_dir: Path) -> None:
+    """Serve until the launcher sends SIGTERM or the replay diverges."""
+    config, addresses = read(run_dir), Addresses.read(run_dir)
+    recording = Recording(config.replay.folder)
+    service = ScheduleReplay(
+        recording, build_buffer(config.rollout), addresses.api_key, publish=RunReporter(run_dir).publish
+    )
+    (run_dir / READY).touch()
+    await serve(service, addresses.rollout, service.play(), signed(run_dir, addresses.rollout))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
+    asyncio.run(main(Path(sys.argv[1])))

@@ -1,0 +1,59 @@
+"""A user's own class as a task. The methods that it defines decide what it is:
+
+    question(index) -> record          always: "messages" (a chat), and whatever the other methods need
+    score(text, record) -> float       scores one answer
+    reset(record), step(text)          an environment (asyncrl/envs/env.py); each episode gets an instance of its own
+    async run(prompt, generate)        plays episodes itself, all with one instance, and rewards them
+
+Optional attributes are `roles` (for an environment with several: asyncrl/agents/self_play.py), `size` (number of
+questions; endless without it), `inline` (score is quick: no thread), and `correct(reward)` (whether it means a correct
+answer; by default a reward of 1 or more does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncrl.envs.env import EnvSpec
+from asyncrl.errors import ConfigError
+from asyncrl.imports import load
+
+WAYS = (("score",), ("reset", "step"), ("run",))
+
+
+class CustomTask:
+    """Instance of a user's class, with defaults for what the class omits."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self._made = spec.checked()
+        self.question: Callable[[int], dict[str, Any]] = self._made.question
+        self.inline: bool = getattr(self._made, "inline", False)
+        self.size: int | None = getattr(self._made, "size", None)
+        self.agent = self._made if hasattr(self._made, "run") else None
+        """The agent, if the class plays its episodes itself."""
+        self.environment = spec if hasattr(self._made, "step") else None
+        """The environment of its episodes, if the class is one."""
+        self.roles: Sequence[str] = getattr(self._made, "roles", ())
+        """Roles in the environment, if there are several."""
+
+    def score(self, answer: str, question: dict[str, Any]) -> float:
+        """Return the score that the class gives. Raises TypeError if it has none."""
+        if not hasattr(self._made, "score"):
+            raise TypeError(f"{type(self._made).__name__} has no score, and its episode came without a reward")
+        return float(self._made.score(answer, question))
+
+    def correct(self, reward: float) -> bool:
+        """Return what the class says, or by default whether the reward is 1 or more."""
+        return bool(self._made.correct(reward)) if hasattr(self._made, "correct") else reward >= 1.0
+
+
+def custom_task(path: str, params: Mapping[str, Any]) -> CustomTask:
+    """Build the task from the class at an import path and its params. Raises ConfigError."""
+    found = load(path, "task.kind")
+    ways = " or ".join(" and ".join(way) for way in WAYS)
+    if not isinstance(found, type) or not hasattr(found, "question"):
+        raise ConfigError("task.kind", path, f"Must be a class with question(index), and {ways}.")
+    if not any(all(hasattr(found, name) for name in way) for way in WAYS):
+        raise ConfigError("task.kind", path, f"Beside question(index) it needs {ways}.")
+    return CustomTask(EnvSpec(path, params))

@@ -1,0 +1,134 @@
+"""Sources of batches: the client of the rollout process's service, as the trainer uses it.
+
+waits for     the service's /batch and /hold
+deadline      rollout.batch_timeout
+on failure    requests are retried until their deadline while the service does not listen, /batch also if its connection
+              breaks; every other failure raises PeerFailed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from asyncrl.access import Access
+from asyncrl.errors import DeadlineExceeded, PeerFailed
+
+
+class BatchSource(Protocol):
+    """Source of batches, which is also told which versions are served."""
+
+    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
+        """Return the encoded batch that turns `version` into the next, or nothing if `interrupt` returns True."""
+        ...
+
+    def hold(self) -> None:
+        """Hold back new requests, because the weights are about to change."""
+        ...
+
+    def announce(self, version: int, reused: int = 0) -> None:
+        """Announce that every engine serves `version`; `reused` counts the groups that were trained more than once so
+        far."""
+        ...
+
+    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
+        """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set."""
+        ...
+
+    def snapshot(self, version: int) -> bytes:
+        """Return the state of the rollout side between this version and its batch, or nothing if there is no rollout
+        side."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Return the ledger, and what the rollout side waits for."""
+        ...
+
+
+class RolloutClient:
+    """HTTP client of the rollout service, used by rank 0."""
+
+    def __init__(self, url: str, access: Access, batch_timeout: float) -> None:
+        self._batch_timeout = batch_timeout
+        limits = httpx.Limits(keepalive_expiry=2.0)  # below uvicorn's 5 s, so that it closes none during a request
+        self._http = httpx.Client(base_url=url, timeout=60.0, limits=limits, **access.http)
+
+    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
+        """Return the encoded batch that turns `version` into the next. Asks again until the batch is ready, and returns
+        nothing if `interrupt`, which is called between requests, returns True."""
+        deadline = time.monotonic() + self._batch_timeout
+        reason = "the rollout service has not answered yet"
+        while True:
+            try:
+                response = self._http.get("/batch", params={"version": version})
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
+                # The service may not listen yet, or the connection broke: the service keeps the batch until its
+                # version is published, and the launcher watches the process.
+                response = None
+                time.sleep(0.2)
+            except httpx.HTTPError as error:
+                raise PeerFailed(f"the rollout service broke off: {type(error).__name__} {error}") from None
+            if response is not None:
+                if response.status_code == 200:
+                    return response.content
+                if response.status_code != 202:
+                    raise PeerFailed(f"the rollout service answered {response.status_code}: {response.text[:500]}")
+                reason = response.text
+            if interrupt():
+                return b""
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"batch {version}", self._batch_timeout, reason)
+
+    def hold(self) -> None:
+        """Hold back new requests. With weights.pause_mode=drain, wait until those in flight are answered."""
+        deadline = time.monotonic() + self._batch_timeout
+        while (response := self._ask("POST", "/hold")).status_code == 202:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    "the answers in flight (weights.pause_mode=drain)", self._batch_timeout, response.text
+                )
+
+    def announce(self, version: int, reused: int = 0) -> None:
+        """Announce that every engine serves `version`; `reused` counts the groups that were trained more than once so
+        far."""
+        self._ask("POST", "/version", {"version": version, "reused": reused})
+
+    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
+        """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set."""
+        return list(self._ask("POST", "/evaluate", timeout=timeout).json())
+
+    def snapshot(self, version: int) -> bytes:
+        """Return the state of the rollout side between this version and its batch."""
+        return self._ask("POST", "/snapshot", {"version": version}, timeout=self._batch_timeout).content
+
+    def status(self) -> dict[str, Any]:
+        """Return the ledger, and what the rollout side waits for."""
+        return dict(self._ask("GET", "/status").json())
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> httpx.Response:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                response = self._http.request(method, path, json=body, timeout=timeout)
+                break
+            except httpx.HTTPError as error:
+                if not isinstance(error, httpx.ConnectError) or time.monotonic() > deadline:
+                    problem = f"the rollout service did not answer {path}: {type(error).__name__} {error}"
+                    raise PeerFailed(problem) from None
+            time.sleep(0.2)  # not listening yet: its imports take longer than a trainer's, or it waits for an engine
+        if response.status_code not in (200, 202):
+            raise PeerFailed(f"the rollout service answered {path} with {response.status_code}: {response.text[:500]}")
+        return response
+
+
+def wait_for_file(path: Path, seconds: float, whom: str) -> None:
+    """Wait until a file exists. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{whom} ({path} is missing)", seconds)
+        time.sleep(0.1)
