@@ -32,9 +32,9 @@ DROPPING = ["rollout.oversample=2", "rollout.accept=asyncrl.rollout.hooks:has_si
 TRAINED = ("loss", "grad_norm", "lr", "entropy", "tokens/trained", "logprob_gap/mean", "reward/mean", "staleness/mean")
 
 
-def trained(steps: list[dict[str, Any]]) -> list[list[float]]:
-    """What a step computed, and not how long it took."""
-    return [[step[name] for name in TRAINED] for step in steps]
+def trained(steps: list[dict[str, Any]]) -> list[list[float | None]]:
+    """Return what each step computed, not how long it took. Entropy is absent without an entropy bonus."""
+    return [[step.get(name) for name in TRAINED] for step in steps]
 
 
 def weights(run_dir: Path) -> str:
