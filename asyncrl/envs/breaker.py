@@ -1,8 +1,8 @@
-"""What keeps a broken environment from burning prompts, and names it: a circuit breaker.
+"""Circuit breaker that stops a broken environment from consuming prompts, and names it.
 
-closed   failures in a row are counted; at `most` it opens
-open     episodes wait; after a pause, which doubles each time, one of them tries: it closes the breaker, or not
-end      after `patience` seconds without a success the run ends with the environment's name and its last failure
+closed   consecutive failures are counted; `most` of them open the breaker
+open     episodes wait; after a pause, which doubles each time, one of them tries, and closes the breaker if it succeeds
+end      after `patience` seconds without a success, the run ends with the environment's name and last failure
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Breaker:
-    """Of one environment."""
+    """Circuit breaker of one environment."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Breaker:
         tell: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell` hears when it opens and closes."""
+        """Create a closed breaker. `tell` is called with a message when it opens and when it closes."""
         self._name, self._most, self._patience, self._tell, self._clock = name, most, patience, tell, clock
         self._failures, self._pause = 0, FIRST_PAUSE
         self._opened: float | None = None
@@ -36,7 +36,8 @@ class Breaker:
         self._changed = asyncio.Event()
 
     async def enter(self) -> None:
-        """At once while it is closed; else when it closes, or for a try."""
+        """Wait until an episode may start: at once if the breaker is closed, else when it closes or when this episode
+        may try."""
         while self._opened is not None:
             left = self._next_try - self._clock()
             if left <= 0 and not self._trying:
@@ -49,14 +50,15 @@ class Breaker:
                 continue
 
     def succeeded(self) -> None:
-        """An episode came to its end."""
+        """Record that an episode ended normally."""
         if self._opened is not None:
             self._tell(f"{self._name} works again, after {self._clock() - self._opened:.0f} s")
         self._failures, self._pause, self._opened, self._trying = 0, FIRST_PAUSE, None, False
         self._wake()
 
     def failed(self, detail: str) -> None:
-        """An episode was lost to the environment. Raises AsyncRLError when that has gone on for too long."""
+        """Record that an episode was lost to the environment. Raises AsyncRLError when that has gone on for too long.
+        """
         self._failures += 1
         now = self._clock()
         if self._opened is None and self._failures >= self._most:
@@ -74,7 +76,7 @@ class Breaker:
         self._wake()
 
     def left(self) -> None:
-        """Who entered has gone without a verdict: another may try."""
+        """Record that an episode left without a verdict, so that another one may try."""
         self._trying = False
         self._wake()
 

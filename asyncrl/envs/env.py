@@ -1,4 +1,4 @@
-"""What an environment is: it is told what the model wrote, and tells what happened."""
+"""The environment interface: an environment receives what the model wrote and returns what happened."""
 
 from __future__ import annotations
 
@@ -16,59 +16,61 @@ Question = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """What an action led to."""
+    """Result of an action."""
 
     messages: Sequence[Message] | str = ()
-    """What the model reads next; a text is one message of the user's."""
+    """Messages that the model reads next; a string becomes one user message."""
     reward: float = 0.0
-    """Of the turn."""
+    """Reward of the turn."""
     done: bool = False
-    """The episode is over."""
+    """Whether the episode is over."""
     score: bool = False
-    """If the episode ends here, the task's own reward function is asked about this text; what the environment gave turn
-    by turn is added to that."""
+    """If the episode ends here, the task's own reward function scores this text; the environment's rewards of the turns
+    are added to that score."""
     state: str = ""
-    """Names the state that was reached, if the same one may be reached again: for step-level groups (gigpo)."""
+    """Name of the state that was reached, if the same state may be reached again; used for step-level groups (gigpo).
+    """
     role: str = ""
-    """In an episode of several (asyncrl/agents/self_play.py): who reads the messages, and acts next. Who begins, and
-    reads the question and what the reset tells, is the question's "role"."""
+    """In an episode with several roles (asyncrl/agents/self_play.py): the role that reads the messages and acts next.
+    The question's "role" begins, and reads the question and the messages of the reset."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """In such an episode, in the place of `reward`: by role, of its last turn. Who has not acted cannot be rewarded."""
+    """In such an episode, instead of `reward`: the rewards by role, each for the role's last turn. A role that has not
+    acted cannot be rewarded."""
     info: dict[str, Any] = field(default_factory=dict)
-    """For logs; nothing reads it."""
+    """Values for logs; nothing reads them."""
 
     def plain(self) -> Step:
-        """With rewards that are Python's own numbers. Raises ValueError for what is not finite, or no number."""
+        """Return the step with rewards as Python floats. Raises ValueError if a reward is not a finite number."""
         rewards = {str(role): number(reward, f"the reward of {role}") for role, reward in self.rewards.items()}
         return replace(self, reward=number(self.reward, "the reward of a step"), rewards=rewards)
 
 
 class Env(Protocol):
-    """One episode: reset, steps until one is done, and `close`, if it has one. Where the episode ends before that, at
-    the limit of turns or of tokens, `finish`, if it has one, tells the reward that is still due. Each method is plain
-    or async. Whatever they raise costs the episode its group, never a reward: EpisodeFailed tells the reason."""
+    """One episode: reset, steps until one is done, and `close`, if it exists. If the episode ends before that, at the
+    limit of turns or tokens, `finish`, if it exists, returns the reward that is still due. Each method is sync or
+    async. An exception costs the episode its group, and never becomes a reward; EpisodeFailed states the reason."""
 
     def reset(self, question: Question) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
-        """Begin the episode of this question. What it returns follows the question's own messages; most often, nothing
-        does."""
+        """Begin the episode of this question. The returned messages follow the question's own; most environments return
+        none."""
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """What the model's text does."""
+        """Apply the model's text."""
         ...
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """An environment's class, and the arguments that an instance is made with: enough to make it in another process."""
+    """Class of an environment and the arguments of its instances, which is enough to create one in another process."""
 
     path: str
     """module:name"""
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self) -> Any:
-        """A new one (an Env, and whatever else it may be). Raises ConfigError when there is no such class, or it does
-        not take the arguments."""
+        """Create an instance (an Env, and whatever else it may be). Raises ConfigError if there is no such class or it
+        rejects the arguments."""
         kind = load(self.path, "task.kind")
         try:
             inspect.signature(kind).bind(**self.params)
@@ -77,10 +79,11 @@ class EnvSpec:
         return kind(**self.params)
 
     def checked(self) -> Any:
-        """One for a look at it, before a run: also raises ConfigError when it raises something else than ours."""
+        """Create an instance to inspect it before a run. Also raises ConfigError for exceptions that are not asyncrl's
+        own."""
         return made(self.make, {}, "task.kind", self.path)
 
     @property
     def waits(self) -> bool:
-        """Whether its steps are async, and so may share an event loop: plain ones would stop it."""
+        """Return whether its steps are async and may therefore share an event loop, which sync steps would block."""
         return inspect.iscoroutinefunction(load(self.path, "task.kind").step)

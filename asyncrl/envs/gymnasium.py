@@ -1,7 +1,7 @@
-"""Environments of gymnasium as text: what is observed is described, and actions are named by words.
+"""Gymnasium environments as text: observations are described, and actions have names.
 
-Those of its toy text (asyncrl/envs/toy_text.py) come with a description; others are described by a function of the
-user's, or as Python prints what is observed. The reset takes its seed from the question, and gymnasium's generators
+Environments of its toy text (asyncrl/envs/toy_text.py) come with a description; others are described by a user's
+function, or by Python's text of the observation. The reset takes its seed from the question, and the generators
 belong to each environment: an episode is a function of its question and its actions. Rewards are the environment's.
 """
 
@@ -17,16 +17,16 @@ from asyncrl.errors import ConfigError
 from asyncrl.imports import load
 
 Describe = Callable[[Any, Any], str]
-"""Of the environment (unwrapped) and what is observed, the text."""
+"""Function (unwrapped environment, observation) -> text."""
 
 
 class GymnasiumText:
-    """An environment, by its id, as an Env.
+    """Gymnasium environment, named by its id, as an Env.
 
     make      arguments of gymnasium.make
-    actions   a word for each number of a Discrete action space; of an answer the last word that is one counts
+    actions   a word for each number of a Discrete action space; the last such word of an answer counts
     describe  import path of a function (environment, observation) -> text
-    rules     what is told before the first observation
+    rules     text before the first observation
     invalid   reward of an answer that names no action; nothing else happens then
     """
 
@@ -40,7 +40,8 @@ class GymnasiumText:
         rules: str | None = None,
         invalid: float = -0.1,
     ) -> None:
-        """Raises ConfigError where gymnasium has no such environment, or its actions cannot be named."""
+        """Create the environment. Raises ConfigError if gymnasium has no such environment or its actions cannot be
+        named."""
         self._env = _made(name, make or {})
         toy = TOYS.get(name.split("-")[0], NONE)
         self._describe: Describe = load(describe, "task.params.describe") if describe else toy.describe
@@ -50,18 +51,19 @@ class GymnasiumText:
         self._invalid = invalid
 
     def begin(self, seed: int) -> tuple[str, str]:
-        """A new episode: what is told first, and the name of its state."""
+        """Start a new episode. Returns the first text and the name of the initial state."""
         observation, _ = self._env.reset(seed=seed)
         self._told = self._describe(self._env.unwrapped, observation)
         self._state = _name(observation)
         return f"{self._rules}\n{self._told}".strip(), self._state
 
     def reset(self, question: Question) -> None:
-        """The episode of the question's seed, of which the question tells already."""
+        """Start the episode of the question's seed. Returns no messages, because the question contains the first text.
+        """
         self.begin(question["seed"])
 
     def step(self, action: str) -> Step:
-        """The state is what is observed, where that is discrete."""
+        """Apply the action that the text names. A discrete observation is also the name of the state."""
         chosen = self._actions.read(action)
         if chosen is None:
             return Step(f"{self._actions.help}\n{self._told}", reward=self._invalid, state=self._state)
@@ -70,12 +72,12 @@ class GymnasiumText:
         return Step(self._told, reward=float(reward), done=bool(ended or cut_off), state=self._state)
 
     def close(self) -> None:
-        """What it holds."""
+        """Release the environment's resources."""
         self._env.close()
 
 
 class _Actions:
-    """From text to actions."""
+    """Parser of text into actions."""
 
     def __init__(self, space: Any, words: Sequence[str]) -> None:
         from gymnasium.spaces import Discrete, Text
@@ -96,7 +98,7 @@ class _Actions:
         self._pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
 
     def read(self, text: str) -> Any:
-        """The action that it names last, or None."""
+        """Return the action that the text names last, or None."""
         if self._numbers is None:
             return text
         found = self._pattern.findall(text)
@@ -115,7 +117,7 @@ def _made(name: str, params: Mapping[str, Any]) -> Any:
 
 
 def _name(observation: Any) -> str:
-    """Of a discrete observation, or of several."""
+    """Return the name of a discrete observation, or of a tuple of them; None for others."""
     import numpy
 
     if isinstance(observation, tuple):

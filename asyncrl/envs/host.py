@@ -1,4 +1,4 @@
-"""A process that environments live in: python -m asyncrl.envs.host FD. Its other side is asyncrl/envs/hosted.py.
+"""Process that hosts environments: python -m asyncrl.envs.host FD. The other side is asyncrl/envs/hosted.py.
 
 A frame is four bytes of length and msgpack: [number, environment, method, arguments] one way, [number, outcome, value]
 back. Each environment has a thread of its own, so that one that is slow stops no other.
@@ -43,11 +43,11 @@ class HostedInstance:
         threading.Thread(target=self._work, daemon=True).start()
 
     def call(self, number: int, method: str, arguments: list[Any]) -> None:
-        """Behind those before it."""
+        """Queue a call behind those before it."""
         self._calls.put((number, method, arguments))
 
     def end(self) -> None:
-        """After its last call."""
+        """End the thread after the environment's last call."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -79,7 +79,7 @@ class HostedInstance:
 
 
 def _told(error: AsyncRLError) -> list[Any]:
-    """With the traceback of the environment's own code."""
+    """Return an error's text with the traceback of the environment's own code."""
     if not isinstance(error, EpisodeFailed):
         return ["environment_error", str(error), False]
     cause = error.__cause__
@@ -117,7 +117,7 @@ def main(fd: int) -> None:
 
 
 def _read(stream: Any, count: int) -> bytes:
-    """So many bytes; none at the end of the stream."""
+    """Read so many bytes. Returns none at the end of the stream."""
     found = bytearray()
     while len(found) < count:
         piece = stream.read(count - len(found))

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what hangs, crashes or floods there costs its own episodes, not the run.
+"""Environments in separate processes: one that hangs, crashes or floods costs its own episodes, not the run.
 
 waits for     an answer, as long as the caller says
 on a hang     EpisodeFailed("environment_timeout") for the one that hung; its process is killed, with all in it
@@ -26,16 +26,16 @@ from asyncrl.errors import EpisodeFailed
 from asyncrl.schema import Message
 
 OVERSIZED = 16 << 20
-"""Bytes of an answer."""
+"""Maximum size of an answer in bytes."""
 LAST_LINES = 8
-"""Of what a process printed, for the diagnosis."""
+"""Number of printed lines kept for diagnosis."""
 PRINTED = 2048
-"""Characters of a line that are kept."""
+"""Number of characters kept of a line."""
 END_SECONDS = 2.0
 
 
 class Host:
-    """One process."""
+    """One host process."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -48,12 +48,12 @@ class Host:
         self._end = EpisodeFailed("environment_died")
         self.alive = True
         self.living = 0
-        """Environments in it."""
+        """Environments in this process."""
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._drain())]
 
     @classmethod
     async def start(cls) -> Host:
-        """A process without environments."""
+        """Start a process without environments."""
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -74,11 +74,12 @@ class Host:
 
     @property
     def gone(self) -> bool:
-        """Its process has ended, and nobody need wait for it."""
+        """Whether its process has ended and nothing needs to wait for it."""
         return all(task.done() for task in self._tasks)
 
     async def call(self, env: int, method: str, *arguments: Any, seconds: float, limit: str) -> Any:
-        """What a method returns. Raises EpisodeFailed; `limit` is the setting that bounds the seconds."""
+        """Call a method of an environment and return its result. Raises EpisodeFailed. `limit` names the setting that
+        bounds the seconds."""
         try:
             data = msgspec.msgpack.encode([number := next(self._serial), env, method, list(arguments)])
         except (TypeError, OverflowError) as error:
@@ -104,12 +105,12 @@ class Host:
             answer.cancel()
 
     async def close(self) -> None:
-        """End it, and wait until it is gone."""
+        """Stop the process, and wait until it has ended."""
         self._kill(EpisodeFailed("environment_died", "its process was ended"))
         await asyncio.wait(self._tasks, timeout=END_SECONDS)
 
     async def _listen(self) -> None:
-        """Every answer to who waits for it, until the end."""
+        """Pass every answer to the call that waits for it, until the stream ends."""
         why = EpisodeFailed("environment_died", "")
         try:
             while True:
@@ -145,7 +146,7 @@ class Host:
             answer.set_exception(EpisodeFailed(reason, detail, retry=retry))
 
     async def _drain(self) -> None:
-        """What it prints is read as fast as it comes, and all but the last lines forgotten."""
+        """Read what the process prints as fast as it comes, and keep only the last lines."""
         assert self._process.stdout is not None
         line = b""
         while piece := await self._process.stdout.read(1 << 16):
@@ -159,7 +160,7 @@ class Host:
         return "; it printed last:\n" + "\n".join(self._printed) if self._printed else ""
 
     def _kill(self, why: EpisodeFailed) -> None:
-        """With whatever it has started."""
+        """Kill the process and everything that it started."""
         if self.alive:
             self.alive, self._end = False, why
             with contextlib.suppress(ProcessLookupError):
@@ -167,7 +168,7 @@ class Host:
 
 
 class HostedEnv:
-    """An environment in a process; an Env with time limits."""
+    """Environment in a host process; an Env with time limits."""
 
     _serial = itertools.count()
 
@@ -178,33 +179,33 @@ class HostedEnv:
 
     @property
     def alive(self) -> bool:
-        """Whether its process is."""
+        """Whether its process is alive."""
         return self._host.alive
 
     async def make(self, spec: EnvSpec) -> None:
-        """In its process."""
+        """Create the environment in its process."""
         await self._within_reset("make", spec.path, dict(spec.params))
 
     async def reset(self, question: Question) -> list[Message] | None:
-        """As the environment's."""
+        """Call the environment's reset."""
         found = await self._within_reset("reset", question)
         return _checked(found, list[dict[str, Any]] | None)
 
     async def step(self, action: str) -> Step:
-        """As the environment's."""
+        """Call the environment's step."""
         limit = "task.environments.step_timeout"
         return _checked(
             await self._host.call(self._name, "step", action, seconds=self._step_timeout, limit=limit), Step
         )
 
     async def finish(self) -> float:
-        """As the environment's; 0 where it has none."""
+        """Call the environment's finish. Returns 0 if it has none."""
         limit = "task.environments.step_timeout"
         found = await self._host.call(self._name, "finish", seconds=self._step_timeout, limit=limit)
         return _checked(found or 0.0, float)
 
     async def close(self) -> None:
-        """As the environment's, if its process is there."""
+        """Call the environment's close, if its process is alive."""
         self._host.living -= 1
         if self._host.alive:
             await self._within_reset("close")

@@ -1,8 +1,8 @@
-"""Environments for episodes: made ahead, ended in the background, and never more at once than they bear.
+"""Pool of environments: created ahead of time, closed in the background, and limited in number.
 
-waits for     room (`concurrency`), the breaker (asyncrl/envs/breaker.py), one that is made (`reset_timeout`)
+waits for     the limit (`concurrency`), the breaker (asyncrl/envs/breaker.py), the creation (`reset_timeout`)
 unblocked by  every episode that ends
-on a fault    EpisodeFailed("environment_..."): the episode is tried anew (rollout.retries); many open the breaker
+on a fault    EpisodeFailed("environment_..."): the episode is retried (rollout.retries); many failures open the breaker
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.schema import Message, number
 
 OUTSIDE = ("environment_", "tool", "sandbox")
-"""How the reasons begin that are the environment's, or of what it is played with."""
+"""Prefixes of the failure reasons that the environment, or what it is played with, is responsible for."""
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """How environments are kept; times are seconds."""
+    """Limits of the environments of a task; times are in seconds."""
 
     hosted: bool | None = None  # in processes; None: those whose steps are not async
     per_process: int = 8
@@ -40,7 +40,7 @@ class PoolSettings:
 
 
 class EnvironmentPool:
-    """Those of one task."""
+    """The environments of one task."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class EnvironmentPool:
         settings: PoolSettings | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`name` is the task's, for whoever reads of its failures; `tell` hears of them."""
+        """Create the pool. `name` is the task's, for messages about failures, which are passed to `tell`."""
         self.name, self._spec, self._settings, self._tell = name, spec, settings or PoolSettings(), tell
         self._hosted = not spec.waits if self._settings.hosted is None else self._settings.hosted
         self._room = asyncio.Semaphore(self._settings.concurrency) if self._settings.concurrency else None
@@ -63,7 +63,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[Env]:
-        """One, for an episode."""
+        """Yield an environment for one episode."""
         if self._room:
             await self._room.acquire()
         try:
@@ -90,11 +90,11 @@ class EnvironmentPool:
                 self._room.release()
 
     async def start(self) -> None:
-        """Make those that shall be warm, in the background."""
+        """Create the environments to be kept warm, in the background."""
         self._warm_up()
 
     async def close(self) -> None:
-        """End all of them."""
+        """Close all environments."""
         self._closed = True
         for task in self._warming:
             task.cancel()
@@ -143,7 +143,7 @@ class EnvironmentPool:
             return env
 
     async def _host(self) -> Host:
-        """With room for one more."""
+        """Return a host with room for one more environment."""
         async with self._starting:
             self._hosts = [host for host in self._hosts if not host.gone]
             for host in self._hosts:
@@ -153,7 +153,7 @@ class EnvironmentPool:
             return self._hosts[-1]
 
     async def _end(self, env: Env) -> None:
-        """Beside the episodes that follow. What goes wrong here is told; nobody waits for it."""
+        """Close an environment while later episodes run. Errors are reported; nobody waits for them."""
         close = getattr(env, "close", None)
         try:
             if close:
@@ -170,18 +170,18 @@ class EnvironmentPool:
 
 
 class _Guarded:
-    """An environment whose faults are typed, and whose answers are what they should be."""
+    """Wrapper of an environment that turns its faults into typed failures and checks its answers."""
 
     def __init__(self, env: Env, settings: PoolSettings) -> None:
         self._env, self._settings = env, settings
 
     async def reset(self, question: Question) -> list[Message]:
-        """As the environment's."""
+        """Call the environment's reset."""
         found = await self._call("reset", self._settings.reset_timeout, "reset_timeout", question)
         return list(found or [])
 
     async def step(self, action: str) -> Step:
-        """As the environment's."""
+        """Call the environment's step."""
         found = await self._call("step", self._settings.step_timeout, "step_timeout", action)
         if not isinstance(found, Step):
             raise EpisodeFailed("environment_error", f"step returned {type(found).__name__} in the place of a Step")
@@ -189,7 +189,7 @@ class _Guarded:
             return found.plain()
 
     async def finish(self) -> float:
-        """As the environment's; 0 where it has none."""
+        """Call the environment's finish. Returns 0 if it has none."""
         if not hasattr(self._env, "finish"):
             return 0.0
         found = await self._call("finish", self._settings.step_timeout, "step_timeout")

@@ -1,15 +1,15 @@
-"""Tasks in a shell: files and an instruction, a command in each turn, and tests in the end.
+"""Shell tasks: files and an instruction, one command per turn, and tests at the end.
 
-The question has
-    messages    the instruction; HOW tells how to act
+Keys of the question:
+    messages    the instruction; HOW explains how to act
     files       {path: text}, or `folder`: a folder of the host whose files are copied
     checks      [{"command": "sh check.sh", "expect": "42"}, ...]: each passes when its command exits with 0 and prints
-                what is expected, if anything is; their share that passes is the reward
-    tests       {path: text} that the checks need: written when the model is done, so that it cannot read or change them
+                what is expected, if anything is; the fraction that passes is the reward
+    tests       {path: text} that the checks need: written after the last turn, so that the model cannot read them
 
-Whatever the model does to its sandbox is its own doing: where tests cannot be written any more they are not passed.
-What it leaves can still act while checks run (a module of a name that a test imports, say): what a check expects stands
-outside of the sandbox, an exit code does not.
+The model is responsible for what it does to its sandbox: tests that cannot be written any more fail.
+Files that it leaves can still act while checks run (such as a module that a test imports). What a check expects is
+kept outside of the sandbox; an exit code is not.
 
 waits for     the sandbox, which bounds every command
 on a hang     EpisodeFailed("sandbox"), from the sandbox
@@ -51,14 +51,14 @@ BASH: Message = {
         },
     },
 }
-"""The tool of a question where commands come as calls: question["tools"] = [BASH]."""
+"""Tool of a question whose commands come as tool calls: question["tools"] = [BASH]."""
 _BLOCK = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)```", re.DOTALL)
 _DONE = re.compile(r"^\s*DONE\s*$", re.MULTILINE)
 _ONE = "One block with commands at a time: nothing was run."
 
 
 class ShellEnv:
-    """Of one episode, with a sandbox of its own."""
+    """One episode, with its own sandbox."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class ShellEnv:
         format: str | None = None,
         output_chars: int = 4000,
     ) -> None:
-        """`sandbox` and its arguments: see shared.sandboxes. `seconds` of one command, unset: those of the sandbox.
-        `format` of the calls of a tool, bash, that are the commands (calls.parse); unset: blocks. Raises ConfigError.
-        """
+        """Configure the episode. For `sandbox` and its arguments see shared.sandboxes. `seconds` bounds one command
+        (unset: the sandbox's limit). `format` is the call format (calls.parse) of the tool bash, whose calls are the
+        commands; unset: code blocks. Raises ConfigError."""
         self._backend, self._max_turns, self._seconds = (sandbox, dict(sandbox_params or {})), max_turns, seconds
         self._format, self._output_chars = known(format, "format") if format else None, output_chars
         check_sandboxes(*self._backend, "sandbox")
@@ -81,7 +81,7 @@ class ShellEnv:
         self._turns = 0
 
     async def reset(self, question: Question) -> None:
-        """A sandbox with the files of the question."""
+        """Open a sandbox with the files of the question."""
         self._question, self._turns = question, 0
         self._sandbox = await sandboxes(*self._backend).open()
         files = dict(question.get("files", {}))
@@ -91,7 +91,7 @@ class ShellEnv:
             await self._sandbox.write(path, content if isinstance(content, bytes) else content.encode())
 
     async def step(self, action: str) -> Step:
-        """Runs the command; done when there is none or the model says so, and at the last turn."""
+        """Run the command. The episode is done if there is none, if the model says so, or at the last turn."""
         self._turns += 1
         commands, wrong = self._commands(action)
         done = bool(_DONE.search(_BLOCK.sub("", action))) or not (commands or wrong) or self._turns >= self._max_turns
@@ -102,7 +102,7 @@ class ShellEnv:
         return Step([{**role, "content": text} for text in told])
 
     async def finish(self) -> float:
-        """The share of the checks that pass."""
+        """Return the fraction of the checks that pass."""
         sandbox, checks = self._opened(), self._question["checks"]
         tests: dict[str, str] = self._question.get("tests", {})
         try:
@@ -113,7 +113,7 @@ class ShellEnv:
         return sum([await self._passes(check) for check in checks]) / len(checks)
 
     async def close(self) -> None:
-        """Removes the sandbox."""
+        """Remove the sandbox."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox:
             await sandbox.close()
@@ -124,7 +124,7 @@ class ShellEnv:
         return self._sandbox
 
     def _commands(self, text: str) -> tuple[list[str], str]:
-        """One command, or none; and what is wrong with the turn."""
+        """Return the turn's command, or none, and what is wrong with the turn."""
         if self._format is None:
             blocks = _BLOCK.findall(text)
             return (blocks, "") if len(blocks) < 2 else ([], _ONE)

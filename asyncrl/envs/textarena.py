@@ -1,14 +1,14 @@
-"""Games of textarena (https://github.com/LeonGuertler/TextArena) as environments: alone, or several players in turn.
+"""Games of textarena (https://github.com/LeonGuertler/TextArena) as environments for one or several players.
 
-textarena draws everything from Python's one global generator, and games that play at the same time would take each
-other's numbers. Here a game has a generator of its own, seeded by its question: its modules are given a stand-in for
-`random`, which passes every call to the generator of the game that is being played.
+textarena draws everything from Python's global generator, so concurrent games would take each
+other's numbers. Here each game has its own generator, seeded by its question: its modules get a stand-in for
+`random` that passes every call to the generator of the current game.
 
-Several games load word lists, which textarena downloads whenever they are made. Nothing is downloaded here: the lists
-are on disk, or the game is refused.
+Several games load word lists, which textarena downloads whenever such a game is created. Nothing is downloaded here:
+the lists must be on disk, or the game is refused.
 
-Rewards are the game's own, given once, when it is over. Alone: 1 for solving it, most often the share that was reached
-else; two invalid moves in a row end most games. Two players: 1, 0 or -1. A game that is left before its end gives 0.
+Rewards are the game's own, given once, at its end. One player: 1 for solving it, otherwise usually the fraction that
+was reached; two consecutive invalid moves end most games. Two players: 1, 0 or -1. A game that is abandoned gives 0.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ STATES = {
     "TicTacToe": "board",
     "TowerOfHanoi": "towers",
 }
-"""Of games whose state can be reached again: the part of it that changes, by the first part of the game's name."""
+"""The changing part of the state of games that can reach a state again, by the first part of the game's name."""
 REFUSALS = (ImportError, SyntaxError, TypeError, ValueError, AssertionError, LookupError, OSError)
-"""What is raised where textarena has no such game, or cannot make it so. Some need a newer Python, an API key, or files
-that it does not ship."""
+"""Exceptions that textarena raises if it has no such game or cannot create it. Some games need a newer Python, an API
+key, or files that it does not ship."""
 
 BROKEN = ("Countdown", "Cryptarithm", "Slitherlink")
-"""Games of textarena 0.7.4 that give its state their arguments in a wrong order: a move's text comes where its kind
-belongs, and a reason where the reward does."""
+"""Games of textarena 0.7.4 that pass the arguments of their state in the wrong order: a move's text in place of its
+kind, and a reason in place of the reward."""
 
 _playing: ContextVar[random.Random | None] = ContextVar("_playing", default=None)
 _drawing: set[str] = set()  # modules of games that draw from it
@@ -50,7 +50,8 @@ class Game:
     """One game, from its start to its end."""
 
     def __init__(self, name: str, params: Mapping[str, Any], players: int, seed: int) -> None:
-        """Raises ConfigError where textarena has no such game, or does not take the params or the players."""
+        """Create the game. Raises ConfigError if textarena has no such game, or rejects the params or the number of
+        players."""
         first = name.split("-")[0]
         self._name, self._draws, self._state = name, random.Random(seed), STATES.get(first)
         if first in BROKEN:
@@ -65,17 +66,18 @@ class Game:
 
     @property
     def player(self) -> int:
-        """Whose turn it is."""
+        """Number of the player whose turn it is."""
         return int(self._core.state.current_player_id)
 
     def step(self, action: str) -> bool:
-        """A move of the player whose turn it is; whether the game is over."""
+        """Make a move for the player whose turn it is. Returns whether the game is over."""
         with self._its_turn():
             done, _ = self._game.step(action)
         return bool(done)
 
     def news(self, rules: str | None = None) -> str:
-        """What the player whose turn it is has not read yet, its own moves apart; `rules` replace those of the game."""
+        """Return what the player whose turn it is has not read yet, except its own moves; `rules` replaces those of the
+        game."""
         from textarena import GAME_ID, ObservationType
 
         player, told = self._core.get_observation()
@@ -90,7 +92,8 @@ class Game:
         return "\n".join(line.strip("\n") for line in lines)
 
     def rewards(self) -> dict[int, float]:
-        """By player, of a game that is over. EpisodeFailed where they are no numbers: the fault of several games."""
+        """Return the rewards by player after the end of the game. Raises EpisodeFailed if they are not numbers, which
+        is a defect of several games."""
         found, _ = self._game.close()
         try:
             return {player: float(reward) for player, reward in found.items()}
@@ -99,14 +102,15 @@ class Game:
 
     @property
     def state(self) -> str:
-        """Names the state, with whether the next invalid move ends the game; empty where none can be reached again."""
+        """Return the name of the state, including whether the next invalid move ends the game; empty if no state can be
+        reached again."""
         if self._state is None:
             return ""
         return f"{self._core.state.game_state[self._state]} {self._core.state.error_count}"
 
     @contextmanager
     def _its_turn(self) -> Iterator[None]:
-        """To draw."""
+        """Let this game's generator answer draws inside the block."""
         token = _playing.set(self._draws)
         try:
             yield
@@ -115,31 +119,32 @@ class Game:
 
 
 class TextArenaGame:
-    """A single-player game as an Env. `params` are the game's; `rules` take the place of what it says of itself, which
-    is long for a small model."""
+    """Single-player game as an Env. `params` are the game's; `rules` replaces the game's own description, which is long
+    for a small model."""
 
     def __init__(self, name: str, params: Mapping[str, Any] | None = None, rules: str | None = None) -> None:
         self._name, self._params, self._rules = name, params or {}, rules
 
     def begin(self, seed: int) -> tuple[str, str]:
-        """A new game: what it tells first, and the name of its state."""
+        """Start a new game. Returns its first text and the name of its state."""
         self._game = Game(self._name, self._params, 1, seed)
         return self._game.news(self._rules), self._game.state
 
     def reset(self, question: Question) -> None:
-        """The game of the question's seed, of which the question tells already."""
+        """Start the game of the question's seed. Returns no messages, because the question contains the first text."""
         self.begin(question["seed"])
 
     def step(self, action: str) -> Step:
-        """A move: what stands in [brackets], or all of the text where there are none."""
+        """Make a move: the text in [brackets], or the whole text if there are none."""
         if self._game.step(action):
             return Step(reward=self._game.rewards()[0], done=True)
         return Step(self._game.news(), state=self._game.state)
 
 
 class TextArenaMatch:
-    """A game of several players as an Env of the roles player-0, player-1 and so on. As for one player; the rules may
-    say {player} where the number of who reads them belongs, and `system` comes before them."""
+    """Game of several players as an Env with the roles player-0, player-1 and so on. The parameters are those of
+    TextArenaGame; the rules may contain {player}, which becomes the number of the reading player, and `system` precedes
+    them."""
 
     def __init__(
         self,
@@ -155,17 +160,17 @@ class TextArenaMatch:
         self.roles = [_role(player) for player in range(players)]
 
     def begin(self, seed: int) -> Step:
-        """A new game: who begins, and what it is told."""
+        """Start a new game. Returns the role that begins, and the text that it reads."""
         self._game = Game(self._name, self._params, len(self.roles), seed)
         self._met: set[int] = set()
         return self._next()
 
     def reset(self, question: Question) -> None:
-        """The game of the question's seed, of which the question tells already."""
+        """Start the game of the question's seed. Returns no messages, because the question contains the first text."""
         self.begin(question["seed"])
 
     def step(self, action: str) -> Step:
-        """A move of the player whose turn it is."""
+        """Make a move for the player whose turn it is."""
         if self._game.step(action):
             return Step(rewards={_role(player): reward for player, reward in self._game.rewards().items()}, done=True)
         return self._next()
@@ -184,7 +189,7 @@ def _role(player: int) -> str:
 
 
 class _Draws:
-    """Stands for the module `random` in textarena's modules. Where no game of ours plays, it is that module."""
+    """Stand-in for the module `random` in textarena's modules. Outside of our games it behaves like that module."""
 
     def __getattr__(self, name: str) -> Any:
         game = _playing.get()
@@ -192,7 +197,7 @@ class _Draws:
 
 
 def _made(name: str, params: Mapping[str, Any]) -> Any:
-    """Its arguments are copies: a game may change lists that the registry holds."""
+    """Create a game with copies of its arguments, because a game may change lists that the registry holds."""
     import textarena
     from textarena.envs.registration import ENV_REGISTRY
 
@@ -205,7 +210,7 @@ def _made(name: str, params: Mapping[str, Any]) -> Any:
 
 
 def _let_draw(module: str) -> None:
-    """The modules of a game, and of textarena, draw from the game that is being played."""
+    """Make the modules of a game, and of textarena, draw from the current game's generator."""
     if module not in _drawing:
         importlib.import_module(module)
         for name, loaded in list(sys.modules.items()):
@@ -215,7 +220,7 @@ def _let_draw(module: str) -> None:
 
 
 def _unwrapped(game: Any) -> Any:
-    """Without its wrappers: those for observations tell anew, at each turn, what was told before."""
+    """Return the game without its wrappers, because those for observations repeat everything at each turn."""
     from textarena import Wrapper
 
     while isinstance(game, Wrapper):
@@ -225,7 +230,7 @@ def _unwrapped(game: Any) -> Any:
 
 @contextmanager
 def _nothing_downloaded() -> Iterator[None]:
-    """nltk.download, which games call whenever they are made, looks at the disk alone."""
+    """Make nltk.download, which games call whenever they are created, look at the disk alone."""
     import nltk
 
     def find(names: str | list[str], *_: Any, **__: Any) -> bool:

@@ -1,4 +1,4 @@
-"""gymnasium's toy text in words: what its environments are about, what their actions are called, what is seen."""
+"""Gymnasium's toy text environments in words: their rules, the names of their actions, and their observations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Toy:
-    """One of them."""
+    """Description of one environment."""
 
     rules: str
     actions: tuple[str, ...]  # in the order of their numbers
@@ -17,20 +17,20 @@ class Toy:
 
 
 def frozen_lake(env: Any, position: int) -> str:
-    """The map, with @ where the player stands."""
+    """Return the map, with @ at the player's position."""
     rows = [[cell.decode() for cell in row] for row in env.desc]
     return _with(rows, *divmod(int(position), len(rows[0])))
 
 
 def cliff_walking(env: Any, position: int) -> str:
-    """The same."""
+    """Return the map, with @ at the player's position."""
     height, width = env.shape
     rows = [["." for _ in range(width)] for _ in range(height - 1)]
     return _with([*rows, ["S", *"C" * (width - 2), "G"]], *divmod(int(position), width))
 
 
 def taxi(env: Any, state: int) -> str:
-    """The map, with @ where the taxi is; it passes : and not |."""
+    """Return the map, with @ at the taxi's position; the taxi can pass : but not |."""
     row, column, passenger, target = env.decode(int(state))
     rows = [[cell.decode() for cell in line] for line in env.desc]
     where = f"waits at {'RGYB'[passenger]}" if passenger < 4 else "is in the taxi"
@@ -38,7 +38,7 @@ def taxi(env: Any, state: int) -> str:
 
 
 def blackjack(_: Any, seen: tuple[int, int, int]) -> str:
-    """Both hands, as far as they are seen."""
+    """Return both hands, as far as they are visible."""
     total, dealer, ace = seen
     return f"You have {total}{', with an ace as 11' if ace else ''}. The dealer shows {dealer}."
 
@@ -49,12 +49,12 @@ def _with(rows: list[list[str]], row: int, column: int) -> str:
 
 
 def printed(_: Any, observation: Any) -> str:
-    """As Python prints it."""
+    """Return the observation as Python prints it."""
     return str(observation)
 
 
 NONE = Toy("", (), printed)
-"""Of what is none of them."""
+"""Description of all other environments."""
 TOYS = {
     "FrozenLake": Toy(
         "You are @ on a frozen lake. Walk over F to G, and not into a hole, H.",
@@ -73,4 +73,4 @@ TOYS = {
     ),
     "Blackjack": Toy("You play Blackjack: come close to 21, and not over it.", ("stick", "hit"), blackjack),
 }
-"""By the first part of their ids."""
+"""Descriptions by the first part of the environment's id."""

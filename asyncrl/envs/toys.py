@@ -1,6 +1,6 @@
-"""Games in the tiny model's vocabulary, digits alone, that 0.13M parameters learn from random weights in minutes.
+"""Games in the tiny model's vocabulary (digits only), which 0.13M parameters learn from random weights in minutes.
 
-Each move is one digit. A turn says what the player must know and nothing else, so that a whole game has some 20 tokens.
+Each move is one digit. A turn contains only what the player must know, so a whole game has about 20 tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from asyncrl.schema import Message
 
 
 class HigherLower:
-    """Find a digit in `turns` guesses, told after each whether it is higher (1) or lower (0). 1 for finding it, and
-    `invalid`, at once the end, for anything but one digit. Halving what is left finds each in 4."""
+    """Game of finding a digit in `turns` guesses; after each guess the player learns whether the digit is higher (1) or
+    lower (0). The reward is 1 for finding it. Anything but one digit ends the game with the reward `invalid`. Halving
+    the remaining range finds each digit in 4 guesses."""
 
     inline = True
 
@@ -22,21 +23,21 @@ class HigherLower:
         self._turns, self._invalid = turns, invalid
 
     def question(self, index: int) -> Question:
-        """The secret is the same for the same index; the text tells nothing of it."""
+        """Return the question of an index. The secret follows from the index; the text says nothing about it."""
         secret = random.Random(index).randrange(10)
         return {"messages": [{"role": "user", "content": " "}], "secret": secret, "seed": index, "state": "0-9"}
 
     def reset(self, question: Question) -> None:
-        """Nothing to tell: any digit may be it."""
+        """Start the game. Returns no messages, because any digit may be the secret."""
         self._secret, self._left = question["secret"], self._turns
         self._low, self._high = 0, 9
 
     def finish(self) -> float:
-        """Of a game that is left: a guess that was cut off is as good as none."""
+        """Return the reward of an abandoned game: a truncated guess counts as an invalid one."""
         return self._invalid
 
     def step(self, action: str) -> Step:
-        """A guess. The state is what is left."""
+        """Make a guess. The state is the remaining range."""
         self._left -= 1
         if len(action) != 1 or action not in "0123456789":
             return Step(reward=self._invalid, done=True)
@@ -51,11 +52,11 @@ class HigherLower:
 
 
 class Nim:
-    """Two players take 1 to 3 from a pile in turn, and are told what is left; who takes the last one wins.
+    """Two players take 1 to 3 from a pile in turn and learn what is left; the player who takes the last one wins.
 
-    Winning gives 1 and losing -1; a move that is none gives `invalid` to who made it and 0 to the other, and ends the
-    game: nobody learns from the mistakes of others. Who leaves a multiple of 4 wins, so player-0, who begins, can win
-    from the piles that are dealt.
+    Winning gives 1 and losing -1. An invalid move ends the game, with the reward `invalid` for its player and 0 for the
+    other, who would otherwise learn from that mistake. Leaving a multiple of 4 wins, so player-0, who begins, can win
+    from all initial piles.
     """
 
     inline = True
@@ -66,18 +67,18 @@ class Nim:
         self._invalid = invalid
 
     def question(self, index: int) -> Question:
-        """A pile, and who begins."""
+        """Return a question: the pile and the player who begins."""
         pile = random.Random(index).choice(self.PILES)
         told = [{"role": "user", "content": str(pile)}]
         return {"messages": told, "pile": pile, "seed": index, "role": self.roles[0], "state": str(pile)}
 
     def reset(self, question: Question) -> None:
-        """The question tells all."""
+        """Start the game. Returns no messages, because the question contains everything."""
         self._pile: int = question["pile"]
         self._role, self._other = self.roles
 
     def step(self, action: str) -> Step:
-        """A move of whose turn it is."""
+        """Make a move for the player whose turn it is."""
         if action not in ("1", "2", "3") or int(action) > self._pile:
             return Step(rewards={self._role: self._invalid}, done=True)
         self._pile -= int(action)
@@ -88,5 +89,5 @@ class Nim:
 
 
 def nim_expert(messages: Sequence[Message]) -> str:
-    """An opponent in Nim who wins wherever that can be done, and otherwise takes one."""
+    """Opponent in Nim that wins whenever possible, and otherwise takes one."""
     return str(int(messages[-1]["content"]) % 4 or 1)

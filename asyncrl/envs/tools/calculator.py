@@ -1,6 +1,6 @@
 """A calculator as an MCP server over stdio: python -m asyncrl.envs.tools.calculator
 
-Arithmetic alone, and bounded: no names but FUNCTIONS, at most MOST_CHARACTERS, no integer beyond MOST_BITS.
+It evaluates bounded arithmetic only: no names but FUNCTIONS, at most MOST_CHARACTERS, no integer beyond MOST_BITS.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DESCRIPTION = (
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression, as Python writes it. Raises ValueError and ArithmeticError."""
+    """Return the value of an expression as Python prints it. Raises ValueError and ArithmeticError."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"an expression of {len(expression)} characters; {MOST_CHARACTERS} are allowed")
     try:

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model wrote, in the forms that models were taught.
+"""Parser of tool calls in a model's text, in the formats that models are trained on.
 
     hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
                   Hermes, Qwen2.5, Qwen3. Several tags for several calls, or a list in one tag (SmolLM2); the last tag
@@ -8,7 +8,7 @@
     pythonic      [add(a=1), add(a=2)]
                   Llama 3.2 and 4. Nothing else stands in the text; arguments are literals.
 
-What is not well-formed is no call: it stays in the text, for the model's next turn and whoever counts such slips.
+Malformed calls stay in the text, for the model's next turn and for the count of malformed calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Of a function. `id` names it within its conversation; nine letters and digits, which is all that Mistral's
-    templates accept."""
+    """Call of a function. `id` names it within its conversation and has nine letters and digits, which is all that
+    Mistral's templates accept."""
 
     name: str
     arguments: dict[str, Any]
@@ -38,14 +38,14 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def parse(text: str, format: str, *, before: int = 0) -> tuple[str, list[ToolCall]]:
-    """The text without its calls, and these. `before`: calls earlier in the conversation, for their ids: they depend on
-    nothing else, so that an episode that is played again after a resume asks the same."""
+    """Return the text without its calls, and the calls. `before` is the number of earlier calls in the conversation.
+    The ids depend on nothing else, so an episode that is played again after a resume makes the same requests."""
     rest, calls = _FORMATS[format](text)
     return rest, [ToolCall(name, arguments, f"call{before + n:05d}") for n, (name, arguments) in enumerate(calls)]
 
 
 def known(format: str, field: str) -> str:
-    """The name of a format. Raises ConfigError for the field that gave another."""
+    """Return the name of a format. Raises ConfigError for `field` if it is unknown."""
     if format not in _FORMATS:
         raise ConfigError(field, format, f"Must be one of {', '.join(_FORMATS)}.")
     return format
@@ -100,7 +100,7 @@ def _python_call(node: ast.expr) -> _Call:
 
 
 def _call(value: Any, arguments: str) -> _Call:
-    """Raises ValueError for what is no call."""
+    """Build a call. Raises ValueError if the value is not one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError("not a call")
     given = value.get(arguments, {})

@@ -1,10 +1,10 @@
 """One session with an MCP server, over the pipes of its process or over HTTP.
 
-The client's scopes must be left by the task that entered them, so a task of its own holds the session; whoever calls a
-tool only asks it.
+The client's scopes must be exited by the task that entered them. Therefore a separate task holds the session, and
+callers of tools send it requests.
 
-waits for     the server: start_timeout to come up, PROBE_SECONDS to list its tools when a call was given up
-unblocked by  its answer, its end, or the end of its connection: all that wait are told
+waits for     the server: start_timeout to start, PROBE_SECONDS to list its tools after a call was given up
+unblocked by  its answer, its end, or the end of its connection: all waiting calls are notified
 on a hang     a call is given up by its caller; a server that does not answer the probe either is ended
 """
 
@@ -28,14 +28,14 @@ PROBE_SECONDS = 30.0
 END_SECONDS = 5.0
 MOST_PAGES = 100
 _SSE_TOO_LARGE = f"exceeded the {MOST_BYTES} byte limit"
-"""What httpx2 says of an event of that size."""
+"""Error that httpx2 raises for an event of that size."""
 
 Open = Callable[[ServerOutput, Callable[[], None]], AbstractAsyncContextManager[Any]]
-"""Makes the transport; it notes what the server says, and calls when the server has hung up."""
+"""Opens the transport. It records what the server prints, and calls the callback when the server has hung up."""
 
 
 class Connection:
-    """To one server, until it ends."""
+    """Connection to one server, until it ends."""
 
     def __init__(self, name: str, open: Open) -> None:
         self._name, self._open = name, open
@@ -46,15 +46,15 @@ class Connection:
         self._owner: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
         self.why = "it has hung up"
-        """Of its end."""
+        """Reason for its end."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be asked."""
+        """Whether it can still be used."""
         return self._owner is not None and not self._owner.done() and not self._stop.is_set()
 
     async def start(self, seconds: float) -> None:
-        """Raises EpisodeFailed when it does not come up within so many seconds."""
+        """Start the session. Raises EpisodeFailed if the server does not start within so many seconds."""
         self._owner = asyncio.get_running_loop().create_task(self._own())
         self._owner.add_done_callback(self._ended)
         try:
@@ -68,7 +68,7 @@ class Connection:
             raise
 
     async def tools(self) -> list[Tool]:
-        """All that it lists. Raises EpisodeFailed."""
+        """Return all tools that the server lists. Raises EpisodeFailed."""
         found, cursor = list[Tool](), None
         for _ in range(MOST_PAGES):
             page = await self._ask(lambda client: client.list_tools(cursor=cursor))  # noqa: B023  called at once
@@ -79,7 +79,7 @@ class Connection:
         return found
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """The text of the answer. Raises ToolError for what the tool reports, EpisodeFailed."""
+        """Return the text of the answer. Raises ToolError for what the tool reports, and EpisodeFailed."""
         try:
             result: CallToolResult = await self._ask(lambda client: client.call_tool(tool, arguments))
         except asyncio.CancelledError:
@@ -91,7 +91,7 @@ class Connection:
         return text
 
     async def end(self, why: str) -> None:
-        """End it, and wait until its process is gone."""
+        """Close it, and wait until its process has ended."""
         if self.alive:
             self.why = why
         self._stop.set()
@@ -141,7 +141,7 @@ class Connection:
         return EpisodeFailed("tool", f"the MCP server {self._name} is gone: {why}")
 
     def _probe(self) -> None:
-        """In the background: a call was given up, is the server still there?"""
+        """Probe in the background, after a call was given up, whether the server still answers."""
         if self.alive and (self._probing is None or self._probing.done()):
             self._probing = asyncio.get_running_loop().create_task(self._check())
 
@@ -157,7 +157,7 @@ class Connection:
 
 
 def told(result: CallToolResult) -> str:
-    """The text of a result; what is not text is named."""
+    """Return the text of a result; parts that are not text are named."""
     parts = []
     for item in result.content:
         if isinstance(item, TextContent):

@@ -1,8 +1,8 @@
-"""The environment of an episode with tools: runs the calls in what the model wrote, and tells it what came of them.
+"""Environment of an episode with tools: runs the calls in the model's text and returns their results.
 
 waits for     every call, up to its time limit
-on a hang     EpisodeFailed("tool"), or word of it to the model (tool.py says whose fault is what)
-its reward    none: when a turn has no call the episode is over, and the task's own reward function scores it
+on a hang     EpisodeFailed("tool"), or a message to the model (tool.py says which fault is whose)
+its reward    none: a turn without a call ends the episode, and the task's own reward function scores it
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.schema import Message
 
 MOST_NESTED = 64
-"""Levels of lists and objects in a call's arguments; what reads them recurses."""
+"""Maximum nesting of lists and objects in a call's arguments, because their readers are recursive."""
 
 
 class ToolEnv:
-    """Of one episode."""
+    """Environment of one episode."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class ToolEnv:
         output_chars: int = 8000,
         penalty: float = 0.0,
     ) -> None:
-        """At most `max_calls` calls in the episode, well-formed or not; those of a turn run at once unless not
-        `parallel`. `format` is one of calls.parse. `call_timeout`: seconds of one call. Every output is cut to
-        `output_chars` characters. `penalty` is taken off a turn's reward for each call that was not well-formed, of no
-        tool, or with wrong arguments."""
+        """Configure the episode. It may have at most `max_calls` calls, malformed ones included; the calls of a turn
+        run concurrently unless `parallel` is false. `format` is one of calls.parse. `call_timeout` is the time limit of
+        one call in seconds. Every output is cut to `output_chars` characters. `penalty` is subtracted from a turn's
+        reward for each call that is malformed, names an unknown tool, or has wrong arguments."""
         self.format, self._parallel, self._max_calls = known(format, "tool_options.format"), parallel, max_calls
         self._timeout, self._on_fault, self._output_chars, self._penalty = call_timeout, on_fault, output_chars, penalty
         self._count, self._wrong = 0, 0
@@ -60,20 +60,20 @@ class ToolEnv:
             raise ValueError(f"two tools of one name: {sorted(tool.name for tool in tools)}")
 
     async def reset(self, question: Question) -> None:
-        """Opens the tools that want it."""
+        """Open the tools that need it."""
         self._count = 0
         for tool in self._tools.values():
             await _do(tool, "open")
 
     async def close(self) -> None:
-        """Closes them, each of them, and then raises what the first has raised."""
+        """Close every tool, and then raise the first error."""
         closed = await asyncio.gather(*(_do(tool, "close") for tool in self._tools.values()), return_exceptions=True)
         for error in closed:
             if error is not None:
                 raise error
 
     async def step(self, action: str) -> Step:
-        """Done when there is no call in it, or when the calls were used up before."""
+        """Run the turn's calls. The episode is done if there are none, or if the calls were used up before."""
         text, calls = parse(action, self.format, before=self._count)
         wrong = malformed_calls(text, self.format)
         left = self._max_calls - self._count
@@ -90,7 +90,7 @@ class ToolEnv:
         return Step(told, reward=0.0 - self._penalty * self._wrong, score=True, info={"calls": len(calls)})
 
     async def _run(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """What the model is told of each call. Raises EpisodeFailed, and then no other call runs any more."""
+        """Return the messages that answer the calls. Raises EpisodeFailed, after which no other call runs."""
         if not self._parallel:
             return [_message(call, await self._answer(call)) for call in calls]
         try:
@@ -138,8 +138,8 @@ class ToolEnv:
 
 
 def mismatch(arguments: dict[str, Any], tool: Tool) -> str:
-    """What a tool's schema has against these arguments; empty if nothing. Raises EpisodeFailed for a schema that
-    refers to what is not in it: nothing is fetched."""
+    """Return how the arguments violate the tool's schema; empty if they do not. Raises EpisodeFailed for a schema with
+    references to what it does not contain: nothing is fetched."""
     if nested_beyond(MOST_NESTED, arguments):
         return f"the arguments are nested more than {MOST_NESTED} deep."
     try:
@@ -153,7 +153,7 @@ def mismatch(arguments: dict[str, Any], tool: Tool) -> str:
 
 
 def nested_beyond(most: int, value: Any) -> bool:
-    """Whether lists and objects stand more than so many deep in one another."""
+    """Return whether lists and objects are nested more than `most` levels deep."""
     level = [value]
     for _ in range(most):
         level = [

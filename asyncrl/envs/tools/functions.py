@@ -29,17 +29,18 @@ from asyncrl.envs.tools.tool import OnFault, Schema
 
 _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _NAMED = ("properties", "$defs")
-"""Parts of a schema whose keys are names."""
+"""Keywords of a schema whose keys are names."""
 _SECTION = re.compile(r"^[A-Z]\w*:$")
 
 
 class FunctionTool:
-    """A function, with what the model is told of it."""
+    """Tool that calls a function, with the description that the model reads."""
 
     def __init__(
         self, function: Callable[..., Any], *, timeout: float | None = None, on_fault: OnFault | None = None
     ) -> None:
-        """Raises ValueError for a function that JSON arguments cannot call."""
+        """Derive name, description and schema. Raises ValueError for a function that cannot be called with JSON
+        arguments."""
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self.timeout, self.on_fault = timeout, on_fault
         self.description, told = documented(inspect.getdoc(function) or "")
@@ -47,7 +48,7 @@ class FunctionTool:
         self._arguments, self.parameters = _parameters(function, self.name, told)
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """What it returns: text as it is, anything else as JSON."""
+        """Return the function's result: text unchanged, anything else as JSON."""
         values = self._arguments.validate_python(arguments)  # into the types of its signature
         if inspect.iscoroutinefunction(self._function):
             return _text(await self._function(**values))
@@ -55,7 +56,7 @@ class FunctionTool:
 
 
 def documented(text: str) -> tuple[str, dict[str, str]]:
-    """A docstring's description, and what its `Args:` section says of each argument."""
+    """Return a docstring's description, and what its `Args:` section says about each argument."""
     description, told = list[str](), dict[str, str]()
     section, name, width = "", "", 0
     for line in text.splitlines():
@@ -74,7 +75,7 @@ def documented(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _parameters(function: Callable[..., Any], name: str, told: Mapping[str, str]) -> tuple[TypeAdapter[Any], Schema]:
-    """What makes a call's values of its arguments, and the schema of these."""
+    """Return the validator of a call's arguments, and their schema."""
     signature = inspect.signature(function)
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
@@ -100,7 +101,7 @@ def _parameters(function: Callable[..., Any], name: str, told: Mapping[str, str]
 
 
 def _untitled(schema: Any) -> Any:
-    """Without the titles that pydantic makes of names: they tell the model nothing."""
+    """Return the schema without the titles that pydantic derives from names, which tell the model nothing."""
     if isinstance(schema, list):
         return [_untitled(one) for one in schema]
     if not isinstance(schema, dict):

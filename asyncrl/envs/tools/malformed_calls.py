@@ -1,4 +1,4 @@
-"""Calls that a model meant and did not bring off: what is left in its text, in the words that tell it why."""
+"""Detection of malformed tool calls: what calls.parse left in the text, with an explanation for the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PYTHON_CALL = re.compile(r"\A\s*\[\s*[A-Za-z_][\w.]*\s*\(")
 
 
 def malformed_calls(text: str, format: str) -> list[str]:
-    """What is wrong with each call that `calls.parse` left in the text; empty for a text that means none."""
+    """Return what is wrong with each call that `calls.parse` left in the text; empty if the text contains none."""
     if format == "hermes":
         return [_json_slip(block, "arguments") for block in _BLOCK.findall(text)]
     if format == "llama3_json":

@@ -29,15 +29,16 @@ from asyncrl.envs.tools.tool import OnFault, Tool
 from asyncrl.errors import ConfigError, EpisodeFailed
 
 INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "PYTHONPATH", "SHELL", "TERM", "TMPDIR", "USER", "ASYNCRL_RUN_ID")
-"""Of our environment, what a server gets: no keys. By the last one the launcher finds what a killed run leaves."""
+"""Environment variables that a server receives: no keys. The launcher uses the last one to find what a killed run left.
+"""
 HTTP_SECONDS = 300.0
 T = TypeVar("T")
 _listed: dict[bytes, list[mcp_types.Tool]] = {}
-"""What each server offers, by specification: it is asked once in a process."""
+"""Tools that each server offers, by specification; each is asked once per process."""
 
 
 class McpSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A server, and how its tools are used. A value "$NAME" of `env` and `headers` is taken from our environment."""
+    """A server, and how its tools are used. A value "$NAME" in `env` and `headers` is taken from the environment."""
 
     use: str
     command: list[str] = []  # `python` is the one that runs this
@@ -58,14 +59,14 @@ class McpSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
             raise ValueError("an MCP server has a command or a url")
 
     def check(self, field: str) -> None:
-        """See specs.Source."""
+        """See ToolSource.check."""
         for part in ("env", "headers"):
             for name, value in getattr(self, part).items():
                 if value.startswith("$") and value[1:] not in os.environ:
                     raise ConfigError(f"{field}.{part}.{name}", value, "There is no such environment variable.")
 
     def listed(self, field: str) -> Sequence[Tool]:
-        """See specs.Source."""
+        """See ToolSource.listed."""
         key = msgspec.json.encode(self)
         if key not in _listed:
             _listed[key] = _off_the_loop(lambda: ask(self, field))
@@ -73,12 +74,12 @@ class McpSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
         return [McpTool(one, lease, self) for one in _listed[key]]
 
     async def episode(self, field: str) -> Sequence[Tool]:
-        """See specs.Source."""
+        """See ToolSource.episode."""
         return await shared("mcp", self, lambda: McpServers(self)).episode(field)
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the server for messages."""
         return self.url or " ".join(self.command)
 
 
@@ -92,7 +93,7 @@ class McpTool:
         self.open, self.close = lease.open, lease.close
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """The text of its answer."""
+        """Return the text of the tool's answer."""
         return await self._lease.call(self.name, arguments)
 
 
@@ -103,7 +104,7 @@ class McpServers:
         self._spec, self._servers, self._asking = spec, servers(spec), asyncio.Lock()
 
     async def episode(self, field: str) -> Sequence[Tool]:
-        """The tools of one episode. Raises ConfigError where the server gives none."""
+        """Return the tools of one episode. Raises ConfigError if the server offers none."""
         key = msgspec.json.encode(self._spec)
         async with self._asking:
             if key not in _listed:
@@ -112,18 +113,18 @@ class McpServers:
         return [McpTool(one, lease, self._spec) for one in _listed[key]]
 
     async def close(self) -> None:
-        """End them."""
+        """Stop the servers."""
         await self._servers.close()
 
 
 def servers(spec: McpSpec) -> Servers:
-    """Of which none is started yet."""
+    """Return the servers of a specification; none is started yet."""
     starter = Starter(spec.name, lambda: connection(spec), start_timeout=spec.start_timeout, restarts=spec.restarts)
     return PerEpisode(starter, spec.warm) if spec.per_episode else Shared(starter)
 
 
 def connection(spec: McpSpec) -> Connection:
-    """One that is not started yet."""
+    """Return a connection that is not started yet."""
     if spec.url:
         return Connection(spec.name, lambda said, lost: _http(spec.url, resolved(spec.headers)))
     program, *words = spec.command
@@ -133,7 +134,7 @@ def connection(spec: McpSpec) -> Connection:
 
 
 async def ask(spec: McpSpec, field: str) -> list[mcp_types.Tool]:
-    """What a server offers, of that what is wanted. Raises ConfigError for the field that names the server."""
+    """Return the wanted tools that a server offers. Raises ConfigError for the field that names the server."""
     session = connection(spec)
     try:
         await session.start(spec.start_timeout)
@@ -156,7 +157,7 @@ async def ask(spec: McpSpec, field: str) -> list[mcp_types.Tool]:
 
 
 def resolved(values: Mapping[str, str]) -> dict[str, str]:
-    """With "$NAME" replaced from our environment (McpSpec.check: it is there)."""
+    """Replace "$NAME" by the environment's value (McpSpec.check has verified that it exists)."""
     return {name: os.environ[value[1:]] if value.startswith("$") else value for name, value in values.items()}
 
 
@@ -172,7 +173,7 @@ async def _http(url: str, headers: Mapping[str, str]) -> AsyncIterator[Any]:
 
 
 async def _bounded(response: httpx2.Response) -> None:
-    """The client of the `mcp` package reads a JSON answer of any length."""
+    """Bound the size of a JSON answer, because the client of the `mcp` package reads one of any length."""
     if response.headers.get("content-type", "").startswith("application/json"):
         response.stream = _Bounded(response.stream)
 
@@ -194,6 +195,6 @@ class _Bounded(httpx2.AsyncByteStream):
 
 
 def _off_the_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """In a thread with an event loop of its own, as the caller may be in one."""
+    """Run it in a thread with its own event loop, because the caller may run in one."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(lambda: asyncio.run(work())).result()

@@ -1,4 +1,4 @@
-"""What a model is shown of an output: bounded, and in characters that every tokenizer takes."""
+"""Limits on the output that a model sees: a bounded length, and only characters that every tokenizer accepts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ENDED = {
     "output": "it printed too much",
     "killed": "it was killed",
 }
-"""Why a program was ended, by Outcome.reason."""
+"""Explanation of why a program was stopped, by Outcome.reason."""
 
 
 def shown(outcome: Outcome, most: int) -> str:
-    """What a program printed and how it ended: the beginning and the end of its stdout, at most so many characters, and
-    the last lines of its stderr, at most as many."""
+    """Return what a program printed and how it ended: the beginning and end of its stdout, at most `most` characters,
+    and the last lines of its stderr, at most as many."""
     lines = outcome.stderr.decode(errors="replace").splitlines()
     errors = "\n".join(lines[-TRACEBACK_LINES:])
     parts = [middle_out(outcome.stdout.decode(errors="replace").rstrip("\n"), most), errors[-most:]]
@@ -34,7 +34,7 @@ def shown(outcome: Outcome, most: int) -> str:
 
 
 def middle_out(text: str, most: int) -> str:
-    """At most so many characters: the middle is left out."""
+    """Shorten the text to `most` characters by leaving out the middle."""
     if len(text) <= most:
         return text
     head = most - most // 2
@@ -42,7 +42,7 @@ def middle_out(text: str, most: int) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """At most so many characters, and what was left out; what no UTF-8 holds is replaced."""
+    """Return at most `most` characters, and the number left out. Characters that UTF-8 cannot encode are replaced."""
     left_out = len(text) - most
     text = text[:most].encode(errors="replace").decode()
     return f"{text}\n[{left_out} more characters are left out]" if left_out > 0 else text

@@ -1,10 +1,10 @@
-"""Python as a tool: the model's programs run in a sandbox (asyncrl/envs/sandbox), which bounds them.
+"""Python as a tool: the model's programs run in a sandbox (asyncrl/envs/sandbox) with limits.
 
-A program is a cell of a notebook: what it prints is shown, and the value of its last line if that is an expression.
-Files stay for the episode, in a `session`; variables do not. What a program does to itself, its end by a limit too, is
-told to the model; only the sandbox's own failure is a fault.
+A program is like a notebook cell: the model sees what it prints, and the value of its last line if that is an
+expression. In a `session` files stay for the episode; variables do not. Failures of the program, including exceeded limits,
+are reported to the model; only a failure of the sandbox itself is a fault.
 
-waits for     its turn, where calls share a session; a sandbox; the program, whose time the sandbox bounds
+waits for     its turn if calls share a session; a sandbox; the program, whose time the sandbox bounds
 on a hang     EpisodeFailed("sandbox"), from the sandbox
 """
 
@@ -43,7 +43,7 @@ except BaseException as error:
     traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
     sys.exit(1)
 """
-"""Runs in the sandbox; the program comes by stdin."""
+"""Wrapper that runs in the sandbox; the program arrives on stdin."""
 
 
 class PythonTool:
@@ -70,15 +70,15 @@ class PythonTool:
         session: bool = True,
         output_chars: int = 4000,
     ) -> None:
-        """`seconds` of one program, unset: those of the sandbox; in a `session` all programs of the episode have one
-        sandbox, else each has a new one."""
+        """Configure the tool. `seconds` bounds one program (unset: the sandbox's limit). In a `session` all programs of
+        the episode share one sandbox; otherwise each has a new one."""
         self._sandboxes, self._seconds, self._session = sandboxes, seconds, session
         self._output_chars = output_chars
         self._sandbox: Sandbox | None = None
         self._turn = asyncio.Lock()
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """What the program printed, and how it ended. Raises ToolError for one that is too long to be run."""
+        """Return what the program printed and how it ended. Raises ToolError for a program that is too long."""
         code = arguments["code"].encode(errors="replace")
         if not self._session:
             sandbox = await self._sandboxes().open()

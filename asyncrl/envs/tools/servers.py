@@ -1,8 +1,8 @@
-"""MCP servers, kept for episodes: one that all share, or one for each, some of them started ahead.
+"""MCP servers for episodes: one shared by all, or one per episode, some of them started ahead of time.
 
-waits for     a server that comes up: `start_timeout`, and `restarts` further attempts, 1, 2, 4, ... s after one another
+waits for     the start of a server: `start_timeout`, and `restarts` further attempts, 1, 2, 4, ... s apart
 unblocked by  its start
-on death      calls in flight are EpisodeFailed, and the next call, or the next episode, starts it anew
+on death      calls in flight raise EpisodeFailed, and the next call or episode starts it again
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ LONGEST_DELAY = 30.0
 
 
 class Starter:
-    """Starts one server, again and again, within bounds."""
+    """Starter of one server, with bounded retries."""
 
     def __init__(
         self, name: str, connect: Callable[[], Connection], *, start_timeout: float, restarts: int, delay: float = 1.0
     ) -> None:
-        """`start_timeout`: seconds of one start. `restarts`: further attempts at one that fails. `delay`: seconds
-        before the first of these; they double with each."""
+        """Configure the starter. `start_timeout` bounds one start in seconds. `restarts` is the number of further
+        attempts after a failure. `delay` is the wait in seconds before the first of these; it doubles each time."""
         self._name, self._connect, self._seconds, self._restarts = name, connect, start_timeout, restarts
         self._delay = delay
 
     async def start(self) -> Connection:
-        """One that is up. Raises EpisodeFailed."""
+        """Return a started connection. Raises EpisodeFailed."""
         for left in range(self._restarts, -1, -1):
             connection = self._connect()
             try:
@@ -54,7 +54,7 @@ class ServerLease(Protocol):
 
 
 class Servers(Protocol):
-    """Those of one specification."""
+    """Servers of one specification."""
 
     def lease(self) -> ServerLease: ...
 
@@ -62,7 +62,7 @@ class Servers(Protocol):
 
 
 class Shared:
-    """One server for all episodes; it must be stateless. It is a lease of itself."""
+    """One server for all episodes, which must be stateless. It is its own lease."""
 
     def __init__(self, starter: Starter) -> None:
         self._starter = starter
@@ -70,11 +70,12 @@ class Shared:
         self._starting: asyncio.Task[Connection] | None = None
 
     def lease(self) -> ServerLease:
-        """The same for all."""
+        """Return the lease that all episodes share."""
         return _Borrowed(self)
 
     async def ready(self) -> Connection:
-        """The living connection. Whoever is cancelled meanwhile does not end the start, for which others wait."""
+        """Return the living connection, and start it if necessary. Cancelling one waiter does not cancel the start,
+        because others wait for it."""
         if self._connection and self._connection.alive:
             return self._connection
         if self._starting is None:
@@ -87,12 +88,12 @@ class Shared:
         return starting.result()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """See Connection.call."""
+        """Call a tool; see Connection.call."""
         connection = await self.ready()
         return await connection.call(tool, arguments)
 
     async def close(self) -> None:
-        """End it."""
+        """Stop the server."""
         if self._starting:
             self._starting.cancel()
             await asyncio.wait({self._starting})
@@ -106,18 +107,18 @@ class Shared:
 
 
 class _Borrowed:
-    """What one episode has of a shared server: it ends nothing."""
+    """Lease of a shared server; closing it stops nothing."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self.call = shared.call
 
     async def open(self) -> None:
-        """Waits until it is up."""
+        """Wait until the server has started."""
         await self._shared.ready()
 
     async def close(self) -> None:
-        """Nothing: others use it."""
+        """No-op, because others use the server."""
 
 
 class PerEpisode:
@@ -131,11 +132,11 @@ class PerEpisode:
         self._closed = False
 
     def lease(self) -> ServerLease:
-        """A new one, which takes a server when it is opened."""
+        """Return a lease that takes a server when it is opened."""
         return _Own(self)
 
     async def take(self, lease: _Own) -> Connection:
-        """One that no other has had. Raises EpisodeFailed."""
+        """Return a server that no other episode has used. Raises EpisodeFailed."""
         connection = None
         while self._ready and connection is None:
             first = self._ready.popleft()
@@ -148,11 +149,11 @@ class PerEpisode:
             self._refill()
 
     def given_back(self, lease: _Own) -> None:
-        """The lease has ended its server."""
+        """Record that the lease has stopped its server."""
         self._leases.discard(lease)
 
     async def close(self) -> None:
-        """End all of them."""
+        """Stop all servers."""
         self._closed = True
         for task in self._filling:
             task.cancel()
@@ -176,26 +177,26 @@ class PerEpisode:
 
 
 class _Own:
-    """The server of one episode. When it dies the episode is lost, for its state is."""
+    """Server of one episode. When it dies the episode is lost, together with the server's state."""
 
     def __init__(self, servers: PerEpisode) -> None:
         self._servers = servers
         self._connection: Connection | None = None
 
     async def open(self) -> None:
-        """Takes one."""
+        """Take a server."""
         if self._connection is None:
             self._connection = await self._servers.take(self)
 
     async def close(self) -> None:
-        """Ends it."""
+        """Stop the server."""
         connection, self._connection = self._connection, None
         if connection:
             self._servers.given_back(self)
             await connection.end("its episode is over")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """See Connection.call."""
+        """Call a tool; see Connection.call."""
         if self._connection is None:
             raise EpisodeFailed("tool", "the episode's MCP server is not open")
         return await self._connection.call(tool, arguments)

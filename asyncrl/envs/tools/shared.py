@@ -1,7 +1,7 @@
-"""What episodes share: sandboxes and servers, made when the first needs one, ended with the event loop's work.
+"""Resources that episodes share: sandboxes and servers, created at first use and closed with the event loop's work.
 
-An environment is made anew for each episode from names and numbers alone, so what outlives it stands here, by the
-specification that it was made from.
+Each episode creates its environment from names and numbers alone. What outlives an environment is kept here, by the
+specification from which it was created.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMITS = "asyncrl.envs.sandbox.protocol:Limits"
 
 
 class Closable(Protocol):
-    """Something that is ended."""
+    """Resource that can be closed."""
 
     async def close(self) -> None: ...
 
@@ -35,7 +35,7 @@ _held: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, Any]] = WeakKeyD
 
 
 def shared(kind: str, spec: Any, make: Callable[[], T]) -> T:
-    """The one of this kind and specification in the running event loop."""
+    """Return the shared resource of this kind and specification in the running event loop."""
     held = _held.setdefault(asyncio.get_running_loop(), {})
     key = msgspec.json.encode([kind, spec], order="deterministic")
     if key not in held:
@@ -45,8 +45,8 @@ def shared(kind: str, spec: Any, make: Callable[[], T]) -> T:
 
 
 async def close_shared() -> None:
-    """End all that the running event loop holds: after the last episode. Raises what the first end has raised, after
-    all."""
+    """Close all resources of the running event loop, after the last episode. Raises the first error after closing all.
+    """
     held = _held.pop(asyncio.get_running_loop(), {})
     ended = await asyncio.gather(*(one.close() for one in held.values()), return_exceptions=True)
     for error in ended:
@@ -55,14 +55,14 @@ async def close_shared() -> None:
 
 
 def sandboxes(path: str, params: Mapping[str, Any]) -> SandboxBackend:
-    """The backend at an import path, made with these arguments, one for all who ask for the same; `limits` are those of
-    a sandbox, by name. Raises ConfigError."""
+    """Return the sandbox backend at an import path, built with these arguments and shared by all who ask for the same.
+    `limits` are those of a sandbox, by name. Raises ConfigError."""
     made = _backend(path, params, "sandbox")
     return shared("sandboxes", [path, params], made)
 
 
 def check_sandboxes(path: str, params: Mapping[str, Any], field: str) -> None:
-    """Raises ConfigError for `field`, or `field`_params, when there is no such backend. Nothing is started."""
+    """Raise ConfigError for `field`, or `field`_params, if there is no such backend. Starts nothing."""
     _backend(path, params, field)()
 
 

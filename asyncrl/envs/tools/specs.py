@@ -23,27 +23,28 @@ from asyncrl.errors import ConfigError
 from asyncrl.imports import load
 
 PARTS = ("name", "description", "parameters", "call")
-"""Of a Tool."""
+"""Parameters of a Tool."""
 
 
 class ToolSource(Protocol):
-    """Where tools come from; `field` is what a ConfigError names."""
+    """Source of tools. `field` is the setting that a ConfigError names."""
 
     def check(self, field: str) -> None:
-        """Raises ConfigError for what is wrong on the face of it. Nothing is started."""
+        """Raise ConfigError for mistakes that are visible without starting anything."""
         ...
 
     def listed(self, field: str) -> Sequence[Tool]:
-        """The tools as they can be known before an episode; a server is started and asked. Raises ConfigError."""
+        """Return the tools as far as they are known before an episode; an MCP server is started and asked. Raises
+        ConfigError."""
         ...
 
     async def episode(self, field: str) -> Sequence[Tool]:
-        """For one episode."""
+        """Return the tools of one episode."""
         ...
 
 
 class PythonSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """See PythonTool and shared.sandboxes."""
+    """Python in a sandbox; see PythonTool and shared.sandboxes."""
 
     use: str
     seconds: float | None = None
@@ -53,11 +54,11 @@ class PythonSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     sandbox_params: dict[str, Any] = {}
 
     def check(self, field: str) -> None:
-        """See Source."""
+        """See ToolSource.check."""
         check_sandboxes(self.sandbox, self.sandbox_params, f"{field}.sandbox")
 
     def listed(self, field: str) -> Sequence[Tool]:
-        """See Source."""
+        """See ToolSource.listed."""
         made = PythonTool(
             lambda: sandboxes(self.sandbox, self.sandbox_params),
             seconds=self.seconds,
@@ -67,12 +68,12 @@ class PythonSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         return [made]
 
     async def episode(self, field: str) -> Sequence[Tool]:
-        """See Source."""
+        """See ToolSource.episode."""
         return self.listed(field)
 
 
 class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A user's own. `timeout` and `on_fault` are a function's; a Tool has its own."""
+    """A user's own tool. `timeout` and `on_fault` apply to a function; a Tool has its own."""
 
     use: str
     params: dict[str, Any] = {}
@@ -80,15 +81,15 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     on_fault: OnFault | None = None
 
     def check(self, field: str) -> None:
-        """See Source."""
+        """See ToolSource.check."""
         self._maker(field)
 
     def listed(self, field: str) -> Sequence[Tool]:
-        """See Source."""
+        """See ToolSource.listed."""
         return [self._maker(field)()]
 
     async def episode(self, field: str) -> Sequence[Tool]:
-        """See Source."""
+        """See ToolSource.episode."""
         return self.listed(field)
 
     def _maker(self, field: str) -> Callable[[], Tool]:
@@ -108,7 +109,7 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
 
 
 def source(spec: Mapping[str, Any], field: str) -> ToolSource:
-    """What a specification means. Raises ConfigError."""
+    """Return the source that a specification describes. Raises ConfigError."""
     use = spec.get("use")
     if use == "python":
         kind: Any = PythonSpec
@@ -138,7 +139,7 @@ def _tool(found: Any, path: str, field: str) -> Tool:
 
 @cache
 def _function(found: Callable[..., Any], timeout: float | None, on_fault: OnFault | None, field: str) -> FunctionTool:
-    """One for all episodes: it counts the threads that hang."""
+    """Return the tool of a function, shared by all episodes because it counts the threads that hang."""
     try:
         return FunctionTool(found, timeout=timeout, on_fault=on_fault)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""An MCP server as a process: what the client of the `mcp` package reads from and writes to.
+"""MCP server as a child process, with the streams that the client of the `mcp` package reads and writes.
 
-Its own transport (mcp.client.stdio, 2.3) collects a line of any length, in time that grows with the square of it, lets
-stderr flow into ours, and can leave the process behind when it is cancelled twice. Here a line is at most MOST_BYTES
-long, the last lines that are no messages are kept for whoever asks why, and its process group is killed in any case.
+The package's own transport (mcp.client.stdio, 2.3) collects lines of any length, in quadratic time, passes
+stderr on to ours, and can leave the process behind when it is cancelled twice. Here a line is at most MOST_BYTES
+long, the last lines that are not messages are kept for diagnosis, and the process group is always killed.
 
-waits for     lines of its stdout; at the end GRACE_SECONDS for it to go by itself
+waits for     lines of its stdout; at the end GRACE_SECONDS for it to exit by itself
 unblocked by  the end of its stdout, which is the end of the connection
 on a hang     the caller's time limits; closing kills its process group
 """
@@ -26,24 +26,24 @@ from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_a
 from asyncrl.errors import EpisodeFailed
 
 MOST_BYTES = 4 << 20
-"""Of one message."""
+"""Maximum size of a message in bytes."""
 TOO_LARGE = f"the answer is larger than {MOST_BYTES >> 20} MiB"
 GRACE_SECONDS = 1.0
 _REAP_SECONDS = 2.0
 _TAIL = 2000
-"""Characters of what a server said that are kept."""
+"""Number of characters of a server's output that are kept."""
 _ID = re.compile(rb'\A\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)\s*[,}]')
 
 
 class ServerOutput:
-    """The last of what a server wrote on stderr, and on stdout where it was no message."""
+    """The end of what a server wrote to stderr, and of the lines on stdout that are not messages."""
 
     def __init__(self) -> None:
         self.text = ""
         self.ended = ""
 
     def add(self, data: bytes) -> None:
-        """More of it."""
+        """Append output."""
         self.text = (self.text + data[-_TAIL:].decode(errors="replace"))[-_TAIL:]
 
     def __str__(self) -> str:
@@ -55,8 +55,8 @@ class ServerOutput:
 async def stdio(
     command: Sequence[str], env: Mapping[str, str], folder: str | None, said: ServerOutput, lost: Callable[[], None]
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """The two streams of an MCP session with the server that a command starts; `lost` is called when it hangs up.
-    Raises EpisodeFailed where there is no such program."""
+    """Yield the two streams of an MCP session with the server that a command starts; `lost` is called when it hangs up.
+    Raises EpisodeFailed if there is no such program."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -120,7 +120,7 @@ async def stdio(
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Whole lines; of one that is too long its beginning, cut to MOST_BYTES and a byte."""
+    """Yield whole lines. Of a line that is too long, yield its first MOST_BYTES + 1 bytes."""
     line = bytearray()
     while data := await stream.read(1 << 16):
         *ends, rest = data.split(b"\n")
@@ -132,7 +132,7 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _message(line: bytes, said: ServerOutput) -> SessionMessage | None:
-    """None for what is no message, such as a line that a careless server prints."""
+    """Parse a message. Returns None for other lines, such as those that a server prints by mistake."""
     if len(line) <= MOST_BYTES:
         try:
             return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
@@ -147,7 +147,8 @@ def _message(line: bytes, said: ServerOutput) -> SessionMessage | None:
 
 
 async def _gone(process: asyncio.subprocess.Process, seconds: float) -> bool:
-    """Whether it ended within so many seconds. Not `wait`, which also waits for whoever else holds its pipes."""
+    """Return whether the process ended within so many seconds. `wait` is not used, because it also waits for other
+    holders of its pipes."""
     deadline = anyio.current_time() + seconds
     while process.returncode is None and anyio.current_time() < deadline:  # noqa: ASYNC110  no event tells it
         await anyio.sleep(0.01)
@@ -155,7 +156,7 @@ async def _gone(process: asyncio.subprocess.Process, seconds: float) -> bool:
 
 
 def _close(process: asyncio.subprocess.Process) -> None:
-    """Its pipes, which a process that left the group may still hold; asyncio has no public way."""
+    """Close its pipes, which a process that left the group may still hold; asyncio has no public way."""
     process._transport.close()  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Tools in a system message, for models whose chat template says nothing of them (SmolLM2's, for one)."""
+"""Tools in a system message, for models whose chat template ignores tools, such as SmolLM2's."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _HOW = {
 
 
 def tools_in_system(messages: Sequence[Message], tools: Sequence[Message], format: str = "hermes") -> list[Message]:
-    """The messages with the tools, as the OpenAI API has them, in the system message: behind what it says, or in one
-    that is put before them. `format`: how they are to be called (calls.parse)."""
+    """Return the messages with the tools (in the OpenAI API's form) described in the system message: appended to it, or
+    in a new one in front. `format` is the call format (calls.parse)."""
     if not tools:
         return list(messages)
     signatures = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -39,6 +39,6 @@ def tools_in_system(messages: Sequence[Message], tools: Sequence[Message], forma
 
 
 def ignores_tools(template: Template, tools: Sequence[Message]) -> bool:
-    """Whether a chat template shows nothing of the tools."""
+    """Return whether a chat template shows nothing of the tools."""
     messages = [{"role": "user", "content": "1"}]
     return bool(tools) and template.begin(messages, tools) == template.begin(messages)

@@ -1,9 +1,9 @@
-"""Plain functions beside an event loop that must not stop: each call has a daemon thread of its own.
+"""Sync functions called from an event loop that must not block: each call runs in its own daemon thread.
 
-waits for     room: THREADS calls at once
-unblocked by  every call that returns, or that nobody waits for any more
-on a hang     the caller's time limit cancels the wait; the thread cannot be ended, is left behind and counted, and
-              MOST_HANGING of them are an AsyncRLError, which ends the run
+waits for     a free slot: THREADS concurrent calls
+unblocked by  a call that returns, or that nobody waits for any more
+on a hang     the caller's time limit cancels the wait. A thread cannot be stopped: it is abandoned and counted, and
+              MOST_HANGING of them raise AsyncRLError, which ends the run
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ThreadRunner:
-    """Those of one function."""
+    """The threads of one function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -33,7 +33,8 @@ class ThreadRunner:
         self.hanging = 0
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What it returns. Raises EpisodeFailed("tool", ...) from what it raises, unless that is one of our own."""
+        """Return the function's result. Its exceptions become EpisodeFailed("tool", ...), unless they are asyncrl's
+        own."""
         if self.hanging >= MOST_HANGING:
             raise AsyncRLError(
                 f"{self.hanging} calls of the tool {self._name} have not returned in time and still run: what do they "

@@ -1,4 +1,4 @@
-"""Environments with tools by specification (specs.py), and what models are told of these.
+"""Environments whose tools are given by specification (specs.py), and the tools' descriptions for models.
 
 environment          toolbox([{"use": "python"}, {"use": "mcp", "command": [...]}], max_calls=8)
 question["tools"]    functions(specs)
@@ -21,11 +21,11 @@ Spec = Mapping[str, Any]
 
 
 class ToolboxEnv(ToolEnv):
-    """A ToolEnv whose tools come by specification: an instance plays one episode, and shares with others what they can
-    share."""
+    """ToolEnv whose tools are given by specification. An instance plays one episode, and shares with others what can be
+    shared."""
 
     def __init__(self, tools: Sequence[Spec], **options: Any) -> None:
-        """`options` are ToolEnv's. Raises ConfigError; nothing is started."""
+        """Configure the episode. `options` are ToolEnv's. Raises ConfigError; starts nothing."""
         try:
             inspect.signature(ToolEnv).bind([], **options)
         except TypeError as error:
@@ -36,21 +36,21 @@ class ToolboxEnv(ToolEnv):
         self._sources = [source(spec, f"tools.{place}") for place, spec in enumerate(tools)]
 
     async def reset(self, question: Question) -> None:
-        """Takes the tools for this episode. Raises EpisodeFailed when a server does not come up."""
+        """Open the tools of this episode. Raises EpisodeFailed if a server does not start."""
         made = [await one.episode(f"tools.{place}") for place, one in enumerate(self._sources)]
         self._take([tool for tools in made for tool in tools])
         await super().reset(question)
 
 
 def toolbox(specs: Sequence[Spec], **options: Any) -> Callable[[], ToolboxEnv]:
-    """Makes environments with these tools. Raises ConfigError."""
+    """Return the specification of environments with these tools. Raises ConfigError."""
     ToolboxEnv(specs, **options)
     return lambda: ToolboxEnv(specs, **options)
 
 
 def functions(specs: Sequence[Spec], field: str = "tools") -> list[Message]:
-    """What models are told of the tools, as the OpenAI API has it; an MCP server is started and asked, once in a
-    process. Raises ConfigError, for two tools of one name too."""
+    """Return the tools' descriptions for models in the OpenAI API's form; an MCP server is started and asked, once per
+    process. Raises ConfigError, also for two tools of the same name."""
     places = [(f"{field}.{place}", spec) for place, spec in enumerate(specs)]
     found = [function(tool) for place, spec in places for tool in source(spec, place).listed(place)]
     names = [one["function"]["name"] for one in found]
