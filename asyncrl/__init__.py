@@ -1,3 +1,3 @@
-"""asyncrl: reinforcement learning of language models while they generate. The tour is in README.md."""
+"""asyncrl: asynchronous RL for LLMs. Megatron trains while SGLang generates, with bounded staleness (README.md)."""
 
 __version__ = "0.1.0"

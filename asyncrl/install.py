@@ -1,8 +1,8 @@
-"""`asyncrl-install`: puts the pinned CPU system (trainer, SGLang, router, model) into an environment.
+"""`asyncrl-install`: install the pinned CPU system (trainer, SGLang, router, model) into an environment.
 
-It is the one command after `pip install asyncrl` on a machine without a GPU: SGLang's own metadata asks for
-several GB of CUDA packages, so it goes in from a complete lock with `--no-deps`, which no wheel can state.
-Only the standard library is imported here, so that it also runs after `pip install --no-deps asyncrl`.
+On a machine without a GPU this is the only command needed after `pip install asyncrl`. SGLang's own metadata requires
+several GB of CUDA packages, so SGLang is installed from a complete lock with `--no-deps`, which no wheel can express.
+This module imports only the standard library, so it also runs after `pip install --no-deps asyncrl`.
 
 usage: asyncrl-install [--cpu] [--dry-run] [any arguments of pip install, such as --extra-index-url URL]
 """

@@ -28,7 +28,7 @@ def renew_seconds(patience: float) -> float:
 
 
 class Progress:
-    """What one process is doing. `doing` and `part` only set fields, so they may be called for every micro-batch."""
+    """Progress reports of one process. `doing` and `part` only set fields, so call them as often as you like."""
 
     def __init__(
         self, run_dir: Path, name: str, patience: float | None, clock: Callable[[], float] = time.monotonic

@@ -1,4 +1,5 @@
-"""`asyncrl-convert`: between Hugging Face folders and Megatron checkpoints, and between recordings and others' files.
+"""`asyncrl-convert`: convert Hugging Face folders to and from Megatron checkpoints, and recordings to and from files
+of other systems.
 
 Example: asyncrl-convert to-megatron Qwen3-0.6B checkpoints/start --dtype bfloat16
          asyncrl-convert to-hf checkpoints/iter_0000100 exported --model Qwen3-0.6B

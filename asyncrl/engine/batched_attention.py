@@ -57,7 +57,7 @@ def make_plan(slots: Tensor, lengths: list[int], new: list[int]) -> PagedAttenti
 
 
 def _plan_runs(slots: Tensor, lengths: list[int], single: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return `members`, `place`, `shared`, `own` and `hidden` of a Plan."""
+    """Return `members`, `place`, `shared`, `own` and `hidden` of a PagedAttentionPlan."""
     length_of = torch.tensor([lengths[request] for request in single], dtype=torch.int64)
     longest = int(length_of.max()) if single else 0
     slots = slots[torch.tensor(single, dtype=torch.int64), :longest].long()

@@ -276,7 +276,7 @@ class GenerationClient:
         """Send one request with a sample for each sibling. A sibling proceeds as soon as its own sample is complete."""
         async with asyncio.TaskGroup() as answers:
 
-            def asker(
+            def pending(
                 session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]
             ) -> PendingSample:
                 return PendingSample(session, exchange, lambda: answers.create_task(finish(session, exchange, future)))
@@ -289,7 +289,7 @@ class GenerationClient:
                     future.set_result(completion)
 
             known = min(known_rows(session.routed, token_ids) for session, _, _ in asking)
-            await self.inflight.stream([asker(*one) for one in asking], token_ids, begun=0, routed_from=known)
+            await self.inflight.stream([pending(*one) for one in asking], token_ids, begun=0, routed_from=known)
 
     def _settle(self, task: asyncio.Task[None], futures: list[asyncio.Future[Completion]]) -> None:
         """Pass the error of a request to each sibling that has no answer yet.

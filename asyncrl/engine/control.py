@@ -140,7 +140,7 @@ class Fleet:
         return answers, problems
 
     def post(self, url: str, path: str, body: Answer | None = None, timeout: float | None = None) -> Answer:
-        """POST to one engine. Raises EngineError, or Refusal when the engine answered without success."""
+        """POST to one engine. Raises EngineError, or CallRefused when the engine answered without success."""
         return self._checked("POST", url + path, body or {}, timeout)
 
     def get(self, url: str, path: str, timeout: float | None = None) -> Answer:

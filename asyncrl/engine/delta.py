@@ -44,7 +44,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 def apply(model: Any, order: dict[str, Any]) -> None:
     """Load a full update, or the changes from version `base` to `version`.
 
-    Raises Refused, before anything is changed, when the update does not fit or a file is damaged.
+    Raises DeltaMismatch, before anything is changed, when the update does not fit or a file is damaged.
     """
     held, version, base = getattr(model, "asyncrl_version", None), order["version"], order["base"]
     if held == version and base is not None:
@@ -67,7 +67,7 @@ def apply(model: Any, order: dict[str, Any]) -> None:
 
 
 def _checked(file: Path) -> dict[str, str]:
-    """Return a file's header. Raises Refused when the checksum of its content does not match."""
+    """Return a file's header. Raises DeltaMismatch when the checksum of its content does not match."""
     with safe_open(file, framework="pt") as tensors:
         header: dict[str, str] = tensors.metadata()
     with file.open("rb") as content:

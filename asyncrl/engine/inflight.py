@@ -18,13 +18,13 @@ from typing import Any, Literal, Protocol
 import httpx
 
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
-from asyncrl.engine.stream import StreamBroken, pieces
+from asyncrl.engine.stream import StreamBroken, stream_chunks
 from asyncrl.errors import EngineError
 
 CacheKey = Literal["version", "group"]
 Purpose = Literal["training", "evaluation"]
 """Purpose under which tokens are counted."""
-HELD, FIRST, NEXT = "the end of a publish", "the first piece of an engine", "the next piece of an engine"
+HELD, FIRST, NEXT = "the end of a publish", "the first chunk of an engine", "the next chunk of an engine"
 """Events that a session waits for."""
 CAUSES = ("aborted", "broken", "overtaken")
 """Causes of a repeated request: aborted by an update or by its engine's loss, broken, or overtaken by a publish."""
@@ -168,25 +168,25 @@ class InFlight:
     # -- one request ---------------------------------------------------------------------------------------
 
     async def stream(
-        self, askers: Sequence[PendingSample], token_ids: list[int], *, begun: int, routed_from: int = 0
+        self, samples: Sequence[PendingSample], token_ids: list[int], *, begun: int, routed_from: int = 0
     ) -> None:
-        """Stream one sample for each asker. A request that a publish overtakes is sent again for those without one.
+        """Stream the samples of one request. If a publish overtakes it, it is sent again for those without an answer.
 
         begun: number of tokens at the end of `token_ids` that belong to the answer
         routed_from: position of the first token whose experts are not known
         """
-        while asking := [asker for asker in askers if not asker.answered]:
-            sessions = [asker.session for asker in asking]
+        while waiting := [sample for sample in samples if not sample.answered]:
+            sessions = [sample.session for sample in waiting]
             _all_wait_for(HELD, sessions)
             await self._open.wait()
             _all_wait_for(FIRST, sessions)
             sent = _Request(asyncio.timeout(None), len(token_ids))
             self._opened(sent)
             try:
-                request = self._request(asking[0].exchange, sessions, token_ids, begun, routed_from)
+                request = self._request(waiting[0].exchange, sessions, token_ids, begun, routed_from)
                 self._needed += _needed(sessions, request, begun)
                 async with sent.scope:
-                    await self._read(sent, asking, request)
+                    await self._read(sent, waiting, request)
             except TimeoutError:
                 if not sent.scope.expired():
                     raise
@@ -194,41 +194,41 @@ class InFlight:
             finally:
                 self._closed(sent)
 
-    async def _read(self, sent: _Request, askers: Sequence[PendingSample], request: dict[str, Any]) -> None:
+    async def _read(self, sent: _Request, samples: Sequence[PendingSample], request: dict[str, Any]) -> None:
         routed_from = request.get("routed_experts_start_len", 0)
-        answers = [PartialCompletion(self.version, routed_from) for _ in askers]
-        for asker, answer in zip(askers, answers, strict=True):
-            asker.exchange.live = answer
-        why = "the stream ended before its last piece"
+        answers = [PartialCompletion(self.version, routed_from) for _ in samples]
+        for sample, answer in zip(samples, answers, strict=True):
+            sample.exchange.live = answer
+        why = "the stream ended before its last chunk"
         try:
-            async for piece in pieces(self._http, request, askers[0].session.group or request["rid"]):
-                if not 0 <= piece.index < len(answers):
-                    raise EngineError(f"the engine answered sample {piece.index} of a request for {len(answers)}")
-                asker, answer = askers[piece.index], answers[piece.index]
-                new = answer.add(piece)
-                self._count(asker.session, new)
+            async for chunk in stream_chunks(self._http, request, samples[0].session.group or request["rid"]):
+                if not 0 <= chunk.index < len(answers):
+                    raise EngineError(f"the engine answered sample {chunk.index} of a request for {len(answers)}")
+                sample, answer = samples[chunk.index], answers[chunk.index]
+                new = answer.add(chunk)
+                self._count(sample.session, new)
                 sent.answered = True
                 sent.tokens += new
                 if answer.last:
-                    self._end(asker, answer, request)
+                    self._end(sample, answer, request)
         except StreamBroken as broken:
             why = str(broken)
         self.figures.requests += 1
-        for asker, answer in zip(askers, answers, strict=True):
-            if not asker.answered:
+        for sample, answer in zip(samples, answers, strict=True):
+            if not sample.answered:
                 answer.stop_at(why)
-                self._end(asker, answer, request)
+                self._end(sample, answer, request)
 
-    def _end(self, asker: PendingSample, answer: PartialCompletion, request: dict[str, Any]) -> None:
+    def _end(self, sample: PendingSample, answer: PartialCompletion, request: dict[str, Any]) -> None:
         """End one sample, complete or not, while the others may go on for long."""
-        asker.session.cached = (request["extra_key"], len(request["input_ids"]) + len(answer.token_ids))
+        sample.session.cached = (request["extra_key"], len(request["input_ids"]) + len(answer.token_ids))
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
-        asker.answered = True
-        asker.exchange.live = None
-        asker.exchange.parts.append(answer)
-        asker.hand_over()
+        sample.answered = True
+        sample.exchange.live = None
+        sample.exchange.parts.append(answer)
+        sample.hand_over()
 
     def _count(self, session: Listener, tokens: int) -> None:
         self.tokens[session.purpose] += tokens

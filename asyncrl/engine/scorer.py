@@ -143,7 +143,7 @@ class TeacherEngines:
         return min(self._urls, key=rank)
 
     async def _ask(self, url: str, token_ids: list[int], start: int) -> list[float]:
-        """Send one request to one engine. Raises Broken when a retry may help, and EngineError otherwise."""
+        """Send one request to one engine. Raises StreamBroken when a retry may help, and EngineError otherwise."""
         request = {
             "input_ids": token_ids,
             "sampling_params": {"max_new_tokens": 0},

@@ -24,8 +24,10 @@ class StreamBroken(Exception):
     """Raised when an answer ends early through no fault of the request: it may be continued elsewhere."""
 
 
-async def pieces(http: httpx.AsyncClient, request: dict[str, Any], routing_key: str) -> AsyncIterator[StreamChunk]:
-    """Yield the events of one request as they arrive. Raises Broken, or EngineError when the request is refused."""
+async def stream_chunks(
+    http: httpx.AsyncClient, request: dict[str, Any], routing_key: str
+) -> AsyncIterator[StreamChunk]:
+    """Yield the events of one request as they arrive. Raises StreamBroken, or EngineError when the request is refused."""
     headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
     try:
         async with http.stream("POST", "/generate", content=msgspec.json.encode(request), headers=headers) as response:

@@ -74,7 +74,7 @@ class Host:
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended and nothing needs to wait for it."""
+        """Return whether its process has ended and nothing needs to wait for it."""
         return all(task.done() for task in self._tasks)
 
     async def call(self, env: int, method: str, *arguments: Any, seconds: float, limit: str) -> Any:

@@ -1,5 +1,4 @@
-"""What the rollout process writes into the run folder: warnings, ledgers, evaluations, and failed episodes at a bounded
-rate.
+"""Reports that the rollout process writes to the run folder: warnings, ledgers, evaluations, and failed episodes.
 
 Anything that an agent, an environment or a reward function raises becomes a typed failure (errors.raised_by). It costs
 its group, with the reason in the ledger; rollout.max_failures consecutive failures end the run.

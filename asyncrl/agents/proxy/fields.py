@@ -68,7 +68,7 @@ class RequestOptions:
 
 
 def read(body: Body, route: Route, *, temperature: float, end: str) -> RequestOptions:
-    """Read the options of a request. Raises Refused (400) for fields that training does not allow.
+    """Read the options of a request. Raises ApiError (400) for fields that training does not allow.
 
     `temperature` is the run's, and `end` the token that ends its answers.
     """

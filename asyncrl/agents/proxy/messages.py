@@ -31,14 +31,14 @@ class CanonicalMessage:
 
 
 def read_all(messages: Any) -> list[CanonicalMessage]:
-    """Read the messages of a request. Raises Refused (400)."""
+    """Read the messages of a request. Raises ApiError (400)."""
     if not isinstance(messages, list) or not messages:
         raise bad_field("messages", messages, "Must be a list of messages, one at least.")
     return [read(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
 
 def read(message: Any, name: str = "message") -> CanonicalMessage:
-    """Read one message. Raises Refused (400), whose text calls it `name`."""
+    """Read one message. Raises ApiError (400), whose text calls it `name`."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise bad_field(name, message, "Must be an object with a role.")
     if message.get("function_call") is not None:
@@ -54,7 +54,7 @@ def read(message: Any, name: str = "message") -> CanonicalMessage:
 
 
 def tools_key(tools: Any) -> bytes:
-    """Return a key that is equal for the same tools. Raises Refused (400)."""
+    """Return a key that is equal for the same tools. Raises ApiError (400)."""
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

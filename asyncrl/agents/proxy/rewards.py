@@ -29,7 +29,7 @@ class Rewards:
         self._turns: dict[int, _OfTurn] = {}  # by the number of the answer
 
     def take(self, body: Body, answered: Sequence[CompletedRequest]) -> None:
-        """Store a posted reward. Raises Refused (400).
+        """Store a posted reward. Raises ApiError (400).
 
         The body is {"reward": x} for the episode. With "turn", the number of an answer, it is for that answer, and may
         also have "token_rewards", one for each of its tokens.

@@ -141,7 +141,7 @@ class Proxy:
         return endpoint
 
     def _of(self, request: Request) -> ProxySession:
-        """Return the session of a request. Raises Refused (401 or 410)."""
+        """Return the session of a request. Raises ApiError (401 or 410)."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and (session := self._sessions.get(key.strip())):
             return session
@@ -183,7 +183,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def _while_wanted(session: ProxySession, request: Request, handle: Handle) -> Response:
-    """Handle a request, and cancel it when its client disconnects. Raises Refused, or ClientDisconnect."""
+    """Handle a request, and cancel it when its client disconnects. Raises ApiError, or ClientDisconnect."""
     watching: asyncio.Task[None] | None = None
     left = False
 
@@ -209,7 +209,7 @@ async def _while_wanted(session: ProxySession, request: Request, handle: Handle)
 
 
 async def _body(request: Request) -> Body:
-    """Read the request body as a JSON object. Raises Refused, or ClientDisconnect."""
+    """Read the request body as a JSON object. Raises ApiError, or ClientDisconnect."""
     data = bytearray()
     async for piece in request.stream():
         data += piece

@@ -88,7 +88,7 @@ class ProxySession:
     def call(self) -> Iterator[asyncio.Task[Any]]:
         """Track the current task as one request, and yield it, so that it can be cancelled when its client disconnects.
 
-        Raises Refused (410) when the episode ends first.
+        Raises ApiError (410) when the episode ends first.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -117,7 +117,7 @@ class ProxySession:
     # -- requests ------------------------------------------------------------------------------------------
 
     async def chat(self, body: Body) -> ApiResponse:
-        """Answer POST /v1/chat/completions. Raises Refused."""
+        """Answer POST /v1/chat/completions. Raises ApiError."""
         wanted = self._wanted(body, "chat")
         sent = messages.read_all(body.get("messages"))
         tools = body.get("tools") or []
@@ -137,7 +137,7 @@ class ProxySession:
         return ApiResponse(wanted, context, choices)
 
     async def complete(self, body: Body) -> ApiResponse:
-        """Answer POST /v1/completions. Raises Refused."""
+        """Answer POST /v1/completions. Raises ApiError."""
         wanted, prompt = self._wanted(body, "text"), body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             (prompt,) = prompt  # a batch of one
@@ -159,7 +159,7 @@ class ProxySession:
         return ApiResponse(wanted, context, choices)
 
     def take_reward(self, body: Body) -> None:
-        """Handle POST /v1/reward. Raises Refused."""
+        """Handle POST /v1/reward. Raises ApiError."""
         self._rewards.take(body, [asked for _, asked in self._answered])
 
     @property
@@ -193,7 +193,7 @@ class ProxySession:
     async def _ask(
         self, context: list[int], wanted: RequestOptions, *, begins: bool
     ) -> list[tuple[int, CompletedRequest]]:
-        """Generate the answers and return each with the number of its turn. Raises Refused (503) when engines fail."""
+        """Generate the answers and return each with the number of its turn. Raises ApiError (503) when engines fail."""
         numbers = [next(self._serial) for _ in range(wanted.choices)]
         calls = [self._generate(context, max_new_tokens=wanted.limit) for _ in numbers]
         answered = []

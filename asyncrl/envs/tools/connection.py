@@ -50,7 +50,7 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be used."""
+        """Return whether it can still be used."""
         return self._owner is not None and not self._owner.done() and not self._stop.is_set()
 
     async def start(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Python as a tool: the model's programs run in a sandbox (asyncrl/envs/sandbox) with limits.
 
 A program is like a notebook cell: the model sees what it prints, and the value of its last line if that is an
-expression. In a `session` files stay for the episode; variables do not. Failures of the program, including exceeded limits,
+expression. In a `session` files stay for the episode; variables do not. Failures of the program, and exceeded limits,
 are reported to the model; only a failure of the sandbox itself is a fault.
 
 waits for     its turn if calls share a session; a sandbox; the program, whose time the sandbox bounds
