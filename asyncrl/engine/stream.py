@@ -27,7 +27,7 @@ class StreamBroken(Exception):
 async def stream_chunks(
     http: httpx.AsyncClient, request: dict[str, Any], routing_key: str
 ) -> AsyncIterator[StreamChunk]:
-    """Yield the events of one request as they arrive. Raises StreamBroken, or EngineError when the request is refused."""
+    """Yield the events of one request as they arrive. Raises StreamBroken, or EngineError if it is refused."""
     headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
     try:
         async with http.stream("POST", "/generate", content=msgspec.json.encode(request), headers=headers) as response:

@@ -57,7 +57,7 @@ class Breaker:
         self._wake()
 
     def failed(self, detail: str) -> None:
-        """Record that an episode was lost to the environment. Raises AsyncRLError when that has gone on for too long."""
+        """Record that an episode failed in the environment. Raises AsyncRLError if that goes on for too long."""
         self._failures += 1
         now = self._clock()
         if self._opened is None and self._failures >= self._most:

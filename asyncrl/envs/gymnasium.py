@@ -58,7 +58,7 @@ class GymnasiumText:
         return f"{self._rules}\n{self._told}".strip(), self._state
 
     def reset(self, question: Question) -> None:
-        """Start the episode of the question's seed. Returns no messages, because the question contains the first text."""
+        """Start the episode of the question's seed. Returns nothing, because the question contains the first text."""
         self.begin(question["seed"])
 
     def step(self, action: str) -> Step:

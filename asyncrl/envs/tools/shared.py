@@ -45,7 +45,7 @@ def shared(kind: str, spec: Any, make: Callable[[], T]) -> T:
 
 
 async def close_shared() -> None:
-    """Close all resources of the running event loop, after the last episode. Raises the first error after closing all."""
+    """Close all resources of the event loop, after the last episode. Raises the first error after closing all."""
     held = _held.pop(asyncio.get_running_loop(), {})
     ended = await asyncio.gather(*(one.close() for one in held.values()), return_exceptions=True)
     for error in ended:
