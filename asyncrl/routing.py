@@ -56,13 +56,13 @@ def compact(told: bytes, shape: RoutingShape) -> bytes:
     import numpy as np
 
     if len(told) % shape.told:
-        raise ValueError(f"{len(told)} bytes of routed experts are no rows of {shape.layers} x {shape.topk} int32")
+        raise ValueError(f"{len(told)} bytes of routed experts are not rows of {shape.layers} x {shape.topk} int32")
     first, last = shape.sparse[0], shape.sparse[-1] + 1
     contiguous = len(shape.sparse) == last - first  # true of nearly all models: a view instead of a copy
     chosen = slice(first, last) if contiguous else list(shape.sparse)
     rows = np.frombuffer(told, "<u4").reshape(-1, shape.layers, shape.topk)[:, chosen]  # unsigned: -1 is out of range
     if rows.size and (largest := int(rows.max())) >= shape.experts:
-        raise ValueError(f"expert {largest} of a model that has {shape.experts}")
+        raise ValueError(f"expert {largest} of a model with {shape.experts}")
     return rows.astype(f"<u{shape.itemsize}").tobytes()
 
 
@@ -72,7 +72,7 @@ def unpacked(rows: bytes, shape: RoutingShape) -> NDArray[np.unsignedinteger]:
     import numpy as np
 
     if len(rows) % shape.width:
-        raise ValueError(f"{len(rows)} bytes are no rows of {shape.width} bytes")
+        raise ValueError(f"{len(rows)} bytes are not rows of {shape.width} bytes")
     return np.frombuffer(rows, f"<u{shape.itemsize}").reshape(-1, len(shape.sparse), shape.topk)
 
 

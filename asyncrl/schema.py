@@ -183,7 +183,7 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
         for place, turn in enumerate(self.turns):
             if turn.fork is not None and not (turn.begins and -1 <= turn.fork < place):
                 raise ValueError(
-                    f"turn {place} cannot fork behind turn {turn.fork}: it must begin a sample, and follow"
+                    f"turn {place} cannot fork behind turn {turn.fork}: it must begin a sample, and come later"
                 )
 
     @property
@@ -314,5 +314,5 @@ def number(value: object, what: str) -> float:
     except (TypeError, ValueError, OverflowError):
         found = float("nan")
     if not math.isfinite(found):
-        raise ValueError(f"{what} is {value!r}, and must be a finite number")
+        raise ValueError(f"{what} is {value!r}: it must be a finite number")
     return found

@@ -183,8 +183,8 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
         ("algo.mask_lag", -1, "greater than or equal to 0"),
         ("algo.reward_clip", 0.0, "greater than 0"),
         ("algo.overlong_buffer", 4, r"Must not exceed rollout.max_new_tokens \(3\)"),
-        ("algo.mask_sequence", (2.0, 0.5), "Nothing lies between these"),
-        ("algo.mask_geometric", (1.5, 0.5), "Nothing lies between these"),
+        ("algo.mask_sequence", (2.0, 0.5), "The interval is empty"),
+        ("algo.mask_geometric", (1.5, 0.5), "The interval is empty"),
         ("algo.correction_floor", 2.5, r"Must not exceed algo.correction_cap \(2.0\)"),
         ("trainer.dtype", "float16", "'bfloat16' or 'float32'"),
         ("run.overwrite", "yes", "valid boolean"),
@@ -281,7 +281,7 @@ def test_loss_that_weighs_the_gap_itself_takes_no_correction(name: str) -> None:
     if LOSSES[name].against == "behaviour":
         error = refusal(**settings)
         assert (error.field, error.value) == ("algo.correction", "tis")
-        assert f"algo.loss={name} weighs this gap already" in error.remedy
+        assert f"algo.loss={name} already weights this gap" in error.remedy
     else:
         tiny_config(**settings)
     tiny_config(**settings, **{"algo.correction": None})
@@ -468,13 +468,13 @@ def test_model_that_the_trainer_cannot_build_is_refused(change: dict[str, Any], 
     [
         (LLAMA, {"algo.routing_replay": "R3"}, "algo.routing_replay", "has no routed experts"),
         (LLAMA, {"algo.routing_replay": "R2", "algo.epochs": 2}, "algo.routing_replay", "has no routed experts"),
-        (MIXTRAL, {"algo.routing_replay": "R3"}, "algo.routing_replay", "Mixtral does not tell"),
-        (MOE, {"engine.server_args": {"pp_size": 2}}, "engine.server_args.pp_size", "cannot tell routed experts"),
+        (MIXTRAL, {"algo.routing_replay": "R3"}, "algo.routing_replay", "Mixtral does not report"),
+        (MOE, {"engine.server_args": {"pp_size": 2}}, "engine.server_args.pp_size", "cannot report routed experts"),
         (
             MOE,
             {"engine.server_args": {"enable_hierarchical_cache": True}},
             "engine.server_args.enable_hierarchical_cache",
-            "cannot tell routed experts",
+            "cannot report routed experts",
         ),
     ],
 )
@@ -492,7 +492,7 @@ def test_routing_replay_that_the_engines_can_give_passes() -> None:
 
 
 def test_recorded_routing_needs_a_second_step() -> None:
-    with pytest.raises(ConfigError, match="One optimizer step replays nothing"):
+    with pytest.raises(ConfigError, match="With one optimizer step there is nothing to replay"):
         tiny_config(**{"algo.routing_replay": "R2"})
 
 
@@ -520,7 +520,7 @@ def test_processes_kept_on_the_cpu_need_no_gpu() -> None:
 
 @pytest.mark.parametrize("name", ["trainer", "engine"])
 def test_cuda_without_a_gpu_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="This machine shows no GPU: use cpu or auto") as caught:
+    with pytest.raises(ConfigError, match="This machine has no visible GPU: use cpu or auto") as caught:
         check_devices(tiny_config(**{f"{name}.device": "cuda"}), gpus=0)
     assert caught.value.field == f"{name}.device"
 

@@ -42,7 +42,7 @@ def test_rows_of_another_model_are_refused() -> None:
         compact(np.full((1, 4, 2), -1, np.int32).tobytes(), SHAPE)
     with pytest.raises(ValueError, match="no rows of 4 x 2 int32"):
         compact(b"\0" * 33, SHAPE)
-    with pytest.raises(ValueError, match="expert 8 of a model that has 8"):
+    with pytest.raises(ValueError, match="expert 8 of a model with 8"):
         compact(np.full((1, 4, 2), [0, 8], np.int32).tobytes(), SHAPE)
     with pytest.raises(ValueError, match="no rows of 4 bytes"):
         unpacked(b"\0" * 5, SHAPE)

@@ -60,7 +60,7 @@ class Chat:
         """Add what the model reads next: the text of one message, or several messages."""
         messages = [{"role": role, "content": content}] if isinstance(content, str) else content
         if self._begins is not None or not self.turns:
-            raise ValueError("the model has not answered yet: what it reads first is given to Chat, or to restart")
+            raise ValueError("the model has not answered yet: pass its first messages to Chat, or to restart")
         self._said += messages
 
     async def answer(self, *, max_new_tokens: int | None = None, state: str = "") -> str:
@@ -87,7 +87,7 @@ class Chat:
         if not self.turns:
             return []
         if not self._said:
-            raise ValueError("nothing was said since the model's last answer")
+            raise ValueError("no message was added since the model's last answer")
         last = self._context[-1] if self.turns[-1].completion.token_ids else None
         return self._generate.template.extend(self._said, last=last)
 

@@ -47,7 +47,7 @@ class Forking(Player):
         super().__init__(environments, max_turns=max_turns)
         self._fork_at, self._within, self._branches = fork_at, within, branches
         if branches < 1:
-            raise ConfigError("agent_params", {"branches": branches}, "Must be 1 or more: else take MultiTurn.")
+            raise ConfigError("agent_params", {"branches": branches}, "Must be 1 or more; for 0 use MultiTurn.")
         outside = [turn for turn in fork_at or [within - 1] if not 0 <= turn < max_turns]
         if outside:
             params = {"within": within} if fork_at is None else {"fork_at": list(fork_at)}
@@ -63,7 +63,9 @@ class Forking(Player):
         branches = await _together(self._branch(prompt, chat, messages, actions[:turn]) for turn in forks)
         scored = {of_task(actions), *(of_task(more) for _, more in branches)}
         if len(scored) > 1:
-            raise ValueError("the environment leaves the reward of some ways to the task (Step.score), not of all")
+            raise ValueError(
+                "the environment leaves the reward of some branches to the task (Step.score), but not of all"
+            )
         return Trajectory([*chat.turns, *(turn for way, _ in branches for turn in way)], None if scored.pop() else 0.0)
 
     def _forks(self, prompt: Prompt) -> Sequence[int]:

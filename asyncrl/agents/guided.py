@@ -65,7 +65,7 @@ class Guided(Player):
     ) -> None:
         super().__init__(environments, max_turns=max_turns)
         if tries < 1:
-            raise ConfigError("agent_params", {"tries": tries}, "Must be 1 or more: else take MultiTurn.")
+            raise ConfigError("agent_params", {"tries": tries}, "Must be 1 or more; for 0 use MultiTurn.")
         self._guide: Guide = load(guide, "agent_params.guide")
         self._threshold, self._tries = threshold, tries
 

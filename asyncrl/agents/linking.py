@@ -59,7 +59,7 @@ def check(trajectory: Trajectory, prompt_ids: list[int], asked: Sequence[Complet
     Raises ValueError otherwise.
     """
     if not trajectory.turns:
-        raise ValueError("a trajectory without a turn")
+        raise ValueError("the trajectory has no turn")
     left = list(asked)
     for turns in trajectory.samples():
         ids: list[int] = [] if turns[0][1].begins else list(prompt_ids)

@@ -92,7 +92,7 @@ async def replayed(env: Env, question: Question, messages: Sequence[Message], ac
     Raises EpisodeFailed when its observations differ.
     """
     if await opened(env, question) != list(messages):
-        raise EpisodeFailed("environment_replay", "reset told something else than the first time", retry=False)
+        raise EpisodeFailed("environment_replay", "reset returned something else than the first time", retry=False)
     for number, action in enumerate(actions):
         step: Step = await awaited(env.step(action.text))
         if _told(step) != _told(action.step):

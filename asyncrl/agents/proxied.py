@@ -86,12 +86,12 @@ class Proxied(ThroughTheProxy):
         super().__init__(tool_format, host, port)
         self._solve, self._params = load(agent, "agent_params.agent"), dict(params or {})
         if not inspect.iscoroutinefunction(self._solve):
-            remedy = "Must be an async function of (question, base_url, api_key); what blocks goes through Command."
+            remedy = "Must be an async function of (question, base_url, api_key); use Command for code that blocks."
             raise ConfigError("agent_params.agent", agent, remedy)
         try:
             inspect.signature(self._solve).bind(question={}, base_url="", api_key="", **self._params)
         except TypeError as error:
-            raise ConfigError("agent_params.params", self._params, f"{agent} does not take them: {error}.") from None
+            raise ConfigError("agent_params.params", self._params, f"{agent} rejects them: {error}.") from None
 
     async def _play(self, prompt: Prompt, session: ProxySession) -> float | None:
         question = copy.deepcopy(prompt.question)  # siblings share it, and functions append to its messages

@@ -44,7 +44,9 @@ class SelfPlay(Player):
         self._cut_off = cut_off
         field, fixed = "agent_params.fixed", fixed or {}
         if not fixed.keys() < set(roles):
-            raise ConfigError(field, sorted(fixed), f"Must name some of {list(roles)}, and leave one to the policy.")
+            raise ConfigError(
+                field, sorted(fixed), f"Must name some of {list(roles)}, and leave at least one to the policy."
+            )
         self._fixed = {role: opponent(settings, f"{field}.{role}") for role, settings in fixed.items()}
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -105,5 +107,5 @@ class _Table:
         """Return all turns of the policy in the order of play. Raises EpisodeFailed when there are none."""
         turns: list[Turn] = [self._chats[role].turns[number] for role, number in self._order]
         if not turns:
-            raise EpisodeFailed("environment_error", "it was done before the policy was asked")
+            raise EpisodeFailed("environment_error", "the episode ended before the policy's first turn")
         return Trajectory(turns, 0.0)

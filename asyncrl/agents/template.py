@@ -49,7 +49,9 @@ class ChatTemplate:
         )
         _, found, after = text.partition(PLACEHOLDER)
         if not found:
-            raise ValueError("the chat template does not show what the assistant wrote: no turn can follow")
+            raise ValueError(
+                "the chat template does not render the assistant's messages, so no further turn is possible"
+            )
         ids: list[int] = self._tokenizer.encode(after, add_special_tokens=False)
         return ids[1:] if ids and ids[0] == last else ids
 

@@ -85,7 +85,7 @@ def maxrl(table: TokenTable, params: AdvantageParams) -> Tensor:
     groups = GroupStatistics(table)
     if bool((groups.rewards < 0).any()):
         lowest = float(groups.rewards.min())
-        raise ConfigError("algo.advantage", "maxrl", f"It needs rewards of 0 or more, and one is {lowest:g}.")
+        raise ConfigError("algo.advantage", "maxrl", f"It needs rewards of 0 or more; one is {lowest:g}.")
     mean = groups.mean()
     return groups.spread((groups.rewards - mean) / torch.where(mean > 0, mean, 1.0))
 

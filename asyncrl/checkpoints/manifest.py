@@ -73,7 +73,7 @@ def read(folder: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
     except FileNotFoundError:
-        raise RecordError(f"{folder} has no {NAME}: it was not written to its end") from None
+        raise RecordError(f"{folder} has no {NAME}: it was not written completely") from None
     except OSError as error:
         raise RecordError(f"{folder / NAME} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, ValueError) as error:

@@ -33,7 +33,7 @@ def _member(enumeration: type, name: str) -> Any:
     """Replace the getattr by which Python 3.11.0 to 3.11.3 pickles the member of an enumeration."""
     if enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
         return enumeration[name]  # type: ignore[index]
-    raise pickle.UnpicklingError("it calls getattr for something other than a memory format or a kind of item")
+    raise pickle.UnpicklingError("it calls getattr for something other than a memory format or an item type")
 
 
 class _OldMetadata(Metadata):
@@ -96,7 +96,7 @@ class _Unpickler(pickle.Unpickler):
             return _DTYPES[name]
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong there")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed there")
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -139,17 +139,15 @@ class Config(Section):
                 "(record=true) and replay it.",
             )
         if self.mode == "rollout_only" and not self.record:
-            raise ConfigError("record", False, "mode=rollout_only keeps nothing else: set record=true.")
+            raise ConfigError("record", False, "mode=rollout_only produces nothing but a recording: set record=true.")
         if (self.mode == "replay") != (self.replay.source is not None):
-            remedy = "It names the run to replay: set mode=replay and replay.from=FOLDER together."
+            remedy = "replay.from names the run to replay: set mode=replay and replay.from=FOLDER together."
             raise ConfigError("replay.from", self.replay.source, remedy)
         if self.resume is not None and (self.mode == "rollout_only" or self.replay.schedule):
             what = "mode=rollout_only" if self.mode == "rollout_only" else "replay.schedule"
-            raise ConfigError("resume", self.resume, f"{what} starts from its beginning: leave it out.")
+            raise ConfigError("resume", self.resume, f"{what} starts from its beginning: remove it.")
         if self.checkpoint.every and self.mode == "rollout_only":
-            raise ConfigError(
-                "checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: leave it out."
-            )
+            raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
         self._check_sets()
         self._check_teacher()
         for name, task in self.mixture.items():
@@ -173,9 +171,13 @@ class Config(Section):
 
     def _check_sets(self) -> None:
         if self.eval.sets and not self.eval.questions:
-            raise ConfigError("eval.questions", 0, f"The sets {sorted(self.eval.sets)} would not be asked: raise it.")
+            raise ConfigError(
+                "eval.questions", 0, f"The sets {sorted(self.eval.sets)} would get no questions: raise it."
+            )
         if twice := sorted(self.eval.sets.keys() & self.mixture.keys()):
-            raise ConfigError("eval.sets", twice[0], "A task has this name, and its held-out questions: take another.")
+            raise ConfigError(
+                "eval.sets", twice[0], "A task has this name and its own held-out questions: choose another name."
+            )
 
     def _check_teacher(self) -> None:
         algo, teacher = self.algo, self.teacher
@@ -192,7 +194,7 @@ class Config(Section):
                 "rollout.temperature",
                 self.rollout.temperature,
                 "SGLang gives the log-probabilities of given tokens at temperature 1, whatever a request asks for: at "
-                f"another, {what} would be wrong (algo/distill.py). Set 1.0, or do without it.",
+                f"another, {what} would be wrong (algo/distill.py). Set 1.0, or disable it.",
             )
         for url in teacher.urls:
             if not url.startswith(("http://", "https://")):

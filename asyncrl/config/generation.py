@@ -51,12 +51,12 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _has_some(self) -> EngineConfig:
         if not self.count and not self.urls:
-            raise ConfigError("engine.count", 0, "Start one at least, or name engines that run already: engine.urls.")
+            raise ConfigError("engine.count", 0, "Start at least one engine, or name running ones in engine.urls.")
         for url in self.urls:
             if not url.startswith("http://"):
                 raise ConfigError("engine.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
         if len(set(self.urls)) < len(self.urls):
-            raise ConfigError("engine.urls", self.urls, "Names an engine twice: leave one out.")
+            raise ConfigError("engine.urls", self.urls, "It names an engine twice: remove one.")
         return self
 
 

@@ -85,12 +85,12 @@ class ReplayConfig(Section):
     @model_validator(mode="after")
     def _in_order(self) -> ReplayConfig:
         if self.first is not None and self.last is not None and self.first > self.last:
-            raise ConfigError("replay.last", self.last, f"Must not lie before replay.first ({self.first}).")
+            raise ConfigError("replay.last", self.last, f"Must not be before replay.first ({self.first}).")
         for field, value, plain in (("first", self.first, None), ("last", self.last, None), ("keep", self.keep, None)):
             if self.schedule and value is not plain:
-                raise ConfigError(f"replay.{field}", value, "replay.schedule does everything again: leave it out.")
+                raise ConfigError(f"replay.{field}", value, "replay.schedule repeats the whole run: remove it.")
         if self.schedule and self.loop > 1:
-            raise ConfigError("replay.loop", self.loop, "replay.schedule does everything again, once: leave it out.")
+            raise ConfigError("replay.loop", self.loop, "replay.schedule repeats the whole run once: remove it.")
         return self
 
 
@@ -202,7 +202,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _has_one_address(self) -> ClusterConfig:
         if self.host is not None and (self.host in ("0.0.0.0", "::", "*") or not self.host.strip()):
-            remedy = "Must be one address, which others can ask: leave it unset, or name that of an interface."
+            remedy = "Must be one address that others can reach: leave it unset, or name an interface's address."
             raise ConfigError("cluster.host", self.host, remedy)
         return self
 
@@ -216,7 +216,9 @@ class ClusterConfig(Section):
                 ("requeues", self.requeues, 0),
             ):
                 if value != plain:
-                    raise ConfigError(f"cluster.{field}", value, "Is of jobs: set cluster=slurm, or leave it out.")
+                    raise ConfigError(
+                        f"cluster.{field}", value, "It applies to Slurm jobs only: set cluster=slurm, or remove it."
+                    )
         return self
 
 

@@ -285,11 +285,11 @@ class AlgoConfig(Section):
         if self.correction and (itself or self.proximal == "behaviour"):
             with_what = f"algo.loss={self.loss}" if itself else f"algo.proximal={self.proximal}"
             raise ConfigError(
-                "algo.correction", self.correction, f"{with_what} weighs this gap already: set algo.correction=null."
+                "algo.correction", self.correction, f"{with_what} already weights this gap: set algo.correction=null."
             )
         if self.kl_coefficient and self.kl_place == "loss" and self.kl_estimator == "k1":
             raise ConfigError(
-                "algo.kl_estimator", "k1", "Its gradient is zero in expectation: take k2 or ratio, or kl_place=reward."
+                "algo.kl_estimator", "k1", "Its gradient is zero in expectation: use k2 or ratio, or kl_place=reward."
             )
         if self.reference == "teacher" and self.reference_path:
             raise ConfigError(
@@ -297,11 +297,15 @@ class AlgoConfig(Section):
             )
         if self.distill_discount and self.distill_place == "loss":
             raise ConfigError(
-                "algo.distill_discount", self.distill_discount, "It belongs to algo.distill_place=advantage: set 0."
+                "algo.distill_discount",
+                self.distill_discount,
+                "It applies to algo.distill_place=advantage only: set 0.",
             )
         if self.advantage == "none" and not self.distill_coefficient:
             raise ConfigError(
-                "algo.advantage", "none", "Nothing would be learnt: set algo.distill_coefficient, or another estimator."
+                "algo.advantage",
+                "none",
+                "Nothing would be learned: set algo.distill_coefficient, or another estimator.",
             )
         if self.advantage == "none" and self.kl_coefficient and self.kl_place == "reward":
             raise ConfigError("algo.kl_place", "reward", "algo.advantage=none reads no rewards: set loss.")
@@ -309,13 +313,13 @@ class AlgoConfig(Section):
             raise ConfigError(
                 "algo.routing_replay",
                 "R2",
-                "One optimizer step replays nothing: raise mini_batches, or set none.",
+                "With one optimizer step there is nothing to replay: raise mini_batches, or set none.",
             )
         if self.loss in ("gspo", "gspo_token") and self.aggregation != "sequence":
             raise ConfigError(
                 "algo.aggregation",
                 self.aggregation,
-                f"algo.loss={self.loss} is one of sequences: set sequence.",
+                f"algo.loss={self.loss} is a loss over sequences: set sequence.",
             )
         return self
 
@@ -325,9 +329,9 @@ class AlgoConfig(Section):
         for mask in ("mask_sequence", "mask_geometric"):
             bounds = getattr(self, mask)
             if bounds and bounds[0] > bounds[1]:
-                raise ConfigError(f"algo.{mask}", bounds, "Nothing lies between these: give the lower one first.")
+                raise ConfigError(f"algo.{mask}", bounds, "The interval is empty: give the lower bound first.")
             if bounds and self.proximal == "behaviour":
-                remedy = "algo.proximal=behaviour leaves it no gap to measure: set start, or leave it unset."
+                remedy = "With algo.proximal=behaviour there is no gap to measure: set start, or leave it unset."
                 raise ConfigError(f"algo.{mask}", bounds, remedy)
         if self.correction_floor > self.correction_cap:
             remedy = f"Must not exceed algo.correction_cap ({self.correction_cap})."
@@ -335,6 +339,6 @@ class AlgoConfig(Section):
         if self.advantage in ("maxrl", "pass_at_k"):
             for shaping in ("overlong_buffer", "length_penalty", "normalize_rewards"):
                 if value := getattr(self, shaping):
-                    remedy = f"algo.advantage={self.advantage} takes rewards as the task gave them: turn it off."
+                    remedy = f"algo.advantage={self.advantage} needs the rewards as the task gave them: turn it off."
                     raise ConfigError(f"algo.{shaping}", value, remedy)
         return self

@@ -91,7 +91,7 @@ def _check_leftover(tensors: HFFolder, structure: Structure, hf: dict[str, Any],
         raise WeightsError(f"{source} holds tensors that its config.json has no place for: {_listed(others)}")
     if not further:
         return {}
-    _say(f"left out, as Megatron trains no multi-token prediction here: {_listed(sorted(further))}")
+    _say(f"omitted, because multi-token prediction is not trained: {_listed(sorted(further))}")
     return {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in hf else {}
 
 

@@ -52,7 +52,7 @@ class CheckpointReader:
         try:
             metadata = read_metadata(folder)
         except RecordError as error:
-            raise WeightsError(f"{error}. Copy the folder anew.") from None
+            raise WeightsError(f"{error}. Copy the folder again.") from None
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._tensors = {
             key: entry

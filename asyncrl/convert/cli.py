@@ -78,9 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model", type=Path, metavar="HF_FOLDER", help="config and tokenizer (default: MEGATRON_FOLDER/hf)"
     )
     for command in (into, out):
-        command.add_argument("out", type=Path, metavar="OUT", help="a new folder; it appears when it is whole")
+        command.add_argument("out", type=Path, metavar="OUT", help="a new folder; it appears when it is complete")
         command.add_argument(
-            "--dtype", choices=["bfloat16", "float16", "float32"], help="cast to it (default: leave as it is)"
+            "--dtype", choices=["bfloat16", "float16", "float32"], help="cast to this type (default: unchanged)"
         )
         command.add_argument("--shard-gb", type=_positive, default=5.0, metavar="N", help="size of a file (default: 5)")
         command.add_argument("--overwrite", action="store_true", help="replace OUT when it exists")

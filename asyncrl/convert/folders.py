@@ -21,13 +21,13 @@ def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
     """Raise ConfigError if the output folder exists, or contains or is inside the source."""
     here, there = source.resolve(), out.resolve()
     if here == there or here in there.parents or there in here.parents:
-        raise ConfigError("OUT", str(out), f"It must be a folder apart from {source}.")
+        raise ConfigError("OUT", str(out), f"It must be a folder outside of {source}.")
     if not out.exists():
         return
     if not overwrite:
-        raise ConfigError("OUT", str(out), "It exists already: give a new folder, or --overwrite.")
+        raise ConfigError("OUT", str(out), "It exists already: name a new folder, or pass --overwrite.")
     if not out.is_dir() or (any(out.iterdir()) and not any((out / name).is_file() for name in MARKS)):
-        raise ConfigError("OUT", str(out), "It is no converted folder: --overwrite does not delete it.")
+        raise ConfigError("OUT", str(out), "It is not a converted folder: --overwrite does not delete it.")
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def _load(path: Path) -> tuple[int, list[dict[str, Any]]]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RecordError(f"{path} holds more than numbers, texts and tensors, or is damaged: {reason}") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{path} is no dump of slime's: {error}") from None
+        raise RecordError(f"{path} is not a rollout dump of slime: {error}") from None
 
 
 def _by_group(samples: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -144,7 +144,7 @@ def _turns(sample: dict[str, Any], version: int) -> list[Turn]:
         turns.append(Turn(observation, answer))
         observation = []
     if not turns:
-        raise ValueError("a sample whose loss_mask leaves nothing")
+        raise ValueError("a sample whose loss_mask is empty")
     return turns
 
 
@@ -160,7 +160,7 @@ def export(run: Path, out: Path) -> int:
     if out.suffix not in (".jsonl", ".parquet"):
         raise ConfigError("OUT", str(out), "Name a .jsonl or a .parquet file.")
     if out.exists():
-        raise ConfigError("OUT", str(out), "It is there: name another file.")
+        raise ConfigError("OUT", str(out), "It exists already: name another file.")
     recording, count = Recording(run), 0
     part = out.with_name(f".{out.name}.part")
     with part.open("wb") as file:

@@ -176,7 +176,7 @@ class Fleet:
         for url, answer in answers.items():
             label = str(answer.get("weight_version"))
             if not label.isdigit() and self._is_new(url, label):
-                self.lose(url, "it was started again")
+                self.lose(url, "it was restarted")
                 self._incarnations[url] = label
                 self.join(url)
         if self._router:
@@ -191,7 +191,7 @@ class Fleet:
         members = [url for url in dict.fromkeys((*self._configured, *joined)) if url not in leaving]
         for url in self.urls:
             if url not in members:
-                self.lose(url, "it leaves" if url in leaving else "whoever started it has not renewed its lease")
+                self.lose(url, "it leaves" if url in leaving else "its lease was not renewed")
         for url in leaving:
             self._register.let_go(url)
         return members
@@ -242,7 +242,7 @@ class Fleet:
         self.lost[url] = reason
         self.changes += 1
         if self._router:
-            print(f"asyncrl: engine {url} is out of the fleet: {reason}", file=sys.stderr, flush=True)
+            print(f"asyncrl: engine {url} left the fleet: {reason}", file=sys.stderr, flush=True)
             try:
                 self._router.remove(url)
             except EngineError:

@@ -50,11 +50,11 @@ def apply(model: Any, order: dict[str, Any]) -> None:
     if held == version and base is not None:
         raise DeltaMismatch(f"version {version} is already applied")
     if base is not None and held != base:
-        raise DeltaMismatch(f"the changes build upon version {base}, this engine holds {held}")
+        raise DeltaMismatch(f"the changes are relative to version {base}, this engine holds {held}")
     files = sorted(Path(order["folder"]).glob("*.safetensors"))
     headers = [_checked(file) for file in files]
     if base is None and any(header["kind"] != "full" for header in headers):
-        raise DeltaMismatch("a full update that holds changes only")
+        raise DeltaMismatch("a full update contains only changes")
     model.asyncrl_version = None  # unknown until the last tensor is in place
     for file, header in zip(files, headers, strict=True):
         if header["kind"] == "full":

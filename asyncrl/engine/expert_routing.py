@@ -64,8 +64,8 @@ class ExpertRoutingAssembler:
         read = prompt + len(completion.token_ids) - 1
         if self.end < read and not last.ended_when_cut:
             raise EngineError(
-                f"the engine told the experts of {self.end} of {read} tokens: was it started with "
-                "--enable-return-routed-experts, and does its model tell them?"
+                f"the engine reported the experts of {self.end} of {read} tokens: was it started with "
+                "--enable-return-routed-experts, and does its model report them?"
             )
         rows = bytes(self._rows[: (read - self._start) * self._shape.width])
         return msgspec.structs.replace(completion, routing=Routing(self._start, self._shape.width, rows))

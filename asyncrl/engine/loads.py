@@ -55,7 +55,7 @@ class Loads:
         except httpx.TransportError:
             return None  # the engine is dead or restarting
         if response.status_code == 404:
-            raise EngineError(f"{url} does not tell its load (GET /v1/loads): SGLang 0.5.20 or newer is needed")
+            raise EngineError(f"{url} does not report its load (GET /v1/loads): SGLang 0.5.20 or newer is needed")
         if response.status_code != 200:
             return None
         return load_of(response.json()["loads"])

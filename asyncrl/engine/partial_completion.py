@@ -215,4 +215,4 @@ def _joined(parts: list[PartialCompletion], reason: str) -> Completion:
             logprobs += part.logprobs
         return Completion(token_ids, logprobs, spans, reason)
     except ValueError as error:
-        raise EngineError(f"the engine's answer does not fit together: {error}") from None
+        raise EngineError(f"the engine's answer is inconsistent: {error}") from None

@@ -161,7 +161,7 @@ class TeacherEngines:
         try:
             meta = _decode(response.content).meta_info
         except msgspec.DecodeError as error:
-            raise StreamBroken(f"no answer of an engine: {error}") from None
+            raise StreamBroken(f"no answer from an engine: {error}") from None
         if (reason := meta.finish_reason) and reason.type == "abort":
             problem = f"{url} aborted a request: {reason.message}"
             passes = reason.status_code is None or reason.status_code in PASSING
@@ -190,6 +190,6 @@ def _checked(entries: list[tuple[float | None, int, str | None]], token_ids: lis
         if told not in (token, 0):
             raise EngineError(f"the teacher at {url} scored token {told} for token {token}")
         if logprob is None or not math.isfinite(logprob):
-            raise EngineError(f"the teacher at {url} gives no log-probability for token {token}")
+            raise EngineError(f"the teacher at {url} returned no log-probability for token {token}")
         found.append(logprob)
     return found

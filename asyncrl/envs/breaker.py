@@ -62,7 +62,7 @@ class Breaker:
         now = self._clock()
         if self._opened is None and self._failures >= self._most:
             self._opened = now
-            self._tell(f"{self._name} has failed {self._failures} times in a row, and episodes wait: {detail}")
+            self._tell(f"{self._name} has failed {self._failures} times in a row; episodes wait: {detail}")
         if self._opened is None:
             return
         if now - self._opened > self._patience:

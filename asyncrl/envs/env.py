@@ -75,7 +75,7 @@ class EnvSpec:
         try:
             inspect.signature(kind).bind(**self.params)
         except TypeError as error:
-            raise ConfigError("task.params", dict(self.params), f"{self.path} does not take them: {error}.") from None
+            raise ConfigError("task.params", dict(self.params), f"{self.path} rejects them: {error}.") from None
         return kind(**self.params)
 
     def checked(self) -> Any:

@@ -102,7 +102,7 @@ def main(fd: int) -> None:
         try:
             data = msgspec.msgpack.encode([number, outcome, value])
         except (TypeError, OverflowError) as error:
-            why = ["environment_error", f"it returned what cannot be sent: {error}", True]
+            why = ["environment_error", f"it returned a value that cannot be sent: {error}", True]
             data = msgspec.msgpack.encode([number, FAILED, why])
         with writing:
             _write(fd, LENGTH.pack(len(data)) + data)

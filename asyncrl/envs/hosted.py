@@ -67,7 +67,7 @@ class Host:
             )
         except OSError as error:
             ours.close()
-            raise EpisodeFailed("environment_died", f"no process could be started for it: {error}") from None
+            raise EpisodeFailed("environment_died", f"its process could not be started: {error}") from None
         finally:
             theirs.close()
         return cls(process, *await asyncio.open_connection(sock=ours))
@@ -122,7 +122,7 @@ class Host:
                     break
                 self._settle(*msgspec.msgpack.decode(await self._reader.readexactly(length), type=tuple[int, str, Any]))
         except (msgspec.DecodeError, ValueError) as error:
-            why = EpisodeFailed("environment_garbage", f"its process sent what is no answer: {error}")
+            why = EpisodeFailed("environment_garbage", f"its process sent an invalid answer: {error}")
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the stream has ended: the process has, or is about to
         self._kill(why)

@@ -125,7 +125,9 @@ class EnvironmentPool:
         try:
             self._ready.append(await self._make())
         except EpisodeFailed as failed:
-            self._tell(f"environment {self.name} could not be made ahead: {failed}")  # who needs one tries anew
+            self._tell(
+                f"environment {self.name} could not be created ahead of time: {failed}"
+            )  # who needs one tries anew
         finally:
             self._making -= 1
 
@@ -161,7 +163,7 @@ class EnvironmentPool:
                     async with asyncio.timeout(self._settings.reset_timeout):
                         await _awaited(close())
         except EpisodeFailed as failed:
-            self._tell(f"environment {self.name} did not end: {failed}")
+            self._tell(f"environment {self.name} did not close: {failed}")
 
     def _later(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.get_running_loop().create_task(work)

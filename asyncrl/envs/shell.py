@@ -120,7 +120,7 @@ class ShellEnv:
 
     def _opened(self) -> Sandbox:
         if self._sandbox is None:
-            raise RuntimeError("an episode begins with reset")
+            raise RuntimeError("call reset first")
         return self._sandbox
 
     def _commands(self, text: str) -> tuple[list[str], str]:

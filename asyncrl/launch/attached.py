@@ -34,7 +34,7 @@ def check_attached(config: Config, key: str) -> None:
                 raise ConfigError(FIELD, url, f"Its {name} is {told.get(name)!r}: start it with {flag}.")
         version = str(_ask(url, "/model_info", key).get("weight_version"))
         if config.mode == "rollout_only" and not version.isdigit():  # nobody will assign another version
-            remedy = f"Its weight_version is {version!r}, no number: start it with --weight-version 0."
+            remedy = f"Its weight_version is {version!r}, which is not a number: start it with --weight-version 0."
             raise ConfigError(FIELD, url, remedy)
 
 
@@ -70,10 +70,10 @@ def _ask(url: str, path: str, key: str) -> dict[str, Any]:
     try:
         response = httpx.get(url + path, headers=headers, timeout=ANSWER_SECONDS, trust_env=False)
     except httpx.HTTPError as error:
-        remedy = f"It does not answer ({type(error).__name__} {error}): start it, or leave it out."
+        remedy = f"It does not answer ({type(error).__name__} {error}): start it, or remove it."
         raise ConfigError(FIELD, url, remedy) from None
     if response.status_code in (401, 403):
-        remedy = f"It refuses the run's API key: put the one that it was started with into {KEY}."
+        remedy = f"It rejects the run's API key: put the key that it was started with into {KEY}."
         raise ConfigError(FIELD, url, remedy)
     if response.status_code != 200:
         raise ConfigError(FIELD, url, f"It answers {response.status_code} to {path}: is it SGLang?")

@@ -51,7 +51,7 @@ def _check_engine(hf: dict[str, Any]) -> None:
     dense = hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
     if hf["architectures"][0] == "Qwen3MoeForCausalLM" and dense:
         raise ConfigError(
-            "model.path", "Qwen3-MoE with dense layers", "SGLang builds no dense layers for it: use another model."
+            "model.path", "Qwen3-MoE with dense layers", "SGLang does not support its dense layers: use another model."
         )
 
 
@@ -94,7 +94,7 @@ def _check_experts(trainer: TrainerConfig, experts: int) -> None:
         ("expert_tensor_parallel", trainer.expert_tensor_parallel, None),
     ):
         if not experts and value != off:
-            raise ConfigError(f"trainer.{field}", value, f"The model has no routed experts: leave it at {off}.")
+            raise ConfigError(f"trainer.{field}", value, f"The model has no routed experts: set it to {off}.")
     if experts % trainer.expert_parallel:
         raise ConfigError(
             "trainer.expert_parallel", trainer.expert_parallel, f"Must divide the model's {experts} routed experts."
@@ -121,12 +121,12 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
     if routing_shape(hf) is None:
         raise ConfigError("algo.routing_replay", replay, "The model has no routed experts: set none.")
     if replay == "R3" and hf["architectures"][0] == "MixtralForCausalLM":
-        raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not tell its experts: set R2 or none.")
+        raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not report its experts: set R2 or none.")
     for name in CANNOT_TELL_EXPERTS if replay == "R3" else ():
         value = config.engine.server_args.get(name)
         if value is True or value not in (None, False, 1):
             raise ConfigError(
-                f"engine.server_args.{name}", value, "SGLang cannot tell routed experts with it: leave it, or R3, out."
+                f"engine.server_args.{name}", value, "SGLang cannot report routed experts with it: remove it, or R3."
             )
 
 
@@ -143,7 +143,7 @@ def check_devices(config: Config, gpus: int) -> None:
         if not ranks:
             continue
         if section.device == "cuda" and gpus == 0:
-            raise ConfigError(f"{name}.device", "cuda", "This machine shows no GPU: use cpu or auto.")
+            raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
     if wanted > gpus:
         raise ConfigError(
@@ -163,7 +163,7 @@ def check_files(config: Config) -> list[LocalSandboxes]:
         rewards(config, tasks.build_all(config))
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
-        raise ConfigError("model.chat_template", template, "No such file: name a jinja file.")
+        raise ConfigError("model.chat_template", template, "There is no such file: name a jinja file.")
     return sandboxes
 
 

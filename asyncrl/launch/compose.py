@@ -103,7 +103,7 @@ def check_resume(values: dict[str, Any], composed: DictConfig) -> None:
     """Refuse resume=auto with a run folder named after the current time: the same command would never find it again."""
     unresolved: Any = OmegaConf.to_container(composed, resolve=False)
     if values.get("resume") == "auto" and "${now:" in str(unresolved["run"]["dir"]):
-        remedy = "run.dir is a new folder each time: set run.dir=FOLDER, which the same command finds again."
+        remedy = "run.dir is a new folder each time: set run.dir=FOLDER, so that the same command finds it again."
         raise ConfigError("resume", "auto", remedy)
 
 

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AsyncRLError as error:
         return _told(1, error)
     except Stopped as stopped:
-        return _told(128 + stopped.number, f"stopped by {stopped} before the run had let its engines go")
+        return _told(128 + stopped.number, f"stopped by {stopped} before the run had released the engines")
     except KeyboardInterrupt:  # while none of our processes runs
         return _told(128 + signal.SIGINT, "stopped by SIGINT")
     return 0
@@ -83,15 +83,15 @@ class _Run:
         """Open the run. Raises ConfigError if there is none."""
         self.folder = folder.expanduser().absolute()
         if not (self.folder / FILE).is_file():
-            raise ConfigError("RUN", str(folder), f"It holds no {FILE}: name the folder of a run that is under way.")
+            raise ConfigError("RUN", str(folder), f"It holds no {FILE}: name the folder of a running run.")
         self.config, self.addresses = read(self.folder), Addresses.read(self.folder)
         self.registry = Registry(self.folder)
         lease = self.lease()
         if lease is None:
-            raise ConfigError("RUN", str(folder), "No run is under way there: start it first.")
+            raise ConfigError("RUN", str(folder), "No run is running there: start it first.")
         self.launcher, self.job = str(lease["host"]), str(lease["job"])
         if self.config.mode != "train":
-            remedy = "Only a run that trains gives weights to engines that come."
+            remedy = "Engines can join only a run that trains."
             raise ConfigError("mode", self.config.mode, remedy)
 
     def lease(self) -> dict[str, object] | None:
@@ -106,7 +106,7 @@ class _Run:
 def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> None:
     """Start engines, and supervise them until the run ends or they have left."""
     if count is not None and count < 1:
-        raise ConfigError("--count", count, "Must be 1 or more; unset, as many as the GPUs hold.")
+        raise ConfigError("--count", count, "Must be 1 or more; if unset, as many as fit the GPUs.")
     word, ports = secrets.token_hex(4), max(PORTS, 2 * (count or 0))
     settings = {"nodes": None, "gpus": gpus, "host": host or run.config.cluster.host}
     config = run.config.model_copy(update={"cluster": run.config.cluster.model_copy(update=settings)})
@@ -165,7 +165,7 @@ class EngineKeeper:
         if self._stopping:
             raise Stopped(number)
         self._stopping = True
-        _say(f"{signal.Signals(number).name}: waits until the run has let its engines go; once more stops at once")
+        _say(f"{signal.Signals(number).name}: waiting for the run to release the engines; again to stop at once")
         for url in self.urls:
             self._run.registry.ask_to_leave(url)
 
@@ -215,7 +215,9 @@ def remove(run: _Run, urls: Sequence[str]) -> None:
             _say("the run has ended")
             return
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"{sorted(waiting)} to leave", LEAVE_SECONDS, "whoever started them stops them")
+            raise DeadlineExceeded(
+                f"{sorted(waiting)} to leave", LEAVE_SECONDS, "they are stopped by the process that started them"
+            )
         time.sleep(1.0)
     _say(f"{', '.join(urls)}: left")
 

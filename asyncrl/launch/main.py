@@ -49,7 +49,7 @@ def main() -> None:
     except AsyncRLError as error:
         _fail(1, str(error))
     except Paused as paused:
-        _fail(PAUSED, f"{paused}\nwith checkpoint.every and resume=auto the same command goes on")
+        _fail(PAUSED, f"{paused}\nwith checkpoint.every and resume=auto, the same command continues the run")
     except Stopped as stopped:
         _fail(128 + stopped.number, f"stopped by {stopped}")
     except KeyboardInterrupt:  # before the supervisor has installed its signal handlers

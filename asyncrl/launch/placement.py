@@ -104,7 +104,8 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
     rooms = [_Room(node, config.cluster) for node in nodes]
     working = rooms[config.cluster.cpu_nodes :]
     if not working:
-        remedy = f"cluster.cpu_nodes={config.cluster.cpu_nodes} of them are for rollouts: none is left for the others."
+        rollouts = config.cluster.cpu_nodes
+        remedy = f"cluster.cpu_nodes={rollouts} of them are for rollouts: no machine is left for other processes."
         raise ConfigError("cluster.nodes", len(nodes), remedy)
     each = len(working[0].node.gpus)
     head = rooms[0]
@@ -147,7 +148,7 @@ def _fleet(
 
 def _on_gpu(name: str, section: TrainerConfig | EngineConfig | AuxiliaryModelConfig, each: int) -> bool:
     if section.device == "cuda" and not each:
-        raise ConfigError(f"{name}.device", "cuda", "The machines show no GPU: use cpu or auto.")
+        raise ConfigError(f"{name}.device", "cuda", "The machines have no visible GPU: use cpu or auto.")
     return on_gpu(section, each)
 
 

@@ -149,7 +149,7 @@ def _choose(part: str, setting: str, rates: Rates | None, before: str | None) ->
         why = f"as set; {other} is {factor:.1f} times as fast on {_where(rates)} (measured)"
         return DtypeChoice(part, setting, why, rates, f"Set {part}.dtype=auto, or {other}.")
     if before is not None and before != AUTO:
-        return DtypeChoice(part, before, "auto: as in the run that it goes on from or replays", rates)
+        return DtypeChoice(part, before, "auto: as in the run that it resumes or replays", rates)
     if rates is None:
         return DtypeChoice(part, "bfloat16", "auto: it runs on GPUs")
     dtype = rates.faster(kind)

@@ -127,7 +127,7 @@ class Supervisor:
             left = self._engines() - whole
             if self._engines() & whole and left - dead.keys():
                 node = self._specs[name].node
-                self._give_up(name, f"{name} is lost with {node}: the run goes on with {len(left)} engines")
+                self._give_up(name, f"{name} is lost with {node}: the run continues with {len(left)} engines")
                 wrong = {other: code for other, code in wrong.items() if other not in whole}
         final = {
             name: code for name, code in wrong.items() if name in lost or not self._policy.allows(self._specs[name])
@@ -136,7 +136,7 @@ class Supervisor:
             raise ProcessDied(self._diagnosis(final))
         if ends <= dead.keys() and (ends or self._gone >= self._specs.keys()):
             if ends and (self._run_dir / STOPPED).exists():
-                raise Paused("ended as it was asked to")
+                raise Paused("ended as requested")
             return True
         for name, code in wrong.items():
             self._kill(name)  # what is left of its process group
@@ -197,7 +197,7 @@ class Supervisor:
         lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
         text = f"{who} died: {end}\nlast lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines or ["(empty)"])
         restarted = self._policy.count(name)
-        text += f"\nit had been started again {restarted} times (cluster.max_restarts)" if restarted else ""
+        text += f"\nit had been restarted {restarted} times (cluster.max_restarts)" if restarted else ""
         text += f"\nafter it died: {', '.join(others)}" if others else ""
         return "\n".join([text, *full([self._run_dir, Path(tempfile.gettempdir()), SHARED])])
 

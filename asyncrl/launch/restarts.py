@@ -93,7 +93,7 @@ class RestartPolicy:
         again later."""
         if spec.name not in self._announced:
             self._announced.add(spec.name)
-            print(f"asyncrl: {spec.name} died ({how}); it is started again", file=sys.stderr, flush=True)
+            print(f"asyncrl: {spec.name} died ({how}); restarting it", file=sys.stderr, flush=True)
         try:
             if spec.url:
                 self._forget(spec.url)
@@ -130,7 +130,7 @@ class RestartPolicy:
         found = [name for name, watch in self._watches.items() if watch.hangs()]
         for name in found:
             self._watches[name].forget()
-            print(f"asyncrl: {name} lives and does not answer: it is killed", file=sys.stderr, flush=True)
+            print(f"asyncrl: {name} is running but does not answer: it is killed", file=sys.stderr, flush=True)
         return found
 
     def incarnation(self, name: str) -> str:
@@ -151,7 +151,7 @@ class RestartPolicy:
         for spec in specs:
             if spec.url in leaving:
                 if spec.name not in self._asked_at:
-                    print(f"asyncrl: {spec.name} is asked to leave", file=sys.stderr, flush=True)
+                    print(f"asyncrl: {spec.name} was asked to leave", file=sys.stderr, flush=True)
                 waited = now - self._asked_at.setdefault(spec.name, now)
                 if self._registry.has_left(spec.url) or waited > self._leave_seconds:
                     found.append(spec.name)

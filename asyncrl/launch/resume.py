@@ -55,14 +55,14 @@ def choose(config: Config, run_dir: Path) -> Resume | None:
     if config.resume == "auto":
         found = CheckpointStore(run_dir).newest(_tell)
         if not found and CheckpointStore(run_dir).versions():
-            problem = "no checkpoint is whole: move them away to begin anew, or name one of another run by resume=PATH"
+            problem = "no checkpoint is complete: move them away to start over, or name another run's with resume=PATH"
             raise RecordError(f"{CheckpointStore(run_dir).folder}: {problem}")
     else:
         named = Path(config.resume).expanduser().absolute()
         if (named / manifest.NAME).is_file():
             found = named, manifest.verified(named)
         elif not (found := CheckpointStore(named).newest(_tell)):
-            remedy = "Neither a checkpoint nor a run with a whole one: name such a folder, or set resume=auto."
+            remedy = "It is neither a checkpoint nor a run with a complete one: name such a folder, or set resume=auto."
             raise ConfigError("resume", config.resume, remedy)
     resume = Resume(*found) if found else None
     if resume:
@@ -75,14 +75,14 @@ def _check(config: Config, resume: Resume) -> None:
     if config.mode == "replay":
         return
     if manifest.ROLLOUT not in resume.manifest.files:
-        raise RecordError(f"{resume.folder} holds no rollout side, for mode=replay wrote it: train from it by a replay")
+        raise RecordError(f"{resume.folder} has no rollout state, because mode=replay wrote it: use it in a replay")
     then = Config.model_validate(resume.manifest.config)
     for field in MUST_STAY:
         section, name = field.split(".")
         before, now = (getattr(getattr(one, section), name) for one in (then, config))
         if before != now:
             field = "rollout.lead" if name == "effective_lead" else field
-            remedy = f"The checkpoint's groups under way were made with {before!r}: resume with that."
+            remedy = f"The checkpoint's unfinished groups were started with {before!r}: resume with that."
             raise ConfigError(field, now, remedy)
     if missing := sorted(then.mixture.keys() - config.mixture.keys()):
         raise ConfigError(
@@ -111,7 +111,7 @@ def made_progress(run_dir: Path, origin: Resume | None) -> bool:
 def check_apart(run_dir: Path, resume: Resume | None) -> None:
     """Refuse to empty a folder that holds the checkpoint to resume from."""
     if resume and run_dir in resume.folder.parents:
-        raise ConfigError("resume", str(resume.folder), "It lies in run.dir: set resume=auto, or another run.dir.")
+        raise ConfigError("resume", str(resume.folder), "It is inside run.dir: set resume=auto, or another run.dir.")
 
 
 def changes(config: Config, resume: Resume | None) -> list[str]:
@@ -162,7 +162,7 @@ def lock(run_dir: Path) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise ConfigError(
-            "run.dir", str(run_dir), "A run is under way in this folder: wait for it, or end it."
+            "run.dir", str(run_dir), "A run is already using this folder: wait for it, or stop it."
         ) from None
     return descriptor
 

@@ -95,7 +95,7 @@ def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
 
 
 def _not_begun(number: int, _: object) -> None:
-    raise Paused("was asked to stop before it had begun")
+    raise Paused("was asked to stop before it had started")
 
 
 def launch(config: Config, run_dir: Path, began: float) -> None:

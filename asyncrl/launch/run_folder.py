@@ -40,7 +40,7 @@ def prepare(config: Config, run_dir: Path) -> None:
             "run.dir", str(run_dir), "The folder is not empty: choose another, or set run.overwrite=true."
         )
     if not is_run(run_dir):
-        remedy = f"{run_dir} has no {MARK}, and so is no run's: empty it yourself if that is meant."
+        remedy = f"{run_dir} has no {MARK}, so it is not a run folder: empty it yourself if you mean to."
         raise ConfigError("run.overwrite", True, remedy)
     _check_apart(config, run_dir)
     os.close(resume.lock(run_dir))  # a run may be in progress there
@@ -53,7 +53,9 @@ def take(run_dir: Path) -> None:
     try:
         run_dir.chmod(0o700)
     except PermissionError:
-        raise ConfigError("run.dir", str(run_dir), "The folder is another user's: choose one of your own.") from None
+        raise ConfigError(
+            "run.dir", str(run_dir), "The folder belongs to another user: choose one of your own."
+        ) from None
     (run_dir / MARK).touch()
 
 
@@ -62,7 +64,7 @@ def _check_apart(config: Config, run_dir: Path) -> None:
     for field, text in _texts(config.model_dump()):
         path = Path(text).expanduser().resolve() if "\0" not in text else Path("/")
         if field not in OUTPUTS and here in (path, *path.parents) and path.exists():
-            remedy = "It lies in run.dir, which run.overwrite=true would empty: move it, or choose another run.dir."
+            remedy = "It is inside run.dir, which run.overwrite=true would empty: move it, or choose another run.dir."
             raise ConfigError(field, text, remedy)
 
 

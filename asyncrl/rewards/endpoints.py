@@ -134,4 +134,4 @@ class Endpoints:
         try:
             return response.json()
         except ValueError:
-            raise EpisodeFailed(self._reason, f"{url} answered what is no JSON: {response.text[:500]}") from None
+            raise EpisodeFailed(self._reason, f"{url} answered with invalid JSON: {response.text[:500]}") from None

@@ -180,17 +180,19 @@ def _text(found: Any) -> str:
     try:
         content = found["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise EpisodeFailed(REASON, f"it answered no chat completion, but {repr(found)[:200]}") from None
+        raise EpisodeFailed(
+            REASON, f"it answered with something other than a chat completion: {repr(found)[:200]}"
+        ) from None
     return content if isinstance(content, str) else ""  # empty if it was cut off while still thinking
 
 
 def _check(template: str, votes: int, temperature: float) -> None:
     checked = Template(template)
     if not checked.is_valid():
-        raise ConfigError("template", template, "A $ must begin the name of a place, or be written $$.")
+        raise ConfigError("template", template, "A $ must begin a placeholder, or be written as $$.")
     if unknown := set(checked.get_identifiers()) - PLACES:
-        raise ConfigError("template", template, f"No such places: {sorted(unknown)}; known are {sorted(PLACES)}.")
+        raise ConfigError("template", template, f"No such placeholders: {sorted(unknown)}; known are {sorted(PLACES)}.")
     if "answer" not in checked.get_identifiers():
-        raise ConfigError("template", template, "It has no place $answer.")
+        raise ConfigError("template", template, "It has no placeholder $answer.")
     if votes > 1 and temperature == 0:
         raise ConfigError("temperature", temperature, f"Must be above 0, or all {votes} votes are the same.")

@@ -95,7 +95,7 @@ class ChoiceMatch(Matching):
         if wanted.isdecimal() and int(wanted) < len(self._letters):
             wanted = self._letters[int(wanted)]
         if len(wanted) != 1 or wanted not in self._letters:
-            raise EpisodeFailed("reward_error", f"{reference!r} is none of the choices {self._letters}")
+            raise EpisodeFailed("reward_error", f"{reference!r} is not one of the choices {self._letters}")
         return float(self.letter(text) == wanted)
 
     def letter(self, text: str) -> str | None:

@@ -74,7 +74,8 @@ class MathReward:
         """Return the score, or None if the process died for an unknown reason."""
         if reply.late:
             raise EpisodeFailed(
-                "reward_error", f"math_verify has neither ended nor used up its CPU time in {self._deadline:.0f} s"
+                "reward_error",
+                f"math_verify has neither finished nor used up its CPU time within {self._deadline:.0f} s",
             )
         if not reply.lines or "verdict" not in reply.lines[-1]:
             if reply.exit_code != -signal.SIGPROF:

@@ -33,7 +33,9 @@ def check(target: Callable[..., Any], params: Mapping[str, Any], field: str, giv
     anything = len(known) < len(named)
     for name in params:
         if name not in known and not anything:
-            raise ConfigError(f"{field}.{name}", params[name], f"Unknown: it takes {known or 'no parameters'}.")
+            raise ConfigError(
+                f"{field}.{name}", params[name], f"Unknown parameter: the function takes {known or 'no parameters'}."
+            )
     for one in named:
         if one.name in known and one.default is one.empty and one.name not in params:
             raise ConfigError(f"{field}.{one.name}", None, "It must be given.")

@@ -127,7 +127,7 @@ class RewardModel:
 
 def _reward(value: object) -> float | EpisodeFailed:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return EpisodeFailed(REASON, f"it answered no finite number, but {_cut(value)}")
+        return EpisodeFailed(REASON, f"it answered with something other than a finite number: {_cut(value)}")
     return float(value)
 
 

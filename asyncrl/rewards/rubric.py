@@ -74,7 +74,7 @@ class RubricReward:
         `judge` is a Judge, or its params; template and labels default to yes/no verdicts.
         """
         if bool(items) == bool(items_key):
-            raise ConfigError("items", items, "Must be given, or else items_key.")
+            raise ConfigError("items", items, "Required, unless items_key is set.")
         self._items = [_item(one, f"items.{number}", number + 1) for number, one in enumerate(items)]
         self._items_key, self._criterion_key, self._weight_key = items_key, criterion_key, weight_key
         if self._items and not _divisor(self._items):
@@ -116,7 +116,7 @@ class RubricReward:
         except (AttributeError, KeyError, TypeError, ValueError):
             raise EpisodeFailed(
                 "reward_error",
-                f"{self._items_key!r} of the record is no list of {self._criterion_key!r} and {self._weight_key!r}",
+                f"{self._items_key!r} of the record is not a list of {self._criterion_key!r} and {self._weight_key!r}",
             ) from None
         if not _divisor(items):
             raise EpisodeFailed("reward_error", f"{self._items_key!r} of the record has no weight above 0")
@@ -131,12 +131,12 @@ def _judge(judge: Any) -> JudgeReward:
     if isinstance(judge, JudgeReward):
         return judge
     if not isinstance(judge, Mapping):
-        raise ConfigError("judge", judge, "Must be the params of the judge who is asked for the criteria.")
+        raise ConfigError("judge", judge, "Must be the params of the judge that checks the criteria.")
     read = {} if {"pattern", "json_field", "scale", "labels"} & judge.keys() else {"labels": LABELS}
     params = {"template": TEMPLATE, **read, **judge}
     check(JudgeReward, params, "judge")
     if "$criterion" not in params["template"].replace("{", ""):
-        raise ConfigError("judge.template", params["template"], "It has no place $criterion.")
+        raise ConfigError("judge.template", params["template"], "It has no placeholder $criterion.")
     try:
         return JudgeReward(**params)
     except ConfigError as error:

@@ -29,12 +29,12 @@ class VerdictParser:
     ) -> None:
         """Parse "Score: N" from 0 to 10 by default; with `labels`, parse "Verdict: LABEL"."""
         if pattern and json_field:
-            raise ConfigError("json_field", json_field, "Goes not together with pattern.")
+            raise ConfigError("json_field", json_field, "Cannot be combined with pattern.")
         if scale and labels:
-            raise ConfigError("labels", labels, "Go not together with scale.")
+            raise ConfigError("labels", labels, "Cannot be combined with scale.")
         low, high = scale or SCALE
         if not low < high:
-            raise ConfigError("scale", [low, high], "Must be two numbers, the lower first.")
+            raise ConfigError("scale", [low, high], "Must be two numbers, the lower one first.")
         for label, value in (labels or {}).items():
             if not 0 <= value <= 1:
                 raise ConfigError(f"labels.{label}", value, "Must be from 0 to 1.")
@@ -79,5 +79,5 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     except re.error as error:
         raise ConfigError("pattern", pattern, f"Not a regular expression: {error}.") from None
     if compiled.groups != 1:
-        raise ConfigError("pattern", pattern, "Must have one group: what stands in it is the vote.")
+        raise ConfigError("pattern", pattern, "Must have one group, which contains the vote.")
     return compiled

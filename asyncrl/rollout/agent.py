@@ -63,9 +63,7 @@ def _made(kind: Callable[..., Agent], params: Mapping[str, Any], field: str) -> 
     try:
         inspect.signature(kind).bind(**params)
     except TypeError as error:
-        raise ConfigError(
-            f"{field}_params", dict(params), f"{kind.__qualname__} does not take them: {error}."
-        ) from None
+        raise ConfigError(f"{field}_params", dict(params), f"{kind.__qualname__} rejects them: {error}.") from None
     made: Agent = imports.made(kind, params, field, kind.__qualname__)
     return made
 

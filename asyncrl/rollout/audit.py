@@ -107,9 +107,9 @@ class Audit:
             if abs(self._difference(kind)) > MUCH and (p := ks_p_value(list(generated), list(trained))) < SURE:
                 self._told.add(kind)
                 found.append(
-                    f"what is trained is no fair sample of what was generated: mean {kind} {fmean(trained):.4g} "
+                    f"the trained groups are not a fair sample of the generated ones: mean {kind} {fmean(trained):.4g} "
                     f"against {fmean(generated):.4g} ({len(trained)} of {len(generated)}, KS test p = {p:.1g}): "
-                    "the ledger says what was thrown away (rollout.accept, oversample, over_age, failures)"
+                    "see the ledger for what was discarded (rollout.accept, oversample, over_age, failures)"
                 )
         return found
 

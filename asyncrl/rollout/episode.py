@@ -73,7 +73,7 @@ class Episode:
         """Play the episode, then score it while the teacher scores it too. Raises EpisodeFailed, or the EngineError
         that the agent let through."""
         async with _within(self._limits.episode, "episode_timeout", "it has not ended"):
-            async with _within(self._limits.agent, "agent_timeout", "its agent has asked for nothing") as self._silence:
+            async with _within(self._limits.agent, "agent_timeout", "its agent has made no request") as self._silence:
                 try:
                     self._rest()
                     with raised_by("agent_error"):
@@ -102,9 +102,9 @@ class Episode:
             reward = None if played is None else number(played, "its reward")
             trajectory = Trajectory(link(prompt.token_ids, asked), reward)
         else:
-            raise ValueError("it asked the model for nothing")
+            raise ValueError("it made no request to the model")
         if not trajectory.num_tokens:
-            detail = "the model's context has no room for an answer to what the agent asked"
+            detail = "the model's context has no room for an answer to the agent's request"
             raise EpisodeFailed("no_room", detail, retry=False)
         if not math.isfinite(trajectory.total):
             raise ValueError(f"its rewards add up to {trajectory.total}")

@@ -91,12 +91,11 @@ class Prompts:
         become too long."""
         size = self._tasks[task].size if task in self._tasks else 0
         if size is not None and index >= size:
-            remedy = (
-                f"The checkpoint plays question {index} of task {task}: resume with the tasks that it was made with."
-            )
+            remedy = f"Unfinished in the checkpoint: question {index} of task {task}. Resume with its tasks."
             raise ConfigError("resume", task, remedy)
         if (rendered := self._render(task, index)) is None:
-            remedy = f"The checkpoint plays question {index} of task {task}, which is too long now: resume as it began."
+            what = f"Unfinished in the checkpoint: question {index} of task {task}, which is too long now."
+            remedy = f"{what} Resume with the original settings."
             raise ConfigError("rollout.max_new_tokens", self._longest, remedy)
         token_ids, question = rendered
         return Prompt(uid, token_ids, question, task, index)
@@ -112,7 +111,7 @@ class Prompts:
             raise ConfigError(
                 "eval.questions",
                 self._questions,
-                f"Task {name} has {task.size} questions; none would be left to train on.",
+                f"Task {name} has {task.size} questions; none would be left for training.",
             )
         return first, task.size
 
@@ -198,7 +197,7 @@ class Prompts:
             )
             if self._refuses or len(found) == task.size:
                 raise ConfigError("rollout.overlong_prompts", "refuse" if self._refuses else "skip", f"{text}.")
-            self._tell(f"{text}: they are left out (rollout.overlong_prompts)")
+            self._tell(f"{text}: they are skipped (rollout.overlong_prompts)")
         return found.keys()
 
     def _render(self, name: str, index: int) -> tuple[list[int], Question] | None:
@@ -213,7 +212,7 @@ class Prompts:
         if self._refuses:
             raise ConfigError("rollout.overlong_prompts", "refuse", f"{text}.")
         if not self.left_out[name]:
-            self._tell(f"{text}: it is left out, like all others of that kind (rollout.overlong_prompts)")
+            self._tell(f"{text}: it is skipped, like all others that are too long (rollout.overlong_prompts)")
         self.left_out[name] += 1
         return None
 
@@ -240,7 +239,7 @@ def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenize
         tokenizer.chat_template = Path(chat_template).expanduser().read_text()
     if tokenizer.chat_template is None:
         raise ConfigError(
-            "model.chat_template", None, f"The tokenizer in {model} has no chat template: give a jinja file."
+            "model.chat_template", None, f"The tokenizer in {model} has no chat template: name a jinja file."
         )
     return tokenizer
 

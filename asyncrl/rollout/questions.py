@@ -38,7 +38,7 @@ def look(config: Config, model: Path) -> Iterator[Told]:
         yield "error", "task", str(error), "See the message."
         return
     for text in left_out:
-        yield "warning", "rollout.overlong_prompts", text, "Make them shorter, or rollout.max_new_tokens lower."
+        yield "warning", "rollout.overlong_prompts", text, "Shorten them, or lower rollout.max_new_tokens."
     for name in config.mixture | config.eval_sets:
         size = played[name].size
         count = "questions without an end" if size is None else f"{size} questions"

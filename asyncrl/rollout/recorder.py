@@ -79,7 +79,7 @@ class WritingRecorder(Recorder):
             self._writer.write(event)
         if self._writer.failed and not self._warned:
             self._warned = True
-            self._warn(f"{self._writer.failed}. The run goes on without it.")
+            self._warn(f"{self._writer.failed}. The run continues without it.")
 
     def take_figures(self) -> dict[str, float]:
         now = (self._seconds + self._writer.seconds, self._writer.written)

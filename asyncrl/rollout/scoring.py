@@ -41,7 +41,7 @@ class Scorer:
         elif self.hanging >= MOST_HANGING:
             raise AsyncRLError(
                 f"{self.hanging} calls of the reward function have not returned within {self._timeout:.0f} s "
-                "(rollout.reward_timeout) and still run: what do they wait for?"
+                "(rollout.reward_timeout) and are still running: check what they wait for"
             )
         else:
             await self._room.acquire()

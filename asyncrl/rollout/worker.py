@@ -172,10 +172,10 @@ class Worker:
                 if not (failed.retry and left):
                     raise
                 self._retried[failed.reason] += 1
-                self._failures.tell(failed.reason, f"{session.group}, which is tried anew,", failed)
+                self._failures.tell(failed.reason, f"{session.group}, which is retried,", failed)
                 session.wait_for(f"another attempt ({failed.reason})")
                 await asyncio.sleep(RETRY_DELAY * random.uniform(0.5, 1.0) * 2 ** (self._retries - left))
-        raise AssertionError("the last attempt has returned or raised")
+        raise AssertionError("the last attempt always returns or raises")
 
     def take_figures(self) -> dict[str, float]:
         """Return the figures since the last call, under their names in metrics.jsonl."""

@@ -56,7 +56,7 @@ class Benchmark:
         if config.name not in SETS:
             raise ConfigError("task.name", config.name, f"The benchmarks are {', '.join(SETS)}.")
         if unknown := sorted(config.params.keys() - {"rows"}):
-            raise ConfigError(f"task.params.{unknown[0]}", config.params[unknown[0]], "A benchmark takes rows alone.")
+            raise ConfigError(f"task.params.{unknown[0]}", config.params[unknown[0]], "A benchmark takes only `rows`.")
         if config.reward is None:
             raise ConfigError(
                 "task.reward", None, "A benchmark needs one: number, math or code (asyncrl/tasks/benchmarks.py)."

@@ -55,5 +55,5 @@ def custom_task(path: str, params: Mapping[str, Any]) -> CustomTask:
     if not isinstance(found, type) or not hasattr(found, "question"):
         raise ConfigError("task.kind", path, f"Must be a class with question(index), and {ways}.")
     if not any(all(hasattr(found, name) for name in way) for way in WAYS):
-        raise ConfigError("task.kind", path, f"Beside question(index) it needs {ways}.")
+        raise ConfigError("task.kind", path, f"Besides question(index) it needs {ways}.")
     return CustomTask(EnvSpec(path, params))

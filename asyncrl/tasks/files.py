@@ -97,7 +97,7 @@ def _of_parquet(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = pyarrow.parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(field, path, f"Not a whole parquet file: {error}.") from None
+        raise ConfigError(field, path, f"Not a complete parquet file: {error}.") from None
     for number, row in enumerate(rows):
         yield f"{path}, row {number}", row
 
@@ -132,5 +132,5 @@ def _check_kept(field: str, where: str, row: dict[str, Any]) -> None:
     try:
         msgspec.msgpack.encode(row)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a lone surrogate, 2**64, deep nesting
-        remedy = f"It cannot be kept in a recording: {type(error).__name__}: {error}."
+        remedy = f"It cannot be stored in a recording: {type(error).__name__}: {error}."
         raise ConfigError(field, where, remedy) from None

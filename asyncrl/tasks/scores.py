@@ -33,7 +33,9 @@ def rewards(config: Config, tasks: Mapping[str, Task]) -> dict[str, Reward]:
     for name, section in (config.mixture | config.eval_sets).items():
         field = config.field_of(name)
         if section.reward is None and section.kind == "file":
-            raise ConfigError(f"{field}.reward", None, "A task from a file has none of its own: set exact, say.")
+            raise ConfigError(
+                f"{field}.reward", None, "A task from a file has no reward of its own: set one, such as exact."
+            )
         found[name] = TaskScoreReward(tasks[name]) if section.reward is None else _named(section, field)
     return found
 

@@ -22,7 +22,7 @@ class Tooled:
         """`tools` are described in asyncrl/envs/tools/specs.py, `options` are those of ToolEnv. MCP servers are started
         and asked for their tools. Raises ConfigError for `field`.tools and `field`.tool_options."""
         if getattr(task, "environment", None) or getattr(task, "agent", None):
-            raise ConfigError(f"{field}.tools", list(tools), "The task brings an environment, or an agent, of its own.")
+            raise ConfigError(f"{field}.tools", list(tools), "The task has its own environment or agent.")
         self._task = task
         self._functions = functions(tools, f"{field}.tools")
         self.environment = EnvSpec(ENVIRONMENT, {"tools": list(tools), **(options or {})})

@@ -83,7 +83,7 @@ def frequencies(hf: dict[str, Any], plain: Tensor) -> Tensor:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**hf), plain.device)
-    assert factor == 1.0, "check_architecture lets no other through"
+    assert factor == 1.0, "check_architecture rejects all others"
     assert scaled.shape == plain.shape
     return scaled
 

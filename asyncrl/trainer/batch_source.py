@@ -71,7 +71,7 @@ class RolloutClient:
                 response = None
                 time.sleep(0.2)
             except httpx.HTTPError as error:
-                raise PeerFailed(f"the rollout service broke off: {type(error).__name__} {error}") from None
+                raise PeerFailed(f"the rollout service closed the connection: {type(error).__name__} {error}") from None
             if response is not None:
                 if response.status_code == 200:
                     return response.content

@@ -161,7 +161,7 @@ class Checkpoints:
     def _fail(self, version: int, problem: str) -> None:
         self.failed += 1
         if self._parallel.is_first:
-            self._warn(f"checkpoint {version} could not be written, and the run goes on without it: {problem}", version)
+            self._warn(f"checkpoint {version} could not be written; the run continues without it: {problem}", version)
 
     # -- in the writer thread ------------------------------------------------------------------------------
 

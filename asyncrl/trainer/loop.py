@@ -16,7 +16,7 @@ from asyncrl.schema import Batch
 from asyncrl.trainer.feed import BatchFeed
 from asyncrl.trainer.stop import StopRule
 
-ASKED = "asked to stop, and to go on later"
+ASKED = "asked to stop; to be resumed"
 """Reason of a run that is paused, not finished."""
 
 

@@ -23,7 +23,7 @@ class ScoreWriter:
         self._writer.write(scored(step, logprobs.tolist()))
         if self._writer.failed and not self._warned:
             self._warned = True
-            self._warn(f"{self._writer.failed}. The run goes on without it.", step)
+            self._warn(f"{self._writer.failed}. The run continues without it.", step)
 
     def close(self) -> None:
         """Flush and close the file."""

@@ -128,7 +128,7 @@ class StagedCopy:
     def copy(self, pieces: Sequence[TensorShard]) -> None:
         """Copy the current values of the same pieces."""
         for own, piece in zip(self.pieces, pieces, strict=True):
-            assert (own.key, own.box) == (piece.key, piece.box), f"{own.key} lies elsewhere now"
+            assert (own.key, own.box) == (piece.key, piece.box), f"{own.key} is at another place now"
             own.tensor.copy_(piece.tensor, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -160,7 +160,7 @@ def _items(folder: Path, metadata: Metadata, key: str, wanted: Sequence[TensorSh
     """Return what to read of a key, after checking that all of it is there."""
     entry, whole = metadata.state_dict_metadata.get(key), wanted[0].box.whole
     if not isinstance(entry, TensorStorageMetadata):
-        raise RecordError(f"{folder} has no {key}: it is of another model, or of another algo.advantage")
+        raise RecordError(f"{folder} has no {key}: it belongs to another model, or to another algo.advantage")
     if tuple(entry.size) != whole:
         raise RecordError(f"{key} in {folder} has shape {tuple(entry.size)}, and {whole} in this model")
     items = planner_helpers.create_read_items_for_chunk_list(key, entry, [_chunk(piece.box) for piece in wanted])

@@ -109,7 +109,7 @@ def _placed(tensor: Tensor, parts: list[ShardedTensor], vocab_size: int) -> Plac
 def _box(tensor: Tensor, part: ShardedTensor, vocab_size: int) -> Box:
     data, axis = part.data, part.prepend_axis_num
     assert data is not None
-    assert data.is_contiguous(), f"{part.key} does not lie in one piece"
+    assert data.is_contiguous(), f"{part.key} is not contiguous"
     start = (data.data_ptr() - tensor.data_ptr()) // tensor.element_size()
     whole, size = list(part.global_shape), [1] * axis + list(part.local_shape)
     if part.allow_shape_mismatch:  # rows of the vocabulary

@@ -192,7 +192,7 @@ class ExpectedChecksums:
     def result(self) -> Checksums:
         """Return the checksums. Raises WeightsError with the names of the fused parameters that are incomplete."""
         if self._open:
-            raise WeightsError(f"never whole, as HF tensors are missing: {', '.join(sorted(self._open))}")
+            raise WeightsError(f"incomplete, because HF tensors are missing: {', '.join(sorted(self._open))}")
         return self._done
 
 

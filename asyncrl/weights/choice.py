@@ -23,7 +23,7 @@ def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool) -> tup
     if setting != "auto":
         return setting, "as configured"
     if gpu:
-        return "distributed", "trainers and engines hold GPUs of their own: NCCL takes the fastest way between them"
+        return "distributed", "trainers and engines have separate GPUs: NCCL uses the fastest path between them"
     if here:
         return "tensor", "all engines are on this host: buckets travel through shared memory"
     return "distributed", f"engines are on {sorted(hosts)}: buckets travel by broadcast"

@@ -79,7 +79,7 @@ def _created(file: Path, bucket: Bucket, metadata: dict[str, str] | None) -> Ite
             yield out, 8 + len(text)
         whole = True
     except OSError as error:
-        raise WeightsError(f"{file} cannot be written: {error}. Free space, or choose another folder.") from None
+        raise WeightsError(f"{file} cannot be written: {error}. Free some space, or choose another folder.") from None
     finally:
         if not whole:
             file.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ class HFFolder:
                 opened = self._open.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
                 self._open.close()
-                raise WeightsError(f"{file} cannot be read: {error}. Copy or convert it anew.") from None
+                raise WeightsError(f"{file} cannot be read: {error}. Copy or convert it again.") from None
             self._file_of.update(dict.fromkeys(opened.keys(), opened))
         return self
 

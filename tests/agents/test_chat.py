@@ -106,7 +106,7 @@ def test_one_side_cannot_speak_twice(early: bool) -> None:
             await chat.answer()
         chat.say("1")
 
-    with pytest.raises(ValueError, match="not answered yet" if early else "nothing was said"):
+    with pytest.raises(ValueError, match="not answered yet" if early else "no message was added"):
         play(script, written(4, 10))
 
 

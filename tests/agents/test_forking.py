@@ -70,7 +70,7 @@ def test_what_a_reset_tells_stands_in_every_way() -> None:
 def test_ways_that_the_task_shall_score_have_no_reward_yet_and_all_or_none_are() -> None:
     found, _ = play(partial(Forking, fork_at=[1], max_turns=2), [*TRUNK[:2], written(6, 10)], scored=0)
     assert (found.reward, [turn.reward for turn in found.turns]) == (None, [0.0, 0.125, 0.125])
-    with pytest.raises(ValueError, match="some ways to the task"):
+    with pytest.raises(ValueError, match="some branches to the task"):
         play(partial(Forking, fork_at=[1]), [*TRUNK, written(7, 10)], scored=10)
 
 
@@ -80,7 +80,7 @@ def test_ways_that_the_task_shall_score_have_no_reward_yet_and_all_or_none_are()
         ({"moody": "text"}, "step 0 told .*'3'.* in the place of .*'2'"),
         ({"moody": "state"}, "step 0 told .*'True2'.* in the place of .*'s2'"),
         ({"moody": "end"}, "step 0 told .*True, 's2'.* in the place of .*False, 's2'"),
-        ({"late": True, "hello": "4"}, "reset told something else"),
+        ({"late": True, "hello": "4"}, "reset returned something else"),
     ],
 )
 def test_environment_that_does_not_do_the_same_again_costs_the_episode(world: dict[str, object], told: str) -> None:

@@ -127,7 +127,7 @@ def test_turn_that_was_made_up_or_told_twice_is_refused() -> None:
 
 
 def test_trajectory_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="without a turn"):
+    with pytest.raises(ValueError, match="has no turn"):
         check(Trajectory([]), P, two_turns()[1])
 
 

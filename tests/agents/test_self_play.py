@@ -143,7 +143,7 @@ def test_opponent_sees_its_conversation_and_is_not_trained(name: str) -> None:
 
 
 def test_policy_that_was_never_asked_has_no_episode() -> None:
-    with pytest.raises(EpisodeFailed, match="environment_error: it was done before the policy was asked"):
+    with pytest.raises(EpisodeFailed, match="environment_error: the episode ended before the policy's first turn"):
         play(turns="0", fixed={"player-0": {"function": f"{__name__}:scripted"}})
 
 
@@ -156,7 +156,7 @@ def test_opponent_that_raises_costs_the_episode() -> None:
     ("fixed", "field", "remedy"),
     [
         ({"player-7": {"function": f"{__name__}:scripted"}}, "fixed", r"Must name some of \['player-0', 'player-1'"),
-        ({role: {"function": f"{__name__}:scripted"} for role in ROLES}, "fixed", "leave one to the policy"),
+        ({role: {"function": f"{__name__}:scripted"} for role in ROLES}, "fixed", "leave at least one to the policy"),
         ({"judge": {"function": "nowhere:it"}}, "fixed.judge.function", "Must be an import path"),
         ({"judge": {"model": "m"}}, "fixed.judge", r"Must be \{function: module:name\}, or \{base_url"),
     ],

@@ -69,7 +69,7 @@ def test_template_that_rewrites_earlier_turns_does_not_rewrite_what_was_written(
 
 def test_template_that_hides_answers_allows_no_second_turn(tokenizer: Any) -> None:
     kept, tokenizer.chat_template = tokenizer.chat_template, "{{ '<bos>' }}"
-    with pytest.raises(ValueError, match="does not show what the assistant wrote"):
+    with pytest.raises(ValueError, match="does not render the assistant's messages"):
         ChatTemplate(tokenizer).extend([user("5")], last=10)
     tokenizer.chat_template = kept
 

@@ -161,10 +161,10 @@ def test_wrong_arguments_are_refused_with_exit_code_2(llama: Path, capsys: pytes
     for arguments, said in (
         (["to-megatron", str(llama / "none"), str(llama.with_name("out"))], "not a folder"),
         (["to-megatron", str(llama), str(taken)], "--overwrite"),
-        (["to-megatron", str(llama), str(taken), "--overwrite"], "no converted folder"),
-        (["to-megatron", str(llama), str(llama), "--overwrite"], "apart from"),
-        (["to-megatron", str(llama), str(llama.parent), "--overwrite"], "apart from"),
-        (["to-hf", str(llama), str(llama / "inside"), "--overwrite"], "apart from"),
+        (["to-megatron", str(llama), str(taken), "--overwrite"], "not a converted folder"),
+        (["to-megatron", str(llama), str(llama), "--overwrite"], "outside of"),
+        (["to-megatron", str(llama), str(llama.parent), "--overwrite"], "outside of"),
+        (["to-hf", str(llama), str(llama / "inside"), "--overwrite"], "outside of"),
     ):
         assert said in refused(capsys, 2, arguments)
     assert (taken / "letters.txt").read_text() == "dear"

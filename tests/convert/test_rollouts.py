@@ -115,5 +115,5 @@ def test_exported_rows_hold_every_token_with_its_log_probability_and_version(tmp
     assert (lines[1]["prompt_ids"], lines[1]["place"]) == ([1, 2, 0], "0")
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.jsonl")]) == 2
-    assert "It is there" in capsys.readouterr().err
+    assert "It exists already" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.csv")]) == 2

@@ -194,7 +194,7 @@ NEVER: dict[str, tuple[Reply, str]] = {
     "unreachable": (httpx.ConnectError("refused"), "the last: ConnectError refused"),
     "silent": (httpx.ReadTimeout("600 s"), "the last: ReadTimeout 600 s"),
     "no engines": (httpx.Response(503, text="no workers"), "the last: the router answered 503: no workers"),
-    "no JSON": (b"data: {oops\n\n", "the last: no event of an engine: .*JSON"),
+    "no JSON": (b"data: {oops\n\n", "the last: no event from an engine: .*JSON"),
 }
 
 

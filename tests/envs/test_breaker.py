@@ -67,7 +67,7 @@ def test_it_opens_at_so_many_failures_in_a_row_and_tells_so_once() -> None:
         assert world.told == []
         world.fail(3)  # of episodes that were under way
         assert not await world.enters()
-        assert world.told == ["environment it has failed 3 times in a row, and episodes wait: it raised"]
+        assert world.told == ["environment it has failed 3 times in a row; episodes wait: it raised"]
 
     run(script)
 

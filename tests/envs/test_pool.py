@@ -29,11 +29,11 @@ EXPECTED = {
     "dies": ("environment_died", "its process ended by signal SIGKILL"),
     "leaves a child": ("environment_died", "its process ended by signal SIGKILL"),
     "exits": ("environment_died", "its process ended by exit code 3; it printed last:\nthe last line"),
-    "garbage": ("environment_garbage", "its process sent what is no answer"),
+    "garbage": ("environment_garbage", "its process sent an invalid answer"),
     "oversized": ("environment_oversized", "an answer of 104857"),
     "no step": ("environment_error", "step returned str in the place of a Step"),
-    "cannot be sent": ("environment_error", "it returned what cannot be sent"),
-    "not finite": ("environment_error", "ValueError: the reward of a step is nan, and must be a finite number"),
+    "cannot be sent": ("environment_error", "it returned a value that cannot be sent"),
+    "not finite": ("environment_error", "ValueError: the reward of a step is nan: it must be a finite number"),
 }
 
 
@@ -186,7 +186,7 @@ def test_environment_that_does_not_end_is_told_and_holds_nobody(fault: str) -> N
         assert told == []  # nobody has waited for its end
 
     run(script, tell=told.append, reset_timeout=3.0)
-    assert "environment faulty did not end: environment_" in told[0]
+    assert "environment faulty did not close: environment_" in told[0]
 
 
 def test_environment_that_cannot_be_made_is_typed() -> None:
@@ -228,9 +228,7 @@ def test_repeated_failures_open_a_breaker_that_lets_one_try_and_closes_when_it_g
             with pytest.raises(EpisodeFailed):
                 await play(environments, **fault)
         assert told == [told[0]]
-        assert told[0].startswith(
-            "environment faulty has failed 3 times in a row, and episodes wait: environment_error"
-        )
+        assert told[0].startswith("environment faulty has failed 3 times in a row; episodes wait: environment_error")
         both = [asyncio.create_task(play(environments)) for _ in range(2)]
         found = await asyncio.gather(*both)
         assert [len(one) for one in found] == [3, 3]
@@ -333,7 +331,9 @@ def test_environment_that_cannot_be_made_ahead_is_told() -> None:
         await until(lambda: said)
 
     run(script, kind="NeverMade", warm=1, hosted=False, tell=said.append)
-    assert said[0].startswith("environment faulty could not be made ahead: environment_error: OSError: no display")
+    assert said[0].startswith(
+        "environment faulty could not be created ahead of time: environment_error: OSError: no display"
+    )
 
 
 # -- what they give, and how they end ----------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def test_environment_that_never_ends_in_the_event_loop_is_told_and_holds_nobody(
         assert said == []
 
     run(script, kind="Lingering", hosted=False, tell=said.append, reset_timeout=0.2)
-    assert "environment faulty did not end: " in said[0]
+    assert "environment faulty did not close: " in said[0]
 
 
 def test_failures_that_are_not_the_environments_do_not_open_its_breaker() -> None:

@@ -171,7 +171,7 @@ def test_sandbox_that_fails_is_a_fault_and_no_reward() -> None:
 
 
 def test_step_before_a_reset_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="begins with reset"):
+    with pytest.raises(RuntimeError, match="call reset first"):
         run(lambda: ShellEnv(**SANDBOX).step(block("true")))
 
 

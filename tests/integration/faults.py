@@ -122,7 +122,7 @@ class Injector:
         return bool(members)
 
     def _members(self, name: str) -> list[psutil.Process]:
-        """Its processes; waits until it was started again, if it is dead. None when the run has ended meanwhile."""
+        """Its processes; waits until it was restarted, if it is dead. None when the run has ended meanwhile."""
         deadline = time.monotonic() + TIMEOUT
         while self._launcher.poll() is None:
             with suppress(psutil.NoSuchProcess, KeyError):

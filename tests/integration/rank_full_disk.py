@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
     checkpoints._size = 0
     if parallel.is_first:
         assert len(told) == 2, told
-        assert "checkpoint 2 could not be written, and the run goes on without it: rank 1:" in told[0], told
+        assert "checkpoint 2 could not be written; the run continues without it: rank 1:" in told[0], told
         assert "GB left" in told[1], told
         assert [path.name for path in store.folder.iterdir()] == ["00000001"]
         assert store.newest(told.append) is not None

@@ -45,7 +45,7 @@ def test_sides_may_differ_and_engines_hold_the_trainers_weights(trainer: str, en
         again = tmp_path / "again"
         run(again, *SMALL, "mode=replay", f"replay.from={live}", "trainer.dtype=auto", "engine.dtype=auto")
         assert dtypes(again) == (trainer, engine)
-        assert "auto: as in the run that it goes on from or replays" in output(again)
+        assert "auto: as in the run that it resumes or replays" in output(again)
 
 
 def test_auto_is_resolved_told_estimated_and_kept_by_a_resume(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_auto_is_resolved_told_estimated_and_kept_by_a_resume(tmp_path: Path) ->
     (other,) = set(probe.DTYPES) - {first[0]}
     run(folder, *SMALL, *auto, "resume=auto", "run.max_steps=3")  # the machine may be another one now
     assert dtypes(folder) == first
-    assert "as in the run that it goes on from" in output(folder)
+    assert "as in the run that it resumes" in output(folder)
     assert other not in summary["dtype/trainer"].split()[0]
 
 

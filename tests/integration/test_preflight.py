@@ -50,5 +50,5 @@ def test_a_job_on_a_network_that_leads_nowhere_starts_nothing(lab: Lab, tmp_path
     assert done.returncode == 1
     assert "node2 to node1 (127.0.0.1:" in done.stdout
     assert "Set cluster.interface" in done.stdout
-    assert "the preflight found what the run would fail of: cluster.interface" in done.stderr
+    assert "Preflight failed: cluster.interface" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -175,7 +175,7 @@ def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) 
     then = len(job.steps())
     assert 5 <= then < steps
     assert CheckpointStore(job.run_dir).versions()[-1] == then  # not a step is done twice
-    assert "ended as it was asked to" in job.output
+    assert "ended as requested" in job.output
     job.finishes()
     goes_on_exactly(job, steps, tmp_path)
 

@@ -116,7 +116,7 @@ def test_folder_with_anything_in_it_is_never_overwritten_silently(tmp_path: Path
     assert (found.value.field, found.value.value) == ("run.dir", str(folder))
     assert (folder / "config.json").exists()
     held = lock(folder)
-    with pytest.raises(ConfigError, match="A run is under way in this folder"):
+    with pytest.raises(ConfigError, match="A run is already using this folder"):
         prepared(folder, overwrite=True)
     os.close(held)
     prepared(folder, overwrite=True)
@@ -126,7 +126,7 @@ def test_folder_with_anything_in_it_is_never_overwritten_silently(tmp_path: Path
 def test_folder_of_something_else_is_not_emptied_even_when_asked(tmp_path: Path) -> None:
     """Nor a model's, which has a config.json as well."""
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=rf"has no {MARK}, and so is no run's") as caught:
+    with pytest.raises(ConfigError, match=rf"has no {MARK}, so it is not a run folder") as caught:
         prepared(tmp_path, overwrite=True)
     assert caught.value.field == "run.overwrite"
     assert (tmp_path / "config.json").exists()

@@ -555,7 +555,7 @@ def test_engine_that_leaves_is_stopped_for_good_and_the_run_goes_on(
     registry.let_go("http://e1:1")
     supervise(run_id, tmp_path, *engines, spec(run_id, "trainer-0", "import time; time.sleep(2)", ends=True))
     told = capsys.readouterr().err
-    assert "engine-1 is asked to leave" in told
+    assert "engine-1 was asked to leave" in told
     assert "engine-1 has left" in told
     assert "started again" not in told
     assert registry.leaving() == set()

@@ -114,7 +114,7 @@ def test_folder_with_the_checkpoint_is_not_emptied_for_the_run_that_needs_it(tmp
     found = chosen(tmp_path / "b", str(folder))
     resume.check_apart(tmp_path / "b", found)
     resume.check_apart(tmp_path / "b", None)
-    with pytest.raises(ConfigError, match=r"It lies in run.dir: set resume=auto"):
+    with pytest.raises(ConfigError, match=r"It is inside run.dir: set resume=auto"):
         resume.check_apart(tmp_path / "a", found)
 
 
@@ -128,7 +128,7 @@ def test_checkpoint_that_was_moved_has_no_steps_before_it(tmp_path: Path) -> Non
 
 def test_what_a_replay_wrote_holds_no_rollouts_to_go_on_with(tmp_path: Path) -> None:
     save(tmp_path, 4, rollout=False)
-    with pytest.raises(RecordError, match="holds no rollout side"):
+    with pytest.raises(RecordError, match="has no rollout state"):
         chosen(tmp_path, "auto")
 
 
@@ -144,7 +144,7 @@ def numbers(path: Path) -> list[int]:
 def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_over_them(tmp_path: Path) -> None:
     for version in (4, 8):
         (save(tmp_path, version) / "trainer.json").write_bytes(b"")
-    with pytest.raises(RecordError, match="no checkpoint is whole: move them away to begin anew"):
+    with pytest.raises(RecordError, match="no checkpoint is complete: move them away to start over"):
         chosen(tmp_path, "auto")
 
 
@@ -211,7 +211,7 @@ def test_programs_that_outlived_the_launcher_are_ended(tmp_path: Path) -> None:
 
 def test_two_launchers_do_not_share_a_folder(tmp_path: Path) -> None:
     held = lock(tmp_path)
-    with pytest.raises(ConfigError, match="A run is under way in this folder"):
+    with pytest.raises(ConfigError, match="A run is already using this folder"):
         lock(tmp_path)
     os.close(held)
     os.close(lock(tmp_path))

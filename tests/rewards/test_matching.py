@@ -132,7 +132,7 @@ def test_reference_is_the_field_that_the_params_name() -> None:
 
 @pytest.mark.parametrize("reference", ["K", "", "AB", 10, "maybe"])
 def test_reference_that_is_no_choice_is_the_records_fault(reference: Any) -> None:
-    with pytest.raises(EpisodeFailed, match="none of the choices"):
+    with pytest.raises(EpisodeFailed, match="not one of the choices"):
         scored("choice", "The answer is A", reference)
 
 

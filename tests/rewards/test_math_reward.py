@@ -194,7 +194,7 @@ def test_process_that_gets_no_time_is_no_fault_of_the_answer(tmp_path: Path) -> 
     reward = MathReward(command=double(tmp_path, "time.sleep(60)"), deadline=0.3)
     (failure,) = scored(reward, "4")
     assert isinstance(failure, EpisodeFailed)
-    assert "neither ended nor used up" in str(failure)
+    assert "neither finished nor used up" in str(failure)
 
 
 def test_no_more_processes_than_workers_and_each_is_used_again(tmp_path: Path) -> None:

@@ -211,11 +211,11 @@ def test_fault_of_the_machinery_is_retried(fault: Reply) -> None:
         ({"rewards": []}, "no 1 rewards"),
         ({"rewards": 1.0}, "no 1 rewards"),
         ([1.0], "no 1 rewards"),
-        ({"rewards": ["1.0"]}, "no finite number, but '1.0'"),
-        ({"rewards": [None]}, "no finite number"),
-        ({"rewards": [True]}, "no finite number"),
-        (httpx.Response(200, text='{"rewards": [NaN]}'), "no finite number, but nan"),
-        (httpx.Response(200, text='{"rewards": [Infinity]}'), "no finite number, but inf"),
+        ({"rewards": ["1.0"]}, "something other than a finite number, but '1.0'"),
+        ({"rewards": [None]}, "something other than a finite number"),
+        ({"rewards": [True]}, "something other than a finite number"),
+        (httpx.Response(200, text='{"rewards": [NaN]}'), "something other than a finite number, but nan"),
+        (httpx.Response(200, text='{"rewards": [Infinity]}'), "something other than a finite number, but inf"),
     ],
 )
 def test_answer_that_is_no_reward_fails_the_episode_and_is_not_asked_again(fault: Any, text: str) -> None:

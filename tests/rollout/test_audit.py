@@ -38,7 +38,7 @@ def test_dropping_the_slowest_is_told_once_with_means_and_probability() -> None:
     assert audit.figures()["bias/length"] < -0.2
     assert abs(audit.figures()["bias/reward"]) < 0.1
     (told,) = audit.warnings()
-    assert "no fair sample" in told
+    assert "not a fair sample" in told
     assert "mean length" in told
     assert audit.warnings() == []
 

@@ -233,15 +233,15 @@ def test_slow_score_does_not_stop_the_loop() -> None:
     ("fault", "text"),
     [
         (lambda: {}["missing"], "reward_error: KeyError: 'missing'"),
-        (lambda: float("nan"), "reward_error: the reward is nan, and must be a finite number"),
-        (lambda: "1.0", "reward_error: the reward is '1.0', and must be a finite number"),
-        (lambda: None, "reward_error: the reward is None, and must be a finite number"),
-        (lambda: numpy.ones(2), "reward_error: the reward is array([1., 1.]), and must be a finite number"),
+        (lambda: float("nan"), "reward_error: the reward is nan: it must be a finite number"),
+        (lambda: "1.0", "reward_error: the reward is '1.0': it must be a finite number"),
+        (lambda: None, "reward_error: the reward is None: it must be a finite number"),
+        (lambda: numpy.ones(2), "reward_error: the reward is array([1., 1.]): it must be a finite number"),
         (
             lambda: Score(1.0, parts={"a": ""}),
-            "reward_error: part a of the reward is '', and must be a finite number",
+            "reward_error: part a of the reward is '': it must be a finite number",
         ),
-        (lambda: Score(1.0, [None]), "reward_error: the reward of a turn is None, and must be a finite number"),
+        (lambda: Score(1.0, [None]), "reward_error: the reward of a turn is None: it must be a finite number"),
         (lambda: sys.exit("no"), "reward_error: SystemExit: no"),
     ],
 )

@@ -75,7 +75,7 @@ def test_question_that_is_no_more_is_no_part_of_a_resumed_run(tokenizer: Any, fi
     prompts = build(tokenizer, **file, **{"eval.questions": 4})
     for task, index in ((next(iter(prompts.training)), 10**9), ("other", 0)):
         with pytest.raises(
-            ConfigError, match=f"resume: got '{task}'. The checkpoint plays question {index} of task {task}"
+            ConfigError, match=f"resume: got '{task}'. The checkpoint has unfinished question {index} of task {task}"
         ):
             prompts.again("p0", task, index)
 
@@ -300,7 +300,7 @@ def test_chat_template_can_be_replaced_and_must_exist(model: Path, tmp_path: Pat
                 values.pop("chat_template", None)
                 text = json.dumps(values).encode()
             (bare / part.name).write_bytes(text)
-    with pytest.raises(ConfigError, match="has no chat template: give a jinja file"):
+    with pytest.raises(ConfigError, match="has no chat template: name a jinja file"):
         load_tokenizer(bare, None)
 
 

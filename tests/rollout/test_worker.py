@@ -228,7 +228,7 @@ def test_agent_that_raises_every_time_ends_the_worker() -> None:
     [
         (lambda found: [Turn([], found), Turn([1], found)], "turn 1 holds tokens that no engine wrote for it"),
         (lambda found: [Turn([9], found)], "turn 0 follows other tokens than the engine read (4 in the place of 3)"),
-        (lambda found: [], "a trajectory without a turn"),
+        (lambda found: [], "the trajectory has no turn"),
         (lambda found: None, "agent_error: TypeError"),
     ],
 )

@@ -134,7 +134,7 @@ def test_script_is_written_and_nothing_is_submitted(tmp_path: Path, monkeypatch:
     path = tmp_path / "run" / "slurm" / "job.sbatch"
     assert str(path) in told
     assert "experiment=tiny" in path.read_text()
-    with pytest.raises(ConfigError, match="no sbatch here"):
+    with pytest.raises(ConfigError, match="sbatch was not found"):
         submit(tiny_config(**SLURM), [(tmp_path / "run", [])])
     unreadable = tiny_config(**SLURM, **{"cluster.submit": False, "model.chat_template": "/nowhere"})
     with pytest.raises(ConfigError, match=r"model\.chat_template"):  # before anything waits in a queue

@@ -74,8 +74,11 @@ def line(value: Any) -> bytes:
         (b"null\n", "must be an object with the task's fields, not NoneType"),
         (line([GOOD, GOOD]), "must be an object with the task's fields, not list"),
         (b'"text"\n', "must be an object with the task's fields, not str"),
-        (b'{"question": "\\ud800", "answer": "2"}\n', "line 1'. It cannot be kept in a recording: UnicodeEncodeError"),
-        (b'{"question": "1", "answer": %s}\n' % (b"9" * 30), "It cannot be kept in a recording: OverflowError"),
+        (
+            b'{"question": "\\ud800", "answer": "2"}\n',
+            "line 1'. It cannot be stored in a recording: UnicodeEncodeError",
+        ),
+        (b'{"question": "1", "answer": %s}\n' % (b"9" * 30), "It cannot be stored in a recording: OverflowError"),
         (b'{"question": "1", "answer": %s}\n' % (b"9" * 5000), "line 1'. Not JSON: Exceeds the limit"),
         (
             b'{"question": "1", "answer": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
@@ -100,8 +103,8 @@ def test_what_is_no_row_is_refused_with_its_line(content: bytes, told: str, tmp_
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("rows.parquet", b"PAR1 and nothing more", "Not a whole parquet file"),
-        ("rows.parquet", b"", "Not a whole parquet file"),
+        ("rows.parquet", b"PAR1 and nothing more", "Not a complete parquet file"),
+        ("rows.parquet", b"", "Not a complete parquet file"),
         ("rows.json", b"[1]", "rows.json, row 0'. Every row must be an object"),
         ("rows.json", b"[", "Not JSON"),
         ("rows.csv", b"a,b", "Must end in .jsonl, .json or .parquet"),
@@ -117,5 +120,5 @@ def test_parquet_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD] * 1000), file)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="Not a whole parquet file"):
+    with pytest.raises(ConfigError, match="Not a complete parquet file"):
         task(file)

@@ -45,7 +45,7 @@ def test_batch_whose_transfer_broke_is_asked_for_again(broken: Callable[[str], E
 
 
 def test_service_that_hangs_is_told_from_one_that_broke_off() -> None:
-    with pytest.raises(EngineError, match="the rollout service broke off: ReadTimeout"):
+    with pytest.raises(EngineError, match="the rollout service closed the connection: ReadTimeout"):
         source(httpx.ReadTimeout("")).batch(0, interrupt=never)
 
 

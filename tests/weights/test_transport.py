@@ -23,7 +23,7 @@ HERE, THERE = "http://127.0.0.1:20000", "http://10.0.0.7:20000"
         ("auto", [HERE], False, "tensor", "on this host"),
         ("auto", ["http://10.0.0.1:20000"], False, "tensor", "on this host"),  # cluster.host itself
         ("auto", [HERE, THERE], False, "distributed", "10.0.0.7"),
-        ("auto", [HERE], True, "distributed", "GPUs of their own"),
+        ("auto", [HERE], True, "distributed", "separate GPUs"),
         ("tensor", [HERE], True, "tensor", "as configured"),
         ("disk", [HERE, THERE], False, "disk", "as configured"),
     ],

@@ -16,7 +16,7 @@ from asyncrl.agents.proxy.refusals import bad_field
 Body = Mapping[str, Any]
 Route = Literal["chat", "text"]
 
-_DISTRIBUTION = "Leave it out: the trainer could not reproduce the distribution that the tokens were drawn from."
+_DISTRIBUTION = "Remove it: the trainer could not reproduce the distribution that the tokens were drawn from."
 _SHAPING: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -29,12 +29,12 @@ _SHAPING: dict[str, tuple[Any, ...]] = {
 }
 _OTHER: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": (("auto", "none"), 'Must be "auto" or "none": what forces a call draws from another distribution.'),
-    "parallel_tool_calls": ((True,), "Leave it out: nothing keeps the model from writing two calls."),
-    "top_logprobs": ((0,), "Leave it out: the engine tells the log-probabilities of the tokens that were drawn."),
-    "best_of": ((1,), "Leave it out: what is not shown would be trained too. Ask for n, and choose."),
-    "echo": ((False,), "Leave it out: log-probabilities of a prompt are not computed."),
-    "suffix": (("",), "Leave it out: text is written at the end alone."),
-    "modalities": ((["text"],), "Leave it out: the model writes text."),
+    "parallel_tool_calls": ((True,), "Remove it: nothing keeps the model from writing two calls."),
+    "top_logprobs": ((0,), "Remove it: the engine tells the log-probabilities of the tokens that were drawn."),
+    "best_of": ((1,), "Remove it: what is not shown would be trained too. Ask for n, and choose."),
+    "echo": ((False,), "Remove it: log-probabilities of a prompt are not computed."),
+    "suffix": (("",), "Remove it: text is written at the end alone."),
+    "modalities": ((["text"],), "Remove it: the model writes text."),
 }
 _READ = {"model", "stream", "stream_options", "max_tokens", "n", "logprobs", "temperature", "stop", "return_token_ids"}
 _READ_BY: dict[Route, set[str]] = {
@@ -80,7 +80,7 @@ def read(body: Body, route: Route, *, temperature: float, end: str) -> RequestOp
         raise bad_field("temperature", body["temperature"], remedy)
     stop = body.get("stop") or []
     if not isinstance(stop, str | list) or any(one != end for one in ([stop] if isinstance(stop, str) else stop)):
-        remedy = f"Leave it out: answers end where the run's do ({end}), and nowhere else. Cut the text that you read."
+        remedy = f"Remove it: answers end where the run's do ({end}), and nowhere else. Cut the text that you read."
         raise bad_field("stop", body["stop"], remedy)
     limits = [_whole(body, name, 1) for name in ("max_tokens", "max_completion_tokens")]
     options = _typed(body, "stream_options", dict, "an object") or {}
@@ -101,9 +101,7 @@ def _check(name: str, value: Any, route: Route) -> None:
     if name in _OTHER and value not in _OTHER[name][0]:
         raise bad_field(name, value, _OTHER[name][1])
     if name not in _SHAPING.keys() | _OTHER.keys() | _READ_BY[route] | _WITHOUT_EFFECT:
-        raise bad_field(
-            name, value, "Leave it out: the proxy does not know it, and it may change how tokens are drawn."
-        )
+        raise bad_field(name, value, "Remove it: the proxy does not know it, and it may change how tokens are drawn.")
 
 
 def _logprobs(body: Body, route: Route) -> bool:

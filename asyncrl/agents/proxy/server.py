@@ -147,7 +147,7 @@ class Proxy:
             return session
         if key.strip().startswith(f"{self._secret}-"):
             raise gone()
-        raise ApiError(401, "the API key is none of this proxy's: give the one that the episode was given")
+        raise ApiError(401, "the proxy does not know this API key: use the one that the episode received")
 
     async def _bug(self, request: Request, error: Exception) -> Response:
         """Fail the session after a bug of the proxy: it ends the run, rather than count as the agent's failure."""
@@ -218,7 +218,7 @@ async def _body(request: Request) -> Body:
     try:
         body = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body

@@ -170,7 +170,7 @@ class ProxySession:
     def trajectory(self, prompt_ids: list[int], reward: float | None) -> Trajectory:
         """Return all answers as a trajectory, with the rewards of turns. Raises EpisodeFailed when there are none."""
         if not self._answered:
-            raise EpisodeFailed("agent_error", "it asked the model for nothing")
+            raise EpisodeFailed("agent_error", "it made no request to the model")
         in_order = sorted(self._answered, key=lambda answer: answer[0])
         turns = link(prompt_ids, [asked for _, asked in in_order])
         return Trajectory(self._rewards.given(turns, [asked for _, asked in self._answered]), reward)
@@ -188,7 +188,7 @@ class ProxySession:
             written = known.completion.token_ids
             return [*_ids(known), *self.template.extend(chat, last=written[-1] if written else None)]
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ApiError(400, f"the chat template does not take these messages: {error}", param="messages") from error
+            raise ApiError(400, f"the chat template rejects these messages: {error}", param="messages") from error
 
     async def _ask(
         self, context: list[int], wanted: RequestOptions, *, begins: bool

@@ -40,7 +40,7 @@ class Starter:
                 if not failed.retry or not left:
                     raise
             await asyncio.sleep(min(LONGEST_DELAY, self._delay * 2 ** (self._restarts - left)))
-        raise AssertionError("the last attempt has returned or raised")
+        raise AssertionError("the last attempt always returns or raises")
 
 
 class ServerLease(Protocol):

@@ -72,5 +72,5 @@ def _backend(path: str, params: Mapping[str, Any], field: str) -> Callable[[], S
             given["limits"] = load(LIMITS, f"{field}_params")(**given["limits"])
         inspect.signature(kind).bind(**given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{field}_params", dict(params), f"{path} does not take them: {error}.") from None
+        raise ConfigError(f"{field}_params", dict(params), f"{path} rejects them: {error}.") from None
     return lambda: kind(**given)

@@ -98,7 +98,7 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
             try:
                 inspect.signature(found).bind(**self.params)
             except TypeError as error:
-                raise ConfigError(f"{field}.params", self.params, f"{self.use} does not take them: {error}.") from None
+                raise ConfigError(f"{field}.params", self.params, f"{self.use} rejects them: {error}.") from None
             return lambda: _tool(found(**self.params), self.use, field)
         if self.params:
             raise ConfigError(f"{field}.params", self.params, f"{self.use} is no class: nothing takes them.")

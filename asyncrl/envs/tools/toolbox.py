@@ -29,9 +29,7 @@ class ToolboxEnv(ToolEnv):
         try:
             inspect.signature(ToolEnv).bind([], **options)
         except TypeError as error:
-            raise ConfigError(
-                "tool_options", options, f"An environment with tools does not take them: {error}."
-            ) from None
+            raise ConfigError("tool_options", options, f"An environment with tools rejects them: {error}.") from None
         super().__init__([], **options)
         self._sources = [source(spec, f"tools.{place}") for place, spec in enumerate(tools)]
 

@@ -22,7 +22,7 @@ def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[
         visible = machine.visible(node.gpus)
         models |= {(one.name, one.memory) for one in visible}
         if not machine.gpus:
-            remedy = "Is the driver there? Without nvidia-smi neither number nor memory can be compared."
+            remedy = "Is the driver installed? Without nvidia-smi neither their number nor their memory can be checked."
             found.append(warning("cluster.gpus", f"{_named(machine)}: nvidia-smi lists no GPU", remedy))
         elif len(visible) < len(node.gpus):
             text = f"{_named(machine)} shows {len(visible)} of the {len(node.gpus)} GPUs {','.join(node.gpus)}"
@@ -30,7 +30,7 @@ def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[
             found.append(error("cluster.gpus", text, remedy))
     if len(models) > 1:
         kinds = ", ".join(sorted(f"{name} ({memory >> 20} MiB)" for name, memory in models))
-        remedy = "The slowest sets the pace, the smallest what fits: take machines of one kind."
+        remedy = "The slowest GPU sets the pace and the smallest the memory: use machines of one kind."
         found.append(warning("cluster.gpus", f"of different kinds: {kinds}", remedy))
     each = max(len(node.gpus) for node in nodes)
     kind = next(iter(sorted(models)), ("unknown", 0))[0]

@@ -21,7 +21,7 @@ RECORDED = 6
 """Bytes per token of a long answer in a recording (docs/records.md)."""
 PUBLISHED = 3
 """Versions of the weights on disk at a time with disk and delta, including the one being written (weights/disk.py)."""
-FREE_UP = "Free some of it, or name a folder on a larger file system."
+FREE_UP = "Free some space, or choose a folder on a larger file system."
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def check_folders(config: Config, room: SpaceNeeded, run: FolderState, shared: F
     if config.checkpoint.every and not run.problem and room.checkpoint:
         seconds = room.checkpoint / run.speed
         text = f"one takes {_gb(room.checkpoint)} GB, about {seconds:.1f} s at {run.speed / 1e6:.0f} MB/s of one writer"
-        remedy = "Raise checkpoint.timeout, or name a faster file system: it would be given up."
+        remedy = "Raise checkpoint.timeout, or use a faster file system: the write would be abandoned."
         slow = seconds > config.checkpoint.timeout * config.trainer.world_size
         found.append(warning("checkpoint.timeout", text, remedy) if slow else ok("checkpoint.every", text))
     return found
@@ -120,7 +120,7 @@ def check_folders(config: Config, room: SpaceNeeded, run: FolderState, shared: F
 
 def _check(folder: FolderState, name: str, parts: dict[str, int], recorded: int) -> list[Finding]:
     if folder.problem:
-        return [error(name, folder.problem, "Name a folder that can be written.")]
+        return [error(name, folder.problem, "Choose a writable folder.")]
     needed = sum(parts.values()) + SPARE_BYTES
     told = ", ".join(f"{what} {_gb(size)}" for what, size in parts.items() if size)
     told += f", recordings up to {_gb(recorded)}" if recorded else ""

@@ -21,7 +21,7 @@ TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.
 """Each of these sets of files is a complete tokenizer."""
 LONGEST_HEADER = 100_000_000
 """Limit of the safetensors library, in bytes."""
-COPY = "Copy or download the folder anew."
+COPY = "Copy or download the folder again."
 
 
 @dataclass
@@ -38,7 +38,7 @@ def read_model(folder: Path, name: str) -> ModelFiles:
     """Read a model folder. `name` is the setting that refers to it."""
     files = ModelFiles()
     if not _is_json(folder / "config.json"):
-        files.problems.append(error(name, f"{folder}/config.json is missing or no JSON", COPY))
+        files.problems.append(error(name, f"{folder}/config.json is missing or not valid JSON", COPY))
     if not any(all((folder / one).is_file() for one in some) for some in TOKENIZERS):
         wanted = " or ".join(" and ".join(some) for some in TOKENIZERS)
         files.problems.append(error(name, f"{folder} has no tokenizer ({wanted})", COPY))

@@ -24,7 +24,7 @@ OPEN = "Set cluster.interface (or cluster.host) to a network on which the machin
 
 def check_ports(nodes: Sequence[Node], wanted: int) -> list[Finding]:
     """Check that every machine has enough free ports."""
-    remedy = f"{wanted} are needed: end what listens there, or set cluster.host to another address."
+    remedy = f"{wanted} are needed: stop what listens there, or set cluster.host to another address."
     found = [
         error("cluster.host", f"{node.name} has {len(node.ports)} free ports at {node.address}", remedy)
         for node in nodes

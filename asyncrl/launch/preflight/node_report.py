@@ -49,5 +49,5 @@ def parse(outputs: Sequence[str], names: Iterable[str] = ()) -> dict[str, dict[s
         else:
             found[str(answer["node"])] = answer
     said = " ".join(" ".join(rest).split())[-SAID:]
-    silent = {"problem": "no answer" + (f"; the last that was said: {said}" if said else "")}
+    silent = {"problem": "no answer" + (f"; the last output: {said}" if said else "")}
     return {name: {"node": name, **silent} for name in names if name not in found} | found

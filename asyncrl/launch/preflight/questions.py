@@ -40,7 +40,7 @@ def _asked(config: Config, model: Path, out: Path) -> list[Finding]:
         )
     except subprocess.TimeoutExpired:
         text = f"the questions could not be read within {SECONDS:.0f} s"
-        return [error("task", text, "The rollout process would wait as long: find out what the task does.")]
+        return [error("task", text, "The rollout process would hang in the same way: check what the task does.")]
     if done.returncode:
         tail = " | ".join(done.stdout.splitlines()[-LAST_LINES:])
         text = f"reading the questions failed with exit code {done.returncode}: {tail}"

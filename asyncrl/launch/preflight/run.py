@@ -79,7 +79,7 @@ def require(config: Config, run_dir: Path, job: SlurmJob | None = None) -> None:
     print(rendered(findings), flush=True)
     if failed(findings):
         names = ", ".join(dict.fromkeys(one.field for one in findings if one.level == "error"))
-        raise LaunchError(f"the preflight found what the run would fail of: {names} (cluster.preflight)")
+        raise LaunchError(f"Preflight failed: {names} (cluster.preflight)")
 
 
 def _all(config: Config, run_dir: Path, job: SlurmJob | None) -> Iterator[Finding]:
@@ -121,7 +121,9 @@ def _look(config: Config, job: SlurmJob | None, seen: ClusterFacts) -> None:
         seen.nodes, seen.machines = job.nodes, job.machines
     elif cluster.launcher == "slurm":
         if cluster.gpus is None:
-            raise ConfigError("cluster.gpus", None, "Must be told for a job: GPUs of each machine, 0 where none are.")
+            raise ConfigError(
+                "cluster.gpus", None, "Required for a job: the number of GPUs of each machine, 0 for none."
+            )
         seen.imagined = True
         seen.nodes = imagined(config, cluster.nodes or nodes_wanted(config, cluster.gpus), cluster.gpus)
     else:
@@ -137,7 +139,7 @@ def _isolation(config: Config, sandboxes: Sequence[LocalSandboxes], seen: Cluste
     if not sandboxes or config.mode == "replay":
         return
     if seen.imagined:
-        yield ok("sandbox", "the machines of the job are asked what they protect when it begins")
+        yield ok("sandbox", "checked on the job's machines when it starts")
         return
     found: list[Protections] = []
     yield from refused(lambda: found.extend(check_sandboxes(sandboxes)), "sandbox")
@@ -155,7 +157,7 @@ def _on_machines(config: Config, seen: ClusterFacts, models: dict[str, ModelFold
     placement = seen.placement
     assert placement
     if seen.imagined:
-        yield ok("cluster.launcher", f"a job of {len(seen.nodes)} machine(s): they are looked at when it begins")
+        yield ok("cluster.launcher", f"a job of {len(seen.nodes)} machine(s): its machines are checked when it starts")
     else:
         yield from check_gpus(seen.nodes, seen.machines)
         yield from network.check_ports(seen.nodes, ports_wanted(config))
@@ -189,7 +191,7 @@ def _told(
     for part in ("trainer", "engine") if seen.imagined else ():
         section = getattr(config, part)
         if section.dtype == precision.AUTO:
-            later = "auto: the machines of the job decide when it begins"
+            later = "auto: decided by the job's machines when it starts"
             yield ok(f"{part}.dtype", "bfloat16, auto: it runs on GPUs" if on_gpu(section, seen.gpus) else later)
     for choice in chosen.choices:
         text = f"{choice.dtype}, {choice.why}"
@@ -286,4 +288,4 @@ def _network(
             gpu = on_gpu(config.trainer, max(len(node.gpus) for node in job.nodes))
             yield from network.check_allreduce(*network.ask_allreduce(job, placement, gpu=gpu))
     except LaunchError as problem:
-        yield error("cluster", str(problem), "See what srun says.")
+        yield error("cluster", str(problem), "See srun's output.")

@@ -253,7 +253,7 @@ def _finished(process: subprocess.Popen[str], seconds: float) -> str:
             return process.communicate(timeout=patience)[0]
         except subprocess.TimeoutExpired:
             end()
-    raise LaunchError(f"srun does not end, {seconds + COMMAND_SECONDS:.0f} s after it was started: it was killed")
+    raise LaunchError(f"srun does not end, {seconds + COMMAND_SECONDS:.0f} s after its start: it was killed")
 
 
 def _output(*argv: str) -> str:

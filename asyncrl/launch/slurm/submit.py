@@ -25,10 +25,10 @@ def script(
     of the job could not hold the run."""
     cluster = config.cluster
     if cluster.gpus is None:
-        remedy = "Must be told for a job: GPUs of each machine, 0 where there are none."
+        remedy = "Required for a job: the number of GPUs of each machine, 0 for none."
         raise ConfigError("cluster.gpus", None, remedy)
     if cluster.requeues and not config.checkpoint.every:
-        remedy = "A job that is queued again goes on from a checkpoint: set checkpoint.every."
+        remedy = "A requeued job resumes from a checkpoint: set checkpoint.every."
         raise ConfigError("cluster.requeues", cluster.requeues, remedy)
     nodes = cluster.nodes or nodes_wanted(config, cluster.gpus)
     place(config, imagined(config, nodes, cluster.gpus))
@@ -51,7 +51,7 @@ def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:
             ["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=SBATCH_SECONDS, check=False
         )
     except FileNotFoundError:
-        remedy = "There is no sbatch here: give the command where Slurm is, or set cluster.submit=false."
+        remedy = "sbatch was not found: run the command where Slurm is installed, or set cluster.submit=false."
         raise ConfigError("cluster.launcher", "slurm", remedy) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"sbatch did not answer within {SBATCH_SECONDS:.0f} s; the script is {path}") from None

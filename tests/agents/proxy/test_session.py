@@ -483,7 +483,7 @@ def test_episode_that_asked_for_nothing_is_the_agents_fault() -> None:
     async def main() -> None:
         async with session(Talking([], template())) as behind:
             pass
-        with pytest.raises(EpisodeFailed, match="agent_error: it asked the model for nothing"):
+        with pytest.raises(EpisodeFailed, match="agent_error: it made no request to the model"):
             behind.trajectory([], 1.0)
 
     asyncio.run(main())

@@ -109,7 +109,7 @@ def test_server_of_each_episode_starts_from_nothing() -> None:
         ({"use": f"{OWN}:nothing"}, "tools.0.use", "Must be an import path"),
         ({"use": f"{OWN}:broken"}, "tools.0.use", "cannot be given by name"),
         ({"use": f"{OWN}:NOTHING"}, "tools.0.use", "it has no name, description, parameters, call"),
-        ({"use": f"{OWN}:Counter", "params": {"end": 1}}, "tools.0.params", "does not take them"),
+        ({"use": f"{OWN}:Counter", "params": {"end": 1}}, "tools.0.params", "rejects them"),
         ({"use": f"{OWN}:double", "params": {"x": 1}}, "tools.0.params", "is no class: nothing takes them"),
     ],
 )
@@ -171,7 +171,7 @@ def test_tool_that_fails_again_and_again_stops_new_episodes_until_it_works() -> 
         for _ in range(2):
             with pytest.raises(EpisodeFailed, match="tool: internal: "):
                 await play("internal")
-        assert "environment t has failed 2 times in a row, and episodes wait: tool: internal" in heard[0]
+        assert "environment t has failed 2 times in a row; episodes wait: tool: internal" in heard[0]
         await play("count")
         assert "works again" in heard[1]
         await environments.close()

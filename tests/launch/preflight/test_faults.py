@@ -155,7 +155,7 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "a config that is a list": (
         lambda tmp: files(tmp, lambda model: (model / "config.json").write_text("[1]")),
-        *(MODEL, "/config.json is missing or no JSON", "anew"),
+        *(MODEL, "/config.json is missing or not valid JSON", "anew"),
     ),
     "half a tokenizer": (
         lambda tmp: files(tmp, lambda model: (model / "tokenizer.json").rename(model / "vocab.json")),
@@ -189,7 +189,7 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "a config that is no JSON": (
         lambda tmp: files(tmp, lambda model: (model / "config.json").write_text("{")),
-        *(MODEL, "config.json is missing or no JSON", "anew"),
+        *(MODEL, "config.json is missing or not valid JSON", "anew"),
     ),
     "too little memory of a GPU for the trainer": (
         lambda _: memory("trainer", 81),

@@ -152,7 +152,7 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
 def test_dtype_of_a_job_to_come_is_decided_on_its_machines_unless_it_runs_on_gpus(tmp_path: Path) -> None:
     auto = {"trainer.dtype": "auto", "engine.dtype": "auto"}
     cpus = found(job(**{"cluster.gpus": 0, "cluster.nodes": 1, **auto}), tmp_path)
-    assert cpus["trainer.dtype"].value == "auto: the machines of the job decide when it begins"
+    assert cpus["trainer.dtype"].value == "auto: decided by the job's machines when it starts"
     assert "run.max_steps" not in cpus  # a login node's speed says nothing
     gpus = found(job(**{"cluster.gpus": 8, "cluster.nodes": 1, **auto}), tmp_path)
     assert gpus["engine.dtype"].value == "bfloat16, auto: it runs on GPUs"

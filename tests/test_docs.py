@@ -1,0 +1,93 @@
+"""README and docs name only what exists: files, headings, settings, metrics, and names of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.help import field_names
+from asyncrl.metrics import fields
+from asyncrl.metrics.fields import unknown
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+ids = [page.stem for page in PAGES]
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+SETTING = re.compile(r"\+{0,2}((?:[a-z_]+\.)+[a-z_]+)(?==|$)")
+PATH = re.compile(r"(?<![\w/.-])((?:asyncrl|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b")
+IMPORT = re.compile(r"\b(asyncrl(?:\.[a-z_0-9]+)+):(\w+)")
+
+SETTINGS = set(field_names())
+FREE = {name for name in SETTINGS if name.rsplit(".")[-1].endswith("params")} | {
+    *("engine.server_args", "engine.request_fields", "teacher.server_args", "judge.server_args", "cluster.sbatch"),
+    *("eval.sets", "tasks", "task"),
+}
+"""Settings whose keys are the user's own, or those of another program."""
+SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
+FILES = ("py", "md", "json", "jsonl", "yaml", "msgpack")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    dead = []
+    for link in LINK.findall(page.read_text()):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                dead.append(link)
+    assert dead == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_files_that_are_named_exist(page: Path) -> None:
+    assert [path for path in PATH.findall(page.read_text()) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_settings_that_are_named_exist(page: Path) -> None:
+    named = set()
+    for code in CODE.findall(page.read_text()):
+        for word in code.split():
+            if (found := SETTING.match(word)) and found[1].rpartition(".")[2] not in FILES:
+                named.add(found[1])
+    wrong = []
+    for name in named:
+        top = name.partition(".")[0]
+        own = any(name == free or name.startswith(f"{free}.") for free in FREE)
+        if top in SECTIONS and name not in SETTINGS and not own and not any(s.startswith(f"{name}.") for s in SETTINGS):
+            wrong.append(name)
+    assert sorted(wrong) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_metrics_that_are_named_exist(page: Path) -> None:
+    tables = [table for name, table in vars(fields).items() if name.isupper() and isinstance(table, dict)]
+    known = {name for table in tables for name in table}
+    prefixes = {name.partition("/")[0] for name in known if "/" in name}
+    named = {code for code in CODE.findall(page.read_text()) if re.fullmatch(r"[a-z_]+(?:/[a-z_0-9@]+)+", code)}
+    asked = {name for name in named if name.partition("/")[0] in prefixes and not (ROOT / "asyncrl" / name).exists()}
+    assert sorted(name for name in unknown(asked) if name not in known) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_names_of_the_code_exist(page: Path) -> None:
+    missing = []
+    for module, name in IMPORT.findall(page.read_text()):
+        file = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        file = file if file.exists() else file.with_suffix("") / "__init__.py"
+        tree = ast.parse(file.read_text()) if file.exists() else ast.Module([], [])
+        if name not in {getattr(node, "name", None) for node in tree.body}:
+            missing.append(f"{module}:{name}")
+    assert missing == []
