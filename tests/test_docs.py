@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from asyncrl import rewards
+from asyncrl.envs.tools.specs import source
 from asyncrl.launch.help import field_names
 from asyncrl.metrics import fields
 from asyncrl.metrics.fields import unknown
@@ -91,3 +95,25 @@ def test_names_of_the_code_exist(page: Path) -> None:
         if name not in {getattr(node, "name", None) for node in tree.body}:
             missing.append(f"{module}:{name}")
     assert missing == []
+
+
+def shown(page: str, begins: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the YAML blocks of a page that begin so, and set the environment variables that they name."""
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    for name in re.findall(r"\b[A-Z_]+_(?:KEY|TOKEN)\b", "".join(blocks)):
+        monkeypatch.setenv(name, "a key")
+    return [yaml.safe_load(block) for block in blocks if block.startswith(begins)]
+
+
+def test_rewards_that_are_shown_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = shown("rewards.md", "use:", monkeypatch)
+    assert len(specs) > 10
+    for spec in specs:
+        rewards.build(spec["use"], spec.get("params"))
+
+
+def test_tools_that_are_shown_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = shown("tools.md", "- use:", monkeypatch)
+    assert len(lists) > 4
+    for spec in [spec for found in lists for spec in found]:
+        source(spec, "tools").check("tools")
