@@ -21,6 +21,7 @@ Any other exception that escapes is a bug and ends the run with its traceback.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,3 +113,14 @@ def raised_by(reason: str, *, retry: bool = False) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise EpisodeFailed(reason, f"{type(error).__name__}: {error}", retry=retry) from error
+
+
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Control characters except tab and newline (ESC starts terminal commands), and characters that change the text
+direction.
+"""
+
+
+def visible(text: str) -> str:
+    """Return the text with its control characters as Python escapes."""
+    return _STEERING.sub(lambda found: repr(found[0])[1:-1], text)

@@ -32,7 +32,7 @@ from asyncrl import tasks  # noqa: E402
 from asyncrl.addresses import Addresses  # noqa: E402
 from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.config import Config  # noqa: E402
-from asyncrl.engine.control import Fleet  # noqa: E402
+from asyncrl.engine.fleet import Fleet  # noqa: E402
 from asyncrl.engine.router import router_argv  # noqa: E402
 from asyncrl.launch.machine import this_node  # noqa: E402
 from asyncrl.launch.main import CONF  # noqa: E402

@@ -17,7 +17,7 @@ PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 OPEN = {  # to all
     *("schema", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases", "importing"),
-    *("access", "terminal", "stores", "progress"),
+    *("access", "stores", "progress"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -35,7 +35,6 @@ ALLOWED = {
     "config": {"errors"},
     "addresses": set(),
     "access": set(),
-    "terminal": set(),
     "stores": set(),
     "tls": set(),
     "install": set(),
@@ -82,7 +81,7 @@ ONLY = {
     ("probe", "models"): {"models.catalog"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
     ("rollout", "engine"): {"engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"},
-    ("weights", "engine"): {"engine.control", "engine.update", "engine.server"},
+    ("weights", "engine"): {"engine.fleet", "engine.update", "engine.server"},
     ("trainer", "models"): {"models.architectures"},
     ("rewards", "envs"): {"envs.sandbox.protocol"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},

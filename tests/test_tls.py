@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from asyncrl.access import Access
-from asyncrl.engine import sockets
+from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.launch.watch import HealthWatch
 from asyncrl.tls import Authority, Signed, signed
 
@@ -93,7 +93,7 @@ def by_aiohttp(access: Access, url: str) -> bool:
     """Generation, and the teacher's scores."""
 
     async def ask() -> bool:
-        async with httpx.AsyncClient(**access.http, transport=sockets.transport(access)) as http:
+        async with httpx.AsyncClient(**access.http, transport=aiohttp_transport(access)) as http:
             return (await http.get(url)).status_code == 200
 
     try:

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.terminal import visible
+from asyncrl.errors import AsyncRLError, ConfigError, visible
 
 
 def main(argv: Sequence[str] | None = None) -> int:

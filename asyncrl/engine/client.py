@@ -23,10 +23,10 @@ import httpx
 import msgspec
 
 from asyncrl.access import Access
-from asyncrl.engine import sockets
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
 from asyncrl.engine.inflight import NEXT, CacheKey, InFlight, PendingSample, Purpose
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, joined
+from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.routing import RoutingShape
 from asyncrl.schema import Completion
@@ -154,7 +154,7 @@ class GenerationClient:
         self._http = httpx.AsyncClient(
             base_url=router,
             **access.http,
-            transport=transport or sockets.transport(access),
+            transport=transport or aiohttp_transport(access),
             timeout=httpx.Timeout(timeout, connect=30.0),
         )
         self._longest, self._context, self._stop = max_new_tokens, context, stop_token_ids

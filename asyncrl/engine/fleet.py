@@ -1,16 +1,284 @@
-"""Construction of a run's fleet, for the rank that decides which engines serve and for the ranks that follow it."""
+"""The control plane of every engine, called directly because the router answers these paths with 404.
+
+Every call goes to all engines at once, is checked for `success`, and has a deadline. An engine that fails a call is
+lost: it is removed from the fleet and the router, and the others go on. When none is left, the error ends the run.
+Connections are kept only for the calls of one publish: uvicorn drops idle ones after 5 s, and a dead connection in the
+middle of a publish would cost an engine.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
 
 from asyncrl import jsonl
+from asyncrl.access import Access
 from asyncrl.addresses import LOST, Addresses
 from asyncrl.config import Config
-from asyncrl.engine.control import Fleet
 from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import RouterWorkers
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
+
+PROBE_SECONDS = 5.0
+"""Deadline of a liveness probe, and of aborting the requests of an engine that has left the fleet."""
+KEPT_SECONDS = 1.0
+"""Seconds for which an idle connection may be reused."""
+
+Answer = dict[str, Any]
+Calls = dict[str, "Future[Answer]"]
+
+
+class CallRefused(EngineError):
+    """An engine answered, but without success. `status` is the HTTP status code."""
+
+    def __init__(self, message: str, status: int) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class RouterMembership(Protocol):
+    """Interface to the router's list of workers (engine/router.py)."""
+
+    def add(self, url: str) -> None:
+        """Start routing requests to this engine."""
+        ...
+
+    def remove(self, url: str) -> None:
+        """Stop routing requests to this engine."""
+        ...
+
+    def keep(self, urls: Sequence[str]) -> None:
+        """Add those of these engines that the router does not know."""
+        ...
+
+
+class EngineRegister(Protocol):
+    """Interface to the registry of engines that join and leave a run (engine/registry.py)."""
+
+    def joined(self) -> Mapping[str, Any]:
+        """Return the engines that others have started, by URL."""
+        ...
+
+    def leaving(self) -> set[str]:
+        """Return the URLs of the engines that are asked to leave."""
+        ...
+
+    def let_go(self, url: str) -> None:
+        """Declare that this engine may be stopped."""
+        ...
+
+
+class Fleet:
+    """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
+
+    Only rank 0 has `router` and `register`, and decides which engines serve. Other ranks send weights and report the
+    engines that they lost. `attached` engines were started by others, and wait for their weights at first. `on_lost` is
+    called with the URL, the incarnation and the reason of every lost engine. With `on_lost`, losing the last engine is
+    no error, because the engine is started again.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        access: Access,
+        timeout: float,
+        *,
+        attached: Sequence[str] = (),
+        router: RouterMembership | None = None,
+        register: EngineRegister | None = None,
+        on_lost: Callable[[str, str, str], None] | None = None,
+    ) -> None:
+        self._configured, self._attached = (*urls, *attached), set(attached)
+        self.serving, self.joining = list(urls), list(attached)
+        self.lost: dict[str, str] = {}
+        self.changes = 0  # number of joins and losses: the same URLs may be other processes
+        self.timeout = timeout
+        self._router, self._register, self._on_lost = router, register, on_lost
+        self._incarnations: dict[str, str] = {}  # version label of each engine when it came without weights of the run
+        self._http = httpx.Client(
+            **access.http,
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEPT_SECONDS),
+        )
+        self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="engine-control")
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """URLs of all engines that receive weights."""
+        return (*self.serving, *self.joining)
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def call(self, path: str, body: Answer | None = None) -> dict[str, Answer]:
+        """POST to every engine, wait for all, and return the answers by engine. Engines that fail are lost."""
+        return self.on_each(lambda url: self.post(url, path, body))
+
+    def on_each(self, step: Callable[[str], Answer]) -> dict[str, Answer]:
+        """Run a step for every engine at once and return the answers. Engines whose step fails are lost."""
+        return self.finish({url: self._pool.submit(step, url) for url in self.urls})
+
+    def start(self, path: str, bodies: Mapping[str, Answer]) -> Calls:
+        """POST a body to each engine without waiting: a broadcast needs its receivers to be running."""
+        return {url: self._pool.submit(self.post, url, path, body) for url, body in bodies.items()}
+
+    def finish(self, calls: Calls) -> dict[str, Answer]:
+        """Wait for the calls that `start` began and return the answers. Engines that fail are lost."""
+        answers, problems = self.settle(calls)
+        for url, problem in problems.items():
+            self.lose(url, str(problem))
+        return answers
+
+    def settle(self, calls: Calls) -> tuple[dict[str, Answer], dict[str, AsyncRLError]]:
+        """Wait for the calls that `start` began and return the answers and the errors, both by engine."""
+        answers: dict[str, Answer] = {}
+        problems: dict[str, AsyncRLError] = {}
+        for url, call in calls.items():
+            try:
+                answers[url] = call.result()
+            except (EngineError, DeadlineExceeded) as error:
+                problems[url] = error
+        return answers, problems
+
+    def post(self, url: str, path: str, body: Answer | None = None, timeout: float | None = None) -> Answer:
+        """POST to one engine. Raises EngineError, or CallRefused when the engine answered without success."""
+        return self._checked("POST", url + path, body or {}, timeout)
+
+    def get(self, url: str, path: str, timeout: float | None = None) -> Answer:
+        """GET from one engine. Raises the same errors as `post`."""
+        return self._checked("GET", url + path, None, timeout)
+
+    def _checked(self, method: str, url: str, body: Answer | None = None, timeout: float | None = None) -> Answer:
+        try:
+            response = self._http.request(method, url, json=body, timeout=timeout or self.timeout)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{url}: {type(error).__name__} {error}") from None
+        answer = response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
+        answer = answer if isinstance(answer, dict) else {"": answer}
+        if response.status_code != 200 or answer.get("success") is False:
+            raise CallRefused(f"{url} answered {response.status_code}: {response.text[:500]}", response.status_code)
+        return answer
+
+    def versions(self) -> dict[str, str]:
+        """Return the weight version that each engine serves. Engines that do not report one are lost."""
+        answers = self.on_each(lambda url: self.get(url, "/model_info"))
+        return {url: str(answer.get("weight_version")) for url, answer in answers.items()}
+
+    # -- membership ----------------------------------------------------------------------------------------
+
+    def reconcile(self) -> None:
+        """Update the fleet: new and restarted engines join, and leaving engines are released.
+
+        A router that was restarted learns which engines serve.
+        """
+        members = self._members()
+        asked = {url: self._pool.submit(self.get, url, "/model_info", PROBE_SECONDS) for url in members}
+        answers, _ = self.settle(asked)  # no answer: busy or dead, which the next call of a publish shows
+        for url, answer in answers.items():
+            label = str(answer.get("weight_version"))
+            if not label.isdigit() and self._is_new(url, label):
+                self.lose(url, "it was restarted")
+                self._incarnations[url] = label
+                self.join(url)
+        if self._router:
+            with suppress(EngineError):  # a dead router is restarted, and learns them then
+                self._router.keep([url for url in self.serving if url in answers])
+
+    def _members(self) -> list[str]:
+        """Return the URLs of the engines that may serve, and remove the others from the fleet."""
+        if self._register is None:
+            return list(self._configured)
+        joined, leaving = self._register.joined(), self._register.leaving()
+        members = [url for url in dict.fromkeys((*self._configured, *joined)) if url not in leaving]
+        for url in self.urls:
+            if url not in members:
+                self.lose(url, "it leaves" if url in leaving else "its lease was not renewed")
+        for url in leaving:
+            self._register.let_go(url)
+        return members
+
+    def _is_new(self, url: str, label: str) -> bool:
+        """Return whether an engine without weights of the run is new or was restarted.
+
+        A lost engine that is attached counts as new even with the same label: nobody restarts it, and the cause of its
+        failure may have passed.
+        """
+        if url in self.serving:
+            return True
+        if url in self.joining and url not in self._incarnations:
+            return False  # attached, and not seen before
+        return self._incarnations.get(url) != label or (url in self._attached and url not in self.joining)
+
+    def needs_weights(self) -> bool:
+        """Return whether no engine serves but some wait for weights. Without weights no batch would ever arrive."""
+        self.reconcile()
+        return bool(self.joining and not self.serving)
+
+    def join(self, url: str) -> None:
+        """Add a started engine. It receives the next publish, and serves once its checksum is confirmed."""
+        self.lost.pop(url, None)
+        if url not in self.urls:
+            self.joining.append(url)
+            self.changes += 1
+
+    def admit(self) -> None:
+        """Let the engines that joined serve requests, now that they hold the weights."""
+        for url in list(self.joining):
+            self.joining.remove(url)
+            self.serving.append(url)
+            if self._router:
+                with suppress(EngineError):  # a router that is restarting learns it from `reconcile`
+                    self._router.add(url)
+
+    def lose(self, url: str, reason: str) -> None:
+        """Remove an engine from the fleet. Raises EngineError when it was the last one and none is started again.
+
+        Its requests are aborted, and the clients send them to other engines: which weights it holds is unknown.
+        """
+        if url not in self.urls:
+            return
+        for group in (self.serving, self.joining):
+            if url in group:
+                group.remove(url)
+        self.lost[url] = reason
+        self.changes += 1
+        if self._router:
+            print(f"asyncrl: engine {url} left the fleet: {reason}", file=sys.stderr, flush=True)
+            try:
+                self._router.remove(url)
+            except EngineError:
+                if self._on_lost is None:  # otherwise the launcher removes it before it restarts the engine
+                    raise
+            self._pool.submit(self._let_go, url)
+        if self._on_lost:
+            self._on_lost(url, self._incarnations.get(url, ""), reason)
+        elif not self.serving:
+            raise EngineError("no engine is left: " + "; ".join(self.lost.values()))
+
+    def _let_go(self, url: str) -> None:
+        with suppress(EngineError):  # a dead or hung engine: its connections end or time out in the client
+            for mode in ("retract", "abort"):  # "abort" skips a frozen batch, so retract its requests to the queue
+                self.post(url, "/pause_generation", {"mode": mode}, PROBE_SECONDS)
+
+    def lose_the_dead(self) -> None:
+        """Probe every engine's scheduler. Engines that do not answer in time are lost."""
+        self.on_each(lambda url: self.get(url, "/server_info", PROBE_SECONDS))
+
+    def adopt(self, serving: Sequence[str], joining: Sequence[str], changes: int) -> None:
+        """Adopt rank 0's view of the fleet. It may include engines that this rank has lost before."""
+        self.serving, self.joining, self.lost = list(serving), list(joining), {}
+        self.changes = changes
+
+    def close(self) -> None:
+        """Close the connections and stop the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._http.close()
 
 
 def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool) -> Fleet:

@@ -24,10 +24,9 @@ import httpx
 import msgspec
 
 from asyncrl.access import Access
-from asyncrl.engine import sockets
 from asyncrl.engine.client import FIRST_DELAY, LONGEST_DELAY
 from asyncrl.engine.partial_completion import PASSING
-from asyncrl.engine.stream import StreamBroken
+from asyncrl.engine.stream import StreamBroken, aiohttp_transport
 from asyncrl.errors import DeadlineExceeded, EngineError
 
 REST_SECONDS = 5.0
@@ -79,7 +78,7 @@ class TeacherEngines:
         self._urls = [url.rstrip("/") for url in urls]
         self._http = httpx.AsyncClient(
             **access.http,
-            transport=transport or sockets.transport(access),
+            transport=transport or aiohttp_transport(access),
             timeout=httpx.Timeout(request_timeout, connect=min(30.0, request_timeout)),
         )
         self._room = asyncio.Semaphore(max_running)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncrl.engine.control import Answer, CallRefused, Fleet
+from asyncrl.engine.fleet import Answer, CallRefused, Fleet
 from asyncrl.errors import DeadlineExceeded
 
 FLUSH_PAUSE = 0.05

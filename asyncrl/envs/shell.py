@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.envs.env import Question, Step
-from asyncrl.envs.tools.calls import known, parse
-from asyncrl.envs.tools.malformed_calls import malformed_calls
+from asyncrl.envs.tools.calls import known, malformed_calls, parse
 from asyncrl.envs.tools.output import shown
 from asyncrl.envs.tools.shared import LOCAL, check_sandboxes, sandboxes
 from asyncrl.schema import Message

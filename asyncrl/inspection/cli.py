@@ -26,12 +26,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, visible
 from asyncrl.inspection import render
 from asyncrl.inspection.page import page
 from asyncrl.inspection.rows import GroupFilter, rows_of
 from asyncrl.records.reading import Recording
-from asyncrl.terminal import visible
 
 WIDTH = None if sys.stdout.isatty() else 200
 """Width of tables that are not shown in a terminal."""

@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.errors import visible
 from asyncrl.inspection.rows import GroupRow, StepRow
 from asyncrl.schema import Completion, Group, Trajectory, Turn
-from asyncrl.terminal import visible
 
 Decode = Callable[[int], str]
 GAPS = ((0.01, "default"), (0.1, "green"), (0.5, "yellow"), (2.0, "red"))

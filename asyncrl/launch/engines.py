@@ -32,7 +32,7 @@ import httpx
 from asyncrl.addresses import FILE, Addresses
 from asyncrl.config import on_gpu, read
 from asyncrl.engine.registry import Registry
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped, visible
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines
@@ -40,7 +40,6 @@ from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.leases import RENEW_SECONDS
-from asyncrl.terminal import visible
 from asyncrl.tls import Authority
 from asyncrl.weights.choice import LOOPBACK, choose
 

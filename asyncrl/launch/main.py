@@ -15,9 +15,8 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.addresses import PAUSED
-from asyncrl.errors import AsyncRLError, CompositionError, ConfigError, Paused, Stopped
+from asyncrl.errors import AsyncRLError, CompositionError, ConfigError, Paused, Stopped, visible
 from asyncrl.launch import help
-from asyncrl.terminal import visible
 
 STARTED_AT = time.time()
 CHECK = "--check"

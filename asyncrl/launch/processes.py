@@ -30,8 +30,8 @@ from asyncrl.errors import Paused, ProcessDied, Stopped
 from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.run_folder import full
 from asyncrl.launch.slurm.task import end_file
-from asyncrl.launch.space import full
 from asyncrl.launch.stalls import ANSWER_SECONDS, STACK_SECONDS, Stalled, Stalls, stack_file, write_stack
 from asyncrl.progress import DUMP_SIGNAL
 

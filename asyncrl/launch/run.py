@@ -28,7 +28,7 @@ from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.replay import check_recording, differences
 from asyncrl.launch.restarts import restart_policy
-from asyncrl.launch.space import ERRORS, full
+from asyncrl.launch.run_folder import ERRORS, full
 from asyncrl.launch.stalls import Stalls
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.metrics.console import Console

@@ -2,13 +2,18 @@
 
 Inputs of a run must not lie in a folder that is emptied. A `config.json` does not identify a run folder, since every
 model folder has one.
+
+The launcher also looks for full disks after a failure, because the process that could not write often could not log
+the reason either.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +82,25 @@ def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(item, field)
     elif isinstance(value, str):
         yield field, value
+
+
+ERRORS = (errno.ENOSPC, errno.EDQUOT)
+PROBE = 64 << 10
+"""Bytes written to test a folder."""
+
+
+def full(folders: Iterable[Path]) -> list[str]:
+    """Return one line for each of these folders where writing fails for lack of space or quota."""
+    found = []
+    for folder in folders:
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(PROBE))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno in ERRORS:
+                found.append(
+                    f"{os.strerror(error.errno)}: {folder}. Free some space there; files that were written are kept."
+                )
+    return found

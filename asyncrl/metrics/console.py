@@ -13,8 +13,8 @@ from rich import markup
 from rich.table import Table
 
 from asyncrl.config import Config
+from asyncrl.errors import visible
 from asyncrl.jsonl import Tail
-from asyncrl.terminal import visible
 
 
 class Console:

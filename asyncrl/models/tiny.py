@@ -7,11 +7,10 @@ this module through catalog.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any, Literal
-
-from asyncrl.models.tokenizer_files import write_tokenizer
 
 TOKENS = (*"0123456789", "<eos>", "=", "<bos>", "<pad>", "<unk>", " ")
 """The vocabulary; a token's index is its id."""
@@ -152,3 +151,24 @@ def _fill(model: object, seed: int, spread: float) -> None:
     with torch.no_grad():
         for name, weight in sorted([*model.named_parameters(), *biases], key=lambda item: item[0]):
             weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread, generator=generator)
+
+
+def write_tokenizer(
+    folder: Path, tokenizer_json: str, chat_template: str, special: dict[str, str], max_length: int
+) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, without `save_pretrained`, which would add
+    traces of the loader: its paths, and a class name that only transformers 5 knows.
+
+    `special` maps roles to tokens, as in {"eos_token": "<eos>"}; each token must be in `tokenizer_json`.
+    """
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "model_max_length": max_length,
+        "padding_side": "left",
+        # True would change " ." into "." when decoding, but the text must follow from the token ids alone.
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from asyncrl.errors import RecordError
 from asyncrl.records import events, frames
-from asyncrl.records.events import Committed, Event, Rejected, Scored, Taken, unpacked
+from asyncrl.records.events import Began, Committed, Event, Rejected, Saved, Scored, Taken, unpacked
 from asyncrl.records.frames import FramePosition, Frames
 from asyncrl.records.index import IndexEntry, usable
-from asyncrl.records.lineage import kept
 from asyncrl.schema import Batch, Group
 
 RECORDS = "records"
@@ -60,7 +59,7 @@ class Recording:
 
     def events(self) -> Iterator[Event]:
         """Yield the events in order, as if the run had never been interrupted: those that were rolled back are left out
-        (records/lineage.py). Raises RecordError on damage."""
+        (records/reading.py). Raises RecordError on damage."""
         if self.began <= 1:
             yield from self.all_events()
             return
@@ -146,3 +145,32 @@ class Recording:
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end(place)
         return self._decoded[place]
+
+
+def kept(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """Return the ranges [start, end) of event numbers that belong to the run. The others were rolled back by a resume.
+
+    A run resumed at version v continues after the last preceding `saved` of v; a run that started from scratch
+    continues nothing.
+
+        began 0 . . . saved 4 . . . . . saved 8 . . . |killed| began 4 . . . saved 8 . . .
+        [---------------------]                        [--------------------------------]   kept
+    """
+    stretches: list[tuple[int, int]] = []
+    saved: dict[int, int] = {}
+    count = 0
+    for number, event in enumerate(events):
+        count = number + 1
+        if isinstance(event, Saved):
+            saved[event.version] = count
+        elif isinstance(event, Began):
+            if stretches:
+                stretches[-1] = stretches[-1][0], number
+            end = saved.get(event.version, 0) if event.version else 0
+            stretches = [(first, min(last, end)) for first, last in stretches if first < end]
+            stretches.append((number, number))
+        elif not stretches:
+            stretches.append((number, number))
+    if stretches:
+        stretches[-1] = stretches[-1][0], count
+    return stretches

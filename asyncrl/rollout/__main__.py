@@ -37,7 +37,6 @@ from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
 from asyncrl.rollout.concurrency import ConcurrencyWindow
-from asyncrl.rollout.containment import contain
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
@@ -46,7 +45,7 @@ from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
 from asyncrl.rollout.reporters import FailureReporter, RunReporter
 from asyncrl.rollout.service import Service
-from asyncrl.rollout.serving import serve
+from asyncrl.rollout.serving import contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.rollout.worker import Worker

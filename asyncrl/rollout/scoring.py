@@ -18,8 +18,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
 from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, checked
+from asyncrl.schema import Trajectory
 
 THREADS = 64
 MOST_HANGING = 64
@@ -107,3 +110,22 @@ def _call(reward: Reward, answer: RewardInput) -> Result:
 def _unless_cancelled(future: asyncio.Future[Result], settle: Callable[[Any], None], value: Any) -> None:
     if not future.done():
         settle(value)
+
+
+async def score_by_branch(trajectory: Trajectory, score: Callable[[Trajectory], Awaitable[Trajectory]]) -> Trajectory:
+    """Score every branch and combine the results. The last turn of a branch receives the branch's reward; the rewards
+    of turns are averaged over the branches that pass through them. Branches are scored one after the other, each with
+    its own timeout."""
+    ways = trajectory.ways()
+    if len(ways) == 1:
+        return await score(trajectory)
+    turns, shares = list(trajectory.turns), trajectory.shares()
+    for way in ways:
+        alone = Trajectory([msgspec.structs.replace(trajectory.turns[place], fork=None) for place in way])
+        found = await score(alone)
+        assert found.reward is not None
+        for place, before, after in zip(way, alone.turns, found.turns, strict=True):
+            more = (after.reward - before.reward) * shares[way[-1]] / shares[place]
+            more += found.reward if place == way[-1] else 0.0
+            turns[place] = msgspec.structs.replace(turns[place], reward=turns[place].reward + more)
+    return Trajectory(turns, 0.0)

@@ -1,4 +1,8 @@
-"""HTTP server of the rollout service, running beside the rollouts."""
+"""HTTP server of the rollout service, running beside the rollouts, and containment of SystemExit.
+
+An event loop, and with it the process, ends when one of its tasks raises SystemExit. Tasks of this process also run
+user code: an agent, a reward, an environment, and tasks that these start.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +36,19 @@ async def serve(service: Service, address: str, rolling_out: Coroutine[Any, Any,
         await group.create_task(server.serve())  # SIGTERM ends it: uvicorn handles the signal
         rolling.cancel()
         failing.cancel()
+
+
+class Exited(Exception):
+    """User code called sys.exit."""
+
+
+def contain(loop: asyncio.AbstractEventLoop) -> None:
+    """Make tasks of this loop raise Exited where their code raises SystemExit."""
+    loop.set_task_factory(lambda loop, work, **named: asyncio.Task(_contained(work), loop=loop, **named))  # type: ignore[arg-type]
+
+
+async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await work
+    except SystemExit as exit:
+        raise Exited(f"SystemExit: {exit}") from exit

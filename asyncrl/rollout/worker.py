@@ -22,14 +22,13 @@ from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
-from asyncrl.rollout.branches import score_by_branch
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.rollout.scoring import Scorer
+from asyncrl.rollout.scoring import Scorer, score_by_branch
 from asyncrl.rollout.service import Service
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.routing import share_prompt

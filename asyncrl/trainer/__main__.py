@@ -30,17 +30,14 @@ from asyncrl.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addres
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
-from asyncrl.engine.control import Fleet  # noqa: E402
-from asyncrl.engine.fleet import build_fleet  # noqa: E402
-from asyncrl.errors import PeerFailed  # noqa: E402
+from asyncrl.engine.fleet import Fleet, build_fleet  # noqa: E402
+from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
-from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
-from asyncrl.metrics.sinks import TensorBoard  # noqa: E402
+from asyncrl.metrics.sinks import GapWatch, TensorBoard  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
-from asyncrl.terminal import visible  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
@@ -48,13 +45,15 @@ from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.trainer.replayed import NoEngines, ReplaySource  # noqa: E402
-from asyncrl.trainer.scores import ScoreWriter  # noqa: E402
+from asyncrl.trainer.recordings import (  # noqa: E402
+    NoEngines,
+    ReplaySource,
+    ScoreWriter,
+)
 from asyncrl.trainer.stop import StopRule  # noqa: E402
-from asyncrl.weights.build import build_transport  # noqa: E402
 from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
-from asyncrl.weights.publish import Publisher  # noqa: E402
+from asyncrl.weights.publish import Publisher, build_transport  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out this long after rank 0's own deadline
 DOING = {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from asyncrl.algo.loss import explained_variance, value_loss
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.table import TokenTable, known
-from asyncrl.algo.value import explained_variance, value_loss
 from asyncrl.config import Config
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.head import Head

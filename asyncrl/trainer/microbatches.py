@@ -1,14 +1,17 @@
-"""The micro-batches of this rank for one optimizer step: those of its replica, or its context-parallel part of them."""
+"""The micro-batches of this rank for one optimizer step (those of its replica, or its context-parallel part of them),
+and the cost of a token, by which they are balanced."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from asyncrl.algo.balance import Costs, assign_micro_batches
+from asyncrl.algo.balance import TOKEN, Costs, assign_micro_batches
 from asyncrl.algo.context_parallel_split import bounds_of, part
 from asyncrl.algo.pack import Pack, pack
 from asyncrl.algo.samples import Sample
 from asyncrl.config import TrainerConfig
+from asyncrl.models.architectures import megatron_arguments
 from asyncrl.parallel import Parallel
 
 Groups = Sequence[list[Sample]]
@@ -32,3 +35,43 @@ def packs_of_rank(groups: Groups, trainer: TrainerConfig, parallel: Parallel, co
     if p.cp > 1:
         packs = [part(one, bounds_of(one, p.cp, multiple, costs), p.cp_rank) for one in packs]
     return [one.to(p.device) for one in packs]
+
+
+def costs_of(hf: dict[str, Any]) -> Costs:
+    """Compute the costs from a model folder's config.json, in units of one token's products with all layer weights.
+
+    A product with a weight takes 2 FLOPs forward and 4 backward. A pair of tokens takes 2 FLOPs forward for each
+    element of a query and of a value, and two and a half times that backward, where the scores are recomputed (Dao,
+    arXiv 2307.08691, section 4.1). Sharding divides all of it equally.
+    """
+    family = megatron_arguments(hf)
+    attention, head = _attention_weights(hf)
+    weights = sum(attention + _mlp_weights(hf, family, layer) for layer in range(hf["num_hidden_layers"]))
+    pair = 7 * head * hf["num_attention_heads"] * hf["num_hidden_layers"]  # 2 x 3.5
+    row = 6 * hf["hidden_size"] * hf["vocab_size"]
+    return Costs(pair=round(TOKEN * pair / (6 * weights)), row=round(TOKEN * row / (6 * weights)))
+
+
+def _attention_weights(hf: dict[str, Any]) -> tuple[int, int]:
+    """Return the number of weights of one layer's attention, and the summed width of a head's query and value."""
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    if "kv_lora_rank" in hf:  # latent attention
+        latent, rotated = hf["kv_lora_rank"], hf["qk_rope_head_dim"]
+        query, value = hf["qk_nope_head_dim"] + rotated, hf["v_head_dim"]
+        down = hf["q_lora_rank"]
+        queries = (hidden + heads * query) * down if down else hidden * heads * query
+        keys = hidden * (latent + rotated) + latent * heads * (hf["qk_nope_head_dim"] + value)
+        return queries + keys + heads * value * hidden, query + value
+    width = hf.get("head_dim") or hidden // heads
+    kv_heads = hf.get("num_key_value_heads", heads)
+    return 2 * hidden * width * (heads + kv_heads), 2 * width
+
+
+def _mlp_weights(hf: dict[str, Any], family: dict[str, Any], layer: int) -> int:
+    """Return the number of weights of one layer's MLP that a token uses: gate, up and down, of the experts it is routed
+    to."""
+    inner = hf["intermediate_size"]
+    if family.get("num_moe_experts") and family["moe_layer_freq"][layer]:
+        inner = family["moe_router_topk"] * family["moe_ffn_hidden_size"]
+        inner += family.get("moe_shared_expert_intermediate_size") or 0
+    return 3 * int(hf["hidden_size"] * inner)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -19,10 +19,9 @@ from asyncrl.config import TrainerConfig
 from asyncrl.models.architectures import routing_shape
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
-from asyncrl.trainer.costs import costs_of
-from asyncrl.trainer.fast_ddp import FastDDP
+from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.microbatches import Groups, packs_of_rank
+from asyncrl.trainer.microbatches import Groups, costs_of, packs_of_rank
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
@@ -30,6 +29,33 @@ from asyncrl.weights.reshard import Resharder
 
 Visit = Callable[[Head, Pack], Tensor]
 """Callback that the last stage runs on each pack. It returns the loss, or any tensor in a pass without gradient."""
+
+
+class FastDDP(DistributedDataParallel):
+    """DistributedDataParallel that copies the first gradient of a step into the float32 buffer. Megatron fills the
+    buffer with zeros and adds: three passes over all gradients instead of one. Code that adds to a buffer itself must
+    call `gradient_buffer`."""
+
+    def zero_grad_buffer(self) -> None:
+        """Mark the buffers as stale. Those that get no gradient during the step are zeroed after its passes."""
+        for parameter in self.params_with_grad:
+            parameter.holds_old_gradient = True
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            group.reset()
+
+    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        """Zero the buffers without a gradient, then reduce the gradients over replicas."""
+        for parameter in self.params_with_grad:
+            gradient_buffer(parameter)
+        super().finish_grad_sync(*args, **kwargs)
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if param.grad is not None:
+                collect(param, param.grad)
+                param.grad = None
+
+        return hook
 
 
 class Network:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from asyncrl.algo.table import TokenTable, known
 from asyncrl.config import AlgoConfig, RolloutConfig
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
-from asyncrl.trainer.params import params_from_config
 from asyncrl.trainer.token_accumulator import TokenAccumulator
 
 COLUMNS = ("logprobs", "proximal", "factor", "entropy", "advantages")
@@ -146,3 +146,12 @@ def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor, *, plain: bool)
     if table.teacher is not None:  # at other temperatures: the gap at temperature 1, divided by the temperature
         found["teacher/gap"] = float((logprobs - table.teacher)[ran].mean())
     return found
+
+
+T = TypeVar("T")
+
+
+def params_from_config(kind: type[T], algo: AlgoConfig) -> T:
+    """Build a parameter dataclass, with each field taken from the setting of the same name."""
+    names: Any = fields(kind)  # type: ignore[arg-type]
+    return kind(**{one.name: getattr(algo, one.name) for one in names})

@@ -27,9 +27,8 @@ from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
-from asyncrl.trainer.objective import Objective
+from asyncrl.trainer.objective import Objective, params_from_config
 from asyncrl.trainer.optimizer import NetworkOptimizer
-from asyncrl.trainer.params import params_from_config
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.resets import Resets
 from asyncrl.trainer.sharded import ShardedState

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.engine.control import Fleet
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.server import DELTA_LOADER
 from asyncrl.weights.bucket import Bucket, plan_buckets, views
 from asyncrl.weights.disk import DiskTransport

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.engine.control import Fleet
+from asyncrl.engine.fleet import Fleet
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.files import write_bucket
 from asyncrl.weights.transport import Transport

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.engine.control import CallRefused, Fleet
+from asyncrl.engine.fleet import CallRefused, Fleet
 from asyncrl.errors import EngineError
 from asyncrl.ports import free_port
 from asyncrl.weights.bucket import Bucket

@@ -12,7 +12,7 @@ of which overlaps with sending except for the first bucket, and only the memory 
 needed. Pipeline stages send one after the other, each from its first rank, inside the session that rank 0 opened.
 
     waits for     the engines (weights.timeout per call), the other stages (the process group's timeout)
-    on failure    an engine that fails is lost and the others continue (engine/control.py); any other error leaves the
+    on failure    an engine that fails is lost and the others continue (engine/fleet.py); any other error leaves the
                   engines paused and ends the run, so that nothing is sampled from partly updated weights
 """
 
@@ -22,21 +22,27 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import WeightsConfig
-from asyncrl.engine.control import Fleet
+from asyncrl.config import Config, WeightsConfig
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
 from asyncrl.weights.checksum import ExpectedChecksums, differing, merge, parse
+from asyncrl.weights.choice import choose
+from asyncrl.weights.delta import DeltaTransport
+from asyncrl.weights.disk import DiskTransport
+from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
 from asyncrl.weights.reshard import Resharder
+from asyncrl.weights.tensor import TensorTransport
 from asyncrl.weights.transport import Transport
 
 T = TypeVar("T")
@@ -233,3 +239,25 @@ def _from_first(mine: bool) -> bool:
     word = [mine]
     dist.broadcast_object_list(word, src=0)
     return word[0]
+
+
+def build_transport(
+    config: Config, fleet: Fleet, *, host: str, alone: bool, stage: int, gpu: bool, folder: Path
+) -> tuple[Transport, str]:
+    """Build the transport of one pipeline stage's exporting rank. Returns it with the reason for the choice.
+
+    `host` is the rank's address. `alone` says that all trainer ranks are on that host; otherwise the host is not used,
+    because stages on several machines must make the same choice. `gpu` says whether the trainer runs on GPUs. `folder`
+    is where disk and delta write.
+    """
+    engine_tp = config.engine.tensor_parallel
+    name, reason = choose(config.weights.transport, list(fleet.urls), host if alone else "", gpu=gpu)
+    if name == "tensor":
+        return TensorTransport(fleet, engine_tp), f"tensor ({reason})"
+    if name == "disk":
+        return DiskTransport(fleet, folder, stage), f"disk in {folder} ({reason})"
+    if name == "delta":
+        return DeltaTransport(fleet, folder, stage, engine_tp), f"delta in {folder} ({reason})"
+    backend = "nccl" if gpu else "gloo"
+    transport = DistributedTransport(fleet, engine_tp, host=host, stage=stage, backend=backend)
+    return transport, f"distributed over {backend} ({reason})"

@@ -17,7 +17,7 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from asyncrl.engine.control import Fleet
+from asyncrl.engine.fleet import Fleet
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.transport import Transport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.algo.value import explained_variance, value_loss
+from asyncrl.algo.loss import explained_variance, value_loss
 
 
 def test_clipped_value_loss_by_hand() -> None:

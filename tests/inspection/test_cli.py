@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.errors import visible
 from asyncrl.inspection.cli import main
 from asyncrl.models.catalog import resolve
 from asyncrl.records.events import Admitted, Committed, Event, Rejected, Taken, packed
 from asyncrl.records.writer import Writer
-from asyncrl.terminal import visible
 from tests.fakes import group
 
 ESC = "\x1b"

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config
-from asyncrl.engine.control import Fleet
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.parallel import Parallel
-from asyncrl.weights.build import build_transport
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.publish import Publisher
+from asyncrl.weights.publish import Publisher, build_transport
 
 DEGREES = ("tp", "pp", "cp", "dp", "etp", "ep")
 ALONE: dict[str, Any] = {

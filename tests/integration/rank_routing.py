@@ -29,9 +29,8 @@ from asyncrl.models.architectures import routing_shape  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.routing import unpacked  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
-from asyncrl.trainer.costs import costs_of  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.microbatches import packs_of_rank  # noqa: E402
+from asyncrl.trainer.microbatches import costs_of, packs_of_rank  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402

@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncrl import jsonl
 from asyncrl.addresses import LOST, Addresses
 from asyncrl.config import Config, read
-from asyncrl.engine.control import Fleet
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import RolloutClient

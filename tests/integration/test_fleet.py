@@ -10,7 +10,7 @@ import pytest
 from asyncrl.access import Access
 from asyncrl.addresses import Addresses
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.control import Fleet
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.planner.bounds import bottleneck_bound, engines_bound, trainer_bound
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedWorkload, simulate
+from asyncrl.planner.sizing import bottleneck_bound, engines_bound, trainer_bound
 
 
 def test_the_published_calibration() -> None:

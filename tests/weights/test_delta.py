@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.access import Access
-from asyncrl.engine.control import Fleet
 from asyncrl.engine.delta import DeltaMismatch, KeepWhereNaN, apply, load
+from asyncrl.engine.fleet import Fleet
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
 from asyncrl.weights.delta import DeltaTransport, changed
 from asyncrl.weights.layouts import Pieces

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncrl.access import Access
-from asyncrl.engine.control import Fleet
+from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import ConfigError
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.choice import choose

@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.agents.linking import CompletedRequest
 from asyncrl.agents.proxy.fields import Body
-from asyncrl.agents.proxy.refusals import bad_field
+from asyncrl.agents.proxy.messages import bad_field
 from asyncrl.schema import Turn
 
 

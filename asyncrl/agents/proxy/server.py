@@ -32,7 +32,7 @@ from starlette.routing import Route
 from asyncrl.agents.proxy.answers import ApiResponse
 from asyncrl.agents.proxy.fields import Body
 from asyncrl.agents.proxy.fields import Route as Kind
-from asyncrl.agents.proxy.refusals import ApiError
+from asyncrl.agents.proxy.messages import ApiError
 from asyncrl.agents.proxy.session import ProxySession, ProxyStats, gone
 from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError

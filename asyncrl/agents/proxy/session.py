@@ -28,7 +28,7 @@ from asyncrl.agents.proxy import messages
 from asyncrl.agents.proxy.answers import ApiResponse, ResponseChoice
 from asyncrl.agents.proxy.fields import Body, RequestOptions, Route, read
 from asyncrl.agents.proxy.histories import ChatHistories, TextHistories
-from asyncrl.agents.proxy.refusals import ApiError, bad_field
+from asyncrl.agents.proxy.messages import ApiError, bad_field
 from asyncrl.agents.proxy.rewards import Rewards
 from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError, EpisodeFailed

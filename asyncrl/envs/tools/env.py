@@ -19,8 +19,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from asyncrl.envs.env import Question, Step
-from asyncrl.envs.tools.calls import ToolCall, known, parse
-from asyncrl.envs.tools.malformed_calls import malformed_calls
+from asyncrl.envs.tools.calls import ToolCall, known, malformed_calls, parse
 from asyncrl.envs.tools.output import cut
 from asyncrl.envs.tools.tool import REPORTED, OnFault, Tool
 from asyncrl.errors import EpisodeFailed, raised_by

@@ -20,7 +20,7 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
     engines, gpu = (*placement.urls()["engines"], *config.engine.urls), on_gpu(config.trainer, gpus)
     hosts = {seat.node.address for seat in placement.trainers}
     try:
-        host = hosts.pop() if len(hosts) == 1 else ""  # as weights/build.py receives it
+        host = hosts.pop() if len(hosts) == 1 else ""  # as weights/publish.py receives it
         chosen, why = choose(config.weights.transport, engines, host, gpu=gpu)
     except ConfigError as problem:
         return [error(problem.field, str(problem.value), problem.remedy)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.agents.proxy.fields import RequestOptions, read
-from asyncrl.agents.proxy.refusals import ApiError
+from asyncrl.agents.proxy.messages import ApiError
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 REFUSED: list[tuple[str, Any]] = [

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.agents.proxy.messages import assistant, read, read_all, tools_key
-from asyncrl.agents.proxy.refusals import ApiError
+from asyncrl.agents.proxy.messages import ApiError, assistant, read, read_all, tools_key
 from asyncrl.envs.tools.calls import ToolCall
 
 CALL = ToolCall("add", {"a": 1, "b": ["é"]}, "call00000")

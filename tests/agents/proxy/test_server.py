@@ -16,7 +16,7 @@ from asyncrl.access import Access
 from asyncrl.agents.proxy import server
 from asyncrl.agents.proxy.server import Proxy
 from asyncrl.agents.proxy.session import ProxySession
-from asyncrl.engine import sockets
+from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError
 from tests.agents.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, Blocking, Raising, soon, template, user
 from tests.agents.talking import Talking, written
@@ -27,7 +27,7 @@ FIRST = [BOS_ID, 1, ASKS]
 
 def client(proxy: Proxy, key: str = "") -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    transport = sockets.transport(Access(""))
+    transport = aiohttp_transport(Access(""))
     return httpx.AsyncClient(base_url=proxy.base_url, headers=headers, timeout=DEADLINE, transport=transport)
 
 

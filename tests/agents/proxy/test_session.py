@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.agents.linking import CompletedRequest, check
 from asyncrl.agents.proxy.answers import ApiResponse
-from asyncrl.agents.proxy.messages import read
-from asyncrl.agents.proxy.refusals import ApiError
+from asyncrl.agents.proxy.messages import ApiError, read
 from asyncrl.agents.proxy.session import ProxySession
 from asyncrl.errors import EngineError, EpisodeFailed
 from asyncrl.schema import Completion, Message, Trajectory

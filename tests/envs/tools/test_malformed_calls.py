@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.envs.tools.calls import parse
-from asyncrl.envs.tools.malformed_calls import malformed_calls
+from asyncrl.envs.tools.calls import malformed_calls, parse
 
 FORMATS = ("hermes", "llama3_json", "pythonic")
 

@@ -1,16 +1,21 @@
-"""mode=replay: batches from a recording instead of the rollout process, and a publisher without engines."""
+"""Recordings on the trainer's side: batches for mode=replay, a publisher without engines, and the trainer's own
+log-probabilities of recorded batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from asyncrl.config import ReplayConfig
 from asyncrl.errors import RecordError
 from asyncrl.imports import load
-from asyncrl.records.reading import Recording
+from asyncrl.records.events import scored
+from asyncrl.records.reading import RECORDS, TRAINER, Recording
+from asyncrl.records.writer import Writer
 from asyncrl.schema import Batch, Group, VersionSpan, encode
 
 
@@ -101,3 +106,21 @@ def later(batch: Batch, versions: int) -> Batch:
 
 def _moved(span: VersionSpan, versions: int) -> VersionSpan:
     return VersionSpan(span.version + versions, span.start, span.end, span.inferred)
+
+
+class ScoreWriter:
+    """Writes the scores, on rank 0. If writing fails, the run continues and warns once."""
+
+    def __init__(self, run_dir: Path, warn: Callable[[str, int], None]) -> None:
+        self._writer, self._warn, self._warned = Writer(run_dir / RECORDS / TRAINER), warn, False
+
+    def write(self, step: int, logprobs: Tensor) -> None:
+        """Write the log-probabilities of a batch's tokens, [N]."""
+        self._writer.write(scored(step, logprobs.tolist()))
+        if self._writer.failed and not self._warned:
+            self._warned = True
+            self._warn(f"{self._writer.failed}. The run continues without it.", step)
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._writer.close()

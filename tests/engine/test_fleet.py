@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.access import Access
-from asyncrl.engine.control import Fleet
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
 
