@@ -138,7 +138,7 @@ def test_episodes_share_a_server_that_starts_with_the_first() -> None:
         ({"agent": "tests.agents.test_proxied:nothing"}, "agent_params.agent: .* Must be an import path"),
         (
             {"agent": "tests.agents.test_proxied:solve", "params": {"x": 1}},
-            "agent_params.params: .* does not take them",
+            "agent_params.params: .* rejects them",
         ),
         (
             {"agent": "tests.agents.test_proxied:solve", "tool_format": "x"},

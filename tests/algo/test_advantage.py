@@ -99,7 +99,7 @@ def test_best_of_a_group_counts_only_when_it_is_alone() -> None:
 
 
 def test_maxrl_refuses_negative_rewards() -> None:
-    with pytest.raises(ConfigError, match=r"needs rewards of 0 or more, and one is -0\.5"):
+    with pytest.raises(ConfigError, match=r"needs rewards of 0 or more; one is -0\.5"):
         found("maxrl", make([1, 1], [1.0, -0.5]))
 
 

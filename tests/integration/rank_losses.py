@@ -76,7 +76,7 @@ def train(config: Config, folder: Path, layout: str) -> None:
     trained = network.Network(config.trainer, folder / "model", where)
     descent = Descent(trained, where)
     policy.Network = lambda *_, **__: trained  # type: ignore[assignment, misc]
-    policy.Optimizer = lambda *_: descent  # type: ignore[assignment, misc]
+    policy.NetworkOptimizer = lambda *_: descent  # type: ignore[assignment, misc]
     figures, gradients = {}, {}
     batch = Batch(VERSION, groups(layout == "shuffled"), {})
     for name, settings in ALGORITHMS.items():

@@ -211,7 +211,7 @@ def test_run_goes_on_without_an_engine_whose_node_has_failed(lab: Lab, tmp_path:
     job.wait_for_step(3)
     assert job.nodes()["engine-1"] == "node3"
     lab.kill_node("node3")
-    lab.wait_for(lambda: "engine-1 is lost with node3: the run goes on with 1 engines" in job.output, "loss", TIMEOUT)
+    lab.wait_for(lambda: "engine-1 is lost with node3: the run continues with 1 engines" in job.output, "loss", TIMEOUT)
     job.wait_for_step(len(job.steps()) + 5)
     assert job.steps()[-1]["engines/serving"] == 1
     lab.run("scancel", job.id)

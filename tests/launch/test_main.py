@@ -72,7 +72,7 @@ def test_sweep_leaves_nothing_outside_of_its_own_folder(tmp_path: Path) -> None:
         ("rollout.lead=9", "rollout.lead: got 9. Must not exceed rollout.max_staleness (2)"),
         ("model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
         ("experiment=nothing", "nothing"),
-        ("model.chat_template=/no/such.jinja", "model.chat_template: got '/no/such.jinja'. No such file"),
+        ("model.chat_template=/no/such.jinja", "model.chat_template: got '/no/such.jinja'. There is no such file"),
         ("task.name=no_such_dataset", "task.name / task.params: got ('no_such_dataset'"),
     ],
 )
@@ -149,7 +149,7 @@ def test_folder_that_holds_what_the_run_reads_is_not_emptied(field: str, name: s
     else:
         section, key = field.split(".")
         values[section][key] = path
-    with pytest.raises(ConfigError, match=r"lies in run\.dir, which run\.overwrite=true would empty") as caught:
+    with pytest.raises(ConfigError, match=r"inside run\.dir, which run\.overwrite=true would empty") as caught:
         prepare(load(values), folder)
     assert caught.value.field == field
     assert (folder / name).exists()

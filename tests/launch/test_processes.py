@@ -300,7 +300,7 @@ def test_engine_that_dies_under_way_is_started_again_until_it_has_died_too_often
     (tmp_path / READY).touch()
     says = "import os, sys; print('life', os.environ['ASYNCRL_INCARNATION'], flush=True); sys.exit(4)"
     engine = dataclasses.replace(spec(run_id, "engine-0", says), restarts=2, url="http://e0")
-    with pytest.raises(ProcessDied, match=r"(?s)engine-0 died: exit code 4.*started again 2 times") as caught:
+    with pytest.raises(ProcessDied, match=r"(?s)engine-0 died: exit code 4.*restarted 2 times") as caught:
         supervise(run_id, tmp_path, engine, spec(run_id, "trainer-0", FOREVER, ends=True))
     assert "life restart-2" in str(caught.value)
     assert (tmp_path / "logs" / "engine-0.log").read_text() == "life \nlife restart-1\nlife restart-2\n"
@@ -488,7 +488,7 @@ def test_engine_that_is_lost_with_its_machine_is_missed_as_long_as_another_serve
     trainer = spec(run_id, "trainer-0", "import time; time.sleep(1.0)", ends=True)
     policy = RestartPolicy(tmp_path, has_machine=lambda node: node in machines - {"node3"})
     Supervisor([*engines, trainer], tmp_path, run_id, 1.0, policy).run(lambda: None)
-    assert "engine-1 is lost with node3: the run goes on with 1 engines" in capsys.readouterr().err
+    assert "engine-1 is lost with node3: the run continues with 1 engines" in capsys.readouterr().err
 
     alone = RestartPolicy(tmp_path, has_machine=lambda node: False)
     with pytest.raises(ProcessDied, match="engine-1 on node3 died"):

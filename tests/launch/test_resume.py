@@ -56,7 +56,7 @@ def test_a_checkpoint_is_named_by_its_folder_or_its_run(tmp_path: Path) -> None:
         found = chosen(tmp_path / "b", str(named))
         assert found is not None
         assert found.folder == folder
-    with pytest.raises(ConfigError, match=r"resume: got .* Neither a checkpoint nor a run with a whole one"):
+    with pytest.raises(ConfigError, match=r"resume: got .* It is neither a checkpoint nor a run with a complete one"):
         chosen(tmp_path / "b", str(tmp_path))
     (folder / "trainer.json").unlink()
     with pytest.raises(RecordError, match=r"trainer\.json cannot be read"):  # it was meant, and no other

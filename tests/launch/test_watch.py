@@ -1,4 +1,4 @@
-"""A server that lives and does not answer is found; one that is dead, or not up yet, is not taken for it."""
+"""A server that is running but does not answer is found; one that is dead, or not up yet, is not taken for it."""
 
 from __future__ import annotations
 
@@ -101,4 +101,4 @@ def test_policy_gives_up_who_hangs_once_all_were_up(tmp_path: Path, capsys: pyte
         (tmp_path / READY).touch()
         assert policy.hanging() == ["router"]
         assert policy.hanging() == []
-        assert "router lives and does not answer" in capsys.readouterr().err
+        assert "router is running but does not answer" in capsys.readouterr().err

@@ -205,17 +205,17 @@ def test_fault_of_the_machinery_is_retried(fault: Reply) -> None:
     [
         (httpx.Response(400, text="too long"), "answered 400: too long"),
         (httpx.Response(401), "answered 401"),
-        (httpx.Response(200, text="<html>"), "no JSON: <html>"),
+        (httpx.Response(200, text="<html>"), "invalid JSON: <html>"),
         ({"scores": [1.0]}, "no 1 rewards"),
         ({"rewards": [1.0, 2.0]}, "no 1 rewards"),
         ({"rewards": []}, "no 1 rewards"),
         ({"rewards": 1.0}, "no 1 rewards"),
         ([1.0], "no 1 rewards"),
-        ({"rewards": ["1.0"]}, "something other than a finite number, but '1.0'"),
+        ({"rewards": ["1.0"]}, "something other than a finite number: '1.0'"),
         ({"rewards": [None]}, "something other than a finite number"),
         ({"rewards": [True]}, "something other than a finite number"),
-        (httpx.Response(200, text='{"rewards": [NaN]}'), "something other than a finite number, but nan"),
-        (httpx.Response(200, text='{"rewards": [Infinity]}'), "something other than a finite number, but inf"),
+        (httpx.Response(200, text='{"rewards": [NaN]}'), "something other than a finite number: nan"),
+        (httpx.Response(200, text='{"rewards": [Infinity]}'), "something other than a finite number: inf"),
     ],
 )
 def test_answer_that_is_no_reward_fails_the_episode_and_is_not_asked_again(fault: Any, text: str) -> None:

@@ -75,7 +75,7 @@ def test_question_that_is_no_more_is_no_part_of_a_resumed_run(tokenizer: Any, fi
     prompts = build(tokenizer, **file, **{"eval.questions": 4})
     for task, index in ((next(iter(prompts.training)), 10**9), ("other", 0)):
         with pytest.raises(
-            ConfigError, match=f"resume: got '{task}'. The checkpoint has unfinished question {index} of task {task}"
+            ConfigError, match=f"resume: got '{task}'. Unfinished in the checkpoint: question {index} of task {task}"
         ):
             prompts.again("p0", task, index)
 

@@ -62,5 +62,5 @@ def test_task_that_is_played_in_an_environment_of_its_own_takes_no_tools() -> No
     class Game(Numbers):
         environment = object()
 
-    with pytest.raises(ConfigError, match=r"task.tools: .* brings an environment"):
+    with pytest.raises(ConfigError, match=r"task.tools: .* has its own environment"):
         Tooled(Game(), [DOUBLE])

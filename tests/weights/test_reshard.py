@@ -295,7 +295,7 @@ def test_folder_without_weights_and_broken_file_are_refused(tmp_path: Path) -> N
     with pytest.raises(WeightsError, match=r"holds no .safetensors file"):
         whole().load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
-    with pytest.raises(WeightsError, match=r"model.safetensors cannot be read: .*Copy or convert it anew"):
+    with pytest.raises(WeightsError, match=r"model.safetensors cannot be read: .*Copy or convert it again"):
         whole().load(tmp_path)
 
 

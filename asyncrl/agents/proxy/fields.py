@@ -76,7 +76,7 @@ def read(body: Body, route: Route, *, temperature: float, end: str) -> RequestOp
         if value is not None:
             _check(name, value, route)
     if body.get("temperature") not in (None, temperature):
-        remedy = f"Leave it out, or train at it: rollout.temperature is {temperature}."
+        remedy = f"Remove it, or train at it: rollout.temperature is {temperature}."
         raise bad_field("temperature", body["temperature"], remedy)
     stop = body.get("stop") or []
     if not isinstance(stop, str | list) or any(one != end for one in ([stop] if isinstance(stop, str) else stop)):

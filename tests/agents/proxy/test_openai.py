@@ -178,7 +178,7 @@ def test_refusal_reaches_the_agent_as_openais_own_error(
         messages: Any = [user("1")]
         async with proxy.session(Talking([], template())) as session:
             client = shared.with_options(base_url=proxy.base_url, api_key=session.key, max_retries=2)
-            with pytest.raises(BadRequestError, match=r"top_p: got 0\.5\. Leave it out") as refused:
+            with pytest.raises(BadRequestError, match=r"top_p: got 0\.5\. Remove it") as refused:
                 await client.chat.completions.create(model="m", messages=messages, top_p=0.5)
             assert refused.value.param == "top_p"
         with pytest.raises(APIStatusError, match="the episode of this API key has ended"):

@@ -434,7 +434,7 @@ def test_what_the_template_cannot_say_is_refused() -> None:
     async def main() -> None:
         raising = template("{{ raise_exception('roles must alternate') }}")
         async with session(Talking([], raising)) as behind:
-            with pytest.raises(ApiError, match="does not take these messages: roles must alternate"):
+            with pytest.raises(ApiError, match="rejects these messages: roles must alternate"):
                 await behind.chat({"messages": [user("1")]})
 
     asyncio.run(main())

@@ -129,37 +129,37 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "a shard that is missing": (
         lambda tmp: files(tmp, lambda model: (model / "model-2-of-2.safetensors").unlink()),
-        *(MODEL, "model-2-of-2.safetensors is missing", "anew"),
+        *(MODEL, "model-2-of-2.safetensors is missing", "again"),
     ),
     "a shard that was cut short": (
         lambda tmp: files(tmp, lambda model: cut(model / "model-1-of-2.safetensors")),
-        *(MODEL, "its header says", "anew"),
+        *(MODEL, "its header says", "again"),
     ),
     "a shard that is longer than it says": (
         lambda tmp: files(tmp, lambda model: grow(model / "model-1-of-2.safetensors")),
-        *(MODEL, "bytes, its header says", "anew"),
+        *(MODEL, "bytes, its header says", "again"),
     ),
     "a shard whose header is of another kind": (
         lambda tmp: files(tmp, lambda model: header_of(model / "model.safetensors", {"a": {"shape": 3}}), 1),
-        *(MODEL, "model.safetensors has no header", "anew"),
+        *(MODEL, "model.safetensors has no header", "again"),
     ),
     "a shard whose tensors have no place": (
         lambda tmp: files(
             tmp, lambda m: header_of(m / "model.safetensors", {"a": {"shape": [], "data_offsets": []}}), 1
         ),
-        *(MODEL, "/model.safetensors has no header", "anew"),
+        *(MODEL, "/model.safetensors has no header", "again"),
     ),
     "an index that is none": (
         lambda tmp: files(tmp, no_index),
-        *(MODEL, "cannot be read as an index", "anew"),
+        *(MODEL, "cannot be read as an index", "again"),
     ),
     "a config that is a list": (
         lambda tmp: files(tmp, lambda model: (model / "config.json").write_text("[1]")),
-        *(MODEL, "/config.json is missing or not valid JSON", "anew"),
+        *(MODEL, "/config.json is missing or not valid JSON", "again"),
     ),
     "half a tokenizer": (
         lambda tmp: files(tmp, lambda model: (model / "tokenizer.json").rename(model / "vocab.json")),
-        *(MODEL, "has no tokenizer (tokenizer.json", "anew"),
+        *(MODEL, "has no tokenizer (tokenizer.json", "again"),
     ),
     "a package that one machine alone has": (
         lambda _: check_versions([machine(), machine("node7", flashinfer="0.2")], pinned()),
@@ -167,17 +167,17 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "a shard that is none": (
         lambda tmp: files(tmp, lambda model: (model / "model-1-of-2.safetensors").write_text("<html>")),
-        *(MODEL, "no header of a .safetensors file", "anew"),
+        *(MODEL, "no header of a .safetensors file", "again"),
     ),
     "a pointer in the place of a file": (
         lambda tmp: files(
             tmp, lambda m: (m / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"), 1
         ),
-        *(MODEL, "no header of a .safetensors file", "anew"),
+        *(MODEL, "no header of a .safetensors file", "again"),
     ),
     "an index that names what is nowhere": (
         lambda tmp: files(tmp, other_index),
-        *(MODEL, "lost.weight", "anew"),
+        *(MODEL, "lost.weight", "again"),
     ),
     "no weights": (
         lambda tmp: files(tmp, lambda model: (model / "model.safetensors").unlink(), 1),
@@ -185,11 +185,11 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "no tokenizer": (
         lambda tmp: files(tmp, lambda model: (model / "tokenizer.json").unlink()),
-        *(MODEL, "has no tokenizer", "anew"),
+        *(MODEL, "has no tokenizer", "again"),
     ),
     "a config that is no JSON": (
         lambda tmp: files(tmp, lambda model: (model / "config.json").write_text("{")),
-        *(MODEL, "config.json is missing or not valid JSON", "anew"),
+        *(MODEL, "config.json is missing or not valid JSON", "again"),
     ),
     "too little memory of a GPU for the trainer": (
         lambda _: memory("trainer", 81),
@@ -221,14 +221,14 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "a folder that cannot be written": (
         lambda _: folder(100, problem="/runs: Permission denied"),
-        *("run.dir", "Permission denied", "can be written"),
+        *("run.dir", "Permission denied", "a writable folder"),
     ),
     "a file in the place of the folder": (
         lambda tmp: (
             (tmp / "file").touch()
             or check_folders(job(), room_of(job(), 10), look_at(tmp / "file" / "run", 1 << 20), None)
         ),
-        *("run.dir", "is a file", "can be written"),
+        *("run.dir", "is a file", "a writable folder"),
     ),
     "a disk too small for checkpoints": (
         lambda _: folder(37),  # three of 12 GB, and the weights at the end
