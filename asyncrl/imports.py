@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,17 @@ def load(path: str, field: str) -> Any:
     except (Exception, SystemExit) as error:
         remedy = f"The import of {module} raised {type(error).__name__}: {error}. It must do without."
         raise ConfigError(field, path, remedy) from error
+
+
+def check_arguments(
+    function: Callable[..., Any], params: Mapping[str, Any], field: str, path: str, *given: Any, **more: Any
+) -> None:
+    """Raise ConfigError for `field` if a user's class or function rejects these params, beside the arguments that it is
+    given in any case."""
+    try:
+        inspect.signature(function).bind(*given, **more, **params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(field, dict(params), f"{path} rejects them: {error}.") from None
 
 
 def made(kind: Callable[..., Any], params: Mapping[str, Any], field: str, path: str) -> Any:

@@ -31,7 +31,7 @@ from asyncrl.agents import programs
 from asyncrl.agents.proxy.server import Proxy
 from asyncrl.agents.proxy.session import ProxySession, ProxyStats
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.imports import load
+from asyncrl.imports import check_arguments, load
 from asyncrl.schema import Generate, Prompt, Trajectory
 
 OWN = "ASYNCRL_"
@@ -88,10 +88,7 @@ class Proxied(ThroughTheProxy):
         if not inspect.iscoroutinefunction(self._solve):
             remedy = "Must be an async function of (question, base_url, api_key); use Command for code that blocks."
             raise ConfigError("agent_params.agent", agent, remedy)
-        try:
-            inspect.signature(self._solve).bind(question={}, base_url="", api_key="", **self._params)
-        except TypeError as error:
-            raise ConfigError("agent_params.params", self._params, f"{agent} rejects them: {error}.") from None
+        check_arguments(self._solve, self._params, "agent_params.params", agent, question={}, base_url="", api_key="")
 
     async def _play(self, prompt: Prompt, session: ProxySession) -> float | None:
         question = copy.deepcopy(prompt.question)  # siblings share it, and functions append to its messages

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from asyncrl.errors import ConfigError
-from asyncrl.imports import load, made
+from asyncrl.imports import check_arguments, load, made
 from asyncrl.schema import Message, number
 
 Question = dict[str, Any]
@@ -72,10 +71,7 @@ class EnvSpec:
         """Create an instance (an Env, and whatever else it may be). Raises ConfigError if there is no such class or it
         rejects the arguments."""
         kind = load(self.path, "task.kind")
-        try:
-            inspect.signature(kind).bind(**self.params)
-        except TypeError as error:
-            raise ConfigError("task.params", dict(self.params), f"{self.path} rejects them: {error}.") from None
+        check_arguments(kind, self.params, "task.params", self.path)
         return kind(**self.params)
 
     def checked(self) -> Any:

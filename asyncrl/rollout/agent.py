@@ -14,14 +14,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from asyncrl import imports
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.agents.proxied import ThroughTheProxy
 from asyncrl.agents.self_play import SelfPlay
 from asyncrl.config import Config
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
+from asyncrl.imports import check_arguments, load, made
 from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.tasks import Task
 
@@ -60,12 +59,9 @@ def load_agent(path: str, params: Mapping[str, Any], field: str = "agent") -> Ag
 
 
 def _made(kind: Callable[..., Agent], params: Mapping[str, Any], field: str) -> Agent:
-    try:
-        inspect.signature(kind).bind(**params)
-    except TypeError as error:
-        raise ConfigError(f"{field}_params", dict(params), f"{kind.__qualname__} rejects them: {error}.") from None
-    made: Agent = imports.made(kind, params, field, kind.__qualname__)
-    return made
+    check_arguments(kind, params, f"{field}_params", kind.__qualname__)
+    agent: Agent = made(kind, params, field, kind.__qualname__)
+    return agent
 
 
 def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None]) -> dict[str, Agent]:

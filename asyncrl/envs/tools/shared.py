@@ -7,7 +7,6 @@ specification from which it was created.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -15,7 +14,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
+from asyncrl.imports import check_arguments, load
 
 if TYPE_CHECKING:
     from asyncrl.envs.sandbox.protocol import SandboxBackend
@@ -70,7 +69,7 @@ def _backend(path: str, params: Mapping[str, Any], field: str) -> Callable[[], S
     try:
         if "limits" in given:
             given["limits"] = load(LIMITS, f"{field}_params")(**given["limits"])
-        inspect.signature(kind).bind(**given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{field}_params", dict(params), f"{path} rejects them: {error}.") from None
+    check_arguments(kind, given, f"{field}_params", path)
     return lambda: kind(**given)

@@ -20,7 +20,7 @@ from asyncrl.envs.tools.python import PythonTool
 from asyncrl.envs.tools.shared import LOCAL, check_sandboxes, sandboxes
 from asyncrl.envs.tools.tool import OnFault, Tool
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
+from asyncrl.imports import check_arguments, load
 
 PARTS = ("name", "description", "parameters", "call")
 """Parameters of a Tool."""
@@ -95,10 +95,7 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     def _maker(self, field: str) -> Callable[[], Tool]:
         found = load(self.use, f"{field}.use")
         if isinstance(found, type):
-            try:
-                inspect.signature(found).bind(**self.params)
-            except TypeError as error:
-                raise ConfigError(f"{field}.params", self.params, f"{self.use} rejects them: {error}.") from None
+            check_arguments(found, self.params, f"{field}.params", self.use)
             return lambda: _tool(found(**self.params), self.use, field)
         if self.params:
             raise ConfigError(f"{field}.params", self.params, f"{self.use} is no class: nothing takes them.")

@@ -6,7 +6,6 @@ question["tools"]    functions(specs)
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from asyncrl.envs.tools.env import ToolEnv
 from asyncrl.envs.tools.specs import source
 from asyncrl.envs.tools.tool import function
 from asyncrl.errors import ConfigError
+from asyncrl.imports import check_arguments
 from asyncrl.schema import Message
 
 Spec = Mapping[str, Any]
@@ -26,10 +26,7 @@ class ToolboxEnv(ToolEnv):
 
     def __init__(self, tools: Sequence[Spec], **options: Any) -> None:
         """Configure the episode. `options` are ToolEnv's. Raises ConfigError; starts nothing."""
-        try:
-            inspect.signature(ToolEnv).bind([], **options)
-        except TypeError as error:
-            raise ConfigError("tool_options", options, f"An environment with tools rejects them: {error}.") from None
+        check_arguments(ToolEnv, options, "tool_options", "An environment with tools", [])
         super().__init__([], **options)
         self._sources = [source(spec, f"tools.{place}") for place, spec in enumerate(tools)]
 
