@@ -16,13 +16,14 @@ import asyncrl
 PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 OPEN = {  # to all
-    *("schema", "errors", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases", "importing"),
-    *("access", "stores", "progress"),
+    *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases"),
+    *("importing", "access", "stores", "progress"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
 ALLOWED = {
     "schema": set(),
+    "retries": set(),
     "errors": set(),
     "parallel": set(),
     "jsonl": set(),

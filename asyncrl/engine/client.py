@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import random
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -28,10 +27,10 @@ from asyncrl.engine.inflight import NEXT, CacheKey, InFlight, PendingSample, Pur
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, joined
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.retries import pause
 from asyncrl.routing import RoutingShape
 from asyncrl.schema import Completion
 
-FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 RESERVED = 7
 """Tokens of its context that an engine accepts in no request: it refuses a prompt of context - 6 tokens (SGLang 0.5.21,
 managers/tp_worker.py, get_worker_info, and managers/utils.py, validate_input_length)."""
@@ -373,5 +372,4 @@ class _Patience:
             )
         self._fruitless += 1
         if self._fruitless > 1:
-            delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(self._fruitless - 2, 16))
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # jitter, so that clients do not retry all at once
+            await pause(self._fruitless - 2)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,13 +23,11 @@ import httpx
 import msgspec
 
 from asyncrl.access import Access
-from asyncrl.engine.client import FIRST_DELAY, LONGEST_DELAY
 from asyncrl.engine.partial_completion import PASSING
 from asyncrl.engine.stream import StreamBroken, aiohttp_transport
 from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.retries import EquivalentServers
 
-REST_SECONDS = 5.0
-"""Seconds for which an engine that has failed is tried last."""
 POLL_SECONDS = 0.2
 
 
@@ -75,7 +72,7 @@ class TeacherEngines:
         retry_timeout: float,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._urls = [url.rstrip("/") for url in urls]
+        self._servers = EquivalentServers(urls)
         self._http = httpx.AsyncClient(
             **access.http,
             transport=transport or aiohttp_transport(access),
@@ -83,7 +80,6 @@ class TeacherEngines:
         )
         self._room = asyncio.Semaphore(max_running)
         self._retry_timeout = retry_timeout
-        self._failed_at: dict[str, float] = {}
         self._figures = TeacherStats()
 
     async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
@@ -95,13 +91,12 @@ class TeacherEngines:
         clock = asyncio.get_running_loop().time
         failures, since = 0, math.inf
         while True:
-            url = self._pick(key)
+            url = self._servers.pick(lambda url: hashlib.sha1(f"{url} {key}".encode()).digest())
             try:
                 async with self._room:
                     return await self._ask(url, token_ids, start)
             except StreamBroken as broken:
                 now = clock()
-                self._failed_at[url] = now
                 failures, since = failures + 1, min(since, now)
                 if now - since > self._retry_timeout:
                     raise EngineError(
@@ -109,14 +104,12 @@ class TeacherEngines:
                         f"{url}: {broken} (teacher.retry_timeout)"
                     ) from None
             self._figures.retried += 1
-            if failures % len(self._urls) == 0:  # every engine was tried
-                delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(failures // len(self._urls) - 1, 16))
-                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            await self._servers.failed(url, failures)
 
     async def wait_until_ready(self, timeout: float) -> None:
         """Wait until every engine is healthy. Raises DeadlineExceeded."""
         deadline = asyncio.get_running_loop().time() + timeout
-        waiting = list(self._urls)
+        waiting = list(self._servers.urls)
         while waiting := [url for url in waiting if not await self._serves(url)]:
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineExceeded("the engines of the teacher", timeout, f"not yet up: {waiting}; see logs/")
@@ -130,16 +123,6 @@ class TeacherEngines:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
-
-    def _pick(self, key: str) -> str:
-        """Return the engine for a key. Engines that failed recently come last, the most recent failure at the end."""
-        now = asyncio.get_running_loop().time()
-
-        def rank(url: str) -> tuple[float, bytes]:
-            failed = self._failed_at.get(url, -math.inf)
-            return failed if now - failed < REST_SECONDS else -math.inf, hashlib.sha1(f"{url} {key}".encode()).digest()
-
-        return min(self._urls, key=rank)
 
     async def _ask(self, url: str, token_ids: list[int], start: int) -> list[float]:
         """Send one request to one engine. Raises StreamBroken when a retry may help, and EngineError otherwise."""

@@ -13,9 +13,7 @@ on a failure  EpisodeFailed with the caller's reason
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,10 +23,8 @@ import msgspec
 
 from asyncrl.access import Access
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.retries import EquivalentServers
 
-FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
-REST_SECONDS = 5.0
-"""Time for which a server that has failed is avoided."""
 IDLE_SECONDS = 2.0
 """Keep-alive of a connection. It is shorter than uvicorn's 5 s, because a connection that the server is closing must
 not be reused.
@@ -65,17 +61,25 @@ class Endpoints:
         if api_key_env and not os.environ.get(api_key_env):
             raise ConfigError("api_key_env", api_key_env, "No such environment variable, or it is empty.")
         access = Access(os.environ[api_key_env] if api_key_env else "", authority)
-        self.urls = [url.rstrip("/") for url in urls]
+        self._servers = EquivalentServers(urls)
         self._reason, self._deadline = reason, deadline
         self._room = asyncio.Semaphore(max_running)
         self._in_flight: Counter[str] = Counter()
-        self._failed_at: dict[str, float] = {}
         self._http = httpx.AsyncClient(
             **access.http,
             transport=transport,
             timeout=httpx.Timeout(request_timeout, connect=min(10.0, request_timeout)),
             limits=httpx.Limits(max_connections=max_running, keepalive_expiry=IDLE_SECONDS),
         )
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers. The list may be set later, before the first request."""
+        return self._servers.urls
+
+    @urls.setter
+    def urls(self, urls: Sequence[str]) -> None:
+        self._servers = EquivalentServers(urls)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Return a server's answer. Raises EpisodeFailed, or its subclass RefusedError."""
@@ -98,29 +102,15 @@ class Endpoints:
     async def _post(self, path: str, content: bytes, failures: list[str]) -> Any:
         while True:
             async with self._room:
-                url = self._pick()
+                url = self._servers.pick(self._in_flight.__getitem__)
                 self._in_flight[url] += 1
                 try:
                     return await self._ask(f"{url}{path}", content)
                 except _PassingError as error:
-                    self._failed_at[url] = asyncio.get_running_loop().time()
                     failures.append(f"{url}: {error}")
                 finally:
                     self._in_flight[url] -= 1
-            if len(failures) % len(self.urls) == 0:  # all were asked
-                delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(len(failures) // len(self.urls) - 1, 16))
-                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-
-    def _pick(self) -> str:
-        """Return the server with the fewest requests in flight; those that failed recently come last, the latest at the
-        end."""
-        now = asyncio.get_running_loop().time()
-
-        def rank(url: str) -> tuple[float, int]:
-            failed = self._failed_at.get(url, -math.inf)
-            return failed if now - failed < REST_SECONDS else -math.inf, self._in_flight[url]
-
-        return min(self.urls, key=rank)
+            await self._servers.failed(url, len(failures))
 
     async def _ask(self, url: str, content: bytes) -> Any:
         try:

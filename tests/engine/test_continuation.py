@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.engine import client as client_module
+from asyncrl import retries
 from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion, VersionSpan
@@ -40,7 +40,7 @@ CUTS = (
 
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.0)
 
 
 def version_5(begun: int, tokens: int) -> list[VersionSpan]:
@@ -214,7 +214,7 @@ def test_answer_that_never_comes_is_an_engine_error_with_the_time_the_attempts_a
 
 
 def test_attempts_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.01)
     engine = FakeEngine(lambda _: httpx.Response(503))
     with pytest.raises(EngineError):
         asked(engine, siblings, retry_timeout=0.3)

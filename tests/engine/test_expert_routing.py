@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.engine import client as client_module
+from asyncrl import retries
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.stream import _events
 from asyncrl.errors import EngineError
@@ -28,7 +28,7 @@ TOLD = {"return_routed_experts", "routed_experts_start_len"}
 
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.0)
 
 
 class Engine(FakeEngine):

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl import retries
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.rewards import RewardInput, Score, endpoints
+from asyncrl.rewards import RewardInput, Score
 from asyncrl.rewards.judge import JudgeReward, asked
 from asyncrl.rewards.rubric import RubricReward
 from asyncrl.rewards.verdicts import VerdictParser
@@ -73,7 +74,7 @@ def ask(text: str, **record: Any) -> RewardInput:
 
 @pytest.fixture(autouse=True)
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
 
 
 # --- what it reads ------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from asyncrl import retries
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.rewards import endpoints
 from asyncrl.rewards.batches import RequestBatcher
 from asyncrl.rewards.remote import RewardModel
 from tests.rewards.doubles import answer
@@ -88,8 +88,8 @@ def ask(text: str, **record: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "FIRST_DELAY", 0.001)
-    monkeypatch.setattr(endpoints, "LONGEST_DELAY", 0.001)
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(retries, "LONGEST_DELAY", 0.001)
 
 
 # --- what is sent -------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_requests_go_to_the_server_with_the_fewest_and_not_to_one_that_failed() 
 
 
 def test_server_that_failed_is_asked_again_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(retries, "REST_SECONDS", 0.0)
     down = Server(httpx.Response(500), form="single")
     assert asking(down, "a", urls=URLS) == [1.0]
     assert down.asked == ["one", "one"]
