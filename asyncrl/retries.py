@@ -24,14 +24,14 @@ async def pause(number: int) -> None:
 
 
 class EquivalentServers:
-    """Equivalent servers, for the requests of one event loop."""
+    """Servers of which any may answer, for the requests of one event loop."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self._failed_at: dict[str, float] = {}
 
     def pick(self, preference: Callable[[str], Any]) -> str:
-        """Return the server with the smallest preference. EquivalentServers that failed recently come last, the most recent
+        """Return the server with the smallest preference. Those that failed recently come last, the most recent
         failure at the end."""
         now = asyncio.get_running_loop().time()
 
