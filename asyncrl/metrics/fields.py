@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# metrics.jsonl: one object per optimizer step
+# metrics.jsonl: one object per batch
 STEP = {
     "step": "number of the batch, from 1",
     "version": "version that this step published",

@@ -120,7 +120,9 @@ class Policy:
             with self._routing.of_policy(whole_batch=True) if self._routing else nullcontext():
                 table = replace(table, proximal=self._score(groups, table))
         if tempered_teacher:
-            start, plain = known(table.proximal), self._score(groups, table, temperature=1.0)
+            with self._routing.of_policy() if self._routing else nullcontext():
+                plain = self._score(groups, table, temperature=1.0)
+            start = known(table.proximal)
             table = replace(table, teacher=tempered(start, plain, known(table.teacher), self._temperature))
         if objective.kl_in("reward"):
             table = replace(table, token_reward=table.token_reward - objective.kl(known(table.proximal), table))

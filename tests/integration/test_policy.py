@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -68,11 +70,10 @@ class Rows:
     """In the place of trainer/head.py."""
 
     def __init__(self, logits: Tensor) -> None:
-        self._every = torch.log_softmax(logits, -1)
+        self._logits = logits
 
     def score(self, pack: Pack, temperature: float, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        assert temperature == 1.0
-        every = self._every[pack.row_of_target]
+        every = torch.log_softmax(self._logits / temperature, -1)[pack.row_of_target]
         of_targets = -(every.exp() * every).sum(-1) if entropy else None
         return every.gather(1, pack.targets[:, None])[:, 0], of_targets
 
@@ -104,11 +105,12 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
 
 
-def policy(**algo: Any) -> Policy:
+def policy(temperature: float = 1.0, **algo: Any) -> Policy:
     trainer = {name: algo.pop(name) for name in ("micro_batch_tokens",) if name in algo}
     changes = {f"algo.{name}": value for name, value in ({"entropy_bonus": 0.0} | algo).items()}
     changes |= {f"trainer.{name}": value for name, value in trainer.items()}
-    config = tiny_config(**changes, **{"rollout.max_new_tokens": LONGEST, "rollout.temperature": 1.0})
+    rollout = {"rollout.max_new_tokens": LONGEST, "rollout.temperature": temperature}
+    config = tiny_config(**changes, **rollout, **({"teacher.model": "t"} if "distill_coefficient" in algo else {}))
     place: Any = SimpleNamespace(
         cp=1, tp=1, tp_rank=0, dp=1, dp_rank=0, etp=1, ep=1, pp=1, counts=True, device=torch.device("cpu")
     )
@@ -209,6 +211,39 @@ def test_proximal_policy_without_a_pass_of_its_own_costs_none(proximal: str) -> 
     one = policy(proximal=proximal, correction=None, epochs=2)
     one.update(batch())
     assert one.network.passes == ["train", "train"]
+
+
+class Routing:
+    """In the place of routing replay: knows which passes are the policy's."""
+
+    inside = False
+
+    def begin(self, _: Any, groups: Groups) -> Groups:
+        return groups
+
+    @contextmanager
+    def of_policy(self, *, whole_batch: bool = False) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+
+def test_every_pass_of_the_policy_replays_its_experts_also_the_one_at_the_teachers_temperature() -> None:
+    one = policy(temperature=0.5, distill_coefficient=0.5, mini_batches=2)
+    one._routing = routing = Routing()  # type: ignore[assignment]
+    passes: list[tuple[str, bool]] = []
+    for name in ("score", "train"):
+        plain = getattr(one.network, name)
+        note = lambda *given, name=name, plain=plain: (passes.append((name, routing.inside)), plain(*given))[1]  # noqa: E731
+        setattr(one.network, name, note)
+    groups = batch().groups
+    for turn in (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns):
+        msgspec.structs.force_setattr(turn, "teacher", [-1.0] * len(turn.completion.token_ids))
+    one.update(Batch(1, groups, {}))
+    assert passes == [("score", True), ("score", True), ("train", True), ("train", True)]
 
 
 def test_shaped_rewards_make_the_advantages() -> None:

@@ -1,9 +1,9 @@
 """Tools by specification, as a configuration has them:
 
-{"use": "my_module:weather"}                                a function, or a Tool; a class of Tools is made anew for
-                                                                each episode, with `params`
-    {"use": "python", "seconds": 5, "sandbox_params": {...}}    Python in a sandbox (python.py, shared.py)
-    {"use": "mcp", "command": ["python", "-m", "my_server"]}    a server's tools (mcp_tools.py)
+{"use": "my_module:weather"}                                a function, or a Tool; a class of Tools is instantiated
+                                                            for each episode, with `params`
+{"use": "python", "seconds": 5, "sandbox_params": {...}}    Python in a sandbox (python.py, shared.py)
+{"use": "mcp", "command": ["python", "-m", "my_server"]}    a server's tools (mcp_tools.py)
 """
 
 from __future__ import annotations
