@@ -72,10 +72,12 @@ class WeightsError(AsyncRLError):
 
 class EpisodeFailed(AsyncRLError):
     """An episode that produced no trajectory through no fault of the policy; `reason` is its ledger entry. `retry` says
-    that another attempt may succeed, as with most failures outside the program."""
+    that another attempt may succeed. By default that is true of failures outside the program, and false of errors of
+    the agent or the reward function, which would be repeated."""
 
-    def __init__(self, reason: str, detail: str = "", *, retry: bool = True) -> None:
-        self.reason, self.detail, self.retry = reason, detail, retry
+    def __init__(self, reason: str, detail: str = "", *, retry: bool | None = None) -> None:
+        self.reason, self.detail = reason, detail
+        self.retry = reason not in ("agent_error", "reward_error") if retry is None else retry
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
 

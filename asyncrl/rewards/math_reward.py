@@ -76,6 +76,7 @@ class MathReward:
             raise EpisodeFailed(
                 "reward_error",
                 f"math_verify has neither finished nor used up its CPU time within {self._deadline:.0f} s",
+                retry=True,  # the machine is busy
             )
         if not reply.lines or "verdict" not in reply.lines[-1]:
             if reply.exit_code != -signal.SIGPROF:

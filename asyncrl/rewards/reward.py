@@ -88,10 +88,10 @@ def checked(value: Score | float, answer: RewardInput) -> Score:
             if part is not None
         }
     except (TypeError, ValueError, AttributeError) as error:
-        raise EpisodeFailed("reward_error", str(error), retry=False) from None
+        raise EpisodeFailed("reward_error", str(error)) from None
     if turns and len(turns) != len(answer.texts):
         detail = f"rewards of {len(turns)} turns for {len(answer.texts)}"
-        raise EpisodeFailed("reward_error", detail, retry=False)
+        raise EpisodeFailed("reward_error", detail)
     return Score(reward, turns or (), parts)
 
 
