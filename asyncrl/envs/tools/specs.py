@@ -94,6 +94,11 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
 
     def _maker(self, field: str) -> Callable[[], Tool]:
         found = load(self.use, f"{field}.use")
+        if not inspect.isroutine(found):
+            for name, value in (("timeout", self.timeout), ("on_fault", self.on_fault)):
+                if value is not None:
+                    remedy = f"It applies to functions; {self.use} sets its own attribute {name}."
+                    raise ConfigError(f"{field}.{name}", value, remedy)
         if isinstance(found, type):
             check_arguments(found, self.params, f"{field}.params", self.use)
             return lambda: _tool(found(**self.params), self.use, field)

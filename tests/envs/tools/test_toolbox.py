@@ -110,6 +110,8 @@ def test_server_of_each_episode_starts_from_nothing() -> None:
         ({"use": f"{OWN}:broken"}, "tools.0.use", "cannot be given by name"),
         ({"use": f"{OWN}:NOTHING"}, "tools.0.use", "it has no name, description, parameters, call"),
         ({"use": f"{OWN}:Counter", "params": {"end": 1}}, "tools.0.params", "rejects them"),
+        ({"use": f"{OWN}:Counter", "timeout": 5.0}, "tools.0.timeout", "applies to functions"),
+        ({"use": f"{OWN}:COUNTER", "on_fault": "model"}, "tools.0.on_fault", "sets its own attribute"),
         ({"use": f"{OWN}:double", "params": {"x": 1}}, "tools.0.params", "is no class: nothing takes them"),
     ],
 )
