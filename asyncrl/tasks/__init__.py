@@ -6,12 +6,14 @@ Questions are numbered, so a run's order of prompts is a function of its seed an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from asyncrl.config import Config
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
 from asyncrl.imports import load
+from asyncrl.schema import Message
 from asyncrl.tasks.custom import custom_task
 
 Question = dict[str, Any]
@@ -95,3 +97,11 @@ def build_all(config: Config) -> dict[str, Task]:
             field = error.field.replace("task.", f"{config.field_of(name)}.")
             raise ConfigError(field, error.value, error.remedy) from None
     return built
+
+
+def head(system: str | None, shots: Iterable[tuple[str, str]] = ()) -> list[Message]:
+    """Return the system message, if there is one, and the worked examples (question, answer)."""
+    found: list[Message] = [{"role": "system", "content": system}] if system else []
+    for question, answer in shots:
+        found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return found

