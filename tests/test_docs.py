@@ -17,7 +17,7 @@ from asyncrl.metrics import fields
 from asyncrl.metrics.fields import unknown
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 ids = [page.stem for page in PAGES]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
