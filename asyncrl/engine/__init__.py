@@ -1,1 +1,1 @@
-"""The SGLang fleet, driven through its command line and its HTTP API."""
+"""The fleet of SGLang engines: starting them, sending them requests, and updating their weights over HTTP."""

@@ -1,9 +1,9 @@
 """Attention of many short requests over a paged key-value cache as a few padded matrix products, in pure torch.
 
 A request with one new token (decoding, or a sibling whose prompt is cached) is a row of these products. Neighbouring
-requests that begin with the same cache entries, as the siblings of a group do, read those entries once (cascade
+requests that begin with the same cache entries, as the siblings of a group do, read those entries only once (cascade
 attention: Ye et al., FlashInfer, arXiv 2501.01005, section 3.1.2). Query heads that share a key-value head are rows of
-one product, so no key is repeated. Prefills of several tokens run one by one.
+one product, so no key is repeated. Requests with several new tokens are computed one by one.
 
 On a CPU, attention is memory-bound: for 64 requests of 200 tokens in groups of 8, this code reads a seventh of the
 memory that attention per request would read.

@@ -1,12 +1,13 @@
-"""Client for generation over HTTP: token ids in; token ids, log-probabilities and weight versions out.
+"""HTTP client for generation: it sends token ids, and receives token ids, log-probabilities and weight versions.
 
-Siblings that request the same prompt at the same time become one request of n samples. Answers stream as disjoint
-chunks, so the client holds every token that an engine has sent. When an answer is interrupted (by an update that
-aborts, the death of an engine or of the router, a reset, a 503), the client requests the rest from the last token on.
+Siblings that request the same prompt at the same time share one request with n samples. Answers stream as disjoint
+chunks, so the client holds every token that an engine has sent. When an answer is interrupted (by a weight update that
+aborts it, the death of an engine or of the router, a connection reset, a 503), the client requests the rest, starting
+after the last token that it received.
 
-    waits for     an open request (engine/inflight.py)
-    on a failure  the client retries after growing delays; when no token has come for retry_timeout, the request fails
-                  with the reason
+    waits for     the answers to open requests (engine/inflight.py)
+    on a failure  retries with exponential backoff; when no token has arrived for retry_timeout, the request fails with
+                  the reason
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ from asyncrl.routing import RoutingShape
 from asyncrl.schema import Completion
 
 RESERVED = 7
-"""Tokens of its context that an engine accepts in no request: it refuses a prompt of context - 6 tokens (SGLang 0.5.21,
-managers/tp_worker.py, get_worker_info, and managers/utils.py, validate_input_length)."""
+"""Least number of tokens by which a prompt must be shorter than an engine's context. SGLang refuses a prompt of
+context - 6 or more tokens (0.5.21: managers/tp_worker.py, get_worker_info, and managers/utils.py,
+validate_input_length)."""
 
 
 class SavedCompletion(msgspec.Struct, frozen=True, array_like=True):
-    """A saved request of an episode and its completion. A partial completion has no finish reason."""
+    """A saved request of an episode and its completion. The finish reason of a partial completion is empty."""
 
     context: list[int]
     completion: Completion
 
 
 class GenerationSession:
-    """The policy as one episode sees it. Sessions of a group share an engine, and with it the cached prompt."""
+    """Interface of one episode to the policy. Sessions of a group share an engine, and thus the cached prompt."""
 
     def __init__(
         self, client: GenerationClient, group: str, temperature: float, purpose: Purpose, seed: int | None = None
@@ -54,10 +56,10 @@ class GenerationSession:
         self.received = 0  # tokens that engines sent for this session, kept or not
         self.closed = False
         self.cached = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
-        self.routed: list[int] = []  # tokens of the last request and answer whose experts are known
+        self.routed: list[int] = []  # tokens of the last request and its answer, if their experts are known
         self.exchanges: list[Exchange] = []
         self.recalled: list[SavedCompletion] = []
-        """Completions saved by the resumed run, for requests that the agent makes again."""
+        """Completions from the saved state of a resumed run, for requests that the agent makes again."""
         self.waits_for, self.since = "", time.monotonic()
 
     @property
@@ -101,7 +103,7 @@ class GenerationSession:
         return [*(one for one in said if one.completion.token_ids), *self.recalled]
 
     def recall(self, token_ids: list[int]) -> Completion | None:
-        """Remove and return the completion of this request from before the run was resumed, or None."""
+        """Remove and return the completion that this request got before the run was resumed, or return None."""
         for one in self.recalled:
             if one.context == token_ids:
                 self.recalled.remove(one)
@@ -115,14 +117,14 @@ class GenerationSession:
     def close(self) -> int:
         """Close the session at the end of its episode and return the number of tokens received.
 
-        Tokens that still arrive are counted as late tokens, not for this session.
+        Tokens that arrive afterwards are counted as late tokens, not as tokens of this session.
         """
         self.closed = True
         return self.received
 
 
 class GenerationClient:
-    """Client of the policy's engines. A rollout process has one, and reaches the model only through it."""
+    """Client of the policy's engines. A rollout process has one, and uses the model only through it."""
 
     def __init__(
         self,
@@ -146,9 +148,9 @@ class GenerationClient:
     ) -> None:
         """Create a client of the router at `router`.
 
-        routing: request the experts of every token that is read for training
-        seed: draw every sample from its own seed, derived from this one and its name; no samples share a request then
-        context: maximum number of tokens of one sequence that an engine can hold
+        routing: make engines return the experts of every token in requests for training
+        seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
+        context: maximum length of a sequence in an engine, in tokens
         """
         self._http = httpx.AsyncClient(
             base_url=router,
@@ -188,8 +190,8 @@ class GenerationClient:
     def resume(self, group: str, sample: str, received: int, said: list[SavedCompletion]) -> GenerationSession:
         """Restore the session of an episode of a saved run.
 
-        With seeds, the saved completions are dropped and requested again from their start: the last bits of the numbers
-        differ between an engine that prefills a token and one that generates it.
+        With seeds, the saved completions are dropped and generated again from their start, because the last bits of an
+        engine's numbers depend on whether it prefills a token or generates it.
         """
         session = self.generate(group=group, sample=sample)
         session.received, session.recalled = received, [] if self._seed is not None else list(said)
@@ -203,7 +205,7 @@ class GenerationClient:
         await asyncio.gather(*open_requests, return_exceptions=True)
         await self._http.aclose()
 
-    # -- one prompt, its siblings --------------------------------------------------------------------------
+    # -- requests of siblings ------------------------------------------------------------------------------
 
     def submit(
         self, session: GenerationSession, token_ids: list[int], most: int | None = None
@@ -247,13 +249,13 @@ class GenerationClient:
         task = asyncio.get_running_loop().create_task(answering)
         self._tasks.add(task)  # the event loop keeps only a weak reference
         task.add_done_callback(lambda task: self._settle(task, futures))
-        for future in futures:  # end the request too when nobody waits for it any more
+        for future in futures:  # cancel the request when nobody waits for it any more
             future.add_done_callback(lambda _: task.cancel() if _left_alone(futures) else None)
 
     def _go_on(
         self, session: GenerationSession, exchange: Exchange, recalled: Completion
     ) -> asyncio.Future[Completion]:
-        """Return a recalled completion: as it was if complete, otherwise continued from its last token."""
+        """Return the future of a recalled completion. It is continued from its last token if it is incomplete."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         token_ids = exchange.context
         if recalled.finish_reason:
@@ -284,7 +286,7 @@ class GenerationClient:
                 session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]
             ) -> None:
                 completion = await self._whole(session, exchange)
-                if not future.done():  # a cancelled sibling no longer listens
+                if not future.done():  # the sibling may have been cancelled
                     future.set_result(completion)
 
             known = min(known_rows(session.routed, token_ids) for session, _, _ in asking)
@@ -293,7 +295,7 @@ class GenerationClient:
     def _settle(self, task: asyncio.Task[None], futures: list[asyncio.Future[Completion]]) -> None:
         """Pass the error of a request to each sibling that has no answer yet.
 
-        An EngineError stays an EngineError; anything else is reported as a bug of ours, not as the agent's failure.
+        An EngineError stays an EngineError. Any other error counts as a bug of asyncrl, not as the agent's failure.
         """
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
@@ -307,16 +309,16 @@ class GenerationClient:
                 failure.__cause__ = error
                 future.set_exception(failure)
 
-    # -- one answer, its continuations ---------------------------------------------------------------------
+    # -- an answer and its continuations -------------------------------------------------------------------
 
     async def _whole(self, session: GenerationSession, exchange: Exchange) -> Completion:
-        """Return the complete answer; request continuations until nothing is missing."""
+        """Return the complete answer, after requesting continuations until nothing is missing."""
         token_ids, parts, patience = exchange.context, exchange.parts, _Patience(self._retry_timeout)
         routed = ExpertRoutingAssembler(self._routing if session.purpose == "training" else None, parts[0])
         while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
             self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
-            if ended := self._ended(begun, exchange.limit):  # it was complete, but the interruption hid that
+            if ended := self._ended(begun, exchange.limit):  # it was complete, but its last chunk was lost
                 parts[-1].end_with(ended)
                 break
             session.wait_for(f"another attempt ({reason})")
@@ -354,15 +356,15 @@ def _left_alone(futures: list[asyncio.Future[Completion]]) -> bool:
 
 
 class _Patience:
-    """Retry policy of one answer: exponential backoff until no token has come for `seconds`."""
+    """Retry policy of one answer: exponential backoff until no token has arrived for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._fruitless = 0
-        self._since: float | None = None  # start of the time without a token
+        self._since: float | None = None  # time of the first retry since a token arrived
 
     async def before_retry(self, reason: str, *, progressed: bool) -> None:
-        """Wait before the next attempt. Raises EngineError with the reason when no token came for too long."""
+        """Wait before the next attempt. Raises EngineError with the reason when no token has arrived for too long."""
         now = asyncio.get_running_loop().time()
         if progressed or self._since is None:
             self._fruitless, self._since = 0, now

@@ -1,8 +1,8 @@
 """Import shim that lets the unmodified SGLang run on a machine without CUDA.
 
-SGLang's kernel packages (triton, sgl_kernel) have no CPU wheels, yet its modules import them. With stubs in their
+SGLang's kernel packages (triton, sgl_kernel) have no CPU wheels, but SGLang's modules import them. With stubs in their
 place, every layer takes SGLang's own pure-PyTorch path on a CPU. `install` must run before sglang is imported, in every
-process of a server (`serve.py` calls it at module level, which spawned children repeat).
+process of a server (`serve.py` calls it at module level, so that spawned children call it too).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 KEPT_MAPPINGS = 16
-"""Number of shared-memory mappings to keep: enough for every bucket of a small model. The mappings of a trainer that
-died are released after as many new ones."""
+"""Number of shared-memory mappings to keep: enough for every bucket of a small model. Mappings of a dead trainer are
+released once this many newer ones exist."""
 
 
 def install() -> None:
@@ -34,7 +34,7 @@ def install() -> None:
     _stub_triton(torch)
     _stub_image_processors()
     sys.meta_path.append(_AbsentKernels())  # appended: a package that is really installed wins
-    torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it whatever the device
+    torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it on every device
     _keep_mappings()
     _fork_children()
     sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", _no_host_registration))
@@ -53,7 +53,7 @@ def _stub_triton(torch: Any) -> None:
     spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", package / "_platform_stubs.py")
     assert spec is not None
     assert spec.loader is not None
-    stubs: Any = importlib.util.module_from_spec(spec)  # by path: importing sglang itself already needs triton
+    stubs: Any = importlib.util.module_from_spec(spec)  # loaded by path, because importing sglang already needs triton
     sys.modules[spec.name] = stubs
     spec.loader.exec_module(stubs)
 
@@ -73,7 +73,7 @@ def _stub_triton(torch: Any) -> None:
         stubs._patch_non_blocking, torch.mps = (
             lambda: None,
             types.SimpleNamespace(),
-        )  # the Apple half is not wanted
+        )  # leave out what only Apple machines need
         stubs.install_platform_stubs()
     finally:
         (
@@ -87,7 +87,7 @@ def _stub_triton(torch: Any) -> None:
 
 def _stub_image_processors() -> None:
     """Stub AutoImageProcessor: SGLang's vision configs call its `register` at import, which needs torchvision."""
-    import transformers.processing_utils  # noqa: F401  (it re-executes transformers/__init__: patch what it leaves)
+    import transformers.processing_utils  # noqa: F401  (re-executes transformers/__init__, so it comes first)
 
     class AutoImageProcessor:
         @classmethod
@@ -167,7 +167,7 @@ def _register_attention(registry: Any) -> None:
 
     @registry.register_attention_backend("torch_native")
     def create(runner: Any) -> Any:
-        from asyncrl.engine.cpu_attention import BatchedAttention  # only a scheduler needs it, after sglang
+        from asyncrl.engine.cpu_attention import BatchedAttention  # only schedulers need it, and it imports sglang
 
         return BatchedAttention(runner)
 
@@ -175,7 +175,7 @@ def _register_attention(registry: Any) -> None:
 def _allow_deterministic(choices: Any) -> None:
     """Allow the CPU attention backend with --enable-deterministic-inference.
 
-    SGLang honours sampling_seed only with that flag, which supports no attention backend for CPU.
+    SGLang honours sampling_seed only with that flag, and allows the flag with no CPU attention backend.
     """
     choices.add_deterministic_attention_backend_choices(["torch_native"])
 
@@ -189,7 +189,7 @@ def _without_invariant_kernels(module: Any) -> None:
 
 
 def _hash_in_torch(module: Any) -> None:
-    """Replace SGLang's murmur_hash32, which is a compiled kernel, with the one in torch."""
+    """Replace SGLang's murmur_hash32, which is a compiled kernel, with our implementation in torch."""
     from asyncrl.engine.cpu_sampling import murmur_hash32
 
     module.murmur_hash32 = murmur_hash32
@@ -214,7 +214,7 @@ def _keep_mappings() -> None:
     """Keep the most recent shared-memory mappings alive.
 
     Weight buckets arrive in the same shared memory at every publish, and mapping it again costs more than reading it.
-    torch reuses a mapping that is still alive by itself.
+    torch itself reuses a mapping that is still alive.
     """
     from torch.multiprocessing import reductions
 
@@ -235,8 +235,8 @@ def _keep_mappings() -> None:
 def _fork_children() -> None:
     """Fork SGLang's scheduler and detokenizer instead of spawning them.
 
-    SGLang spawns them because of CUDA, and each would import everything again, which is most of an engine's start-up
-    time on a CPU. A fork is safe here because no thread runs yet.
+    SGLang spawns them because of CUDA. Each would then import everything again, which takes most of an engine's
+    start-up time on a CPU. A fork is safe here because no thread runs yet.
     """
     set_start_method = multiprocessing.set_start_method
 

@@ -25,7 +25,8 @@ def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
     """Hash seeds [N], positions [N] and columns [M] -> int64 [N, M], each below 2^32.
 
     The hash is 32-bit MurmurHash3 (A. Appleby, public domain) of the seed's two halves, the position and the column.
-    SGLang derives the random numbers of a request with a sampling_seed from it, and has it only as a compiled kernel.
+    SGLang derives the random numbers of a request with a sampling_seed from this hash, but implements it only as a
+    compiled kernel.
     """
     seed = seed.to(torch.int64)[:, None]
     blocks = (seed & LOW, (seed >> 32) & LOW, positions.to(torch.int64)[:, None] & LOW, columns.to(torch.int64)[None])

@@ -27,7 +27,7 @@ class DeltaMismatch(Exception):
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Apply one update and write a receipt. SGLang calls this as a custom loader.
 
-    The only tensor's name is the order (folder, engine, version, base) as JSON.
+    The name of the only tensor is the order (folder, engine, version, base) as JSON.
     """
     order = json.loads(named_tensors[0][0])
     refused = None
@@ -81,7 +81,7 @@ def _checked(file: Path) -> dict[str, str]:
 
 
 def _sparse(file: Path, of: dict[str, tuple[str, list[int]]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors that hold the new values where they changed, and NaN elsewhere."""
+    """Yield tensors of full size that hold the new values where values changed, and NaN elsewhere."""
     with safe_open(file, framework="pt") as tensors:
         names = [name.removesuffix("|at") for name in tensors.keys() if name.endswith("|at")]  # noqa: SIM118
         for name in names:
@@ -89,7 +89,8 @@ def _sparse(file: Path, of: dict[str, tuple[str, list[int]]]) -> Iterator[tuple[
             full = torch.full(shape, float("nan"), dtype=dtype)
             at, to = tensors.get_tensor(f"{name}|at"), tensors.get_tensor(f"{name}|to")
             full.view(-1)[at.long()] = to.view(dtype)
-            full._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]  # the mode is per thread
+            # SGLang loads a tensor with this attribute in the calling thread, and KeepWhereNaN applies to that alone.
+            full._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
             yield name, full
 
 

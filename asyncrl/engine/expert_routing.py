@@ -1,11 +1,11 @@
 """Assembly of the routed experts of an answer's tokens from the answer's parts.
 
 SGLang (0.5.21: srt/state_capturer, srt/managers/scheduler_components) stores the experts beside its KV cache. The last
-chunk of a sample carries those of the positions from routed_experts_start_len to the last token that the engine read,
-which is every token except the last one that it generated. Each part requests what the earlier parts do not have:
+chunk of a sample contains those of the positions from routed_experts_start_len to the last token that the engine read,
+which is every token except the last one that it generated. Each part requests only what the earlier parts lack:
 
     prompt p p p, answer a a a a, cut after two
-    first part    0 .. 4    p p p a        (none at all when its stream broke, or it waited in the queue)
+    first part    0 .. 4    p p p a        (none if its stream broke, or if it was still in the queue)
     second part   4 .. 6    a a            requested with routed_experts_start_len=4, for a prompt of 5 tokens
 
 The experts of the tokens before a cut are those that read them when the next token was generated. The exception is a
@@ -32,7 +32,7 @@ def known_rows(routed: list[int], token_ids: list[int]) -> int:
 
 
 class ExpertRoutingAssembler:
-    """Expert rows of one answer so far. It collects nothing when `shape` is None."""
+    """Collector of the expert rows of one answer. It collects nothing when `shape` is None."""
 
     def __init__(self, shape: RoutingShape | None, first: PartialCompletion) -> None:
         self._shape, self._start, self._rows = shape, first.routed_from, bytearray()

@@ -1,7 +1,7 @@
-"""The control plane of every engine, called directly because the router answers these paths with 404.
+"""Client of the engines' control endpoints, which it calls directly because the router answers these paths with 404.
 
-Every call goes to all engines at once, is checked for `success`, and has a deadline. An engine that fails a call is
-lost: it is removed from the fleet and the router, and the others go on. When none is left, the error ends the run.
+A call goes to all engines at once, is checked for `success`, and has a deadline. An engine that fails a call is lost:
+it is removed from the fleet and from the router, and the others go on. When none is left, the error ends the run.
 Connections are kept only for the calls of one publish: uvicorn drops idle ones after 5 s, and a dead connection in the
 middle of a publish would cost an engine.
 """
@@ -81,7 +81,7 @@ class Fleet:
     Only rank 0 has `router` and `register`, and decides which engines serve. Other ranks send weights and report the
     engines that they lost. `attached` engines were started by others, and wait for their weights at first. `on_lost` is
     called with the URL, the incarnation and the reason of every lost engine. With `on_lost`, losing the last engine is
-    no error, because the engine is started again.
+    not an error, because the engine is started again.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Fleet:
         self.changes = 0  # number of joins and losses: the same URLs may be other processes
         self.timeout = timeout
         self._router, self._register, self._on_lost = router, register, on_lost
-        self._incarnations: dict[str, str] = {}  # version label of each engine when it came without weights of the run
+        self._incarnations: dict[str, str] = {}  # version label of each engine before it got weights of the run
         self._http = httpx.Client(
             **access.http,
             timeout=timeout,
@@ -175,11 +175,11 @@ class Fleet:
     def reconcile(self) -> None:
         """Update the fleet: new and restarted engines join, and leaving engines are released.
 
-        A router that was restarted learns which engines serve.
+        A router that was restarted is told which engines serve.
         """
         members = self._members()
         asked = {url: self._pool.submit(self.get, url, "/model_info", PROBE_SECONDS) for url in members}
-        answers, _ = self.settle(asked)  # no answer: busy or dead, which the next call of a publish shows
+        answers, _ = self.settle(asked)  # no answer: busy or dead; the next call of a publish finds out
         for url, answer in answers.items():
             label = str(answer.get("weight_version"))
             if not label.isdigit() and self._is_new(url, label):
@@ -187,7 +187,7 @@ class Fleet:
                 self._incarnations[url] = label
                 self.join(url)
         if self._router:
-            with suppress(EngineError):  # a dead router is restarted, and learns them then
+            with suppress(EngineError):  # a dead router is restarted, and told about them then
                 self._router.keep([url for url in self.serving if url in answers])
 
     def _members(self) -> list[str]:
@@ -233,13 +233,13 @@ class Fleet:
             self.joining.remove(url)
             self.serving.append(url)
             if self._router:
-                with suppress(EngineError):  # a router that is restarting learns it from `reconcile`
+                with suppress(EngineError):  # a router that is restarting is told by `reconcile`
                     self._router.add(url)
 
     def lose(self, url: str, reason: str) -> None:
         """Remove an engine from the fleet. Raises EngineError when it was the last one and none is started again.
 
-        Its requests are aborted, and the clients send them to other engines: which weights it holds is unknown.
+        Its requests are aborted, and the clients send them to other engines, because its weights are unknown.
         """
         if url not in self.urls:
             return
@@ -263,7 +263,7 @@ class Fleet:
 
     def _let_go(self, url: str) -> None:
         with suppress(EngineError):  # a dead or hung engine: its connections end or time out in the client
-            for mode in ("retract", "abort"):  # "abort" skips a frozen batch, so retract its requests to the queue
+            for mode in ("retract", "abort"):  # "abort" skips a frozen batch, so first retract it to the queue
                 self.post(url, "/pause_generation", {"mode": mode}, PROBE_SECONDS)
 
     def lose_the_dead(self) -> None:

@@ -1,9 +1,10 @@
-"""Requests in flight. Each runs under one prefix-cache key, and none is sent while weights change.
+"""Tracking of requests in flight. Each request runs under one prefix-cache key, and none is sent while weights change.
 
-tokens     every token is counted on arrival, whether or not its session keeps it; the token accounting compares both
+tokens     every token is counted on arrival, whether or not its session keeps it; the token accounting compares the two
+           counts
 hold       new requests wait from before the engines pause until all engines serve the new version, so that no request
            runs under a prefix-cache key that is older than its weights
-waits for  the next chunk (request_timeout), the next publish (the trainer's deadline)
+waits for  the next chunk (request_timeout); the end of a publish (the trainer's deadline)
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Purpose = Literal["training", "evaluation"]
 HELD, FIRST, NEXT = "the end of a publish", "the first chunk of an engine", "the next chunk of an engine"
 """Events that a session waits for."""
 CAUSES = ("aborted", "broken", "overtaken")
-"""Causes of a repeated request: aborted by an update or by its engine's loss, broken, or overtaken by a publish."""
+"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish overtook
+it."""
 
 
 @dataclass
@@ -72,7 +74,7 @@ class PendingSample:
     session: Listener
     exchange: Exchange
     hand_over: Callable[[], object] = lambda: None
-    """Called as soon as the sample has ended, complete or not: siblings do not wait for the longest of them."""
+    """Called as soon as the sample has ended, complete or not, so that siblings do not wait for the longest of them."""
     answered: bool = False
 
 
@@ -81,9 +83,9 @@ class _Request:
     """One request in flight."""
 
     scope: asyncio.Timeout
-    tokens: int  # of its prompt and received so far
+    tokens: int  # in its prompt, and received so far
     answered: bool = False
-    overtaken: bool = False  # by a publish, before its first chunk
+    overtaken: bool = False  # a publish began before its first chunk arrived
 
 
 class InFlight:
@@ -105,7 +107,7 @@ class InFlight:
         self._routing = routing
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
-        self._requests: dict[_Request, None] = {}  # in the order of their sending
+        self._requests: dict[_Request, None] = {}  # in the order in which they were sent
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
@@ -115,7 +117,7 @@ class InFlight:
         self.tokens: Counter[str] = Counter()
         """Tokens received so far, by purpose."""
         self.late_tokens = 0
-        """Tokens among these that arrived for closed sessions."""
+        """Tokens that arrived for closed sessions; `tokens` counts them too."""
         self._needed = 0
 
     # -- a publish -----------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class InFlight:
         self._open.set()
         if self._pause_mode == "in_place" and self._cache_key == "version":
             for sent in self._requests:
-                if sent.overtaken and not sent.scope.expired():  # a publish before this one may have ended it already
+                if sent.overtaken and not sent.scope.expired():  # an earlier publish may already have ended it
                     sent.scope.reschedule(0.0)
 
     def resume(self, version: int, tokens: Mapping[str, int], late: int) -> None:
@@ -170,7 +172,7 @@ class InFlight:
     async def stream(
         self, samples: Sequence[PendingSample], token_ids: list[int], *, begun: int, routed_from: int = 0
     ) -> None:
-        """Stream the samples of one request. If a publish overtakes it, it is sent again for those without an answer.
+        """Stream the samples of one request. Send it again for those without an answer if a publish overtakes it.
 
         begun: number of tokens at the end of `token_ids` that belong to the answer
         routed_from: position of the first token whose experts are not known
@@ -220,7 +222,7 @@ class InFlight:
                 self._end(sample, answer, request)
 
     def _end(self, sample: PendingSample, answer: PartialCompletion, request: dict[str, Any]) -> None:
-        """End one sample, complete or not, while the others may go on for long."""
+        """End one sample, complete or not. The others may go on for much longer."""
         sample.session.cached = (request["extra_key"], len(request["input_ids"]) + len(answer.token_ids))
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
@@ -259,7 +261,7 @@ class InFlight:
             "extra_key": f"{self._run}-{key}",  # prefix caches are never shared between runs
         }
 
-    # -- who is in flight ----------------------------------------------------------------------------------
+    # -- open requests -------------------------------------------------------------------------------------
 
     def _opened(self, sent: _Request) -> None:
         if not self._requests:
@@ -274,7 +276,10 @@ class InFlight:
             self._idle.set()
 
     def take_needed(self) -> int:
-        """Return the number of tokens since the last call that no cache could hold. Any further prefill is waste."""
+        """Return the number of tokens since the last call that even a perfect cache would leave to prefill.
+
+        Any prefill beyond that is waste.
+        """
         needed, self._needed = self._needed, 0
         return needed
 

@@ -13,7 +13,7 @@ from asyncrl.access import Access
 from asyncrl.errors import EngineError
 
 TIMEOUT = 5.0
-"""Seconds. An engine that does not answer in time is left out."""
+"""Deadline of a query in seconds. An engine that does not answer in time is left out."""
 
 
 @dataclass(frozen=True)

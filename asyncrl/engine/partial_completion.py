@@ -1,4 +1,4 @@
-"""Assembly of the streaming chunks of one sample, and of the continuations of a sample that was interrupted."""
+"""Assembly of completions from the streaming chunks of a sample and from the continuations of an interrupted one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ decode_piece = msgspec.json.Decoder(StreamChunk).decode
 
 @dataclass
 class PartialCompletion:
-    """A partial completion. Every engine served weight version `asked_at` when it was requested."""
+    """The part of an answer that one request returned. Every engine served version `asked_at` when it was sent."""
 
     asked_at: int
     routed_from: int = 0  # position of the first token whose experts were requested
@@ -113,7 +113,7 @@ class PartialCompletion:
     def cut(self) -> str | None:
         """Reason why the answer must be continued, or None when it is complete or was refused.
 
-        The stream broke, a weight update or the loss of the engine aborted it, or the engine was overloaded.
+        Either the stream broke, a weight update or the loss of the engine aborted it, or the engine was overloaded.
         """
         if self._ended:
             return None
@@ -132,7 +132,7 @@ class PartialCompletion:
 
     @property
     def ended_when_cut(self) -> bool:
-        """True if the answer was complete when it was interrupted, although no last chunk said so."""
+        """True if the answer was complete when it was interrupted, although its last chunk did not arrive."""
         return self._ended is not None
 
     @property

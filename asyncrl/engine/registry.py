@@ -1,4 +1,4 @@
-"""Registry of engines that join and leave a running run: the folder leases/ of the run, on a shared file system.
+"""Registry of the engines that join and leave a running run: the folder leases/ of the run, on a shared file system.
 
     run.lease          the launcher's lease: the run is under way
     HOST-PORT.lease    lease of an engine that somebody else started for this run (asyncrl-engines add)
@@ -36,7 +36,7 @@ class Registry:
         for file in self._folder.iterdir():
             file.unlink(missing_ok=True)
 
-    # -- who is there --------------------------------------------------------------------------------------
+    # -- engines of the run --------------------------------------------------------------------------------
 
     def lease_of_run(self, **facts: Any) -> Lease:
         """Return the launcher's own lease."""
@@ -63,7 +63,7 @@ class Registry:
         """Return the facts in the leases of engines that others started, by URL."""
         return {told["url"]: told for name, told in self._leases.look().items() if name != RUN}
 
-    # -- who leaves ----------------------------------------------------------------------------------------
+    # -- engines that leave --------------------------------------------------------------------------------
 
     def ask_to_leave(self, url: str) -> None:
         """Ask an engine to leave. Whoever started it then stops it."""

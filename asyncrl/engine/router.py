@@ -33,7 +33,7 @@ ACCEPTED = (200, 201, 202, 409)
 def router_argv(engine: EngineConfig, url: str, metrics_port: int, signed: Signed | None = None) -> list[str]:
     """Return the router's command line.
 
-    The client does the retries: with retries in the router, it would see neither duplicates nor the reason.
+    Retries are left to the client: if the router retried, it would hide duplicates and reasons from the client.
     """
     address = urlsplit(url)
     return [
@@ -65,8 +65,8 @@ def router_argv(engine: EngineConfig, url: str, metrics_port: int, signed: Signe
         "--disable-retries",
         "--disable-circuit-breaker",
         "--max-concurrent-requests",
-        "0",  # no limit: by default it answers 429 from 4,096 requests in flight on
-        "--disable-worker-overload-protection",  # a long queue is normal here; another engine would not have the cache
+        "0",  # no limit: by default it answers 429 once 4,096 requests are in flight
+        "--disable-worker-overload-protection",  # long queues are normal, and other engines lack the cache
         "--worker-wedge-secs",
         str(KEY_SECONDS),  # an engine that is paused for an update generates nothing
         "--disable-load-monitoring",
@@ -74,7 +74,7 @@ def router_argv(engine: EngineConfig, url: str, metrics_port: int, signed: Signe
         "0",  # keepalive comments are not events of /generate
         "--header-read-timeout-secs",
         "0",  # a busy client that opens 10,000 connections may need more than the default 30 s for its first request
-        "--disable-tokenizer-autoload",  # token ids in, token ids out
+        "--disable-tokenizer-autoload",  # requests and answers are token ids
         "--history-backend",
         "none",
         "--log-level",
@@ -84,7 +84,7 @@ def router_argv(engine: EngineConfig, url: str, metrics_port: int, signed: Signe
 
 
 def _tls(signed: Signed) -> list[str]:
-    """Return the TLS arguments: the router's certificate, and the authority that signed those of the engines."""
+    """Return the TLS arguments: the router's certificate, and the authority that signed the engines' certificates."""
     return [
         "--tls-cert-path",
         str(signed.server),
@@ -152,9 +152,9 @@ class RouterWorkers:
 
 
 async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bool = False) -> None:
-    """Wait until the router routes to every engine; register the engines as they come up. Raises DeadlineExceeded.
+    """Register the engines as they come up, and wait until the router routes to all. Raises DeadlineExceeded.
 
-    With `attached`, also wait for the engines that others started. This is right only when no trainer has to send them
+    With `attached`, also wait for the engines that others started. Use this only when no trainer has to send them
     weights first.
     """
     deadline = time.monotonic() + timeout

@@ -1,14 +1,15 @@
-"""Log-probabilities of given tokens from the frozen engines of a teacher, which have no router in front of them.
+"""Client that gets log-probabilities of given tokens from the engines of a frozen teacher, which have no router.
 
 A request prefills its token ids and generates none (`max_new_tokens` 0). SGLang 0.5.21 does not apply a temperature to
 the logits of input tokens, whatever the request says (srt/layers/logprob_processor.py, InputLogprobProcessor), so the
-log-probabilities are at temperature 1. The first entry that it returns has none, so a request starts one token early.
+log-probabilities are at temperature 1. The first entry that SGLang returns has no log-probability, so a request starts
+one token early.
 
 Requests with the same key go to the same engine while it answers, and find their common prefix in its cache (rendezvous
-hashing, Thaler and Ravishankar 1998). The other engines take over from one that fails.
+hashing, Thaler and Ravishankar 1998). When an engine fails, the others take over its requests.
 
-    waits for     a place among `max_running` requests; an engine (request_timeout)
-    on a failure  try another engine at once; when all have failed, retry after growing delays until retry_timeout
+    waits for     a free slot among `max_running` requests; an engine (request_timeout)
+    on a failure  tries another engine at once; when all have failed, retries after growing delays until retry_timeout
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ _decode = msgspec.json.Decoder(_Answer).decode
 class TeacherStats:
     """Statistics since the last call of `take_figures`."""
 
-    tokens: int = 0  # of the answered requests
-    cached: int = 0  # of these, found in an engine's prefix cache
+    tokens: int = 0  # in the answered requests
+    cached: int = 0  # those of them that were found in an engine's prefix cache
     retried: int = 0
 
 
 class TeacherEngines:
-    """Client of a teacher's engines. A rollout process has one, and reaches the teacher only through it."""
+    """Client of a teacher's engines. A rollout process has one, and uses the teacher only through it."""
 
     def __init__(
         self,
@@ -83,10 +84,10 @@ class TeacherEngines:
         self._figures = TeacherStats()
 
     async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
-        """Return log p(token | all before it) of token_ids[start:], as natural logarithms at temperature 1.
+        """Return log p(token | all tokens before it) of token_ids[start:], as natural logarithms at temperature 1.
 
-        `start` is 1 or more. Raises EngineError when an engine refuses the request, gives a wrong answer, or none
-        answers in time.
+        `start` is 1 or more. Raises EngineError when an engine refuses the request or gives a wrong answer, or when no
+        engine answers in time.
         """
         clock = asyncio.get_running_loop().time
         failures, since = 0, math.inf
@@ -107,7 +108,7 @@ class TeacherEngines:
             await self._servers.failed(url, failures)
 
     async def wait_until_ready(self, timeout: float) -> None:
-        """Wait until every engine is healthy. Raises DeadlineExceeded."""
+        """Wait until every engine is healthy. Raises DeadlineExceeded after `timeout` seconds."""
         deadline = asyncio.get_running_loop().time() + timeout
         waiting = list(self._servers.urls)
         while waiting := [url for url in waiting if not await self._serves(url)]:
@@ -160,10 +161,10 @@ class TeacherEngines:
 
 
 def _checked(entries: list[tuple[float | None, int, str | None]], token_ids: list[int], url: str) -> list[float]:
-    """Return the log-probabilities. Raises EngineError when they are not those of these tokens.
+    """Return the log-probabilities of these tokens. Raises EngineError when the engine scored others or left some out.
 
-    SGLang reports the last id of a vocabulary as 0 (srt/managers/scheduler_components/logprob_result_processor.py clips
-    it).
+    SGLang reports the last id of a vocabulary as 0, because it clips ids
+    (srt/managers/scheduler_components/logprob_result_processor.py).
     """
     if len(entries) != len(token_ids):
         raise EngineError(f"the teacher at {url} scored {len(entries)} tokens of {len(token_ids)}")

@@ -1,8 +1,8 @@
-"""One SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
+"""Program that runs one SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
 This is the stock server, with the CPU shim where there is no CUDA. The run's API key and ports come from the
-environment, because every user of the machine can read a command line. The module is no `__main__.py`: spawned children
-must repeat the shim, and multiprocessing re-imports a main module only under another name.
+environment, because every user of the machine can read a command line. The module is not a `__main__.py`, because
+multiprocessing would not re-import that in spawned children, which need the shim too.
 """
 
 from asyncrl import importing
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     arguments = [*sys.argv[1:], *shlex.split(os.environ.get(ARGUMENTS, ""))]
     if key := os.environ.get("ASYNCRL_API_KEY"):
         arguments += ["--api-key", key, "--admin-api-key", key]
-    if incarnation := os.environ.get("ASYNCRL_INCARNATION"):  # whatever it loads is no version of the run
+    if incarnation := os.environ.get("ASYNCRL_INCARNATION"):  # its first weights are no version of the run
         arguments += ["--weight-version", incarnation]
     try:
         run_server(prepare_server_args(arguments))

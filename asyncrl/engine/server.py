@@ -44,7 +44,7 @@ def deterministic_args(*, gpu: bool) -> dict[str, Any]:
 def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed: int, **more: Any) -> list[str]:
     """Return the command line of one engine.
 
-    `more` are further arguments of SGLang; `engine.server_args` overrides everything.
+    `more` are further arguments of SGLang. `engine.server_args` overrides all others.
     """
     return _argv(
         engine,
@@ -53,7 +53,7 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
         gpu=gpu,
         **{
             "max_running_requests": engine.max_running_requests,
-            "weight_version": "0",  # version 0 is what the run starts from
+            "weight_version": "0",  # the weights that the run starts from
             "incremental_streaming_output": True,
             "stream_interval": engine.stream_interval,
             "random_seed": seed,
@@ -83,7 +83,7 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
         "dtype": section.dtype,
         "tp_size": section.tensor_parallel,
         "max_total_tokens": section.max_total_tokens,
-        "skip_tokenizer_init": True,  # token ids in, token ids out: text never enters an engine
+        "skip_tokenizer_init": True,  # requests and answers are token ids, never text
         "skip_server_warmup": True,
         "log_level": "warning",
         **own,

@@ -1,5 +1,7 @@
-"""One request to /generate and its server-sent events, with errors that may be retried told from those that may not,
-and the connections that carry requests."""
+"""Streaming of one /generate request, and the transport that carries requests.
+
+Errors that may be retried raise StreamBroken; all others raise EngineError.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 
 
 NO_WORKER, STREAM_ERROR = "model_not_found", "stream_error"
-"""Names of the router's own errors: it has no healthy engine (smg 1.13 answers 404), or the engine broke off the answer
-(smg then ends the stream with an error event)."""
+"""Names of the router's own errors. The first means that it has no healthy engine (smg 1.13 answers 404), the second
+that the engine broke off the answer (smg then ends the stream with an error event)."""
 
 
 class StreamBroken(Exception):
-    """Raised when an answer ends early through no fault of the request: it may be continued elsewhere."""
+    """Raised when an answer ends early through no fault of the request, so that it may be continued elsewhere."""
 
 
 async def stream_chunks(
@@ -63,7 +65,7 @@ async def stream_chunks(
 def _events(waiting: bytearray, chunk: bytes) -> Iterator[bytes]:
     """Yield the complete events that end in this network chunk; `waiting` keeps the rest.
 
-    An event may have 100 MB (routed experts) in a thousand chunks, so it is searched and copied only once.
+    An event may have 100 MB (routed experts) in a thousand chunks, so each byte is searched and copied only once.
     """
     search_from = max(0, len(waiting) - 1)
     waiting += chunk
@@ -80,7 +82,7 @@ IDLE_SECONDS = 2.0
 def aiohttp_transport(access: Access) -> AiohttpTransport:
     """Return an httpx transport that uses aiohttp's connection pool.
 
-    The pool of httpx searches all of its connections at every request.
+    It replaces httpx's own pool, which searches all of its connections at every request.
     """
 
     def session() -> ClientSession:

@@ -41,7 +41,7 @@ class Update:
 
     def __init__(self, fleet: Fleet, *, mode: str) -> None:
         self._fleet = fleet
-        self._mode = "retract" if mode == "drain" else mode  # nothing is left to retract
+        self._mode = "retract" if mode == "drain" else mode  # no request is left to retract
         self._sessionless: set[str] = set()
 
     @contextmanager
@@ -64,7 +64,7 @@ class Update:
         self._fleet.on_each(self._end)
 
     def label(self, version: int) -> None:
-        """Set the version of the weights after all have arrived. Engines that do not confirm it are lost."""
+        """Set the version of the weights, once all of them have arrived. Engines that do not confirm it are lost."""
         self._fleet.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         for url, served in self._fleet.versions().items():
             if served != str(version):
