@@ -1,1 +1,1 @@
-"""Agents that ship with asyncrl, one small file each. The config field `agent` takes any import path."""
+"""Agents that ship with asyncrl, each in a small file. The config field `agent` also takes any other import path."""

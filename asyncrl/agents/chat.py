@@ -1,10 +1,12 @@
 """A conversation in exact token ids, the building block of multi-turn agents.
 
-async def twice(prompt, generate):
-    chat = Chat.of(prompt, generate)
-    first = await chat.answer()
-    chat.say("Are you sure?")
-    return chat.trajectory(reward=float(first == await chat.answer()))
+Example:
+
+    async def twice(prompt, generate):
+        chat = Chat.of(prompt, generate)
+        first = await chat.answer()
+        chat.say("Are you sure?")
+        return chat.trajectory(reward=float(first == await chat.answer()))
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Chat:
     def ended(self) -> bool:
         """True if the last answer was truncated, by its own limit or because the model's context is full.
 
-        A further turn would respond to half a sentence.
+        Another turn would respond to an unfinished sentence.
         """
         return bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
 
@@ -57,7 +59,7 @@ class Chat:
         return len(self._context)
 
     def say(self, content: str | Sequence[Message], role: str = "user") -> None:
-        """Add what the model reads next: the text of one message, or several messages."""
+        """Add the message that the model reads next, as a text, or several messages."""
         messages = [{"role": role, "content": content}] if isinstance(content, str) else content
         if self._begins is not None or not self.turns:
             raise ValueError("the model has not answered yet: pass its first messages to Chat, or to restart")
@@ -92,7 +94,7 @@ class Chat:
         return self._generate.template.extend(self._said, last=last)
 
     def reward(self, reward: float, token_rewards: Sequence[float] = ()) -> None:
-        """Add a reward to the last turn, besides the reward of the episode. `token_rewards` has one value per token."""
+        """Add a reward to the last turn, besides the episode's reward. `token_rewards` has one value per token."""
         last = self.turns[-1]
         self.turns[-1] = msgspec.structs.replace(
             last, reward=last.reward + reward, token_rewards=list(token_rewards) or last.token_rewards

@@ -1,13 +1,13 @@
-"""Agent that plays an episode to its end and then again from some of its turns on.
+"""Agent that plays an episode to its end, and then plays additional branches that start at some of its turns.
 
-It serves advantage=turn_loo, which compares branches that start from the same context.
+It is meant for advantage=turn_loo, which compares branches that start from the same context.
 
     trunk      P | a o b o c
     branches   P a o | d o e,  P a o | f        fork_at=1, branches=2
 
-A branch has its own environment. The trunk's actions are replayed in it up to the fork, and its observations must be
-the same again; otherwise EpisodeFailed("environment_replay") is raised. The fork turns are chosen before the episode
-begins: to choose them by its outcome would bias the gradient (algo/credit.py).
+A branch has its own environment, in which the trunk's actions are replayed up to the fork. If its observations differ
+from the trunk's, EpisodeFailed("environment_replay") is raised. The fork turns are chosen before the episode begins,
+because choosing them by its outcome would bias the gradient (algo/credit.py).
 
 waits for     environments, but never for one while it holds another, so that episodes cannot deadlock
 """
@@ -31,8 +31,8 @@ Way = tuple[list[Turn], list[Action]]
 class Forking(Player):
     """Agent that plays `branches` additional branches from before each of the turns `fork_at` that an episode reaches.
 
-    Turn 0 is the first. Without `fork_at`, it forks before one of the first `within` turns, drawn for each prompt and
-    the same for all siblings.
+    The first turn is turn 0. Without `fork_at`, the agent forks before one of the first `within` turns, which is drawn
+    for each prompt and is the same for all siblings.
     """
 
     def __init__(

@@ -1,22 +1,22 @@
 """Agent that retries a failed task with guidance (Agent-RLVR, arXiv 2506.11425).
 
-The guidance comments on the attempt: a teacher's remarks, a test's output or a plan. In the paper, agents try first,
-tests check the attempt, guidance is added to those that failed, the agents try again, and the policy is updated with
-the rewards of these guided trajectories.
+The guidance comments on the attempt: a teacher's remarks, a test's output or a plan. In the paper, an agent makes an
+attempt and tests check it. If it failed, the agent tries again with guidance, and the policy is updated with the
+rewards of these guided trajectories.
 
     first attempt     question                | a o b          role ""
     guided            question + guidance     | c o d          role "guided", then "guided2", ...
 
 Here all attempts are trained, each in the exact context in which it was generated; guidance is context and is never
 trained. Each attempt is a role: it gets only its own reward, and is compared with the same attempt of its siblings. So
-a first attempt is not rewarded for the success of a later attempt with help, and an attempt with help is no baseline
-for one without. From guided attempts the model learns to follow guidance; to score them without the guidance that was
-in their context would be off-policy.
+a first attempt is not rewarded for the success of a later attempt with help, and an attempt with help is not a baseline
+for one without. The model learns from guided attempts to follow guidance. Scoring them without the guidance in their
+context would be off-policy.
 
 The reward of the whole trajectory in the metrics is the sum over attempts, so evaluation sets should use MultiTurn.
 
 waits for     the model and the environment; the guide (rollout.agent_timeout)
-on an error   of the guide: the group of the episode is lost
+on an error   when the guide fails, the episode's group is lost
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from asyncrl.imports import load
 from asyncrl.schema import Generate, Message, Prompt, Trajectory
 
 Guide = Callable[[Question, list[Message]], str | Awaitable[str]]
-"""(question, the chat of the failed attempt) -> the text to add to the question. An empty text means that there is no
-guidance, and ends the attempts. A plain function must not block."""
+"""Function of the question and the chat of the failed attempt that returns the text to add to the question. An empty
+text means that there is no guidance, and ends the attempts. A function that is not async must not block."""
 
 ROLE = "guided"
 

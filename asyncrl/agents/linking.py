@@ -1,8 +1,8 @@
 """Conversion of an agent's requests and completions into the turns of a trajectory, and the check of the result.
 
-A completion continues the sample whose tokens so far are the longest prefix of the request; if there is none, it begins
-a new sample. So an agent that keeps its context produces one sample, and one that edits it, or makes requests for
-several agents, produces more. Nothing is tokenized again, and every generated token is trained once.
+A completion continues the sample whose tokens so far are the longest prefix of the request. If there is none, it begins
+a new sample. So an agent that only extends its context produces one sample, and one that edits it, or makes requests
+for several agents, produces more. Nothing is tokenized again, and every generated token is trained once.
 
     request P          completion a     sample 1: P | a
     request P a o      completion b     sample 1: P | a o b

@@ -1,4 +1,4 @@
-"""Agent for episodes longer than a context: the model writes notes, and continues from the question and the notes.
+"""Agent for episodes longer than a context: the model writes notes, then continues from the question and its notes.
 
     question         | a o b o           notes?  n       sample 1
     question + n     | c o d o           notes?  m       sample 2
@@ -29,7 +29,7 @@ class Memory(Player):
     context_tokens   request notes once a context exceeds this many tokens (0: after every turn); it must leave room for
                      one more observation and for the notes
     note_tokens      maximum length of the notes, which do not count towards `max_turns`
-    ask, notes       the request for notes, and the template that puts them behind the question
+    ask, notes       the request for notes, and the template of the text after the question that contains them
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from asyncrl.schema import Generate, Prompt, Trajectory
 class MultiTurn(Player):
     """Agent that plays until the environment is done, an answer is truncated, or `max_turns` is reached.
 
-    The reward of an episode is what its environment gave turn by turn, plus the task's score of the last answer if the
+    The reward of an episode is the sum of its environment's rewards, plus the task's score of the last answer if the
     environment requests it (Step.score).
     """
 

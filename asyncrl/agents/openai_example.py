@@ -24,7 +24,7 @@ TOOL: dict[str, Any] = {
 
 
 async def solve(question: dict[str, Any], base_url: str, api_key: str, max_turns: int = 3) -> float:
-    """Answer a question, with calculator calls, and return 1.0 if the last word of the answer is correct, else 0.0."""
+    """Answer a question with calculator calls. Return 1.0 if the last word of the answer is correct, else 0.0."""
     messages: list[Any] = list(question["messages"])
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         for _ in range(max_turns):

@@ -1,9 +1,9 @@
 """Fixed opponents that play a role in place of the policy: a model behind an OpenAI-compatible endpoint, or a function.
 
-Nothing that they write is trained.
+Their answers are not trained.
 
 waits for     the endpoint: `timeout` seconds for an answer, 1 + `max_retries` times
-on a hang     EpisodeFailed("opponent"): the episode is lost, and no role is rewarded for it
+on a hang     EpisodeFailed("opponent"): the episode is lost, and no role gets a reward for it
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 Opponent = Callable[[Sequence[Message]], str | Awaitable[str]]
-"""Function from a role's observations and answers so far to its next answer. One opponent serves all episodes, many of
-them concurrently."""
+"""Function that takes a role's observations and answers so far and returns its next answer. One opponent serves all
+episodes, many of them concurrently."""
 
 
 class Endpoint:

@@ -25,17 +25,17 @@ class Player:
         self._environments, self._max_turns = environments, max_turns
 
     async def start(self) -> None:
-        """Start the environments. Called before the first episode."""
+        """Start the environments. This is called before the first episode."""
         await self._environments.start()
 
     async def close(self) -> None:
-        """Close the environments. Called after the last episode."""
+        """Close the environments. This is called after the last episode."""
         await self._environments.close()
 
 
 @dataclass(frozen=True)
 class Action:
-    """Text of the model, and the step of the environment that it led to."""
+    """A text of the model, and the environment's step that followed it."""
 
     text: str
     step: Step
@@ -48,7 +48,7 @@ async def opened(env: Env, question: Question) -> list[Message]:
 
 
 def chat_of(prompt: Prompt, messages: Sequence[Message], generate: Generate, *, role: str = "") -> Chat:
-    """Return a chat that starts with these messages; it reuses the prompt's token ids if they are the prompt's own."""
+    """Return a chat that starts with these messages. If they are the prompt's own, it reuses the prompt's token ids."""
     if list(messages) == list(prompt.question["messages"]):
         return Chat.of(prompt, generate, role=role)
     return Chat(generate, messages, tools=prompt.question.get("tools", ()), role=role)
@@ -87,9 +87,9 @@ def of_task(actions: Sequence[Action]) -> bool:
 
 
 async def replayed(env: Env, question: Question, messages: Sequence[Message], actions: Sequence[Action]) -> None:
-    """Replay actions in a new environment, to bring it to the state of another.
+    """Replay actions in a new environment, to bring it to the state of another one.
 
-    Raises EpisodeFailed when its observations differ.
+    Raises EpisodeFailed when its observations differ from the recorded ones.
     """
     if await opened(env, question) != list(messages):
         raise EpisodeFailed("environment_replay", "reset returned something else than the first time", retry=False)
@@ -111,7 +111,7 @@ def messages_of(said: Sequence[Message] | str) -> list[Message]:
 
 
 def with_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """Append a text to messages: to the last one if it is a user's text, since templates want alternating roles."""
+    """Append a text to messages. It joins the last one if that is a user's, since templates want alternating roles."""
     *before, last = messages
     if last["role"] == "user" and isinstance(last["content"], str):
         return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]

@@ -1,10 +1,10 @@
-"""Runs users' programs to their end without blocking the event loop, and keeps a bounded part of their output.
+"""Execution of users' programs that does not block the event loop and keeps a bounded part of their output.
 
 waits for     the program's exit
-on a hang     no deadline of its own: cancelling `run` kills the process group
-leaves        nothing of its process group, however it ends: the group is killed before its leader is reaped, while its
-              id cannot be reused. A process that the program moves to another session carries the run's mark, and is
-              killed with the run (launch/leftovers.py)
+on a hang     waits without a deadline; cancelling `run` kills the process group
+leaves        nothing of the process group, however the program ends: the group is killed before its leader is reaped,
+              while its id cannot be reused. A process that the program moves to another session has the run's id in
+              its environment, and is killed with the run (launch/leftovers.py)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEPT_BYTES = 64 << 10
 LAST_LINES, LAST_CHARACTERS = 10, 2000
 KILL_SECONDS = 5.0
 FLUSH_SECONDS = 2.0
-"""Deadline for the rest of the output after the group's death. A process outside the group may hold a pipe open
+"""Deadline for the rest of the output after the group was killed. A process outside the group may hold a pipe open
 forever."""
 
 
@@ -33,7 +33,7 @@ forever."""
 class ProgramResult:
     """Result of a program that has ended."""
 
-    status: int  # as in subprocess: negative for a signal
+    status: int  # as in subprocess: negative if a signal killed it
     stdout: bytes  # its last bytes
     stderr: bytes
 
@@ -65,7 +65,7 @@ class _Tail(asyncio.Protocol):
 
 
 async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: Path | None = None) -> ProgramResult:
-    """Run a program to its end. Raises OSError when it cannot be started, EpisodeFailed when it survives SIGKILL."""
+    """Run a program to its end. Raises OSError when it does not start, and EpisodeFailed when it survives SIGKILL."""
     loop, tails = asyncio.get_running_loop(), list[_Tail]()
     with ExitStack() as held:
         process = _start(argv, stdin, env, cwd)

@@ -9,10 +9,9 @@
 The reward is the function's return value, the one in the program's last line (reads_reward), or the one posted to
 /v1/reward; without any of these, the task scores the episode.
 
-waits for     the function or the program, which is cancelled or killed when the episode ends, at the latest at its
-              deadlines
-on death      of a program: EpisodeFailed("agent_error") with the end of its stderr, or the engine's error if an engine
-              failed before
+waits for     the function or the program, which is cancelled or killed when the episode ends or reaches a deadline
+on an error   EpisodeFailed("agent_error") with the end of its stderr when a program fails, or the engine's error if an
+              engine failed before
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class ThroughTheProxy:
 
     @property
     def figures(self) -> ProxyStats:
-        """Request counts. contexts_begun beyond one per episode counts extra samples from edited histories."""
+        """Request counts. More than one of `contexts_begun` per episode means extra samples from edited histories."""
         return self._proxy.figures
 
     async def start(self) -> None:
-        """Start the server; otherwise the first episode does. Raises OSError when the address is taken."""
+        """Start the server now rather than in the first episode. Raises OSError when the address is taken."""
         self._proxy.start()
 
     async def close(self) -> None:
@@ -68,7 +67,7 @@ class ThroughTheProxy:
 
 
 class Proxied(ThroughTheProxy):
-    """Agent that is a user's async function. It runs in this process's event loop and must not block it."""
+    """Agent that calls a user's async function. It runs in this process's event loop and must not block it."""
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class Command(ThroughTheProxy):
 
         env: added to this process's environment, from which asyncrl's own variables are removed; PATH begins with the
             folder of this process's python
-        reads_reward: the last line that the program writes to stdout is {"reward": x}
+        reads_reward: read the reward from the last line of the program's stdout, which must be {"reward": x}
         """
         super().__init__(tool_format, host, port)
         if isinstance(argv, str) or not argv:
@@ -136,7 +135,10 @@ class Command(ThroughTheProxy):
         return _reward(ended.stdout) if self._reads_reward else None
 
     def _environment(self, key: str) -> dict[str, str]:
-        """Return the program's environment: with the run's mark, by which the launcher finds leftovers; no secrets."""
+        """Return the program's environment.
+
+        It contains the run's id, by which the launcher finds leftover processes, but no secrets of the run.
+        """
         found = {name: value for name, value in os.environ.items() if not name.startswith(OWN) or name == RUN_ID}
         direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), self._host]))
         found |= {"no_proxy": direct, "NO_PROXY": direct}
@@ -145,7 +147,7 @@ class Command(ThroughTheProxy):
 
 
 def _reward(stdout: bytes) -> float:
-    """Return the reward in the last line. Raises EpisodeFailed when it holds none."""
+    """Return the reward in the last line of the output. Raises EpisodeFailed when there is none."""
     line = stdout.strip().rpartition(b"\n")[2]
     try:
         reward = float(json.loads(line)["reward"])

@@ -1,8 +1,8 @@
 """Agent for episodes with several roles: the policy plays all of them, or some against fixed opponents.
 
-Each role has its own conversation and so its own samples, and receives its own rewards. Siblings are compared role by
-role (algo/table.py), never the winner with the loser of one game. Simultaneous moves are requested one after the other,
-and revealed when all are made.
+Each role has its own conversation, and therefore its own samples and rewards. Siblings are compared within a role
+(algo/table.py), so the winner of a game is never compared with its loser. Simultaneous moves are requested one after
+the other, and revealed when all have been made.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class SelfPlay(Player):
     """Agent that plays until the environment is done, an answer is truncated, or `max_turns` of all roles is reached.
 
     fixed     opponents by role, which play in place of the policy (agents/opponents.py)
-    cut_off   reward of a role whose answer was truncated, which the environment does not see. It must not exceed the
-              reward of losing, or truncation would be the better way to lose
+    cut_off   reward of a role whose answer was truncated; the environment does not see that answer. It must not exceed
+              the reward of losing, or a losing role would gain by being truncated
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SelfPlay(Player):
         self._fixed = {role: opponent(settings, f"{field}.{role}") for role, settings in fixed.items()}
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Play one episode. All rewards belong to single turns; none is shared."""
+        """Play one episode. Every reward belongs to one turn; no reward is shared."""
         async with self._environments() as env:
             table = _Table(prompt, generate, self._fixed)
             role, state = str(prompt.question["role"]), initial_state(prompt.question)
@@ -75,7 +75,7 @@ class _Table:
         self._prompt, self._generate, self._fixed = prompt, generate, fixed
         self._chats: dict[str, Chat] = {}
         self._heard: dict[str, list[Message]] = {role: [] for role in fixed}
-        self._order: list[tuple[str, int]] = []  # role, and the number of its turn
+        self._order: list[tuple[str, int]] = []  # each turn's role, and its number within the role
 
     async def ask(self, role: str, told: list[Message], state: str) -> str | None:
         """Return the next answer of a role, or None when it was truncated."""

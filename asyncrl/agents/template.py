@@ -1,13 +1,13 @@
-"""Incremental application of a model's chat template, which never renders or tokenizes the model's output again.
+"""Incremental use of a model's chat template, which never renders or tokenizes the model's output again.
 
-A turn's context is the exact ids of the turn before, the model's output, and what the template puts after it:
+A turn's context consists of the exact ids of the turn before, the model's output, and what the template puts after it:
 
     begin     <|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n
     written   4<|im_end|>
     extend    \\n<|im_start|>user\\nsure?<|im_end|>\\n<|im_start|>assistant\\n
 
 Rendering the whole chat again would change ids: text does not determine its tokenization, and templates rewrite earlier
-turns (Qwen3's removes their thoughts). So `extend` renders the new messages after a placeholder, and takes what follows
+turns (Qwen3's removes their thinking). So `extend` renders the new messages after a placeholder, and takes what follows
 it. (slime and miles call this token-in-token-out; TRL #5224 and verl #6719 show the bugs that occur without it.)
 """
 
@@ -26,7 +26,7 @@ PLACEHOLDER = "\u241ewritten\u241e"
 
 
 class ChatTemplate:
-    """The template of one tokenizer."""
+    """The chat template of one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +41,8 @@ class ChatTemplate:
     def extend(self, messages: Sequence[Message], *, last: int | None) -> list[int]:
         """Return the tokens that follow a completion whose last token is `last`, up to the next generation prompt.
 
-        These are the template's end of the completion, unless `last` is that token already, and the new messages.
+        They are what the template puts after a completion, without its first token if that is `last`, followed by the
+        new messages.
         """
         head: list[Any] = [{"role": "user", "content": "."}, {"role": "assistant", "content": PLACEHOLDER}]
         text: str = self._tokenizer.apply_chat_template(

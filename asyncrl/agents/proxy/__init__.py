@@ -3,9 +3,8 @@
 server.py       HTTP: API keys, request bodies, disconnected clients, errors
 session.py      one episode: its chats, texts and rewards, and the trajectory that they form
 histories.py    which chat a request continues, and its exact tokens
-messages.py     canonical form in which messages are compared and rendered
-fields.py       the request fields; those that would corrupt training are refused
+messages.py     canonical form in which messages are compared and rendered; error responses
+fields.py       request fields, of which those that would corrupt training are refused
 answers.py      responses in the OpenAI format
 rewards.py      rewards posted by the programs
-refusals.py     error responses
 """

@@ -1,8 +1,8 @@
 """Responses in the format of the OpenAI API, as one JSON object or as server-sent events.
 
-A stream is sent only when the answer is complete: `generate` returns complete answers, and what a client has read
-cannot be withdrawn when an engine dies. In addition to OpenAI's fields, choices have a `turn` (for POST /v1/reward),
-and `token_ids` when the request has return_token_ids (vLLM's name).
+A stream is sent only when the answer is complete, because `generate` returns complete answers, and what a client has
+read cannot be taken back when an engine dies. In addition to OpenAI's fields, choices have a `turn` (for POST
+/v1/reward), and `token_ids` when the request has return_token_ids (vLLM's name).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fields of a request, and which of their values are refused.
+"""Fields of a request, and the values of them that are refused.
 
 The trainer recomputes the probability of every token from log_softmax(logits / temperature). Anything that samples from
 another distribution (nucleus sampling, penalties, grammars, another temperature) is refused, because the training step
@@ -43,7 +43,7 @@ _READ_BY: dict[Route, set[str]] = {
 }
 _WITHOUT_EFFECT = {
     "user",
-    "seed",  # OpenAI calls it best effort too; the siblings of a group must differ
+    "seed",  # ignored: siblings must differ, and OpenAI calls it best effort too
     "metadata",
     "store",
     "service_tier",
@@ -70,7 +70,7 @@ class RequestOptions:
 def read(body: Body, route: Route, *, temperature: float, end: str) -> RequestOptions:
     """Read the options of a request. Raises ApiError (400) for fields that training does not allow.
 
-    `temperature` is the run's, and `end` the token that ends its answers.
+    `temperature` is the run's sampling temperature, and `end` the text of the token that ends its answers.
     """
     for name, value in body.items():
         if value is not None:

@@ -23,7 +23,7 @@ class _Node:
 
 
 class ChatHistories:
-    """The chats of one session, by their tools."""
+    """The chats of one session, in a tree of messages for each set of tools."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, _Node] = {}

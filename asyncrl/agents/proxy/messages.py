@@ -1,8 +1,8 @@
-"""Canonical form of a message, in which it is compared and rendered, however a client writes it.
+"""Canonical form of messages, in which they are compared and rendered regardless of how a client writes them.
 
 absent, null, "", [], {}    are the same
 content                     a text; parts of type text are joined with newlines
-a call's arguments          a value instead of its JSON text: templates write it in the format that their model learnt
+a call's arguments          a value instead of JSON text, so that templates write it in their model's format
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read_all(messages: Any) -> list[CanonicalMessage]:
 
 
 def read(message: Any, name: str = "message") -> CanonicalMessage:
-    """Read one message. Raises ApiError (400), whose text calls it `name`."""
+    """Read one message. Raises ApiError (400), which refers to the message as `name`."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise bad_field(name, message, "Must be an object with a role.")
     if message.get("function_call") is not None:
@@ -63,7 +63,7 @@ def tools_key(tools: Any) -> bytes:
 
 
 def assistant(content: str, calls: Sequence[ToolCall]) -> Message:
-    """Return the model's answer as a message, in the form in which clients read it and send it back."""
+    """Return the model's answer as the message that clients get and send back."""
     message: Message = {"role": "assistant", "content": content or (None if calls else "")}
     if calls:
         message["tool_calls"] = [
@@ -105,7 +105,7 @@ def _calls(calls: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _value(arguments: Any) -> Any:
-    """Return the value of a call's arguments. Arguments that are not valid JSON stay a text."""
+    """Return the value of a call's arguments, or their text if it is not valid JSON."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

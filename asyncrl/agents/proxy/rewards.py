@@ -31,8 +31,8 @@ class Rewards:
     def take(self, body: Body, answered: Sequence[CompletedRequest]) -> None:
         """Store a posted reward. Raises ApiError (400).
 
-        The body is {"reward": x} for the episode. With "turn", the number of an answer, it is for that answer, and may
-        also have "token_rewards", one for each of its tokens.
+        The body {"reward": x} rewards the episode. With "turn", the number of an answer, it rewards that answer, and
+        may also have "token_rewards", one for each of the answer's tokens.
         """
         turn, reward, tokens = body.get("turn"), body.get("reward"), body.get("token_rewards") or []
         if unknown := sorted(body.keys() - {"turn", "reward", "token_rewards"}):
@@ -52,7 +52,7 @@ class Rewards:
         self._turns[turn] = _OfTurn(float(reward), [float(one) for one in tokens])
 
     def given(self, turns: Sequence[Turn], answered: Sequence[CompletedRequest]) -> list[Turn]:
-        """Return the turns with their rewards. `answered` are the answers that the turns are made of, by number."""
+        """Return the turns with their rewards. `answered` are the answers from which they were made, by number."""
         of = {id(answered[number].completion): one for number, one in self._turns.items()}
         return [_with(turn, of.get(id(turn.completion))) for turn in turns]
 

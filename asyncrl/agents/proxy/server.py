@@ -1,15 +1,15 @@
-"""The proxy's HTTP side, in the event loop of the rollout process.
+"""HTTP server of the proxy, in the event loop of the rollout process.
 
     POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{name}
     POST /v1/reward {"reward": x}                  reward of the episode
     POST /v1/reward {"reward": x, "turn": k}       reward of the answer whose choice has this `turn`
 
-The API key identifies the episode: `Authorization: Bearer SECRET-SESSION`. SECRET belongs to the proxy, so that the key
-of an episode that has ended (410) can be told from one that was never issued (401).
+The API key identifies the episode: `Authorization: Bearer SECRET-SESSION`. All keys of a proxy have the same SECRET, so
+that the key of an episode that has ended (410) can be told from one that was never issued (401).
 
-waits for     bodies and engines, until the client disconnects or the episode ends, which cancels the request. Episodes
-              have deadlines (rollout/episode.py); the proxy needs none
-on death      of its server: the next episode raises
+waits for     request bodies and engines, until the client disconnects or the episode ends, which cancels the request.
+              The proxy needs no deadlines, because episodes have them (rollout/episode.py)
+on death      the next episode raises AsyncRLError when the server has ended
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Proxy:
                 self.figures.refused += refused.status in (400, 413)
                 return _refusal(refused)
             except ClientDisconnect:
-                return Response(status_code=499)  # the client is gone
+                return Response(status_code=499)  # nobody reads it: the client has disconnected
 
         return endpoint
 
@@ -150,7 +150,7 @@ class Proxy:
         raise ApiError(401, "the proxy does not know this API key: use the one that the episode received")
 
     async def _bug(self, request: Request, error: Exception) -> Response:
-        """Fail the session after a bug of the proxy: it ends the run, rather than count as the agent's failure."""
+        """Fail the session after a bug in the proxy, so that the run ends with it instead of blaming the agent."""
         self._of(request).fail(AsyncRLError(f"a bug in the proxy: {error!r}"))
         return _refusal(ApiError(500, f"a bug in the proxy: {error!r}"))
 
@@ -167,8 +167,8 @@ class _Server(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket that is created with its protocol number.
 
-    asyncio leaves Nagle's algorithm on for sockets without one, and the second part of a response, which is sent in two
-    parts, is then delayed by 40 ms.
+    asyncio leaves Nagle's algorithm on for sockets without one. A response is sent in two parts, of which the second
+    would then be delayed by 40 ms.
     """
     (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)
     listening = socket.socket(family, kind, protocol)

@@ -1,12 +1,12 @@
-"""One episode behind the proxy: the requests of its program, as the tokens that engines read and generated.
+"""Session of one episode behind the proxy, which turns its program's requests into a trajectory.
 
     async with ProxySession(generate, ...) as session:
-        ...                                        the program plays, by HTTP or otherwise
+        ...                                        the program plays, over HTTP or by calling `chat` and `complete`
         trajectory = session.trajectory(prompt_ids, reward)
 
 waits for     engines (`generate`, with its own deadlines) and the program (the episode's deadlines)
-on an error   of the fleet: the block is cancelled and raises that error, however the program handled the 503 response,
-              so that the failure is attributed to the engine and not to the agent
+on an error   an error of the fleet cancels the block, which raises it however the program handled the 503 response, so
+              that the failure is attributed to the engine and not to the agent
 at its end    open requests are cancelled; tokens that engines generated for them count as discarded
 """
 
@@ -55,7 +55,7 @@ class ProxySession:
         self._generate, self._tool_format, self._figures = generate, tool_format, figures
         self._chats, self._texts = ChatHistories(), TextHistories()
         self._serial = itertools.count()
-        self._answered: list[tuple[int, CompletedRequest]] = []  # with the number of its request
+        self._answered: list[tuple[int, CompletedRequest]] = []  # with the numbers of their requests
         self._rewards = Rewards()
         self._full = False
         self._calls: set[asyncio.Task[Any]] = set()
@@ -72,7 +72,7 @@ class ProxySession:
         self.close()
         try:
             await self._scope.__aexit__(kind, error, trace)
-        except TimeoutError:  # `fail` ended it
+        except TimeoutError:  # `fail` set the deadline
             assert self._fault is not None
             raise self._fault from None
         if self._fault is not None and not isinstance(error, asyncio.CancelledError):
@@ -181,7 +181,7 @@ class ProxySession:
         return read(body, route, temperature=self._generate.temperature, end=self.template.end)
 
     def _render(self, chat: Sequence[Message], tools: Sequence[Any], known: CompletedRequest | None) -> list[int]:
-        """Return the tokens of a chat: of a new one, or those of a known one and of the messages since."""
+        """Return the tokens of a new chat, or those of a known chat followed by those of the messages since."""
         try:
             if known is None:
                 return self.template.begin(chat, tools)
