@@ -1,8 +1,9 @@
 """`asyncrl-install`: install the pinned CPU system (trainer, SGLang, router, model) into an environment.
 
 On a machine without a GPU this is the only command needed after `pip install asyncrl`. SGLang's own metadata requires
-several GB of CUDA packages, so SGLang is installed from a complete lock with `--no-deps`, which no wheel can express.
-This module imports only the standard library, so it also runs after `pip install --no-deps asyncrl`.
+several GB of CUDA packages. This command therefore installs SGLang from a complete lock with `--no-deps`, which the
+metadata of a wheel cannot request. It needs only the standard library, so it also runs after
+`pip install --no-deps asyncrl`.
 
 usage: asyncrl-install [--cpu] [--dry-run] [any arguments of pip install, such as --extra-index-url URL]
 """
@@ -17,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 REPLACED = ("sglang-router",)
-"""Packages of an earlier lock whose files conflict with a package of this one: both install a program `smg`."""
+"""Packages of an earlier lock that conflict with a package of this one: both install a program `smg`."""
 
 GPU_REMEDY = """\
 This machine has an NVIDIA GPU: install the stock SGLang and TransformerEngine with
@@ -50,7 +51,7 @@ def lock_file() -> Path:
 
 
 def has_gpu() -> bool:
-    """Return whether nvidia-smi lists a GPU; the program alone may be installed without a device."""
+    """Return whether nvidia-smi lists a GPU. The program may also be installed on machines without one."""
     if shutil.which("nvidia-smi") is None:
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)

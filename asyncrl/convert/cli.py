@@ -1,10 +1,10 @@
-"""`asyncrl-convert`: convert Hugging Face folders to and from Megatron checkpoints, and recordings to and from files
-of other systems.
+"""`asyncrl-convert`: convert models between Hugging Face and Megatron, import slime's rollouts, and export recordings.
 
-Example: asyncrl-convert to-megatron Qwen3-0.6B checkpoints/start --dtype bfloat16
-         asyncrl-convert to-hf checkpoints/iter_0000100 exported --model Qwen3-0.6B
-         asyncrl-convert from-slime debug/data_*.pt RUN
-         asyncrl-convert export RUN rollouts.parquet
+examples:
+    asyncrl-convert to-megatron Qwen3-0.6B checkpoints/start --dtype bfloat16
+    asyncrl-convert to-hf checkpoints/iter_0000100 exported --model Qwen3-0.6B
+    asyncrl-convert from-slime debug/data_*.pt RUN
+    asyncrl-convert export RUN rollouts.parquet
 """
 
 from __future__ import annotations

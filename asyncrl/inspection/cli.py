@@ -1,17 +1,17 @@
-"""`asyncrl-inspect`: a recorded run in the terminal.
+"""`asyncrl-inspect`: show a recorded run in the terminal or write it as an HTML page.
 
-    asyncrl-inspect RUN                                a line for each batch
-    asyncrl-inspect RUN --step 12                      the groups of a batch
-    asyncrl-inspect RUN --reward 0.5: --length :100    groups with such a trajectory
-    asyncrl-inspect RUN --reason no_signal             groups that were rejected for this
-    asyncrl-inspect RUN --uid g00000012 --text         their text, with turns, versions and surprises
-    asyncrl-inspect RUN --uid g00000012 --text --gap   coloured by the gap between trainer and engine
-    asyncrl-inspect RUN --json ...                     the same as lines of JSON
+    asyncrl-inspect RUN                                one line per batch
+    asyncrl-inspect RUN --step 12                      the groups of batch 12
+    asyncrl-inspect RUN --reward 0.5: --length :100    groups with a trajectory within these bounds
+    asyncrl-inspect RUN --reason no_signal             groups that were rejected for this reason
+    asyncrl-inspect RUN --uid g00000012 --text         the text of a group, with its turns and weight versions
+    asyncrl-inspect RUN --uid g00000012 --text --gap   the same, coloured by the gap between trainer and engine
+    asyncrl-inspect RUN --json ...                     the same information as lines of JSON
     asyncrl-inspect RUN --html page.html ...           a page with curves, and these groups token by token
 
-RUN is the folder of a run with record=true, which may still be under way. A token's colour says how likely it was to
-the engine that wrote it, from white (sure) to red; with --gap, by how much the trainer's log-probability differs.
-⟨v7⟩ stands where version 7 of the weights goes on writing.
+RUN is the folder of a run with record=true, which may still be under way. The colour of a token shows how likely the
+engine that generated it found it, from white (certain) to red. With --gap, it shows how much the trainer's
+log-probability differs from the engine's. ⟨v7⟩ marks where version 7 of the weights takes over.
 """
 
 from __future__ import annotations

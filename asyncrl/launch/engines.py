@@ -1,17 +1,17 @@
 """`asyncrl-engines`: add engines to a running run, remove them, or list them.
 
     asyncrl-engines add RUN               start as many engines as fit the GPUs of this machine, or of the Slurm job in
-                                          which the command is given; ends with the run, or on a signal
-    asyncrl-engines add RUN --count 2     start this many
-    asyncrl-engines remove RUN URL ...    remove engines, whoever started them; waits until they have left
+                                          which the command runs; it ends with the run or on a signal
+    asyncrl-engines add RUN --count 2     start two engines
+    asyncrl-engines remove RUN URL ...    remove engines, whoever started them, and wait until they have left
     asyncrl-engines list RUN              print all engines and their state
 
-RUN is the run's folder, on a file system that all its machines see (docs/engines.md).
+RUN is the run's folder, on a file system that all of its machines share (docs/engines.md).
 
 waits for     the lease of the run (leases.py); after a signal, the trainer, which releases the engines
 deadline      LEASE_SECONDS; LEAVE_SECONDS (launch/restarts.py)
-on death      of an engine: restarts it, like the run's own engines. Of this command: its engines die with it, and the
-              run continues with the others
+on death      an engine that dies is restarted, like the run's own engines; if this command dies, its engines die with
+              it, and the run continues with the others
 """
 
 from __future__ import annotations
