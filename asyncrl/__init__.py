@@ -1,3 +1,3 @@
-"""asyncrl: asynchronous RL for LLMs. Megatron trains while SGLang generates, with bounded staleness (README.md)."""
+"""Asynchronous RL for LLMs: Megatron trains while SGLang generates, with bounded staleness (README.md)."""
 
 __version__ = "0.1.0"

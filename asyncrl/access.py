@@ -1,6 +1,4 @@
-"""Access to the servers of a run: the API key that they require, and the certificate authority that
-authenticates them.
-"""
+"""Access to the servers of a run: the API key that they require, and the authority that signed their certificates."""
 
 from __future__ import annotations
 
@@ -12,8 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Access:
-    """An empty key is not sent. `authority` is the PEM certificate that signed those of the run's servers (tls.py); if
-    it is empty, they have none and are trusted without."""
+    """API key and certificate authority for clients of a run's servers.
+
+    An empty key is not sent. `authority` is the PEM certificate that signed the servers' certificates (tls.py). If it
+    is empty, the run's servers have no certificates, and clients do not ask for any.
+    """
 
     key: str
     authority: str = ""
@@ -35,6 +36,5 @@ class Access:
 
     @property
     def http(self) -> dict[str, Any]:
-        """Arguments for httpx's clients. Proxies named in the environment are ignored: they are meant for other
-        servers."""
+        """Arguments for httpx's clients. They ignore the environment's proxies, which are meant for other servers."""
         return {"headers": self.headers, "verify": self.context if self.authority else True, "trust_env": False}

@@ -1,4 +1,4 @@
-"""Addresses of a run's processes and files: written once by the launcher, read by every process."""
+"""Addresses of a run's processes and files, which the launcher writes once and every process reads."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from asyncrl.access import Access
 
 FILE = "addresses.json"
 MACHINE = "machine.json"
-"""File in which the launcher records the dtype that it chose for each part and why, and the expected duration of the
-run.
-"""
+"""File in which the launcher records which dtype it chose for each part and why, and how long the run should take."""
 PATHS = ("model", "teacher", "judge", "resume")
 TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
 READY = "ready"
 """File that appears in the run folder when the router routes to every engine."""
 STOP, STOPPED = "stop", "stopped"
-"""Files in the run folder: the first requests that the run pause with a checkpoint, to be resumed later; the second
-confirms it.
-"""
+"""Files in the run folder. The first asks the run to pause with a checkpoint, so that it can be resumed later. The
+second confirms that it has."""
 PAUSED = 75
 """Exit code of the command after a pause: EX_TEMPFAIL of sysexits.h."""
 ARGUMENTS = "ASYNCRL_ARGUMENTS"
@@ -32,7 +29,7 @@ PEER_FAILED = 76
 LOST = "lost.jsonl"
 """File in which the trainer lists the engines that it has given up, for the launcher to restart."""
 RESTARTED = "restart-"
-"""Prefix of what an engine reports as its version until it has weights of the run (engine/serve.py)."""
+"""Prefix of the version that an engine reports until it has weights of the run (engine/serve.py)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Addresses:
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
     resume: Path | None = None  # checkpoint from which the run resumes
-    authority: str = ""  # PEM certificate that signed those of its servers; empty if they have none
+    authority: str = ""  # PEM certificate that signed its servers' certificates; empty if they have none
 
     def write(self, run_dir: Path) -> None:
         """Write the file, readable by the owner only, because it holds the run's API key."""

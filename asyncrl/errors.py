@@ -1,16 +1,16 @@
 """Exceptions that asyncrl raises on purpose.
 
 AsyncRLError
-|-- ConfigError        a setting is wrong: names the field, the value received and the remedy
-|-- CompositionError   Hydra cannot compose the settings: names the nearest field
-|-- DeadlineExceeded   a wait timed out: names what was waited for and who should have provided it
-|-- ProcessDied        a process of the run ended: names it, its exit status and its last lines
+|-- ConfigError        a setting is wrong; states the field, the value received and the remedy
+|-- CompositionError   Hydra cannot compose the settings; states the nearest field
+|-- DeadlineExceeded   a wait timed out; states what was waited for and who should have provided it
+|-- ProcessDied        a process of the run ended; states its name, its exit status and its last lines
 |-- LaunchError        Slurm, or the machines of a job, do not behave as required
-|-- EngineError        an engine or the router refused a call, or answered something impossible
-|   `-- PeerFailed     another process of the run has failed: its own error says why
-|-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table: names it
-|-- EpisodeFailed      an environment's or a judge's fault: the episode is counted and replaced, never scored 0
-|-- LedgerError        a prompt, group, trajectory or token is lost or counted twice: names equation and difference
+|-- EngineError        an engine or the router refused a call, or gave an invalid answer
+|   `-- PeerFailed     another process of the run has failed; its own error says why
+|-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table; names it
+|-- EpisodeFailed      an episode failed through no fault of the policy: it is counted and replaced, never scored 0
+|-- LedgerError        a prompt, group, trajectory or token is lost or counted twice; states equation and difference
 |-- RecordError        a recording or a checkpoint is damaged, or lacks what was requested
 `-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
 
@@ -32,7 +32,7 @@ class AsyncRLError(Exception):
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """One wrong setting: its field, the value received, and the remedy."""
+    """Raised when a setting is wrong. It states the field, the value received and the remedy."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
@@ -40,40 +40,42 @@ class ConfigError(AsyncRLError, ValueError):
 
 
 class CompositionError(AsyncRLError):
-    """Hydra refuses the command line or a file of conf/."""
+    """Raised when Hydra rejects the command line or a file of conf/."""
 
 
 class DeadlineExceeded(AsyncRLError):
-    """A wait that reached its deadline."""
+    """Raised when a wait reaches its deadline."""
 
     def __init__(self, what: str, seconds: float, hint: str = "") -> None:
         super().__init__(f"waited {seconds:.0f} s for {what}" + (f": {hint}" if hint else ""))
 
 
 class ProcessDied(AsyncRLError):
-    """The first process of a run that ended prematurely."""
+    """Raised when a process of a run ends prematurely. Only the first such process is reported."""
 
 
 class LaunchError(AsyncRLError):
-    """Slurm refuses the job, or machines of a job do not respond."""
+    """Raised when Slurm refuses the job, or machines of the job do not respond."""
 
 
 class EngineError(AsyncRLError):
-    """An engine or the router refused a call, or gave an invalid answer."""
+    """Raised when an engine or the router refuses a call or gives an invalid answer."""
 
 
 class PeerFailed(EngineError):
-    """Another process of the run has failed: its own error says why."""
+    """Raised when another process of the run has failed. The error of that process says why."""
 
 
 class WeightsError(AsyncRLError):
-    """Weights that do not match the model, its table of names, or their checksum; names the tensor."""
+    """Raised when weights do not match the model, its table of names, or their checksum. It names the tensor."""
 
 
 class EpisodeFailed(AsyncRLError):
-    """An episode that produced no trajectory through no fault of the policy; `reason` is its ledger entry. `retry` says
-    that another attempt may succeed. By default that is true of failures outside the program, and false of errors of
-    the agent or the reward function, which would be repeated."""
+    """Raised when an episode produces no trajectory through no fault of the policy.
+
+    `reason` is the name under which the ledger counts it. `retry` states whether another attempt may succeed. The
+    default is False for errors of the agent or the reward function, which would be repeated, and True otherwise.
+    """
 
     def __init__(self, reason: str, detail: str = "", *, retry: bool | None = None) -> None:
         self.reason, self.detail = reason, detail
@@ -82,19 +84,19 @@ class EpisodeFailed(AsyncRLError):
 
 
 class LedgerError(AsyncRLError):
-    """The two sides of a ledger equation differ: batches can no longer be trusted."""
+    """Raised when the two sides of a ledger equation differ, so that batches can no longer be trusted."""
 
 
 class BadStep(AsyncRLError):
-    """A gradient that must not be applied."""
+    """Raised when a gradient must not be applied."""
 
 
 class RecordError(AsyncRLError):
-    """A recording or a checkpoint that is damaged, of another format, or lacks what was requested."""
+    """Raised when a recording or a checkpoint is damaged, has another format, or lacks what was requested."""
 
 
 class Stopped(Exception):
-    """SIGINT or SIGTERM reached the launcher."""
+    """Raised when SIGINT or SIGTERM reaches the launcher."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -102,13 +104,15 @@ class Stopped(Exception):
 
 
 class Paused(Exception):
-    """The run can be resumed with resume=auto: it was paused on request, or something outside of it failed."""
+    """Raised when the run was paused on request, or something outside of it failed. It can be resumed (resume=auto)."""
 
 
 @contextmanager
 def raised_by(reason: str, *, retry: bool = False) -> Iterator[None]:
-    """Turn any exception of the user code in this context, including SystemExit, into an EpisodeFailed with this
-    reason. An AsyncRLError passes unchanged, because it is typed already."""
+    """Turn exceptions of user code in this context into an EpisodeFailed with this reason.
+
+    This includes SystemExit. An AsyncRLError passes unchanged, because it is typed already.
+    """
     try:
         yield
     except AsyncRLError:
@@ -118,9 +122,8 @@ def raised_by(reason: str, *, retry: bool = False) -> Iterator[None]:
 
 
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Control characters except tab and newline (ESC starts terminal commands), and characters that change the text
-direction.
-"""
+"""Control characters except tab and newline (ESC starts terminal commands), and characters that change the text's
+direction."""
 
 
 def visible(text: str) -> str:

@@ -1,7 +1,7 @@
-"""First import of a process that imports much: disables garbage collection until `done` is called.
+"""Import this module first in a process that imports much. It disables garbage collection until `done` is called.
 
-While modules are imported, Python's garbage collector repeatedly scans objects of which hardly any is garbage. That
-takes a quarter of the import time of SGLang, Megatron and transformers.
+During imports, Python's garbage collector repeatedly scans objects of which hardly any is garbage. That takes a quarter
+of the import time of SGLang, Megatron and transformers.
 """
 
 import gc
@@ -10,7 +10,9 @@ gc.disable()
 
 
 def done() -> None:
-    """Enable garbage collection again. Existing objects are frozen: they are not scanned again, and forked children
-    share them."""
+    """Enable garbage collection again, and freeze the existing objects.
+
+    The collector does not scan frozen objects, so forked children go on sharing their memory.
+    """
     gc.freeze()
     gc.enable()

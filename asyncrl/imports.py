@@ -25,8 +25,10 @@ def load(path: str, field: str) -> Any:
 def check_arguments(
     function: Callable[..., Any], params: Mapping[str, Any], field: str, path: str, *given: Any, **more: Any
 ) -> None:
-    """Raise ConfigError for `field` if a user's class or function rejects these params, beside the arguments that it is
-    given in any case."""
+    """Raise ConfigError for `field` if a user's class or function does not accept these params.
+
+    `given` and `more` are the arguments that it gets in any case.
+    """
     try:
         inspect.signature(function).bind(*given, **more, **params)
     except (TypeError, ValueError) as error:
@@ -34,8 +36,7 @@ def check_arguments(
 
 
 def made(kind: Callable[..., Any], params: Mapping[str, Any], field: str, path: str) -> Any:
-    """Call a user's class or factory. Raises ConfigError for any exception except asyncrl's own, which pass
-    unchanged."""
+    """Call a user's class or factory. Raises ConfigError when it raises anything but an AsyncRLError."""
     try:
         return kind(**params)
     except AsyncRLError:

@@ -1,6 +1,4 @@
-"""JSON files of a run: line files that one process appends to and another follows, and files that are replaced
-atomically.
-"""
+"""JSON files of a run: files of lines that one process appends and another follows, and files replaced atomically."""
 
 from __future__ import annotations
 
@@ -16,21 +14,21 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def replace(path: Path, record: dict[str, Any]) -> None:
-    """Replace the file atomically: a reader finds the old content or the new, never a part."""
+    """Replace the file atomically, so that a reader finds either the old content or the new."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(record, indent=2) + "\n")
     partial.rename(path)
 
 
 class Tail:
-    """Reader of the lines that were appended to a file since the last call; the file need not exist yet."""
+    """Reader of the lines that were appended to a file since the last call. The file need not exist yet."""
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
-        """`new` skips what the file already contains."""
+        """Create a reader. With `new`, it skips what the file already contains."""
         self._path, self._read = path, path.stat().st_size if new and path.exists() else 0
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Return the new complete lines; the writer may be in the middle of the last one."""
+        """Return the new complete lines. A last line that the writer has not completed is left for a later call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

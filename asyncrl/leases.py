@@ -1,9 +1,9 @@
-"""Liveness by files on a shared file system: a folder with one file per process, which its owner rewrites every few
-seconds.
+"""Leases on a shared file system, which show that processes are alive.
 
-Clocks of machines differ, and a file system may be slow, show an old file for a while, or not respond for minutes.
-Therefore no timestamp is written: a file holds a number that grows, and a reader measures with its own clock for how
-long the number has not changed, counting only time in which it could read.
+A folder has one file per process, which its owner rewrites every few seconds. The clocks of machines differ, and a file
+system may be slow, show an old file for a while, or not respond for minutes. Therefore a file contains no timestamp but
+a number that grows. A reader measures with its own clock for how long the number has not changed, and counts only time
+in which it could read the file.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ RENEW_SECONDS = 5.0
 LEASE_SECONDS = 60.0
 """Time after which a lease that was not renewed has expired."""
 COUNTED_SECONDS = 2 * RENEW_SECONDS
-"""Maximum time counted between two reads: a reader that returns later may have been suspended, and the writer
-with it.
-"""
+"""Maximum time counted between two reads. If more has passed, the reader may have been suspended together with the
+writer."""
 MISSED = 3
-"""Number of consecutive reads that must miss a lease before it counts as ended: a file may be in the middle of a
-rename.
-"""
+"""Number of consecutive reads that must miss a lease before it counts as ended. A single one may coincide with a
+rename."""
 SUFFIX = ".lease"
 
 
 class Lease:
-    """A process's own lease; `facts` are for its readers."""
+    """A process's own lease. `facts` are written into it for its readers."""
 
     def __init__(
         self,
@@ -48,8 +46,10 @@ class Lease:
         self._failing = False
 
     def renew(self, **facts: Any) -> None:
-        """Write the lease if a renewal is due, with these facts besides its own. A write error is reported once and
-        retried, because the file system may recover before the lease expires."""
+        """Write the lease if a renewal is due, with these facts in addition to its own.
+
+        A write error is reported once and retried, because the file system may recover before the lease expires.
+        """
         now = self._clock()
         if now - self._renewed_at < self._every:
             return
@@ -86,7 +86,7 @@ class Leases:
         seconds: float = LEASE_SECONDS,
         every: float = RENEW_SECONDS,
     ) -> None:
-        """A lease expires when it is not renewed for `seconds`; its owner renews it every `every` seconds."""
+        """Create a reader. Owners renew leases every `every` seconds; after `seconds` without renewal they expire."""
         self._folder, self._clock, self._seconds, self._every = folder, clock, seconds, every
         self._seen: dict[str, _Seen] = {}
         self._looked_at = clock()
@@ -113,7 +113,7 @@ class Leases:
     def _read(self, name: str, passed: float) -> None:
         try:
             told = json.loads((self._folder / name).read_text())
-        except (OSError, ValueError):  # slow, or being replaced: not evidence of an end
+        except (OSError, ValueError):  # the file system is slow, or the file is being replaced
             return
         if name in self._seen and self._seen[name].told == told:
             self._seen[name].unchanged += passed
@@ -122,8 +122,10 @@ class Leases:
 
 
 class Watched(Leases):
-    """One lease, whose owner must outlive the reader. Only this file is read, because thousands of processes may watch
-    it."""
+    """Reader of one lease, whose owner must outlive the reader.
+
+    It reads only this file, because thousands of processes may watch it.
+    """
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class Watched(Leases):
         clock: Callable[[], float] = time.monotonic,
         every: float = COUNTED_SECONDS,
     ) -> None:
-        """The lease expires after `seconds` without renewal; it is read every `every` seconds."""
+        """Create a reader of a lease that expires after `seconds` without renewal. It reads every `every` seconds."""
         super().__init__(path.parent, clock, seconds)
         self._look_every = every
         self._name, self._missed, self._was_there = path.name, 0, False
@@ -141,8 +143,7 @@ class Watched(Leases):
         return {self._name} if (self._folder / self._name).exists() else set()
 
     def ended(self) -> bool:
-        """Return whether the lease existed and has ended. Call this repeatedly; it reads the file when a read is
-        due."""
+        """Return whether the lease existed and has ended. Call it repeatedly; it reads the file when a read is due."""
         if self._clock() - self._looked_at < self._look_every:
             return False
         if self.look():

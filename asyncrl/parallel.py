@@ -1,6 +1,4 @@
-"""Position of a trainer rank in the parallel layout, as plain numbers; `trainer/parallel.py` gets them from
-Megatron.
-"""
+"""Position of a trainer rank in the parallel layout. `trainer/parallel.py` gets it from Megatron."""
 
 from __future__ import annotations
 
@@ -33,12 +31,12 @@ class Parallel:
     device: torch.device
     tp_group: dist.ProcessGroup  # the ranks that share each dense matrix
     expert_group: dist.ProcessGroup  # the ranks that together hold all routed experts of a stage
-    stage_group: dist.ProcessGroup | None = None  # all ranks of a pipeline stage; None: one alone
+    stage_group: dist.ProcessGroup | None = None  # all ranks of a pipeline stage; None if it has only one
     cp_group: dist.ProcessGroup | None = None  # the ranks that share each sequence
 
     @property
     def is_first(self) -> bool:
-        """True for rank 0, which talks HTTP and writes files."""
+        """True for rank 0, which makes HTTP calls and writes files."""
         return self.rank == 0
 
     @property
@@ -53,6 +51,8 @@ class Parallel:
 
     @property
     def exports(self) -> bool:
-        """True for the one rank of each pipeline stage that sends and saves weights (also the first of its expert
-        group)."""
+        """True for the one rank of each pipeline stage that sends and saves weights.
+
+        It is also the first rank of its expert group.
+        """
         return self.dp_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0

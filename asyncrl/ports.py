@@ -1,7 +1,8 @@
 """Selection of free ports on this host for servers that start later.
 
-Seconds pass between the selection and the server's listen, in which another run on the host may select ports. Therefore
-a selection is a lease: a file in a folder of the host, which all runs of a user respect until it expires.
+Seconds pass between the selection of a port and the moment its server listens, and another run on the host may select
+ports in that time. Therefore a selection is a lease: a file in a folder of the host, which all runs of a user respect
+until it expires.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from pathlib import Path
 
 from asyncrl.errors import AsyncRLError
 
-# Below Linux's ephemeral range, so that no outgoing connection can take a port in the seconds before its server
-# listens, as happens to ports that the kernel assigns (bind to 0).
+# The range is below Linux's ephemeral ports, so that no outgoing connection can take a port before its server listens,
+# as happens to ports that the kernel assigns (bind to 0).
 FIRST_PORT, LAST_PORT = 20000, 32000
 ATTEMPTS = 200
 FOLDERS = 100
 HOST_TMPDIR = "ASYNCRL_TMPDIR"
-"""Environment variable with the temporary folder that all runs share; the TMPDIR of a run's processes is their own."""
+"""Environment variable with the temporary folder that all runs share. A run's processes have a TMPDIR of their own."""
 LEASE_SECONDS = 600.0
 """Lifetime of a port lease, longer than a server takes to listen."""
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return distinct ports on which nobody listens and which this function has not returned on this machine within
-    LEASE_SECONDS. Raises AsyncRLError if `host` is not an address of this machine."""
+    """Return distinct ports on which nobody listens. Raises AsyncRLError if `host` is not an address of this machine.
+
+    No call on this machine has returned any of them within the last LEASE_SECONDS.
+    """
     leases = _folder()
     held: list[socket.socket] = []
     try:
@@ -46,8 +49,10 @@ def free_port(host: str) -> int:
 
 
 def _folder() -> Path:
-    """Return this user's lease folder on this machine. If another user has created a folder of that name, use the next
-    name."""
+    """Return this user's lease folder on this machine.
+
+    If another user has created a folder of that name, this is a folder with a number at the end of its name.
+    """
     for number in range(FOLDERS):
         folder = Path(
             os.environ.get(HOST_TMPDIR) or tempfile.gettempdir(),
@@ -79,7 +84,7 @@ def _free(host: str, held: list[socket.socket], leases: Path) -> int:
 
 
 def _leased(lease: Path) -> bool:
-    """Try to take the lease. The caller holds the port itself meanwhile, so nobody else examines its lease."""
+    """Try to take the lease. The caller has bound the port, so nobody else examines its lease at the same time."""
     with suppress(FileNotFoundError):
         if time.time() - lease.stat().st_mtime < LEASE_SECONDS:
             return False

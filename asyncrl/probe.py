@@ -1,8 +1,8 @@
-"""Measure how fast one CPU core of this machine multiplies matrices, in bfloat16 and in float32.
+"""Measurement of how fast one CPU core of this machine multiplies matrices, in bfloat16 and in float32.
 
     python -m asyncrl.probe HIDDENxINNER [HIDDENxINNER ...]
 
-`dtype: auto` is decided by these rates (launch/precision.py), and the duration of a run is estimated from them. A CPU
+These rates decide `dtype: auto` (launch/precision.py), and the estimated duration of a run is based on them. A CPU
 without bfloat16 arithmetic (AVX2 alone, or AVX-512 before Cooper Lake) takes up to 40 times as long in bfloat16 as in
 float32; one with AVX-512 BF16 or AMX takes half as long or less.
 
@@ -28,18 +28,16 @@ from asyncrl.models.catalog import cache_dir
 
 DTYPES = ("bfloat16", "float32")
 TRAIN_ROWS, GENERATE_ROWS = 64, 32
-"""Tokens per product: of a short micro-batch, and of an engine that decodes for as many requests."""
+"""Tokens per product: as in a short micro-batch, and as in an engine that decodes for this many requests."""
 LARGEST = 1 << 20
-"""Maximum number of elements of the weight in a product: a larger weight is shrunk so that a probe takes
-milliseconds.
-"""
+"""Maximum number of elements of a weight. A larger weight is shrunk, so that a measurement takes milliseconds."""
 HOPELESS = 3.0
-"""A product that is this many times slower than in the other dtype is not repeated."""
+"""A product that takes this many times as long as in the other dtype is not repeated."""
 REPEATS = 3
 WINDOW = 0.15
 """Seconds for which the operations of two processes are counted."""
 MARK = "asyncrl-rates "
-"""Prefix of the result line, because modules and prologs print too."""
+"""Prefix of the result line, which tells it from what modules and prologs print."""
 SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that hide CPU instructions from torch and its libraries."""
 
@@ -57,7 +55,7 @@ class Rates:
     cores: int
     """Number of CPUs that this process may use."""
     two: float
-    """Float32 throughput of two concurrent processes relative to one: 2, or 1 if two cores share one unit."""
+    """Float32 throughput of two concurrent processes relative to one: 2, or 1 if the cores share arithmetic units."""
 
     def faster(self, part: str) -> str:
         """Return the faster dtype for a part of the run, "train" or "generate"."""
@@ -112,7 +110,7 @@ def rates(hidden: int, inner: int) -> Rates:
 
 
 def measure(hidden: int, inner: int) -> Rates:
-    """Measure the rates now: about 0.5 s after the import of torch."""
+    """Measure the rates. This takes about 0.5 s, besides the import of torch."""
     import torch
 
     torch.set_num_threads(1)
@@ -132,7 +130,7 @@ def measure(hidden: int, inner: int) -> Rates:
 
         return multiply
 
-    for dtype in reversed(DTYPES):  # float32 first: no CPU is slow in it
+    for dtype in reversed(DTYPES):  # float32 first, because it is slow on no CPU
         for found, rows, gradients in ((train, TRAIN_ROWS, True), (generate, GENERATE_ROWS, False)):
             flops = (3 if gradients else 1) * 2 * rows * hidden * inner
             limit = HOPELESS * flops / max(found.values()) if found else float("inf")
@@ -143,8 +141,7 @@ def measure(hidden: int, inner: int) -> Rates:
 
 
 def _seconds(work: Callable[[], None], limit: float) -> float:
-    """Return the minimum CPU time of REPEATS calls after a warm-up; a call that takes longer than `limit` is not
-    repeated."""
+    """Return the minimum CPU time of REPEATS calls after a warm-up. A call that exceeds `limit` is not repeated."""
     found: list[float] = []
     for _ in range(1 + REPEATS):
         began = time.process_time()  # excludes the time of other processes
@@ -156,8 +153,10 @@ def _seconds(work: Callable[[], None], limit: float) -> float:
 
 
 def _two_over_one(work: Callable[[], None]) -> float:
-    """Return the throughput of this process and a fork of it together, relative to this process alone; between 1 and 2.
-    Rates are per second of CPU time, so that waiting for a busy core does not look like a shared unit."""
+    """Return the throughput of this process and a fork of it together, relative to this process alone: from 1 to 2.
+
+    Throughput is measured per second of CPU time, so that waiting for a busy core does not look like a shared unit.
+    """
 
     def rate() -> float:
         count, began, end = 0, time.process_time(), time.perf_counter() + WINDOW
@@ -200,8 +199,10 @@ def _cpu_field(name: str) -> str:
 
 
 def _cache_file(hidden: int, inner: int) -> Path:
-    """Return the cache file of a machine, library and shape. Its name includes what the environment hides from
-    torch."""
+    """Return the cache file for this machine, torch version and shape.
+
+    Its name also depends on the environment variables that hide CPU instructions from torch.
+    """
     hidden_by = [os.environ.get(name, "") for name in SWITCHES]
     facts = [socket.gethostname(), cpu_name(), _cpu_field("flags"), version("torch"), *shortened(hidden, inner)]
     digest = hashlib.sha256(json.dumps([*facts, *hidden_by]).encode()).hexdigest()[:16]

@@ -18,12 +18,14 @@ from asyncrl.leases import SUFFIX, Lease
 
 FOLDER = "progress"
 DUMP_SIGNAL = signal.SIGUSR2
-"""A process that reports its progress writes the stacks of its threads to its log when it receives this."""
+"""Signal on which a process that reports its progress writes the stacks of its threads to its log."""
 
 
 def renew_seconds(patience: float) -> float:
-    """Return the seconds between two renewals, and between two looks of the launcher. They grow with the deadline,
-    because a thousand processes may share the file system."""
+    """Return the seconds between two renewals, and between two checks by the launcher.
+
+    They grow with the deadline `patience`, because a thousand processes may share the file system.
+    """
     return min(30.0, max(0.25, patience / 20))
 
 
@@ -33,7 +35,7 @@ class Progress:
     def __init__(
         self, run_dir: Path, name: str, patience: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`patience` is how many seconds an activity may take by default; None means that nobody watches."""
+        """Create the reports. `patience` is an activity's default deadline in seconds; None disables the reports."""
         self._patience, self._clock = patience, clock
         self._every = renew_seconds(patience or 0.0)
         self._what, self._part, self._within = "starting", "", patience or 0.0
@@ -61,7 +63,7 @@ class Progress:
     def renew(self) -> None:
         """Write the file when a renewal is due."""
         now = self._clock()
-        if (skipped := now - self._renewed_at - 2 * self._every) > 0:  # stopped, perhaps together with the whole run
+        if (skipped := now - self._renewed_at - 2 * self._every) > 0:  # the process was stopped, maybe with its run
             self._began = min(now, self._began + skipped)
         self._renewed_at = now
         what = f"{self._what}, {self._part}" if self._part else self._what

@@ -1,7 +1,7 @@
-"""Retries of requests: growing delays, and the choice among equivalent servers.
+"""Retries of requests: exponential backoff, and the choice among equivalent servers.
 
-A request moves to another server at once when one has failed. After all of them have failed it waits; the delays grow,
-and have jitter, so that clients do not retry all at once.
+When a server fails, a request moves to another one at once. When all of them have failed, it waits. The delays grow and
+have jitter, so that clients do not all retry at the same moment.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from typing import Any
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 REST_SECONDS = 5.0
-"""Time for which a server that has failed is the last choice."""
+"""Time for which a server that has failed is chosen last."""
 
 
 async def pause(number: int) -> None:
-    """Wait before another attempt. `number` counts the pauses so far, from 0; each is up to twice as long."""
+    """Wait before another attempt. `number` counts the earlier pauses; each pause is up to twice as long."""
     delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(number, 16))
     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
 
 
 class EquivalentServers:
-    """Servers of which any may answer, for the requests of one event loop."""
+    """Servers of which any may answer the requests of one event loop."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self._failed_at: dict[str, float] = {}
 
     def pick(self, preference: Callable[[str], Any]) -> str:
-        """Return the server with the smallest preference. Those that failed recently come last, the most recent
-        failure at the end."""
+        """Return the server with the smallest preference.
+
+        Servers that failed recently are chosen last; among them, the one whose failure is the oldest comes first.
+        """
         now = asyncio.get_running_loop().time()
 
         def rank(url: str) -> tuple[float, Any]:
@@ -42,8 +44,7 @@ class EquivalentServers:
         return min(self.urls, key=rank)
 
     async def failed(self, url: str, failures: int) -> None:
-        """Record a failure, the request's number `failures`, and pause if every server has failed since the last
-        pause."""
+        """Record a request's `failures`-th failure. Pause if every server has failed since the last pause."""
         self._failed_at[url] = asyncio.get_running_loop().time()
         if failures % len(self.urls) == 0:
             await pause(failures // len(self.urls) - 1)

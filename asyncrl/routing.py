@@ -1,9 +1,8 @@
-"""Encoding of expert routing: which experts processed a token, as reported by an engine, on the wire, and for the
-trainer.
+"""Encoding of expert routing (which experts processed each token), as engines report it and as asyncrl keeps it.
 
-An engine (SGLang's return_routed_experts) reports int32 [rows, layers, topk]: a row for each token that it has read (it
-has not read the last token that it generated), zeros in layers without experts. Here and on the wire only layers with
-experts are kept, as uint8 (up to 256 experts) or little-endian uint16:
+An engine (SGLang's return_routed_experts) reports int32 [rows, layers, topk]. It has one row for each token that the
+engine has read, which excludes the last token that it generated, and zeros in layers without experts. asyncrl keeps and
+sends only the layers with experts, as uint8 (up to 256 experts) or little-endian uint16:
 
     Qwen3-30B-A3B   48 layers of 48, 8 experts of 128     1536 B per token reported,  384 B kept
     DeepSeek-V3     58 layers of 61, 8 experts of 256     1952 B per token reported,  464 B kept
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# numpy is imported inside functions: the launcher needs only a model's shape, and starts faster without it
+# numpy is imported inside functions, because the launcher needs only a model's shape and starts faster without numpy
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,10 @@ class RoutingShape:
 
 
 def compact(told: bytes, shape: RoutingShape) -> bytes:
-    """Convert int32 [rows, layers, topk] to the compact form. Raises ValueError if the data has another shape, or names
-    an expert that the model does not have."""
+    """Convert int32 [rows, layers, topk] to the compact form.
+
+    Raises ValueError if the data has another shape, or contains an expert that the model does not have.
+    """
     import numpy as np
 
     if len(told) % shape.told:
@@ -67,8 +68,7 @@ def compact(told: bytes, shape: RoutingShape) -> bytes:
 
 
 def unpacked(rows: bytes, shape: RoutingShape) -> NDArray[np.unsignedinteger]:
-    """Return a view [rows, sparse layers, topk] of the compact form. Raises ValueError if it has another model's
-    shape."""
+    """Return a view [rows, sparse layers, topk] of the compact form. Raises ValueError for another model's rows."""
     import numpy as np
 
     if len(rows) % shape.width:
@@ -77,11 +77,12 @@ def unpacked(rows: bytes, shape: RoutingShape) -> NDArray[np.unsignedinteger]:
 
 
 def share_prompt(group: Group) -> Group:
-    """Return the same group with the rows of its prompt stored once: those of the first sibling that has them all.
-    Every turn keeps only the rows that no earlier turn has.
+    """Return the same group with the rows of its prompt stored once.
 
-    (Engines compute a prompt once for all siblings except for its last token. Where the siblings' rows for that token
-    differ, the trainer, which reads one prompt for all, could replay only one of them anyway.)
+    They are the rows of the first sibling that has them all. Every turn keeps only the rows that no earlier turn has.
+
+    Engines compute a prompt once for all siblings, except for its last token. Where the siblings' rows for that token
+    differ, the trainer could replay only one of them anyway, because it reads one prompt for all.
     """
     length = len(group.prompt_ids)
     if all(turn.completion.routing is None for t in group.trajectories for turn in t.turns):
@@ -94,8 +95,11 @@ def share_prompt(group: Group) -> Group:
 
 
 def _new_rows(trajectory: Trajectory, prompt: int) -> list[Turn]:
-    """Cut each turn's rows to the new ones. A sample's first turn keeps those from the end of the prompt on (all of
-    them if it follows no prompt); a later turn keeps those from the last token generated before it."""
+    """Return the turns with only their new rows.
+
+    The first turn of a sample keeps the rows from the end of the prompt on, or all rows if it does not follow the
+    prompt. A later turn keeps the rows from the last token generated before it.
+    """
     found = list(trajectory.turns)
     for sample in trajectory.samples():
         start = end = 0 if sample[0][1].begins else prompt

@@ -1,8 +1,8 @@
-"""Rendezvous of torch.distributed on one address, instead of every interface of the machine.
+"""Restriction of torch.distributed's stores to one address instead of every interface of the machine.
 
 torch's TCPStore needs no key, and listens on all interfaces whatever its host is. Whoever can reach it can read and
-change what ranks tell each other. `bind` makes the stores of this process listen on their host only: on 127.0.0.1 with
-cluster=local, in a job on the address of the machine's interface (cluster.interface).
+change what ranks tell each other. `bind` makes the stores of this process listen on their host only. That is 127.0.0.1
+with cluster=local, and the address of the machine's interface in a job (cluster.interface).
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ BACKLOG = 4096
 
 
 def bind() -> None:
-    """Make all stores that torch creates in this process from now on listen on their host only: those of env:// and
-    tcp://, asyncrl's and SGLang's."""
+    """Make all stores that torch creates in this process from now on listen on their host only.
 
-    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # the package has a function of that name, too
+    This includes the stores of env:// and tcp://, and those of SGLang.
+    """
+
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # the package also has a function of that name
     if not isinstance(rendezvous.TCPStore, _Bound):
         rendezvous.TCPStore = _Bound(rendezvous.TCPStore)
 
 
 class _Bound:
-    """Creates stores in place of the TCPStore class."""
+    """Callable that creates stores in place of the TCPStore class."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain

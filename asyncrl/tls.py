@@ -1,9 +1,9 @@
 """Authentication of a run's servers: each run has a certificate authority of its own.
 
-Ports are not secret, and seconds pass between the selection of a port and the server's listen. Another user of the
-machine may listen there first, and again whenever a server dies. Therefore every server of the run presents a
-certificate signed by the run's authority, whose key nobody else can read, and no process of the run sends anything to a
-server without one.
+Ports are not secret, and seconds pass between the selection of a port and the moment its server listens. Another user
+of the machine may listen there first, and again whenever a server dies. Therefore every server of the run presents a
+certificate signed by the run's authority, whose key nobody else can read. No process of the run sends anything to a
+server without such a certificate.
 
 The folder `tls` of the run is readable by its owner only:
 
@@ -28,7 +28,7 @@ from cryptography.x509.oid import NameOID
 
 FOLDER = "tls"
 LIFETIME = datetime.timedelta(days=3650)
-"""Longer than any run. Nobody outside of the run trusts its authority, and each command creates a new one."""
+"""Lifetime of a certificate, longer than any run. Only the run trusts its authority, and each command creates one."""
 SLACK = datetime.timedelta(days=1)
 """Maximum difference between the clocks of two machines."""
 UNUSED = dict.fromkeys(
@@ -46,10 +46,10 @@ class Signed:
 
 
 class Authority:
-    """Signs the certificates of one run's servers."""
+    """Certificate authority that signs the certificates of one run's servers."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Use the existing authority of a run; `create` makes a new one."""
+        """Open the existing authority of a run. Use `create` to make a new one."""
         self._folder = run_dir / FOLDER
         self._own, self._key = self._folder / "ca.pem", self._folder / "ca.key"
 
@@ -133,7 +133,7 @@ def _encoded(value: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write the file atomically: another process may do the same at this moment."""
+    """Write the file atomically, because another process may write it at the same time."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
