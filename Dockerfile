@@ -10,17 +10,21 @@ ARG GPU_BASE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 ARG CPU_BASE=python:3.11.14-slim-bookworm
 
 # CUDA 13.0 is what torch 2.13.0 is built for. The compilers (nvcc, g++) and Python.h stay in the image: SGLang, triton and
-# flashinfer compile kernels when they first need them. sglang-kernel links libnuma; InfiniBand is the other three. Ubuntu's
-# own user goes, whose uid is to be ours.
+# flashinfer compile kernels when they first need them. sglang-kernel links libnuma; InfiniBand is the next three; sandboxes
+# are made by bubblewrap, their system-call filter by libseccomp. Ubuntu's own user goes, whose uid is to be ours.
 FROM ${GPU_BASE} AS base-gpu
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         g++ python3-dev python3-venv libnuma1 libibverbs1 ibverbs-providers librdmacm1 \
+        bubblewrap libseccomp2 \
     && rm -rf /var/lib/apt/lists/* \
     && userdel --remove ubuntu
 ENV CUDA_HOME=/usr/local/cuda
 
 FROM ${CPU_BASE} AS base-cpu
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends bubblewrap libseccomp2 \
+    && rm -rf /var/lib/apt/lists/*
 
 # The project's wheel, by build tools out of the lock, which stay here.
 FROM base-${VARIANT} AS wheel

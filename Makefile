@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test unit slurm integration campaign peers container fresh check bench clean
+.PHONY: help setup bubblewrap run test unit slurm integration campaign peers container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,7 +25,10 @@ $(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	$(BIN)/python -m asyncrl.install --cpu --quiet
 	$(BIN)/pip install --quiet --no-deps -r requirements/dev.txt && $(BIN)/pip install --quiet --no-deps --no-build-isolation -e . && touch $@
 
-run: setup  ## asyncrl-train ARGS="..."; without ARGS the embedded default
+bubblewrap: setup  ## bubblewrap for sandboxes, unpacked into .venv, where it is not installed
+	$(BIN)/python scripts/debian_tools.py bubblewrap .venv/bubblewrap
+
+run: setup bubblewrap  ## asyncrl-train ARGS="..."; without ARGS the embedded default
 	$(BIN)/asyncrl-train $(ARGS)
 
 test: unit integration  ## everything that needs no GPU
@@ -34,13 +37,13 @@ unit: setup  ## the tests that start nothing
 	$(BIN)/pytest -q -n 3 tests --ignore=tests/integration -m "not integration and not campaign and not gpu and not multi_gpu"
 
 slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's packages can be had
-	$(BIN)/python scripts/slurm_tools.py .venv/slurm
+	$(BIN)/python scripts/debian_tools.py slurm .venv/slurm
 
-integration: setup slurm  ## the tests on the real engine, router and Megatron
+integration: setup slurm bubblewrap  ## the tests on the real engine, router and Megatron
 	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/integration tests/envs tests/rewards \
 	-m "integration and not campaign and not gpu and not multi_gpu"
 
-campaign: setup  ## many seeded trials, and many more examples of each property (TRIALS=20)
+campaign: setup bubblewrap  ## many seeded trials, and many more examples of each property (TRIALS=20)
 	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q tests -m "campaign and not gpu and not multi_gpu"
 	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q -n 2 tests/rollout tests/records tests/checkpoints -m "not integration and not campaign"
 
@@ -62,7 +65,7 @@ fresh:  ## `make run` and `make test` on a clean Debian, as root and as another 
 check: setup  ## format, lint, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 
-bench: setup  ## every scripts/bench_*.py (BENCH_ARGS="...")
+bench: setup bubblewrap  ## every scripts/bench_*.py (BENCH_ARGS="...")
 	set -e; for script in scripts/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
 
 clean:  ## caches, builds and runs; .venv stays

@@ -14,7 +14,7 @@ from asyncrl import __version__, install
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ("cpu.txt", "dev.txt")
-SCRIPTS = ("lock.sh", "container_check.py", "clean_root.py", "slurm_tools.py")
+SCRIPTS = ("lock.sh", "container_check.py", "clean_root.py", "debian_tools.py")
 ELSEWHERE = ("../pyproject.toml", "../Dockerfile", *(f"../scripts/{name}" for name in SCRIPTS))
 PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[a-z,]+\])?==(?P<version>[A-Za-z0-9.]+)")
 

@@ -10,8 +10,9 @@ for every test, which sees the arguments of a call and sends back plain data. It
                                   /proc; output begins with a nonce that arrived with the tests
     its imports                   limited to files that existed, unchanged, before the code ran
 
-In asyncrl's own sandboxes the code cannot signal this process either: it runs in a process namespace of its own, or
-under another uid. Where it can end or stop this process there is no verdict, and code.py handles that case.
+In asyncrl's own sandboxes the code cannot signal this process either: it runs in a sandbox of its own beside this one
+(without isolation, as root: under another uid). Where it can end or stop this process there is no verdict, and code.py
+handles that case.
 
 in     on standard input, the sources of its modules in one line, then a payload (code.py)
 out    one line: the nonce, a space, {"results": [...]} or {"fault": why}. A result is

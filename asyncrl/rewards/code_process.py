@@ -1,7 +1,7 @@
 """The code's process as the harness sees it: how to start it and talk to it. Sent into sandboxes as text.
 
-asyncrl's own sandboxes start it next to the harness, isolated from it (envs/sandbox/beside.py); in others it is a child
-of the harness. code_harness.py explains what isolates the two, and how strongly.
+asyncrl's own sandboxes start it in a second sandbox beside that of the harness (envs/sandbox/worker.py); in others it is
+a child of the harness. code_harness.py explains what isolates the two, and how strongly.
 
 waits for     the process, within a Clock
 on a hang     TimeLimitExpired
@@ -33,7 +33,7 @@ sys.modules[names[-1]].main(channel)
 PR_GET_DUMPABLE, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 3, 4, 1, 24, 38
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 BESIDE = "ASYNCRL_BESIDE"
-"""Environment variable with the descriptor of the supervisor that starts processes next to this one."""
+"""Environment variable with the descriptor of a socket to the worker of the sandbox beside this one."""
 START_SECONDS = 30.0
 """Time in which the code's process must start, before it is given the code."""
 MOST_OUTPUT = 64 << 20
@@ -77,15 +77,15 @@ class NotStarted(BaseException):
 
 
 class SandboxedPython:
-    """Python process with BOOT that the sandbox's supervisor starts on request. `ends` are its descriptors 0, 1 and 2,
-    then those whose numbers are passed as arguments."""
+    """Python process with BOOT that the worker of the sandbox beside this one starts on request. `ends` are its
+    descriptors 0, 1 and 2, then those whose numbers are passed as arguments."""
 
     def __init__(self, env: dict[str, str], ends: tuple[int, ...]) -> None:
         numbers = [str(place) for place in range(3, len(ends))]
         order = {"command": [sys.executable, "-I", "-c", BOOT, *numbers], "env": env}
         self._stream, theirs = socket.socketpair()
-        with theirs, socket.socket(fileno=os.dup(int(os.environ[BESIDE]))) as supervisor:
-            socket.send_fds(supervisor, [json.dumps(order).encode()], [theirs.fileno(), *ends])
+        with theirs, socket.socket(fileno=os.dup(int(os.environ[BESIDE]))) as worker:
+            socket.send_fds(worker, [json.dumps(order).encode()], [theirs.fileno(), *ends])
 
     def wait(self) -> int:
         """Return its exit code. Raises OSError when it could not be started."""
@@ -105,7 +105,7 @@ class SandboxedPython:
 
 
 class ChildPython:
-    """The same as a child of this process, for sandboxes without such a supervisor."""
+    """The same as a child of this process, for sandboxes that have none beside them."""
 
     def __init__(self, env: dict[str, str], ends: tuple[int, ...]) -> None:
         stdin, stdout, stderr, *others = ends

@@ -319,6 +319,7 @@ MANY_FILES = attack(
     print("held" if count < 10_000 else f"escaped: {count}")
     """,
     ["exited", "disk", "timeout"],
+    ["disk"],
 )
 CRASH = attack("crash", "import os\nos.abort()", ["killed"])
 GENERAL = [

@@ -12,25 +12,28 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from asyncrl.envs.sandbox import cgroups
-from asyncrl.envs.sandbox.leftovers import PREFIX
-from asyncrl.envs.sandbox.local import Kind, LocalSandboxes
+from asyncrl.envs.sandbox import bubblewrap, cgroups, local
+from asyncrl.envs.sandbox.cgroups import PREFIX
+from asyncrl.envs.sandbox.local import LocalSandboxes
 from asyncrl.envs.sandbox.protocol import Limits
 from asyncrl.envs.sandbox.session import LocalSandbox
 from tests.envs.attacks import LIMITS, MARK
+from tests.envs.ways import Kind, only
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 60.0
 """Seconds of any wait of these tests, on a machine where others work too."""
-ISOLATED: tuple[Kind, ...] = ("namespaces", "bubblewrap")
+without_bubblewrap = pytest.mark.skipif(bubblewrap.find() is None, reason="no bubblewrap here: `make bubblewrap`")
+without_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has users to give")
 kinds = pytest.mark.parametrize(
     "kind",
     [
-        "namespaces",
-        pytest.param("bubblewrap", marks=pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap here")),
+        pytest.param("own users", marks=[without_bubblewrap, without_root]),
+        pytest.param("one user", marks=without_bubblewrap),
     ],
 )
 
@@ -64,13 +67,14 @@ def left() -> list[str]:
     """Processes, folders and control groups of sandboxes."""
     found = [str(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*")]
     groups = cgroups.bases()
-    for folder in {*groups.version_1.values(), *groups.version_2}:
+    for folder in groups.all:
         found += [str(path) for path in folder.glob(f"{PREFIX}-*")]
     return [*found, *(f"{pid}: {command}" for pid, command in processes().items())]
 
 
 def processes(owner: int | None = None) -> dict[int, str]:
-    """Command lines of living spawners, supervisors and guests of this test session, by pid; or those below `owner`."""
+    """Command lines of living workers, bubblewraps and marked programs of this test session, by pid; or those below
+    `owner`."""
     root, parents, found = owner or os.getpid(), {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -105,11 +109,13 @@ def wait_until(happened: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def backend(kind: Kind, limits: Limits = LIMITS, **more: Any) -> AsyncIterator[LocalSandboxes]:
     """One that is closed afterwards."""
-    backend = LocalSandboxes(limits, kinds=[kind], allow_unsafe=kind == "processes", **more)
-    try:
-        yield backend
-    finally:
-        await backend.close()
+    with patch.object(local, "ways"):
+        only(kind)
+        backend = LocalSandboxes(limits, allow_unsafe=kind == "unsafe", **more)
+        try:
+            yield backend
+        finally:
+            await backend.close()
 
 
 def with_a_sandbox(

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from asyncrl.envs.sandbox.local import Kind, LocalSandboxes
+from asyncrl.envs.sandbox import local, start
+from asyncrl.envs.sandbox.local import LocalSandboxes
 from asyncrl.envs.sandbox.protocol import Limits, Sandbox, SandboxBackend, run_python
 from asyncrl.envs.sandbox.session import LocalSandbox
 from asyncrl.errors import ConfigError, EpisodeFailed
-from tests.envs.machine import DEADLINE, backend, kinds, leaves_nothing, processes, until, with_a_sandbox
+from tests.envs.machine import (
+    DEADLINE,
+    backend,
+    kinds,
+    leaves_nothing,
+    processes,
+    until,
+    with_a_sandbox,
+    without_bubblewrap,
+)
+from tests.envs.ways import Kind
 
 pytestmark = pytest.mark.integration
 __all__ = ["leaves_nothing"]
@@ -279,7 +292,7 @@ def test_closed_sandbox_fails_typed_and_may_be_closed_again(kind: Kind) -> None:
 
 def test_demand_that_this_machine_cannot_meet_is_refused_with_what_there_is() -> None:
     async def main() -> None:
-        async with backend("processes", require=["network", "files"]) as opened:
+        async with backend("unsafe", require=["network", "files"]) as opened:
             with pytest.raises((ConfigError, EpisodeFailed)) as caught:
                 await asyncio.wait_for(opened.open(), DEADLINE)
             if isinstance(caught.value, ConfigError):  # else the Python of the tests is for root's eyes only
@@ -289,41 +302,70 @@ def test_demand_that_this_machine_cannot_meet_is_refused_with_what_there_is() ->
     asyncio.run(main())
 
 
-def test_nothing_runs_without_isolation_unless_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.envs.sandbox.local.shutil.which", lambda _: "/bin/false")
+@pytest.fixture
+def no_bubblewrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bubblewrap is missing, or fails."""
+    found = None if request.param == "missing" else ("/bin/false", {})
+    monkeypatch.setattr("asyncrl.envs.sandbox.bubblewrap.find", lambda: found)
 
+
+@pytest.mark.parametrize("no_bubblewrap", ["missing", "fails"], indirect=True)
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_nothing_runs_without_isolation_unless_that_is_said() -> None:
     async def main() -> None:
-        for tried in (["bubblewrap", "processes"], ["processes"]):
-            sandboxes = LocalSandboxes(kinds=tried)
-            with pytest.raises(
-                ConfigError, match=r"(?s)allow_unsafe: got False.* no isolation here: .*allow_unsafe=true"
-            ):
-                await asyncio.wait_for(sandboxes.open(), DEADLINE)
-            await sandboxes.close()
+        sandboxes = LocalSandboxes()
+        with pytest.raises(
+            ConfigError, match=r"(?s)allow_unsafe: got False.* no isolation here: bubblewrap: .*allow_unsafe=true"
+        ):
+            await asyncio.wait_for(sandboxes.open(), DEADLINE)
+        await sandboxes.close()
 
     asyncio.run(main())
 
 
-def test_mechanism_that_does_not_work_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.envs.sandbox.local.shutil.which", lambda _: "/bin/false")
+@pytest.mark.parametrize("no_bubblewrap", ["missing", "fails"], indirect=True)
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_allowed_by_name_programs_run_and_it_says_what_is_not_protected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", "/usr")  # everybody may read that Python
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
 
     async def main() -> None:
-        sandboxes: SandboxBackend = LocalSandboxes(kinds=["bubblewrap", "namespaces"], require=["network", "kill"])
+        sandboxes: SandboxBackend = LocalSandboxes(allow_unsafe=True)
         try:
-            assert (await asyncio.wait_for((await sandboxes.open()).run(["true"]), DEADLINE)).ok
+            told = await sandboxes.describe()  # type: ignore[attr-defined]
+            assert (told.kind, told.isolated) == ("unsafe", False)
+            assert {"files", "kill", "disk"} <= told.lacks.keys()
+            sandbox = await asyncio.wait_for(sandboxes.open(), DEADLINE)
+            outcome = await run_python(sandbox, "import os; print(os.getuid())")
+            assert (int(outcome.text) == os.getuid()) == (os.getuid() != 0)
         finally:
             await sandboxes.close()
-        none = LocalSandboxes(kinds=["bubblewrap"])
-        with pytest.raises(EpisodeFailed, match="sandbox: no mechanism works here: bubblewrap: "):
-            await asyncio.wait_for(none.open(), DEADLINE)
-        await none.close()
 
     asyncio.run(main())
 
 
+@without_bubblewrap
+def test_where_new_namespaces_cannot_be_forbidden_inside_it_does_without() -> None:
+    """An older bubblewrap, or one in a container, refuses --disable-userns."""
+    ways = [way for way in start.ways(False) if not way.own_uid]
+    assert [("--disable-userns" in way.users) for way in ways] == [True, False]
+    wrong = dataclasses.replace(ways[0], users=[*ways[0].users, "--no-such-option"])
+
+    async def main() -> None:
+        with patch.object(local, "ways", lambda _: [wrong, ways[1]]):
+            sandboxes = LocalSandboxes(require=["network", "kill"])
+            try:
+                assert (await asyncio.wait_for((await sandboxes.open()).run(["true"]), DEADLINE)).ok
+            finally:
+                await sandboxes.close()
+
+    asyncio.run(main())
+
+
+@without_bubblewrap
 def test_closed_backend_takes_its_sandboxes_along_and_opens_none() -> None:
     async def main() -> None:
-        sandboxes = LocalSandboxes(kinds=["namespaces"], warm=2)
+        sandboxes = LocalSandboxes(warm=2)
         sandbox = await asyncio.wait_for(sandboxes.open(), DEADLINE)
         await sandboxes.close()
         await sandboxes.close()

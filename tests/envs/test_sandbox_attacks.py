@@ -11,14 +11,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyseccomp
 import pytest
 
-from asyncrl.envs.sandbox.local import Kind
+from asyncrl.envs.sandbox import bubblewrap
 from asyncrl.envs.sandbox.protocol import run_python
 from asyncrl.envs.sandbox.session import LocalSandbox
 from tests.envs import attacks
 from tests.envs.attacks import Attack
 from tests.envs.machine import DEADLINE, ROOT, kinds, leaves_nothing, processes, public, with_a_sandbox
+from tests.envs.ways import Kind
 
 pytestmark = pytest.mark.integration
 __all__ = ["leaves_nothing", "public"]
@@ -100,13 +102,14 @@ import asyncio, json, os, sys
 kind, python, secret, folder = sys.argv[1:]
 sys.prefix, sys.base_prefix = python, "/usr"
 from asyncrl.envs.sandbox.local import LocalSandboxes
-from tests.envs import attacks
+from tests.envs import attacks, ways
 
 async def main():
-    backend, done = LocalSandboxes(attacks.LIMITS, kinds=[kind], allow_unsafe=kind == "processes"), []
+    ways.only(kind)
+    backend, done = LocalSandboxes(attacks.LIMITS, allow_unsafe=kind == "unsafe"), []
     try:
         holds = (await backend.describe()).holds
-        some = asyncio.Semaphore(1 if kind == "processes" else 4)  # of one user, they would take each other's processes
+        some = asyncio.Semaphore(1 if kind == "unsafe" else 4)  # of one user, they would take each other's processes
         async def one(attack):
             async with some:
                 sandbox = await backend.open()
@@ -122,24 +125,22 @@ async def main():
 
 asyncio.run(main())
 """
-WORKS = {
-    "namespaces": ["unshare", "--user", "--map-root-user", "--net", "true"],
-    "bubblewrap": ["bwrap", "--unshare-user", "--ro-bind", "/", "/", "true"],
-    "processes": ["true"],
-}
 
 
 @pytest.fixture
 def python(public: Path) -> Path:
-    """A Python of its own that everybody may run: with the system's, as the tests' may lie where nobody else may go."""
+    """A Python of its own that everybody may run: with the system's, as the tests' may lie where nobody else may go.
+    It has bubblewrap and pyseccomp as the tests' has."""
     python = public / "python"
     python.joinpath("bin").mkdir(parents=True)
     python.joinpath("bin", "python3").symlink_to("/usr/bin/python3")
+    python.joinpath("bubblewrap").symlink_to(Path(sys.prefix, "bubblewrap"))
+    shutil.copy(pyseccomp.__file__, python)
     return python
 
 
 @pytest.mark.campaign  # a busy machine delays what looks at processes 20 times a second
-@pytest.mark.parametrize("kind", list(WORKS))
+@pytest.mark.parametrize("kind", ["own users", "one user", "unsafe"])
 @pytest.mark.parametrize("user", [None, 65534], ids=["this user", "nobody"])
 def test_whoever_runs_us_what_is_said_to_hold_does(kind: Kind, user: int | None, public: Path, python: Path) -> None:
     if user is not None:
@@ -148,16 +149,23 @@ def test_whoever_runs_us_what_is_said_to_hold_does(kind: Kind, user: int | None,
         for path in (python, python / "bin"):
             os.chown(path, user, user)
     as_user = {"user": user, "group": user, "extra_groups": None if user is None else [], "cwd": "/"}
-    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OPENAI_API_KEY": "not-for-guests"}
-    if not shutil.which(WORKS[kind][0]) or subprocess.run(WORKS[kind], capture_output=True, **as_user).returncode:
-        pytest.skip(f"no {kind} for this user here")
+    paths = f"{ROOT}:{python}"
+    environment = {"PYTHONPATH": paths, "PATH": os.environ["PATH"], "OPENAI_API_KEY": "not-for-guests"}
+    if kind == "own users" and (user or os.geteuid()):
+        pytest.skip("only root has users to give")
+    if kind != "unsafe":
+        program, needs = bubblewrap.find() or ("false", {})
+        words = [program, "--unshare-user", "--ro-bind", "/", "/", "true"]
+        if subprocess.run(words, env={**environment, **needs}, capture_output=True, check=False, **as_user).returncode:
+            pytest.skip("no bubblewrap for this user here")
     words = ["/usr/bin/python3", "-c", ALL, kind, str(python), str(public / "secret"), str(public)]
     done = subprocess.run(
         words, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE, check=False, **as_user
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert {"eater", "many processes", "daemon", "flood of 1", "many files"} <= set(result["done"])
-    if kind != "processes":
+    assert {"eater", "many processes", "daemon", "flood of 1"} <= set(result["done"])
+    assert "syscalls" in result["holds"]
+    if kind != "unsafe":
         assert {"network", "files", "secrets", "signals", "kill", "disk"} <= set(result["holds"])
-        assert {"files", "signals", "secrets", "namespaces"} <= set(result["done"])
+        assert {"files", "signals", "secrets", "namespaces", "many files"} <= set(result["done"])

@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from asyncrl.envs.sandbox.guest import Confinement, become
+from asyncrl.envs.sandbox.program import Settings, become
 from tests.envs.machine import ROOT
 
 LIMITS = {"cpu_seconds": 5.0, "processes": 32, "file_mb": 1, "memory_mb": 512, "output_kb": 1}
 
 
-def confinement(**more: Any) -> Confinement:
-    plain = {"limits": LIMITS, "uid": None, "folder": "/", "environment": {"PATH": "/usr/bin:/bin"}}
-    return Confinement(**{**plain, "rlimit_memory": False, "rlimit_processes": False, "filtered": False, **more})
+def settings(**more: Any) -> Settings:
+    plain = {"limits": LIMITS, "uid": None, "folder": "/", "environment": {"PATH": "/usr/bin:/bin"}, "alone": False}
+    return Settings(**{**plain, "rlimit_memory": False, "rlimit_processes": False, "joins": [], **more})
 
 
-def began(confinement: Confinement, *command: str) -> tuple[int, str, str]:
+def began(settings: Settings, *command: str) -> tuple[int, str, str]:
     """Exit code, stderr and fault of a forked process that becomes this command."""
     (err, say), (fault, faulty), (empty, nothing) = os.pipe(), os.pipe(), os.pipe()
     os.close(nothing)
     root = os.open("/", os.O_RDONLY)
     if not (pid := os.fork()):
-        become(confinement, root, command, {}, (empty, say, say), faulty)
+        become(settings, root, command, {}, (empty, say, say), faulty)
     for end in (say, faulty, empty, root):
         os.close(end)
     with open(err, errors="replace") as text, open(fault, errors="replace") as faults:
@@ -36,14 +36,14 @@ def began(confinement: Confinement, *command: str) -> tuple[int, str, str]:
 
 
 def test_what_cannot_be_set_up_is_a_fault_and_what_cannot_be_run_is_none() -> None:
-    assert began(confinement(), "true") == (0, "", "")
-    assert began(confinement(), "no-such-program") == (127, "no-such-program: No such file or directory\n", "")
-    assert began(confinement(), "/etc") == (126, "/etc: Permission denied\n", "")
-    assert began(confinement(joins=[2**20]), "true") == (1, "", "[Errno 9] Bad file descriptor")
+    assert began(settings(), "true") == (0, "", "")
+    assert began(settings(), "no-such-program") == (127, "no-such-program: No such file or directory\n", "")
+    assert began(settings(), "/etc") == (126, "/etc: Permission denied\n", "")
+    assert began(settings(joins=[2**20]), "true") == (1, "", "[Errno 9] Bad file descriptor")
 
 
 def test_error_of_ours_ends_the_forked_process_and_is_a_fault() -> None:
-    code, _, fault = began(confinement(limits={}), "true")
+    code, _, fault = began(settings(limits={}), "true")
     assert code == 1
     assert "KeyError" in fault
 
@@ -51,21 +51,20 @@ def test_error_of_ours_ends_the_forked_process_and_is_a_fault() -> None:
 # In a process of its own: a call reaps every child there is.
 CALL = """
 import json, os, signal, socket, sys, time
-from asyncrl.envs.sandbox.call import Call, Fault
-from asyncrl.envs.sandbox.meter import Bounds, Meter
-from asyncrl.envs.sandbox.supervisor import kill_descendants
-from tests.envs.test_sandbox_call import confinement
+from asyncrl.envs.sandbox.call import Call, Meter
+from tests.envs.test_sandbox_call import settings
 
 script, late, seconds, stop = json.loads(sys.argv[1])
 owner, ours = socket.socketpair()
-meter = Meter(Bounds(1e9, None, None, 1 << 60), lambda: [], None, None, None)
-call = Call(confinement(), os.open("/", os.O_RDONLY), ["sh", "-c", script], {}, b"x" * 300_000, seconds)
+meter = Meter(lambda: [], cpu_seconds=1e9, memory=None, processes=None, files=None)
+home = os.open("/", os.O_RDONLY)
+call = Call(settings(), home, ["sh", "-c", script], {}, seconds, stdin=b"x" * 300_000)
 if late:  # it has ended before anybody looks
     os.waitid(os.P_PID, call.pid, os.WEXITED | os.WNOWAIT)
 if stop:
     ours.send(b"stop")
-reason = call.wait(meter, owner, os.pidfd_open(os.getpid()), lambda: True)
-ended = call.end(reason, meter, lambda: kill_descendants(os.getpid()))
+reason = call.wait(meter, [owner.fileno()])
+ended = call.end(reason, meter)
 print(json.dumps([ended.reason, ended.exit_code, *map(len, ended.outputs), len(os.listdir("/proc/self/fd"))]))
 """
 
@@ -76,7 +75,7 @@ def called(script: str, *, late: bool = False, seconds: float = 60.0, stop: bool
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
     *found, descriptors = json.loads(done.stdout)
-    assert descriptors == 8  # 0 to 2, the socket's two ends, the folder, the pidfd, and the listing's own
+    assert descriptors == 7  # 0 to 2, the socket's two ends, the folder, and the listing's own
     return found
 
 

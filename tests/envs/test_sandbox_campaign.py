@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import socket
 import sys
 from collections import Counter
@@ -18,14 +17,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.envs.sandbox.local import Kind, LocalSandboxes
+from asyncrl.envs.sandbox.local import LocalSandboxes
 from asyncrl.envs.sandbox.protocol import run_python
 from asyncrl.errors import EpisodeFailed
 from tests.envs import attacks
 from tests.envs.attacks import Attack
-from tests.envs.machine import DEADLINE, backend, leaves_nothing, left, processes, public
+from tests.envs.machine import DEADLINE, backend, leaves_nothing, left, processes, public, without_bubblewrap
+from tests.envs.ways import ISOLATED, Kind
 
-pytestmark = [pytest.mark.integration, pytest.mark.campaign]
+pytestmark = [pytest.mark.integration, pytest.mark.campaign, without_bubblewrap]
 __all__ = ["leaves_nothing", "public"]
 TRIALS = int(os.environ.get("ASYNCRL_TRIALS", "20"))
 ATTACKERS, CALLS, WORKERS = 4, 3, 2
@@ -51,7 +51,7 @@ class Trial:
         assert processes() == {}
 
     async def _work(self, opened: LocalSandboxes, attackers: Sequence[asyncio.Future[None]]) -> None:
-        """Until the attackers have ended. Its supervisor is nobody's victim, so nothing may go wrong."""
+        """Until the attackers have ended. Its worker is nobody's victim, so nothing may go wrong."""
         sandbox, number = await opened.open(), 0
         while number < 3 or not all(attacker.done() for attacker in attackers):
             await sandbox.write("number", str(number).encode())
@@ -79,7 +79,7 @@ class Trial:
                 await sandbox.close()
                 self.done["closed"] += 1
             elif fate < CANCELLED + CLOSED + KILLED:
-                self.done["supervisor killed"] += _kill_supervisor(mark)
+                self.done["worker killed"] += _kill_worker(mark)
             with suppress(asyncio.CancelledError, EpisodeFailed):
                 outcome = await calling
                 self.done[outcome.reason] += 1
@@ -92,7 +92,7 @@ class Trial:
         await sandbox.close()
 
 
-def _kill_supervisor(mark: str) -> bool:
+def _kill_worker(mark: str) -> bool:
     """That of the guest with this mark, if it runs yet or still."""
     with suppress(psutil.Error):
         for pid, command in processes().items():
@@ -105,7 +105,7 @@ def _kill_supervisor(mark: str) -> bool:
 @pytest.mark.parametrize("seed", range(TRIALS))
 def test_attackers_harm_nobody_and_leave_nothing(seed: int, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "not-for-guests")
-    kind: Kind = "bubblewrap" if shutil.which("bwrap") and seed % 2 else "namespaces"
+    kind = "one user" if os.geteuid() else ISOLATED[seed % 2]
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         more = [

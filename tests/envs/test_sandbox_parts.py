@@ -7,17 +7,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncrl.envs.sandbox import cgroups, view
-from asyncrl.envs.sandbox.cgroups import Bases, ControlGroup, bases
-from asyncrl.envs.sandbox.folder import Folder, parts
-from asyncrl.envs.sandbox.identity import Identity, _largest
-from asyncrl.envs.sandbox.leftovers import Marker, started
-from asyncrl.envs.sandbox.meter import BYTES_PER_FILE, Bounds, Meter
-from asyncrl.envs.sandbox.protections import NAMES, in_force
+from asyncrl.envs.sandbox import bubblewrap, call, cgroups
+from asyncrl.envs.sandbox.call import Meter
+from asyncrl.envs.sandbox.cgroups import Bases, ControlGroup, Marker, bases, started
+from asyncrl.envs.sandbox.protections import NAMES, Kind, in_force
 from asyncrl.envs.sandbox.protocol import Limits, Outcome
+from asyncrl.envs.sandbox.start import guest_uid
+from asyncrl.envs.sandbox.worker import Folder, parts
 
 # --- the protocol --------------------------------------------------------------------------------------------
 
@@ -65,21 +65,35 @@ def test_process_that_has_ended_and_is_not_reaped_is_dead() -> None:
 # --- users ---------------------------------------------------------------------------------------------------
 
 
-def test_sandboxes_of_one_spawner_and_of_others_have_users_that_nobody_has() -> None:
-    root = Identity(0, 0, pid=1234, strangers=(0, 2**32 - 1))
-    other = Identity(0, 0, pid=1235, strangers=(0, 2**32 - 1))
-    uids = [of.stranger(number) for of in (root, other) for number in range(1000)]
-    assert len({*uids, *(uid - 1 for uid in uids)}) == 4000
-    assert min(uids) > 2_000_000_000
+def maps(folder: Path, text: str) -> Path:
+    for name in ("uid_map", "gid_map"):
+        folder.joinpath(name).write_text(text)
+    return folder
 
 
-def test_users_of_a_container_stay_within_its_map() -> None:
-    first, count = _largest("         0       1000          1\n         1     100000      65536\n")
-    identity = Identity(0, 0, pid=4_000_000, strangers=(first, count))
-    uids = [identity.stranger(number) for number in range(5000)]
-    assert (first, count) == (1, 65536)
-    assert min(uids) - 1 >= first
-    assert max(uids) < first + count
+def test_sandboxes_of_one_process_and_of_others_have_users_that_nobody_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    found = []
+    for pid in (1234, 1235):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        found += [guest_uid(number, maps(tmp_path, "0 0 4294967295\n")) for number in range(1000)]
+    uids = [uid for uid in found if uid is not None]
+    assert len({*uids}) == 2000
+    assert 2_000_000_000 < min(uids) < max(uids) < 2_100_000_000
+
+
+def test_users_of_a_container_stay_within_its_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "getpid", lambda: 4_000_000)
+    text = "         0       1000          1\n         1     100000      65536\n"
+    uids = [uid for number in range(5000) if (uid := guest_uid(number, maps(tmp_path, text))) is not None]
+    assert len(uids) == 5000
+    assert 1 + 65536 // 2 <= min(uids) < max(uids) < 1 + 65536
+    assert guest_uid(1, maps(tmp_path, "0 1000 1\n")) is None  # root of a namespace with one user
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert guest_uid(1, maps(tmp_path, text)) is None
 
 
 # --- control groups ------------------------------------------------------------------------------------------
@@ -155,7 +169,7 @@ def test_group_of_version_2_bounds_memory_swap_and_processes(kernel: dict[str, l
     assert written == {"memory.max": "4096", "memory.swap.max": "0om_", "pids.max": "7sag"}  # what follows was there
     assert group.oom is not None
     assert group.cpu is not None
-    assert (cgroups.ooms(group.oom), cgroups.cpu_seconds(group.cpu)) == (3, 2.5)
+    assert (call._ooms(group.oom), call._cpu_of(group.cpu)) == (3, 2.5)
     group.release()
     assert group.remove()
     assert list(tmp_path.iterdir()) == []
@@ -274,9 +288,9 @@ def test_what_a_program_can_have_brought_about_is_an_os_error(folder: Folder, tm
 LARGE = 1 << 60
 
 
-def meter(folder: Path | None = None, **bounds: float) -> Meter:
-    chosen = Bounds(**{"cpu_seconds": 1e9, "memory": LARGE, "processes": 100, "disk": LARGE, **bounds})
-    return Meter(chosen, lambda: [os.getpid(), 2**22 - 1], str(folder) if folder else None, None, None)
+def meter(**bounds: float) -> Meter:
+    chosen: dict[str, Any] = {"cpu_seconds": 1e9, "memory": LARGE, "processes": 100, "files": None, **bounds}
+    return Meter(lambda: [os.getpid(), 2**22 - 1], **chosen)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +307,6 @@ def test_meter_tells_the_limit_that_living_processes_break(bounds: dict[str, flo
 
 
 def test_memory_that_processes_share_is_counted_once() -> None:
-    one = Bounds(cpu_seconds=1e9, memory=0, processes=None, disk=LARGE)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     reader, writer = os.pipe()
     pids = [os.getpid()]
@@ -303,22 +316,20 @@ def test_memory_that_processes_share_is_counted_once() -> None:
             os._exit(0)
         pids.append(pid)
     try:
-        bounds = Bounds(one.cpu_seconds, memory=4 * resident, processes=None, disk=LARGE)
-        assert Meter(bounds, lambda: pids, None, None, None).broken() is None
+        together = Meter(lambda: pids, cpu_seconds=1e9, memory=4 * resident, processes=None, files=None)
+        assert together.broken() is None
     finally:
         os.write(writer, b"x" * 8)
         for pid in pids[1:]:
             os.waitpid(pid, 0)
 
 
-def test_disk_counts_what_files_hold_and_that_they_are(tmp_path: Path) -> None:
-    tmp_path.joinpath("below").mkdir()
-    for number in range(10):
-        tmp_path.joinpath("below", str(number)).touch()
-    assert meter(tmp_path, disk=12 * BYTES_PER_FILE + 8192).broken() is None
-    assert meter(tmp_path, disk=10 * BYTES_PER_FILE).broken() == "disk"
-    tmp_path.joinpath("below", "large").write_bytes(b"x" * 100_000)
-    assert meter(tmp_path, disk=100_000).broken() == "disk"
+def test_files_are_counted_where_the_kernel_counts_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.statvfs("/")
+    monkeypatch.setattr(os, "statvfs", lambda folder: found)
+    there = found.f_files - found.f_ffree
+    assert meter(files=there).broken() is None
+    assert meter(files=there - 1).broken() == "disk"
 
 
 # --- what is seen, and what is in force ----------------------------------------------------------------------
@@ -326,34 +337,54 @@ def test_disk_counts_what_files_hold_and_that_they_are(tmp_path: Path) -> None:
 
 def test_guests_see_the_python_that_runs_us_and_nothing_of_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "not-for-guests")
-    shown = view.shown()
+    shown = bubblewrap.shown()
     for path in (sys.prefix, sys.base_prefix):
         assert any(os.path.realpath(path).startswith(seen) for seen in shown)
     assert not {"/", "/home", "/root", "/etc", "/tmp", os.path.expanduser("~"), os.getcwd()} & set(shown)
-    assert "not-for-guests" not in str(view.environment())
-    assert not any(view.paths_above(path) & set(shown) for path in shown)
+    assert "not-for-guests" not in str(bubblewrap.environment())
+    assert not any(bubblewrap.folders_above(path) & set(shown) for path in shown)
 
 
 def test_python_below_tmp_is_shown_inside_the_writable_folder_and_tmp_stays_a_link() -> None:
-    assert view.links()["/tmp"] == "/sandbox/tmp"
-    assert view.nested(["/usr", "/opt/tmp"]) == []
-    deep, direct, shared = view.nested(["/usr", "/tmp/checkout/.venv", "/tmp/venv", "/dev/shm/a/b"])
+    assert bubblewrap.links()["/tmp"] == "/sandbox/tmp"
+    assert bubblewrap.nested(["/usr", "/opt/tmp"]) == []
+    deep, direct, shared = bubblewrap.nested(["/usr", "/tmp/checkout/.venv", "/tmp/venv", "/dev/shm/a/b"])
     assert (deep.target, deep.top) == ("/sandbox/tmp/checkout/.venv", "/sandbox/tmp/checkout")
     assert (direct.target, direct.top) == ("/sandbox/tmp/venv", "/sandbox/tmp/venv")
     assert (shared.source, shared.top) == ("/dev/shm/a/b", "/sandbox/shm/a")
 
 
-@pytest.mark.parametrize("kind", ["bubblewrap", "namespaces", "processes"])
+@pytest.mark.parametrize("kind", ["bubblewrap", "unsafe"])
 @pytest.mark.parametrize("own_uid", [True, False])
 @pytest.mark.parametrize("bounds", [[], ["memory", "pids"]])
-@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize("unfiltered", ["", "libseccomp is missing"])
 def test_every_protection_either_holds_or_is_said_to_lack(
-    kind: str, own_uid: bool, bounds: list[str], filtered: bool
+    kind: Kind, own_uid: bool, bounds: list[str], unfiltered: str
 ) -> None:
-    found = in_force(kind, own_uid=own_uid, counted=own_uid, bounds=bounds, filtered=filtered)
+    found = in_force(kind, own_uid=own_uid, counted=own_uid, bounds=bounds, unfiltered=unfiltered)
     assert sorted([*found.holds, *found.lacks]) == sorted(NAMES)
     assert found.missing(NAMES) == [name for name in NAMES if name in found.lacks]
+    assert found.isolated == (kind == "bubblewrap")
+    assert unfiltered in str(found)
     with pytest.raises(ValueError, match="unknown protections"):
         found.missing(["nework"])
-    if kind == "processes" and not own_uid:
+    if kind == "unsafe" and not own_uid:
         assert {"secrets", "files", "signals"} <= found.lacks.keys()
+
+
+def test_program_in_the_virtual_environment_comes_before_that_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, unpacked = tmp_path / "bin" / "bwrap", tmp_path / "venv" / bubblewrap.UNPACKED
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setenv("PATH", str(elsewhere.parent))
+    assert bubblewrap.find() is None
+    for program, found in (
+        (elsewhere, {}),
+        (unpacked, {"LD_LIBRARY_PATH": str(tmp_path / "venv/bubblewrap/lib/x-linux-gnu")}),
+    ):
+        program.parent.mkdir(parents=True)
+        program.write_text("")
+        program.chmod(0o755)
+        tmp_path.joinpath("venv/bubblewrap/lib/x-linux-gnu").mkdir(parents=True, exist_ok=True)
+        assert bubblewrap.find() == (str(program), found)

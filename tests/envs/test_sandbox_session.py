@@ -1,4 +1,4 @@
-"""The owner's end of a sandbox, over a supervisor that the test plays: whose answer is whose, what ends a sandbox."""
+"""The owner's end of a sandbox, over a worker that the test plays: whose answer is whose, what ends a sandbox."""
 
 from __future__ import annotations
 
@@ -13,32 +13,38 @@ import pytest
 
 from asyncrl.envs.sandbox import session
 from asyncrl.envs.sandbox.protocol import Limits, Outcome
-from asyncrl.envs.sandbox.session import LocalSandbox
-from asyncrl.envs.sandbox.spawning import Spawning
-from asyncrl.envs.sandbox.wire import LENGTHS, Header, frame
+from asyncrl.envs.sandbox.session import LocalSandbox, WorkerProcess
+from asyncrl.envs.sandbox.worker import LENGTHS, Header, frame
 from asyncrl.errors import EpisodeFailed
 
 DEADLINE = 10.0
 
 
-class Supervisor:
-    """The other end of the socket, and the spawner."""
+class Worker:
+    """The other end of the socket, and the process."""
 
     def __init__(self) -> None:
-        self.alive = True
-        self.killed: list[int] = []
-        self.text = "it fell over"
+        self.removed = 0
+        self.killed = self.stuck = self._hung_up = False
         self._ends: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Future()
 
-    def open(self, number: int, theirs: socket.socket) -> None:
-        connecting = asyncio.ensure_future(asyncio.open_unix_connection(sock=theirs.dup()))
+    def sandbox(self, limits: Limits) -> LocalSandbox:
+        ours, theirs = socket.socketpair()
+        connecting = asyncio.ensure_future(asyncio.open_unix_connection(sock=theirs))
         connecting.add_done_callback(lambda done: self._ends.set_result(done.result()))
+        return LocalSandbox(cast(WorkerProcess, self), ours, limits, self._remove)
 
-    def kill(self, number: int) -> None:
-        self.killed.append(number)
+    async def _remove(self) -> None:
+        self.removed += 1
 
-    async def gone(self, number: int) -> str:
-        return self.text
+    def kill(self) -> None:
+        self.killed = True
+
+    async def ended(self) -> str:
+        reader: Any = (await self._ends)[0]
+        while not self.killed and (self.stuck or not (self._hung_up or reader._eof)):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return "it fell over"
 
     async def hear(self) -> tuple[Header, bytes]:
         reader, _ = await self._ends
@@ -53,27 +59,28 @@ class Supervisor:
         (await self._ends)[1].write(frame(header, body))
 
     async def hang_up(self) -> None:
+        self._hung_up = True
         _, writer = await self._ends
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
 
 
-def with_a_sandbox(test: Callable[[LocalSandbox, Supervisor], Awaitable[None]]) -> None:
+def with_a_sandbox(test: Callable[[LocalSandbox, Worker], Awaitable[None]]) -> None:
     """Run a test of one that has come up."""
 
     async def main() -> None:
-        supervisor = Supervisor()
+        worker = Worker()
         async with asyncio.timeout(DEADLINE):
-            opening = asyncio.ensure_future(LocalSandbox.open(cast(Spawning, supervisor), 1, Limits(file_mb=1)))
+            opening = asyncio.ensure_future(worker.sandbox(Limits(file_mb=1)).ready())
             await asyncio.sleep(0)
-            await supervisor.say({"ready": True})
+            await worker.say({"ready": True})
             sandbox = await opening
             try:
-                await test(sandbox, supervisor)
+                await test(sandbox, worker)
             finally:
                 await sandbox.close()
-                await supervisor.hang_up()
+                await worker.hang_up()
 
     asyncio.run(main())
 
@@ -87,23 +94,23 @@ def begin(request: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 
 def test_request_and_outcome_cross_whole() -> None:
-    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+    async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         running = begin(sandbox.run(["a", "é\udcff"], stdin=b"\0in", seconds=3.0, env={"A": "1"}))
         heard = {"do": "run", "command": ["a", "é\udcff"], "env": {"A": "1"}, "seconds": 3.0}
-        assert await supervisor.hear() == (heard, b"\0in")
-        await supervisor.say({"reason": "exited", "exit_code": 3, "seconds": 0.5, "split": 2}, b"out of it")
+        assert await worker.hear() == (heard, b"\0in")
+        await worker.say({"reason": "exited", "exit_code": 3, "seconds": 0.5, "split": 2}, b"out of it")
         assert await running == Outcome("exited", 3, b"ou", b"t of it", 0.5)
 
     with_a_sandbox(test)
 
 
 def test_call_takes_no_longer_than_the_limits_say() -> None:
-    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+    async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         for seconds, heard in ((None, 10.0), (1000.0, 10.0), (0.5, 0.5)):
             running = begin(sandbox.run(["a"], seconds=seconds))
-            header, _ = await supervisor.hear()
+            header, _ = await worker.hear()
             assert header["seconds"] == heard
-            await supervisor.say(*answer())
+            await worker.say(*answer())
             await running
 
     with_a_sandbox(test)
@@ -128,7 +135,7 @@ def test_call_takes_no_longer_than_the_limits_say() -> None:
 def test_what_cannot_be_done_is_refused_before_it_is_asked(
     request_: Callable[[LocalSandbox], Awaitable[object]],
 ) -> None:
-    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+    async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         with pytest.raises(ValueError):
             await request_(sandbox)
         assert sandbox.usable
@@ -137,30 +144,30 @@ def test_what_cannot_be_done_is_refused_before_it_is_asked(
 
 
 def test_cancelled_call_is_stopped_and_its_answer_is_nobody_elses() -> None:
-    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+    async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         first, second = begin(sandbox.run(["first"])), begin(sandbox.run(["second"]))
-        assert (await supervisor.hear())[0]["command"] == ["first"]
+        assert (await worker.hear())[0]["command"] == ["first"]
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert await supervisor.hear() == ({"do": "stop"}, b"")
-        await supervisor.say(*answer(b"of the first"))
-        assert (await supervisor.hear())[0]["command"] == ["second"]
-        await supervisor.say(*answer(b"of the second"))
+        assert await worker.hear() == ({"do": "stop"}, b"")
+        await worker.say(*answer(b"of the first"))
+        assert (await worker.hear())[0]["command"] == ["second"]
+        await worker.say(*answer(b"of the second"))
         assert (await second).text == "of the second"
 
     with_a_sandbox(test)
 
 
 def test_call_that_is_cancelled_while_it_waits_for_another_is_never_made() -> None:
-    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+    async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         first, second, third = (begin(sandbox.run([word])) for word in ("first", "second", "third"))
-        await supervisor.hear()
+        await worker.hear()
         second.cancel()
-        await supervisor.say(*answer())
+        await worker.say(*answer())
         await first
-        assert (await supervisor.hear())[0]["command"] == ["third"]
-        await supervisor.say(*answer())
+        assert (await worker.hear())[0]["command"] == ["third"]
+        await worker.say(*answer())
         assert (await third).ok
 
     with_a_sandbox(test)
@@ -175,14 +182,14 @@ def test_call_that_is_cancelled_while_it_waits_for_another_is_never_made() -> No
     ],
 )
 def test_answers_that_are_no_fault_leave_the_sandbox_usable(said: Header, raised: type[Exception], text: str) -> None:
-    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+    async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         reading = begin(sandbox.read("a"))
-        assert (await supervisor.hear())[0]["most"] == 1 << 20
-        await supervisor.say(said)
+        assert (await worker.hear())[0]["most"] == 1 << 20
+        await worker.say(said)
         with pytest.raises(raised, match=text):
             await reading
         assert sandbox.usable
-        assert supervisor.killed == []
+        assert worker.removed == 0
 
     with_a_sandbox(test)
 
@@ -191,13 +198,13 @@ def test_answers_that_are_no_fault_leave_the_sandbox_usable(said: Header, raised
 def test_fault_of_the_sandbox_fails_the_episode_and_ends_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ANSWER_SECONDS", 0.05)
 
-    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
+    async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         running, waiting = begin(sandbox.run(["a"], seconds=0.01)), begin(sandbox.run(["b"]))
-        await supervisor.hear()
+        await worker.hear()
         if how == "fault":
-            await supervisor.say({"fault": "cannot start a process"})
+            await worker.say({"fault": "cannot start a process"})
         elif how == "hang up":
-            await supervisor.hang_up()
+            await worker.hang_up()
         elif how == "closed":
             await sandbox.close()
         expected = {"fault": "cannot start", "hang up": "it fell over", "silence": "not answered", "closed": "closed"}
@@ -206,16 +213,17 @@ def test_fault_of_the_sandbox_fails_the_episode_and_ends_it(how: str, monkeypatc
         with pytest.raises(EpisodeFailed, match="sandbox: "):
             await waiting
         assert not sandbox.usable
-        assert supervisor.killed
         with pytest.raises(EpisodeFailed, match="sandbox: "):
             await sandbox.write("a", b"")
+        await sandbox.close()
+        assert (worker.removed, worker.killed, sandbox.removed) == (1, False, True)
 
     with_a_sandbox(test)
 
 
-def test_supervisor_that_has_gone_unnoticed_fails_the_next_request_whatever_its_size() -> None:
-    async def test(sandbox: LocalSandbox, supervisor: Supervisor) -> None:
-        await supervisor.hang_up()
+def test_worker_that_has_gone_unnoticed_fails_the_next_request_whatever_its_size() -> None:
+    async def test(sandbox: LocalSandbox, worker: Worker) -> None:
+        await worker.hang_up()
         with pytest.raises(EpisodeFailed, match="sandbox: it fell over"):
             await sandbox.write("a", b"x" * (1 << 20))
         assert not sandbox.usable
@@ -223,30 +231,36 @@ def test_supervisor_that_has_gone_unnoticed_fails_the_next_request_whatever_its_
     with_a_sandbox(test)
 
 
-@pytest.mark.parametrize("how", ["fault", "hang up", "silence", "cancelled"])
-def test_sandbox_that_does_not_come_up_is_killed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["hang up", "silence", "cancelled"])
+def test_sandbox_that_does_not_come_up_is_removed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "OPEN_SECONDS", 0.1)
 
     async def main() -> None:
-        supervisor = Supervisor()
-        opening = begin(LocalSandbox.open(cast(Spawning, supervisor), 7, Limits()))
+        worker = Worker()
+        sandbox = worker.sandbox(Limits())
+        opening = begin(sandbox.ready())
         await asyncio.sleep(0)
-        if how == "fault":
-            await supervisor.say({"fault": "mount /proc: Operation not permitted"})
-        elif how == "hang up":
-            await supervisor.hang_up()
+        if how == "hang up":
+            await worker.hang_up()
         elif how == "cancelled":
-            await supervisor.connected()
+            await worker.connected()
             opening.cancel()
-        errors = {
-            "fault": "not permitted",
-            "hang up": "it fell over",
-            "silence": "not come up for 0 s",
-            "cancelled": None,
-        }
+        errors = {"hang up": "it fell over", "silence": "not come up for 0 s", "cancelled": None}
         with pytest.raises(asyncio.CancelledError if how == "cancelled" else EpisodeFailed, match=errors[how]):
             await asyncio.wait_for(opening, DEADLINE)
-        assert supervisor.killed == [7]
-        await supervisor.hang_up()
+        await sandbox.close()
+        assert worker.removed == 1
+        await worker.hang_up()
 
     asyncio.run(main())
+
+
+def test_worker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "CLOSE_SECONDS", 0.1)
+
+    async def test(sandbox: LocalSandbox, worker: Worker) -> None:
+        worker.stuck = True
+        await sandbox.close()
+        assert (worker.removed, worker.killed) == (1, True)
+
+    with_a_sandbox(test)

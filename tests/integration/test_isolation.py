@@ -44,7 +44,7 @@ def test_a_run_that_executes_code_of_the_model_is_refused_with_the_remedy(
 ) -> None:
     code, text = command(tmp_path, *arguments)
     assert code != 0
-    for words in ("no isolation here", "namespaces: sandbox:", "allow_unsafe=true", "docs/sandbox.md"):
+    for words in ("no isolation here", "bubblewrap: ", "allow_unsafe=true", "docs/sandbox.md"):
         assert words in text
     assert not (tmp_path / "run").exists()
 

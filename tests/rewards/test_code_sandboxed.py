@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 
 import pytest
 
-from asyncrl.envs.sandbox.local import Kind
 from asyncrl.envs.sandbox.protocol import Limits
 from asyncrl.rewards import Score
 from asyncrl.rewards.code_reward import CodeReward
-from tests.envs.machine import backend, leaves_nothing
+from tests.envs.machine import backend, leaves_nothing, without_bubblewrap, without_root
+from tests.envs.ways import Kind
 from tests.rewards.doubles import answer
 
 pytestmark = pytest.mark.integration
@@ -56,10 +54,15 @@ REFUSALS = {
 }
 
 
-def kinds() -> list[str]:
-    """Those of this machine in which a wrong program has a verdict: without namespaces only where guests can be
-    others."""
-    return ["namespaces", *(["bubblewrap"] if shutil.which("bwrap") else []), *([] if os.geteuid() else ["processes"])]
+kinds = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("own users", marks=[without_bubblewrap, without_root]),
+        pytest.param("one user", marks=without_bubblewrap),
+        pytest.param("unsafe", marks=without_root),
+    ],
+)
+"""Those in which a wrong program has a verdict: without isolation only where programs can have users of their own."""
 
 
 def scored(kind: Kind, *answers: str) -> list[Score]:
@@ -74,7 +77,7 @@ def scored(kind: Kind, *answers: str) -> list[Score]:
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("kind", kinds())
+@kinds
 def test_wrong_program_cannot_refuse_its_verdict(kind: Kind) -> None:
     scores = dict(zip(REFUSALS, scored(kind, *REFUSALS.values()), strict=True))
     assert {name: (one.reward, one.parts["code/no_verdict"]) for name, one in scores.items()} == dict.fromkeys(
@@ -82,7 +85,7 @@ def test_wrong_program_cannot_refuse_its_verdict(kind: Kind) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", kinds())
+@kinds
 def test_right_program_has_it_too_and_may_use_files_and_processes(kind: Kind) -> None:
     busy = """
 import multiprocessing, pathlib, subprocess, tempfile

@@ -1,6 +1,6 @@
 """A Slurm of our own on this machine: the real controller, and a daemon for each of its virtual nodes.
 
-Debian's packages, which `make slurm` unpacks into .venv/slurm where they are not installed (scripts/slurm_tools.py).
+Debian's packages, which `make slurm` unpacks into .venv/slurm where they are not installed (scripts/debian_tools.py).
 Every user can have one: its daemons start that user's tasks. The nodes share the machine's loopback, or, `apart`, each
 has a network of its own (a namespace, at a bridge in the first one, which only root can make): then nothing of one node
 can be reached from another by 127.0.0.1.
@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.ports import free_ports
-from scripts import slurm_tools
+from scripts import debian_tools
 
 ROOT = Path(__file__).resolve().parents[2]
 UNPACKED = ROOT / ".venv" / "slurm"
@@ -66,7 +66,7 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=
 
 def missing() -> str:
     """Why there can be no lab here; empty: there can."""
-    if slurm_tools.installed() or slurm_tools.complete(UNPACKED):
+    if debian_tools.installed(debian_tools.SLURM) or debian_tools.complete(UNPACKED):
         return ""
     return "Slurm is not installed: `make slurm` unpacks it, or says why it cannot"
 
@@ -95,8 +95,8 @@ class Lab:
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "SRUN"))}
         tools = f"{UNPACKED}/usr/bin:{UNPACKED}/usr/sbin:{plain['PATH']}:/usr/sbin"
         self.env = {**plain, "PATH": tools, "SLURM_CONF": str(folder / "slurm.conf")}
-        if slurm_tools.complete(UNPACKED):
-            folders = [*map(str, slurm_tools.library_folders(UNPACKED)), plain.get("LD_LIBRARY_PATH", "")]
+        if debian_tools.complete(UNPACKED):
+            folders = [*map(str, debian_tools.library_folders(UNPACKED)), plain.get("LD_LIBRARY_PATH", "")]
             self.env["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
 
     def on(self, node: str, *command: str) -> list[str]:
@@ -184,7 +184,7 @@ class Lab:
         """Its daemon."""
         words = ("slurmd", "-D", "-N", name)
         stepd = _tool("slurmstepd")
-        self._start(name, name, *words, *(("-d", stepd) if slurm_tools.complete(UNPACKED) and stepd else ()))
+        self._start(name, name, *words, *(("-d", stepd) if debian_tools.complete(UNPACKED) and stepd else ()))
 
     def kill_node(self, name: str) -> None:
         """As a machine that loses its power: its daemon, those of its steps, and what they started, by SIGKILL."""
@@ -265,7 +265,7 @@ def _ip(*words: str) -> None:
 
 
 def _tool(name: str) -> str | None:
-    for folder in (f"{UNPACKED}/usr/sbin", f"{UNPACKED}/usr/bin") if slurm_tools.complete(UNPACKED) else ():
+    for folder in (f"{UNPACKED}/usr/sbin", f"{UNPACKED}/usr/bin") if debian_tools.complete(UNPACKED) else ():
         for known in (name, f"{name}-wlm"):
             if (path := Path(folder, known)).exists():
                 return str(path)
@@ -273,6 +273,6 @@ def _tool(name: str) -> str | None:
 
 
 def _plugins() -> str:
-    root = UNPACKED if slurm_tools.complete(UNPACKED) else Path("/")
+    root = UNPACKED if debian_tools.complete(UNPACKED) else Path("/")
     (folder,) = root.glob("usr/lib/*-linux-*/slurm-wlm")
     return str(folder)

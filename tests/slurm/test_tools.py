@@ -1,4 +1,4 @@
-"""scripts/slurm_tools.py: a Slurm is unpacked with all that it needs, or not at all."""
+"""scripts/debian_tools.py: a Slurm is unpacked with all that it needs, or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import slurm_tools
+from scripts import debian_tools
 from tests.slurm import lab
 
 SIMULATION = """\
@@ -34,7 +34,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_tools, "installed", lambda: False)
+    monkeypatch.setattr(debian_tools, "installed", lambda tool: False)
     return folder
 
 
@@ -45,13 +45,13 @@ def program(path: Path, text: str) -> None:
 
 def test_packages_that_apt_would_install_are_downloaded_at_their_version() -> None:
     expected = ["libmunge2=0.5.15-2+deb12u1", "libhwloc15=2.9.0-1", "slurmd=22.05.8-4+deb12u3"]
-    assert slurm_tools.to_install(SIMULATION) == expected
+    assert debian_tools.to_install(SIMULATION) == expected
 
 
 def test_libraries_are_found_whatever_the_architecture(tmp_path: Path) -> None:
     for name in ("usr/lib/aarch64-linux-gnu/slurm-wlm", "lib/aarch64-linux-gnu", "usr/lib/systemd"):
         (tmp_path / name).mkdir(parents=True)
-    found = [str(path.relative_to(tmp_path)) for path in slurm_tools.library_folders(tmp_path)]
+    found = [str(path.relative_to(tmp_path)) for path in debian_tools.library_folders(tmp_path)]
     assert found == ["usr/lib/aarch64-linux-gnu", "lib/aarch64-linux-gnu", "usr/lib/aarch64-linux-gnu/slurm-wlm"]
 
 
@@ -67,9 +67,9 @@ def test_program_without_its_library_is_found_out(tmp_path: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", soname, tmp_path / "lib.c", "-o", library], check=True)
     subprocess.run(["cc", tmp_path / "main.c", library, "-o", programs / "slurmd"], check=True)
     program(programs / "a-script", "#!/bin/sh\n")
-    assert slurm_tools.unresolved(tmp_path) == []
+    assert debian_tools.unresolved(tmp_path) == []
     library.unlink()
-    assert slurm_tools.unresolved(tmp_path) == ["slurmd: libasked.so.1"]
+    assert debian_tools.unresolved(tmp_path) == ["slurmd: libasked.so.1"]
 
 
 def test_failure_leaves_neither_a_folder_nor_a_slurm_for_the_tests(
@@ -78,7 +78,7 @@ def test_failure_leaves_neither_a_folder_nor_a_slurm_for_the_tests(
     folder = tmp_path / "venv with a space" / "slurm"
     program(path / "apt-get", APT_GET)
     program(path / "dpkg", "#!/bin/sh\necho 'dpkg-deb: error: it is no archive' >&2; exit 2\n")
-    slurm_tools.main([str(folder)])
+    debian_tools.main(["slurm", str(folder)])
     assert list(folder.parent.iterdir()) == []
     assert (
         "its tests are skipped: dpkg cannot unpack it.\n    dpkg-deb: error: it is no archive"
@@ -86,7 +86,7 @@ def test_failure_leaves_neither_a_folder_nor_a_slurm_for_the_tests(
     )
 
     program(path / "apt-get", "#!/bin/sh\necho 'E: Unable to locate package slurmctld' >&2; exit 100\n")
-    slurm_tools.main([str(folder)])
+    debian_tools.main(["slurm", str(folder)])
     assert "Run `apt-get update` as root.\n    E: Unable to locate package slurmctld" in capsys.readouterr().out
 
     monkeypatch.setattr(lab, "UNPACKED", folder)
@@ -101,13 +101,13 @@ def test_folder_that_is_not_whole_is_replaced_and_a_whole_one_stays(path: Path, 
     (folder / "usr/sbin/old").touch()
     program(path / "apt-get", APT_GET)
     program(path / "dpkg", '#!/bin/sh\nmkdir -p "$3/usr/sbin"; touch "$3/usr/sbin/slurmd"\n')
-    slurm_tools.main([str(folder)])
-    assert slurm_tools.complete(folder)
+    debian_tools.main(["slurm", str(folder)])
+    assert debian_tools.complete(folder)
     assert sorted(item.name for item in (folder / "usr/sbin").iterdir()) == ["slurmd"]
     assert sorted(item.name for item in folder.parent.iterdir()) == ["programs", "slurm"]
     program(path / "apt-get", "#!/bin/sh\nexit 1\n")
-    slurm_tools.main([str(folder)])
-    assert slurm_tools.complete(folder)
+    debian_tools.main(["slurm", str(folder)])
+    assert debian_tools.complete(folder)
 
 
 assert sys.platform == "linux"

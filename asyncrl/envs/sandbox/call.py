@@ -1,6 +1,8 @@
-"""One call, as the supervisor sees it: starts the program, feeds and reads its pipes, ends it and all that it started.
+"""One call of a sandbox: runs a program, feeds and reads its pipes, and ends it at its limits.
 
-waits for     the program's end, its output, room in its stdin, the word to stop; at most TICK_SECONDS for any of them
+This is code of the worker (worker.py): it runs inside of the sandbox and imports Python's library alone.
+
+waits for     the program's end, its output, room in its stdin, a word of the owner; at most TICK_SECONDS
 on a hang     SIGKILL to everything in the sandbox after `seconds`
 """
 
@@ -9,40 +11,103 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from asyncrl.envs.sandbox.beside import BESIDE, serve
-from asyncrl.envs.sandbox.guest import Confinement, become
-from asyncrl.envs.sandbox.meter import TICK_SECONDS, Meter
+from asyncrl.envs.sandbox.program import Settings, become, kill, read, stat
 
+TICK_SECONDS = 0.05
 _CHUNK = 65536
+_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 class Fault(Exception):
-    """The sandbox's own."""
+    """A failure of the sandbox itself."""
 
 
-@dataclass
-class Ended:
-    """How, before the owner hears of it."""
+class Meter:
+    """What the processes of a call use together: the limits that no rlimit holds. With a control group the kernel
+    counts, and kills for memory itself; without one the processes in /proc are added up."""
 
-    reason: str
-    exit_code: int | None
-    seconds: float
-    outputs: tuple[bytes, bytes]
+    def __init__(
+        self,
+        pids: Callable[[], Iterable[int]],
+        *,
+        cpu_seconds: float,
+        memory: int | None,
+        processes: int | None,
+        files: int | None,
+        folder: str = "/",
+        oom: int | None = None,
+        cpu: int | None = None,
+    ) -> None:
+        """Begin. The bounds on memory (in bytes), processes, and files in the file system of the folder are None where
+        the kernel holds them, or nobody; `oom` and `cpu` are descriptors of a control group's files."""
+        self._pids, self._cpu_seconds, self._memory, self._processes = pids, cpu_seconds, memory, processes
+        self._files, self._folder, self._oom, self._cpu = files, folder, oom, cpu
+        self._ooms = _ooms(oom) if oom is not None else 0
+        self._cpu_before = _cpu_of(cpu) if cpu is not None else 0.0
+
+    def broken(self) -> str | None:
+        """Return the limit that is broken now."""
+        if self.out_of_memory():
+            return "memory"
+        if self._cpu is not None and _cpu_of(self._cpu) - self._cpu_before > self._cpu_seconds:
+            return "cpu"
+        if self._cpu is None or self._memory is not None or self._processes is not None:
+            living = list(self._pids())
+            if self._processes is not None and len(living) > self._processes:
+                return "processes"
+            # fields 14 to 17: a process's own time, and that of its children that have ended
+            if self._cpu is None and sum(sum(map(int, stat(pid)[11:15])) for pid in living) / _TICKS > (
+                self._cpu_seconds
+            ):
+                return "cpu"
+            if self._memory is not None and _memory(living, self._memory) > self._memory:
+                return "memory"
+        if self._files is not None:
+            found = os.statvfs(self._folder)
+            return "disk" if found.f_files - found.f_ffree > self._files else None
+        return None
+
+    def out_of_memory(self) -> bool:
+        """Return whether the kernel has killed a process for memory since the call began."""
+        return self._oom is not None and _ooms(self._oom) > self._ooms
 
 
-@dataclass
+def _ooms(descriptor: int) -> int:
+    return _entry(os.pread(descriptor, 4096, 0), b"oom_kill")
+
+
+def _cpu_of(descriptor: int) -> float:
+    """Return the CPU seconds of a group's processes, also of those that have ended."""
+    text = os.pread(descriptor, 4096, 0)
+    return _entry(text, b"usage_usec") / 1e6 if b"usage_usec" in text else int(text) / 1e9
+
+
+def _entry(text: bytes, name: bytes) -> int:
+    return next((int(line.split()[1]) for line in text.splitlines() if line.split()[0] == name), 0)
+
+
+def _memory(pids: Sequence[int], most: int) -> int:
+    """Return resident bytes. What processes share counts once (proportional set size), if the sum would be too much."""
+    resident = {pid: int(read(pid, "statm", "0 0").split()[1]) * _PAGE for pid in pids}
+    if sum(resident.values()) <= most:
+        return sum(resident.values())
+    total = 0
+    for pid in pids:
+        lines = read(pid, "smaps_rollup", "").splitlines()
+        shares = [int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")]
+        total += shares[0] if shares else resident[pid]
+    return total
+
+
 class _Output:
-    end: int
-    most: int
-    data: bytearray = field(default_factory=bytearray)
+    def __init__(self, end: int, most: int) -> None:
+        self.end, self.most, self.data = end, most, bytearray()
 
     def take(self) -> bool | None:
-        """Some of what is there: None when nothing is, False when nothing will be, or it is too much."""
+        """Read some of what is there. Return None when nothing is, False when nothing will be or it is too much."""
         try:
             chunk = os.read(self.end, _CHUNK)
         except BlockingIOError:
@@ -55,53 +120,60 @@ class _Output:
         return len(self.data) > self.most
 
 
+class Ended:
+    """How a call ended."""
+
+    def __init__(self, reason: str, exit_code: int | None, seconds: float, outputs: Sequence[bytes]) -> None:
+        self.reason, self.exit_code, self.seconds, self.outputs = reason, exit_code, seconds, outputs
+
+
 class Call:
-    """A program under way."""
+    """A program that runs."""
 
     def __init__(
         self,
-        confinement: Confinement,
+        settings: Settings,
         home: int,
         command: Sequence[str],
         env: dict[str, str],
-        stdin: bytes,
         seconds: float,
+        *,
+        stdin: bytes = b"",
+        ends: Sequence[int] = (),
     ) -> None:
-        """Starts it in the folder of this descriptor. Raises OSError when it cannot be started."""
-        pairs = [os.pipe() for _ in range(4)]
-        (guest_in, self._feed), (out, guest_out), (err, guest_err), (self._fault, fault) = pairs
-        given = [guest_in, guest_out, guest_err]
-        if confinement.nested:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            env = {**env, BESIDE: str(len(given))}
-            given.append(theirs.detach())
-            with ours:
-                if os.fork() == 0:
-                    for end in (*given, self._feed, out, err, self._fault, fault):
-                        os.close(end)
-                    serve(ours, confinement, home)
+        """Start it in the folder of the descriptor `home`, with `ends` as its descriptors 0, 1, 2, ...; without `ends`
+        it reads `stdin`, and its output is kept. Raises OSError when it cannot be started."""
+        self._alone = settings.alone
+        self._fault, fault = os.pipe()
+        self._feed, self._outputs = -1, []
+        given = list(ends)
+        if not ends:
+            (theirs_in, self._feed), (out, theirs_out), (err, theirs_err) = [os.pipe() for _ in range(3)]
+            given = [theirs_in, theirs_out, theirs_err]
+            most = int(settings.limits["output_kb"]) * 1024
+            self._outputs = [_Output(out, most), _Output(err, most)]
+            for end in (self._feed, out, err):
+                os.set_blocking(end, False)
+        shared = [] if settings.asks is None else [settings.asks]
         self._began = time.monotonic()
         self._deadline = self._began + seconds
         self.pid = os.fork()
         if self.pid == 0:
-            become(confinement, home, command, env, given, fault)
-        for end in (*given, fault):
+            become(settings, home, command, env, [*given, *shared], fault)
+        for end in (fault, *({*given} - {*ends})):
             os.close(end)
-        for end in (self._feed, out, err):
-            os.set_blocking(end, False)
-        most = int(confinement.limits["output_kb"]) * 1024
-        self._outputs = [_Output(out, most), _Output(err, most)]
         self._stdin = memoryview(stdin)
         self._alive = os.pidfd_open(self.pid)
         self._status: int | None = None
 
-    def wait(self, meter: Meter, owner: socket.socket, guardian: int, stopped: Callable[[], bool]) -> str:
-        """Until it has to end, and why; `stopped` is asked when the owner speaks or the guardian is gone."""
+    def wait(self, meter: Meter, interrupts: Collection[int]) -> str:
+        """Wait until the call has to end, and return why: "killed" when one of the `interrupts` can be read."""
         poll = select.poll()
-        for end in (self._alive, owner.fileno(), guardian, *(output.end for output in self._outputs)):
-            poll.register(end, select.POLLIN)
-        poll.register(self._feed, select.POLLOUT)
         outputs = {output.end: output for output in self._outputs}
+        for end in (self._alive, *interrupts, *outputs):
+            poll.register(end, select.POLLIN)
+        if self._feed >= 0:
+            poll.register(self._feed, select.POLLOUT)
         next_tick = self._began + TICK_SECONDS
         while True:
             now = time.monotonic()
@@ -110,7 +182,7 @@ class Call:
             for end, _ in poll.poll(max(0.0, 1000 * (min(self._deadline, next_tick) - now))):
                 if end == self._alive:
                     return "exited"
-                if end in (owner.fileno(), guardian) and stopped():
+                if end in interrupts:
                     return "killed"
                 if end == self._feed and not self._pour():
                     poll.unregister(end)
@@ -127,28 +199,26 @@ class Call:
                     return reason
                 next_tick = time.monotonic() + TICK_SECONDS
 
-    def end(self, reason: str, meter: Meter, kill: Callable[[], None]) -> Ended:
-        """Kill all of it, and take what it still had to say. Raises Fault when it never began."""
-        kill()
+    def end(self, reason: str, meter: Meter) -> Ended:
+        """Kill all of the sandbox's processes, and take what they still had to say. Raises Fault when the program never
+        began."""
+        kill(self._alone)
         while self._reap(0):
             while self._reap(os.WNOHANG):
                 pass
-            kill()  # whoever began meanwhile: nothing can where the kernel kills all at once
+            kill(self._alone)  # whoever began meanwhile: nobody can where the kernel kills all at once
         seconds = time.monotonic() - self._began
         for output in self._outputs:
             while output.take():
                 pass
-        if fault := os.read(self._fault, _CHUNK):
-            raise Fault(fault.decode(errors="replace"))
-        self._close()
-        reason, exit_code = self._verdict(reason, meter)
-        out, err = (bytes(output.data[: output.most]) for output in self._outputs)
-        return Ended(reason, exit_code, seconds, (out, err))
-
-    def _close(self) -> None:
+        fault = os.read(self._fault, _CHUNK)
         for end in (self._feed, self._fault, self._alive, *(output.end for output in self._outputs)):
             if end >= 0:
                 os.close(end)
+        if fault:
+            raise Fault(fault.decode(errors="replace"))
+        reason, exit_code = self._verdict(reason, meter)
+        return Ended(reason, exit_code, seconds, [bytes(output.data[: output.most]) for output in self._outputs])
 
     def _verdict(self, reason: str, meter: Meter) -> tuple[str, int | None]:
         if reason != "exited":
@@ -163,7 +233,7 @@ class Call:
         return ("exited" if code >= 0 else "killed"), code
 
     def _reap(self, flags: int) -> bool:
-        """Whether a process was; orphans come to the supervisor too."""
+        """Reap a process, if there is one; orphans come to the worker too."""
         try:
             pid, status = os.waitpid(-1, flags)
         except ChildProcessError:
@@ -173,7 +243,7 @@ class Call:
         return pid != 0
 
     def _pour(self) -> bool:
-        """Whether there is more to write to stdin, and somebody to read it."""
+        """Write to stdin. Return whether there is more to write, and somebody to read it."""
         try:
             self._stdin = self._stdin[os.write(self._feed, self._stdin[:_CHUNK]) :] if self._stdin else self._stdin
         except BlockingIOError:

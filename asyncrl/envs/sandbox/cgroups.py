@@ -1,19 +1,70 @@
-"""Control groups: what bounds the memory of all processes of a sandbox together, where this process may make one.
+"""Control groups, which bound the memory and the processes of a sandbox as a whole, and what dead runs leave of them.
 
-Version 1 has a hierarchy for each controller, version 2 one for all. In version 2 a group with processes cannot have
-children with controllers, so where ours cannot, a sibling is tried (a systemd user session, a scope with Delegate=yes).
+Version 1 has a hierarchy for each controller, version 2 has one for all. In version 2 a group that has processes cannot
+have children with controllers, so a sibling of our group is tried too (a systemd user session, a scope with
+Delegate=yes). A group's name, and that of a folder, says whose it is, so that what a dead process left is removed:
+
+    asyncrl-sandbox-NAMESPACE-PID-STARTED-NUMBER        STARTED: clock ticks after boot (field 22 of /proc/PID/stat)
+
+The pid namespace is part of the name because containers may share folders.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
-from collections.abc import Iterable, Mapping
+import tempfile
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.envs.sandbox.leftovers import Marker
+PREFIX = "asyncrl-sandbox"
+_NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-(\d+)-\d+")
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Identity of a process that makes sandboxes."""
+
+    namespace: int
+    pid: int
+    started: int
+
+    @classmethod
+    def mine(cls) -> Marker:
+        """Return that of this process."""
+        return cls(_namespace(), os.getpid(), started(os.getpid()))
+
+    @classmethod
+    def of(cls, name: str) -> Marker | None:
+        """Return whose a name is, or None for names that are not ours."""
+        match = _NAME.fullmatch(name)
+        return cls(*map(int, match.groups())) if match else None
+
+    def name(self, number: int) -> str:
+        """Return the name for a sandbox of this process."""
+        return f"{PREFIX}-{self.namespace}-{self.pid}-{self.started}-{number}"
+
+    def alive(self) -> bool:
+        """Return whether the process runs; one of another namespace, of which nothing is known here, counts as such."""
+        return self.namespace != _namespace() or started(self.pid) == self.started
+
+
+def started(pid: int) -> int:
+    """Return when a process began; -1 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    return -1 if fields[0] in "ZX" else int(fields[19])
+
+
+def _namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
 @dataclass(frozen=True)
@@ -21,11 +72,16 @@ class Bases:
     """Folders in which groups may be made."""
 
     version_1: Mapping[str, Path] = field(default_factory=dict)  # by controller: memory, pids, cpuacct
-    version_2: tuple[Path, ...] = ()  # to be tried in this order
+    version_2: tuple[Path, ...] = ()  # in the order in which they are tried
+
+    @property
+    def all(self) -> set[Path]:
+        """All of them."""
+        return {*self.version_1.values(), *self.version_2}
 
 
 def bases(process: Path = Path("/proc/self")) -> Bases:
-    """Of this process, from its mountinfo and cgroup (proc(5), cgroups(7))."""
+    """Return those of this process, from its mountinfo and cgroup (proc(5), cgroups(7))."""
     mine: dict[str, str] = {}
     for line in (process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -46,27 +102,24 @@ def bases(process: Path = Path("/proc/self")) -> Bases:
 
 
 def _below(target: str, root: str, path: str) -> Path | None:
-    """Where a group is seen whose path is this, in a hierarchy mounted from its group `root`."""
+    """Return where a group with this path is seen, in a hierarchy that is mounted from its group `root`."""
     relative = os.path.relpath(path, root)
     return None if relative.startswith("..") else Path(target, relative)
 
 
 class ControlGroup:
-    """One sandbox's; commands join it through `joins`, which the supervisor inherits."""
+    """The groups of one sandbox. Its programs join them through the descriptors `joins`, which the worker inherits."""
 
     def __init__(self, bases: Bases, name: str, *, memory: int, processes: int) -> None:
-        """Bounds in bytes and tasks. What cannot be bounded is left out: see `bounds`."""
+        """Make groups with these bounds, in bytes and tasks. `bounds` says which of them hold here."""
         self._folders: list[Path] = []
         self.bounds: set[str] = set()
         self.joins: list[int] = []
-        self.oom: int | None = None  # to be read again and again
+        self.oom: int | None = None  # descriptors of files to be read again and again
         self.cpu: int | None = None
+        memory_1 = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
         for controller, base in bases.version_1.items():
-            wanted = {
-                "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
-                "pids": {"pids.max": processes},
-                "cpuacct": {},
-            }[controller]
+            wanted = {"memory": memory_1, "pids": {"pids.max": processes}, "cpuacct": {}}[controller]
             self._make(base / name, {controller: wanted}, controller, oom="memory.oom_control", cpu="cpuacct.usage")
         for base in () if self.bounds & {"memory", "pids"} else bases.version_2:
             limits = {"memory": {"memory.max": memory, "memory.swap.max": 0}, "pids": {"pids.max": processes}}
@@ -74,7 +127,7 @@ class ControlGroup:
                 break
 
     def _make(self, folder: Path, limits: Mapping[str, Mapping[str, int]], needed: str, *, oom: str, cpu: str) -> bool:
-        """Whether there is such a group now; not without the controller that is needed."""
+        """Make a group, unless the controller that is needed is missing. Return whether there is one now."""
         opened: list[int] = []
 
         def open_file(name: str, flags: int) -> int:
@@ -101,23 +154,24 @@ class ControlGroup:
 
     @property
     def descriptors(self) -> list[int]:
-        """All that are open."""
+        """All descriptors that are open."""
         return [*self.joins, *(fd for fd in (self.oom, self.cpu) if fd is not None)]
 
     def release(self) -> None:
-        """Close the descriptors; who joined or inherited keeps them."""
+        """Close the descriptors; workers have theirs."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.joins, self.oom, self.cpu = [], None, None
 
     def remove(self) -> bool:
-        """Whether nothing is left of it; its processes are dead."""
+        """Kill what still runs in the groups and remove them. Return whether nothing is left; what has just been killed
+        may need another call."""
         self._folders = [folder for folder in self._folders if not _removed(folder)]
         return not self._folders
 
 
 def _set(file: Path, value: int) -> bool:
-    """Whether a bound holds: swap cannot be bounded, and need not be, where the kernel has none."""
+    """Write a bound. Return whether it holds: swap cannot be bounded, and need not be, where the kernel has none."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -130,43 +184,25 @@ def _set(file: Path, value: int) -> bool:
 
 
 def _removed(folder: Path) -> bool:
-    try:
+    """Remove a group. Return whether it is gone; if not, what runs in it is killed."""
+    with suppress(OSError):
         folder.rmdir()
-    except FileNotFoundError:
+    if not folder.exists():
         return True
-    except OSError:
-        return False
-    return True
-
-
-def ooms(descriptor: int) -> int:
-    """How often the kernel killed a process of the group for its memory."""
-    return _entry(os.pread(descriptor, 4096, 0), b"oom_kill")
-
-
-def cpu_seconds(descriptor: int) -> float:
-    """CPU time that the group's processes have used, also those that have ended."""
-    text = os.pread(descriptor, 4096, 0)
-    return _entry(text, b"usage_usec") / 1e6 if b"usage_usec" in text else int(text) / 1e9
-
-
-def _entry(text: bytes, name: bytes) -> int:
-    return next((int(line.split()[1]) for line in text.splitlines() if line.split()[0] == name), 0)
-
-
-def sweep(bases: Bases) -> None:
-    """Remove the groups that dead processes made, and what still runs in them."""
-    folders: Iterable[Path] = {*bases.version_1.values(), *bases.version_2}
-    for folder in folders:
-        with suppress(OSError):
-            for child in folder.iterdir():
-                marker = Marker.of(child.name)
-                if marker and not marker.alive():
-                    _empty(child)
-
-
-def _empty(folder: Path) -> None:
     with suppress(OSError):
         for pid in (folder / "cgroup.procs").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
-    _removed(folder)
+    return False
+
+
+def sweep(bases: Bases) -> None:
+    """Remove the groups and folders that dead processes left, and what still runs in the groups."""
+    temporary = Path(tempfile.gettempdir())
+    for path in (path for parent in (*bases.all, temporary) for path in parent.glob(f"{PREFIX}-*")):
+        marker = Marker.of(path.name)
+        if marker and not marker.alive():
+            if path.parent == temporary:
+                shutil.rmtree(path, ignore_errors=True)
+            elif not _removed(path):
+                time.sleep(0.01)  # what was killed ends
+                _removed(path)

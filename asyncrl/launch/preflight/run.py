@@ -150,7 +150,7 @@ def _isolation(config: Config, sandboxes: Sequence[LocalSandboxes], seen: Cluste
             yield ok("sandbox", f"{held}; {lacks}" if lacks else held)
         else:
             text = f"no isolation (allow_unsafe=true), little more than resource limits; {held}; {lacks}"
-            yield warning("sandbox", text, f"{local.WITH_NAMESPACES}.")
+            yield warning("sandbox", text, f"{local.FOR_ISOLATION}.")
 
 
 def _on_machines(config: Config, seen: ClusterFacts, models: dict[str, ModelFolder]) -> Iterator[Finding]:

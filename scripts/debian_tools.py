@@ -1,10 +1,11 @@
-"""Unpacks a Slurm for the tests, with every library that it needs and this machine lacks. It needs no root.
+"""Unpacks programs of Debian, with every library that they need and this machine lacks. It needs no root.
 
-    python3 scripts/slurm_tools.py .venv/slurm
+    python3 scripts/debian_tools.py slurm .venv/slurm              # for the Slurm tests
+    python3 scripts/debian_tools.py bubblewrap .venv/bubblewrap    # for sandboxes; asyncrl looks for it there
 
 Nothing is installed: apt-get simulates the installation, downloads what that would add, and dpkg unpacks it into the
-folder. Where Slurm is installed, or unpacked already, nothing happens. Where it cannot be had, the reason is printed
-and the exit status is 0: the Slurm tests are then skipped.
+folder. Where the programs are installed, or unpacked already, nothing happens. Where they cannot be had, the reason is
+printed and the exit status is 0.
 
 Only the standard library is imported.
 """
@@ -18,24 +19,46 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge")
-INSTALLED = ("slurmctld", "slurmd", "sbatch", "munged")
-"""The programs that stand for each of the packages."""
+
+@dataclass(frozen=True)
+class Tool:
+    """Packages that are unpacked together."""
+
+    name: str
+    packages: tuple[str, ...]
+    programs: tuple[str, ...]  # that stand for them
+    without: str  # what happens where they cannot be had
+
+
+SLURM = Tool(
+    name="Slurm",
+    packages=("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge"),
+    programs=("slurmctld", "slurmd", "sbatch", "munged"),
+    without="its tests are skipped",
+)
+BUBBLEWRAP = Tool(
+    name="bubblewrap",
+    packages=("bubblewrap",),
+    programs=("bwrap",),
+    without="there are no sandboxes and their tests are skipped",
+)
+TOOLS = {"slurm": SLURM, "bubblewrap": BUBBLEWRAP}
 COMPLETE = ".complete"
 """A file in the folder, written last: the packages that were unpacked."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Unavailable(Exception):
-    """Slurm cannot be had here. The message says why, and what to do."""
+    """A tool cannot be had here. The message says why, and what to do."""
 
 
-def installed() -> bool:
-    """Return whether this machine has all of Slurm's programs. Other users than root rarely have sbin on PATH."""
+def installed(tool: Tool) -> bool:
+    """Return whether this machine has all of its programs. Other users than root rarely have sbin on PATH."""
     path = f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}"
-    return all(shutil.which(program, path=path) for program in INSTALLED)
+    return all(shutil.which(program, path=path) for program in tool.programs)
 
 
 def complete(folder: Path) -> bool:
@@ -44,7 +67,8 @@ def complete(folder: Path) -> bool:
 
 
 def library_folders(folder: Path) -> list[Path]:
-    """Return where the unpacked programs find their libraries: the architecture's folders, and Slurm's own in them."""
+    """Return where the unpacked programs find their libraries: the architecture's folders, and Slurm's own in
+    them."""
     found = [path for parent in ("usr/lib", "lib") for path in sorted((folder / parent).glob("*-linux-*"))]
     return found + [path for path in (parent / "slurm-wlm" for parent in found) if path.is_dir()]
 
@@ -70,19 +94,23 @@ def to_install(simulation: str) -> list[str]:
     return [f"{name}={version}" for name, version in re.findall(r"^Inst (\S+) (?:\[\S+\] )?\((\S+)", simulation, re.M)]
 
 
-def unpack(folder: Path) -> list[str]:
+def unpack(tool: Tool, folder: Path) -> list[str]:
     """Download and unpack everything, and put it at `folder` when it is whole. Return the packages."""
     if not (shutil.which("apt-get") and shutil.which("dpkg")):
         raise Unavailable(
-            "only Debian's packages can be unpacked, and there is no apt-get here. Install Slurm and munge."
+            f"only Debian's packages can be unpacked, and there is no apt-get here. Install {' '.join(tool.packages)}."
         )
-    command = ["apt-get", "install", "--simulate", "--no-install-recommends", *PACKAGES]
-    packages = to_install(_output(command, "apt-get does not know Slurm's packages. Run `apt-get update` as root."))
+    command = ["apt-get", "install", "--simulate", "--no-install-recommends", *tool.packages]
+    packages = to_install(
+        _output(command, f"apt-get does not know {tool.name}'s packages. Run `apt-get update` as root.")
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         partial.chmod(0o755)  # mkdtemp's folder is closed to other users
-        _output(["apt-get", "download", *packages], "apt-get cannot download Slurm. Is the network there?", partial)
+        _output(
+            ["apt-get", "download", *packages], f"apt-get cannot download {tool.name}. Is the network there?", partial
+        )
         for package in sorted(partial.glob("*.deb")):
             _output(["dpkg", "-x", str(package), str(partial)], "dpkg cannot unpack it.")
             package.unlink()
@@ -112,15 +140,16 @@ def _magic(path: Path) -> bytes:
 
 def main(arguments: Sequence[str]) -> None:
     """Unpack, unless there is nothing to do."""
-    (folder,) = map(Path, arguments)
-    if installed() or complete(folder):
+    name, place = arguments
+    tool, folder = TOOLS[name], Path(place)
+    if installed(tool) or complete(folder):
         return
     try:
-        packages = unpack(folder)
+        packages = unpack(tool, folder)
     except Unavailable as error:
-        print(f"No Slurm here, so its tests are skipped: {error}")
+        print(f"No {tool.name} here, so {tool.without}: {error}")
     else:
-        print(f"Slurm for the tests: {len(packages)} packages in {folder}")
+        print(f"{tool.name}: {len(packages)} package(s) in {folder}")
 
 
 if __name__ == "__main__":

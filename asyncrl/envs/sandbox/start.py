@@ -1,0 +1,197 @@
+"""Starts the sandboxes of a backend, by bubblewrap or unsafely, and removes what they leave on the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+
+from asyncrl.envs.sandbox import bubblewrap, cgroups, seccomp
+from asyncrl.envs.sandbox.program import MIB, Settings
+from asyncrl.envs.sandbox.protections import Kind, Protections, in_force
+from asyncrl.envs.sandbox.protocol import Limits
+from asyncrl.envs.sandbox.session import LocalSandbox, WorkerProcess
+from asyncrl.errors import EpisodeFailed
+
+REMOVAL_SECONDS = 2.0
+"""A control group whose last process has just ended may still be busy."""
+_COUNTED_BY_NAMESPACE = (5, 14)
+"""Before this Linux RLIMIT_NPROC counts the processes of a user on the machine, whatever the namespace."""
+_HIGHEST_UID = 2_100_000_000
+"""Above the ranges that distributions hand out to users and containers."""
+_UIDS, _UIDS_OF_A_PROCESS = 1 << 25, 1 << 10
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How sandboxes are made on this machine."""
+
+    kind: Kind
+    own_uid: bool  # whether programs have a uid that nobody else has
+    bwrap: str = ""  # its path
+    environment: Mapping[str, str] = field(default_factory=dict)  # of its process
+    users: Sequence[str] = ()  # its options (bubblewrap.command)
+
+    @property
+    def counted(self) -> bool:
+        """Return whether RLIMIT_NPROC counts the processes of one sandbox alone."""
+        release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+        return self.own_uid or (self.kind == "bubblewrap" and release >= _COUNTED_BY_NAMESPACE)
+
+
+def ways(allow_unsafe: bool) -> list[Way]:
+    """Return what to try, in this order."""
+    found, own_uids = [], guest_uid(0) is not None
+    if (bwrap := bubblewrap.find()) is not None:
+        if own_uids:
+            found.append(Way("bubblewrap", True, *bwrap, bubblewrap.OWN_USERS))
+        users = ([*bubblewrap.ONE_USER, "--disable-userns"], bubblewrap.ONE_USER)
+        found += [Way("bubblewrap", False, *bwrap, options) for options in users]
+    return [*found, Way("unsafe", own_uids)] if allow_unsafe else found
+
+
+class Starter:
+    """Starts sandboxes in one way."""
+
+    def __init__(self, way: Way, limits: Limits, *, nested: bool) -> None:
+        self.way, self._limits, self._nested = way, limits, nested
+        self._numbers = count(1)
+        self._marker, self._bases = cgroups.Marker.mine(), cgroups.bases()
+        cgroups.sweep(self._bases)
+        group = self._group()
+        group.release()
+        group.remove()
+        self._bounds, self._filter, unfiltered = group.bounds, b"", ""
+        try:
+            self._filter = seccomp.program(sockets=way.kind == "bubblewrap", unseen_memory="memory" in self._bounds)
+        except seccomp.Unavailable as error:
+            unfiltered = str(error)
+        self.protections: Protections = in_force(
+            way.kind, own_uid=way.own_uid, counted=way.counted, bounds=self._bounds, unfiltered=unfiltered
+        )
+
+    def start(self) -> LocalSandbox:
+        """Start a sandbox, and the one beside it if it is nested, in one control group. Raises EpisodeFailed."""
+        group = self._group()
+        beside: LocalSandbox | None = None
+        try:
+            if not self._bounds <= group.bounds:
+                raise OSError("its control group cannot be made")
+            if not self._nested:
+                return self._worker(group)
+            asks, serves = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with asks, serves:
+                beside = self._worker(group, serves=serves)
+                return self._worker(group, asks=asks, beside=beside)
+        except OSError as error:
+            if beside:
+                beside.kill("the one beside it cannot be started")
+            group.remove()
+            raise EpisodeFailed("sandbox", f"it cannot be started: {error}") from None
+        finally:
+            group.release()
+
+    def _group(self) -> cgroups.ControlGroup:
+        memory, name = self._limits.memory_mb * MIB, self._marker.name(next(self._numbers))
+        return cgroups.ControlGroup(self._bases, name, memory=memory, processes=self._limits.processes)
+
+    def _worker(
+        self,
+        group: cgroups.ControlGroup,
+        *,
+        asks: socket.socket | None = None,
+        serves: socket.socket | None = None,
+        beside: LocalSandbox | None = None,
+    ) -> LocalSandbox:
+        """Start one worker. `asks` and `serves`: see Settings. Raises OSError."""
+        number, isolated = next(self._numbers), self.way.kind == "bubblewrap"
+        uid = guest_uid(number) if self.way.own_uid else None
+        folder = None if isolated else _folder(self._marker.name(number), uid)
+
+        async def remove() -> None:
+            if folder:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            tries = 0 if serves else int(100 * REMOVAL_SECONDS)  # the group is removed with the one beside this
+            while tries and not group.remove():
+                tries -= 1
+                await asyncio.sleep(0.01)
+
+        with ExitStack() as opened:
+            ours, theirs = socket.socketpair()
+            opened.callback(theirs.close)
+            files = {path: _holding(text.encode(), opened) for path, text in bubblewrap.FILES.items()}
+            filter_ = _holding(self._filter, opened) if self._filter else None
+            home = f"{folder}/home" if folder else bubblewrap.HOME
+            settings = Settings(
+                limits=asdict(self._limits),
+                environment=bubblewrap.environment(home, f"{folder}/tmp" if folder else bubblewrap.TEMPORARY),
+                folder=home,
+                uid=uid,
+                alone=isolated,
+                rlimit_memory="memory" not in group.bounds,
+                rlimit_processes=self.way.counted or not isolated,
+                owner=theirs.fileno(),
+                joins=group.joins,
+                oom=group.oom,
+                cpu=group.cpu,
+                asks=asks.fileno() if asks else None,
+                serves=serves.fileno() if serves else None,
+                seccomp=None if isolated else filter_,
+            )
+            passed, words = set(settings.descriptors), bubblewrap.python(str(_ROOT))
+            if isolated:
+                disk, shown = self._limits.disk_mb * MIB, bubblewrap.shown()
+                words = bubblewrap.command(self.way.bwrap, self.way.users, shown, disk, files=files, seccomp=filter_)
+                passed |= {*files.values()} | ({filter_} if filter_ is not None else set())
+            try:
+                worker = WorkerProcess([*words, json.dumps(vars(settings))], self.way.environment, passed)
+            except OSError:
+                ours.close()
+                if folder:
+                    shutil.rmtree(folder)
+                raise
+            return LocalSandbox(worker, ours, self._limits, remove, beside)
+
+
+def _holding(content: bytes, opened: ExitStack) -> int:
+    """Return a descriptor from which this can be read, until `opened` is left."""
+    descriptor = os.memfd_create("sandbox")
+    opened.callback(os.close, descriptor)
+    os.write(descriptor, content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _folder(name: str, uid: int | None) -> Path:
+    """Make the folder of an unsafe sandbox."""
+    folder = Path(tempfile.gettempdir(), name)
+    for path in (folder, folder / "home", folder / "tmp"):
+        path.mkdir(mode=0o700)
+        if uid is not None:
+            os.chown(path, uid, uid)
+    return folder
+
+
+def guest_uid(number: int, maps: Path = Path("/proc/self")) -> int | None:
+    """Return a uid, also gid, that nobody has, for the programs of a sandbox; None unless this process is root and has
+    some to give. Root of a container has those of the container's map (user_namespaces(7))."""
+    if os.geteuid():
+        return None
+    first, end = 0, _HIGHEST_UID
+    for name in ("uid_map", "gid_map"):
+        ranges = [tuple(map(int, line.split())) for line in (maps / name).read_text().splitlines()]
+        inside, _, size = max(ranges, key=lambda found: found[2])
+        first, end = max(first, inside), min(end, inside + size)
+    uids = min(_UIDS, (end - first) // 2)  # the upper ones
+    return end - 1 - (os.getpid() * _UIDS_OF_A_PROCESS + number % _UIDS_OF_A_PROCESS) % uids if uids > 1 else None

@@ -1,0 +1,23 @@
+"""Which sandboxes backends make, for tests. Only the standard library: other Pythons import it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from asyncrl.envs.sandbox import local, start
+
+Kind = Literal["own users", "one user", "unsafe"]
+"""Bubblewrap as root has it, bubblewrap as everybody else has it (which root can have too), and none."""
+ISOLATED: tuple[Kind, ...] = ("own users", "one user")
+
+
+def only(kind: Kind) -> None:
+    """Let backends of this process make sandboxes of this kind alone."""
+
+    def ways(allow_unsafe: bool) -> list[start.Way]:
+        found = start.ways(True)
+        if kind == "unsafe":
+            return [way for way in found if way.kind == "unsafe"]
+        return [way for way in found if way.kind == "bubblewrap" and way.own_uid == (kind == "own users")]
+
+    setattr(local, "ways", ways)  # noqa: B010
