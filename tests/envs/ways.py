@@ -7,8 +7,7 @@ from typing import Literal
 from asyncrl.envs.sandbox import local, start
 
 Kind = Literal["own users", "one user", "unsafe"]
-"""Bubblewrap as root has it, bubblewrap as everybody else has it (which root can have too), and none."""
-ISOLATED: tuple[Kind, ...] = ("own users", "one user")
+"""Bubblewrap as root has it; as everybody else has it, and a root that may not mount; and none."""
 
 
 def only(kind: Kind) -> None:
@@ -18,6 +17,8 @@ def only(kind: Kind) -> None:
         found = start.ways(True)
         if kind == "unsafe":
             return [way for way in found if way.kind == "unsafe"]
-        return [way for way in found if way.kind == "bubblewrap" and way.own_uid == (kind == "own users")]
+        return [
+            way for way in found if way.kind == "bubblewrap" and (way.own_uid == "programs") == (kind == "own users")
+        ]
 
     setattr(local, "ways", ways)  # noqa: B010

@@ -30,8 +30,10 @@ class WorkerProcess:
     """The process of a worker: that of bubblewrap, which ends when nothing in the sandbox runs any more, or without
     isolation the worker itself."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], descriptors: Collection[int]) -> None:
-        """Start it, which holds the event loop for a millisecond or two. Raises OSError.
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], descriptors: Collection[int], user: int | None
+    ) -> None:
+        """Start it, as another user if one is given. That holds the event loop for some milliseconds. Raises OSError.
 
         Bubblewrap dies with the thread that starts it (--die-with-parent), so this has to be the event loop's.
         """
@@ -45,6 +47,9 @@ class WorkerProcess:
                 stderr=self._said,
                 pass_fds=descriptors,
                 start_new_session=True,  # what is sent to our process group is not for it
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
             )
         except OSError:
             os.close(self._said)

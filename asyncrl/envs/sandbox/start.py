@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 from asyncrl.envs.sandbox import bubblewrap, cgroups, seccomp
 from asyncrl.envs.sandbox.program import MIB, Settings
@@ -38,27 +39,33 @@ class Way:
     """How sandboxes are made on this machine."""
 
     kind: Kind
-    own_uid: bool  # whether programs have a uid that nobody else has
     bwrap: str = ""  # its path
     environment: Mapping[str, str] = field(default_factory=dict)  # of its process
     users: Sequence[str] = ()  # its options (bubblewrap.command)
+    own_uid: Literal["", "programs", "all"] = (
+        ""  # what has a uid that nobody has: programs, or bubblewrap and worker too
+    )
 
     @property
     def counted(self) -> bool:
         """Return whether RLIMIT_NPROC counts the processes of one sandbox alone."""
         release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-        return self.own_uid or (self.kind == "bubblewrap" and release >= _COUNTED_BY_NAMESPACE)
+        return bool(self.own_uid) or (self.kind == "bubblewrap" and release >= _COUNTED_BY_NAMESPACE)
 
 
 def ways(allow_unsafe: bool) -> list[Way]:
-    """Return what to try, in this order."""
+    """Return what to try, in this order.
+
+    Root without other uids is left out: uid 0 of the host owns files of /proc/sys, whatever its capabilities.
+    """
     found, own_uids = [], guest_uid(0) is not None
     if (bwrap := bubblewrap.find()) is not None:
         if own_uids:
-            found.append(Way("bubblewrap", True, *bwrap, bubblewrap.OWN_USERS))
-        users = ([*bubblewrap.ONE_USER, "--disable-userns"], bubblewrap.ONE_USER)
-        found += [Way("bubblewrap", False, *bwrap, options) for options in users]
-    return [*found, Way("unsafe", own_uids)] if allow_unsafe else found
+            found.append(Way("bubblewrap", *bwrap, bubblewrap.OWN_USERS, "programs"))
+        users = [[*bubblewrap.ONE_USER, "--disable-userns"], bubblewrap.ONE_USER]
+        if own_uids or not _is_root_of_host():
+            found += [Way("bubblewrap", *bwrap, options, "all" if own_uids else "") for options in users]
+    return [*found, Way("unsafe", own_uid="programs" if own_uids else "")] if allow_unsafe else found
 
 
 class Starter:
@@ -78,7 +85,7 @@ class Starter:
         except seccomp.Unavailable as error:
             unfiltered = str(error)
         self.protections: Protections = in_force(
-            way.kind, own_uid=way.own_uid, counted=way.counted, bounds=self._bounds, unfiltered=unfiltered
+            way.kind, own_uid=bool(way.own_uid), counted=way.counted, bounds=self._bounds, unfiltered=unfiltered
         )
 
     def start(self) -> LocalSandbox:
@@ -116,7 +123,8 @@ class Starter:
     ) -> LocalSandbox:
         """Start one worker. `asks` and `serves`: see Settings. Raises OSError."""
         number, isolated = next(self._numbers), self.way.kind == "bubblewrap"
-        uid = guest_uid(number) if self.way.own_uid else None
+        own_uid = guest_uid(number) if self.way.own_uid else None
+        uid = own_uid if self.way.own_uid == "programs" else None
         folder = None if isolated else _folder(self._marker.name(number), uid)
 
         async def remove() -> None:
@@ -155,7 +163,8 @@ class Starter:
                 words = bubblewrap.command(self.way.bwrap, self.way.users, shown, disk, files=files, seccomp=filter_)
                 passed |= {*files.values()} | ({filter_} if filter_ is not None else set())
             try:
-                worker = WorkerProcess([*words, json.dumps(vars(settings))], self.way.environment, passed)
+                user = own_uid if self.way.own_uid == "all" else None
+                worker = WorkerProcess([*words, json.dumps(vars(settings))], self.way.environment, passed, user)
             except OSError:
                 ours.close()
                 if folder:
@@ -195,3 +204,9 @@ def guest_uid(number: int, maps: Path = Path("/proc/self")) -> int | None:
         first, end = max(first, inside), min(end, inside + size)
     uids = min(_UIDS, (end - first) // 2)  # the upper ones
     return end - 1 - (os.getpid() * _UIDS_OF_A_PROCESS + number % _UIDS_OF_A_PROCESS) % uids if uids > 1 else None
+
+
+def _is_root_of_host() -> bool:
+    """Return whether this process is root, perhaps of a container, and may be so on the host."""
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return os.geteuid() == 0 and any(inside == outside == "0" for inside, outside, _ in ranges)
