@@ -13,12 +13,13 @@ import pytest
 from asyncrl.envs.sandbox.program import Settings, become
 from tests.envs.machine import ROOT
 
-LIMITS = {"cpu_seconds": 5.0, "processes": 32, "file_mb": 1, "memory_mb": 512, "output_kb": 1}
+LIMITS = {"cpu_seconds": 5.0, "processes": 32, "file_mb": 1, "memory_mb": 512, "output_kb": 1, "disk_mb": 1}
 
 
 def settings(**more: Any) -> Settings:
     plain = {"limits": LIMITS, "uid": None, "folder": "/", "environment": {"PATH": "/usr/bin:/bin"}, "alone": False}
-    return Settings(**{**plain, "rlimit_memory": False, "rlimit_processes": False, "joins": [], **more})
+    rest = {"rlimit_memory": False, "rlimit_processes": False, "joins": [], "owner": -1, "oom": None, "cpu": None}
+    return Settings(**{**plain, **rest, **more})
 
 
 def began(settings: Settings, *command: str) -> tuple[int, str, str]:
@@ -51,20 +52,19 @@ def test_error_of_ours_ends_the_forked_process_and_is_a_fault() -> None:
 # In a process of its own: a call reaps every child there is.
 CALL = """
 import json, os, signal, socket, sys, time
-from asyncrl.envs.sandbox.call import Call, Meter
+from asyncrl.envs.sandbox.call import Call
 from tests.envs.test_sandbox_call import settings
 
 script, late, seconds, stop = json.loads(sys.argv[1])
 owner, ours = socket.socketpair()
-meter = Meter(lambda: [], cpu_seconds=1e9, memory=None, processes=None, files=None)
 home = os.open("/", os.O_RDONLY)
 call = Call(settings(), home, ["sh", "-c", script], {}, seconds, stdin=b"x" * 300_000)
 if late:  # it has ended before anybody looks
     os.waitid(os.P_PID, call.pid, os.WEXITED | os.WNOWAIT)
 if stop:
     ours.send(b"stop")
-reason = call.wait(meter, [owner.fileno()])
-ended = call.end(reason, meter)
+reason = call.wait([owner.fileno()])
+ended = call.end(reason)
 print(json.dumps([ended.reason, ended.exit_code, *map(len, ended.outputs), len(os.listdir("/proc/self/fd"))]))
 """
 

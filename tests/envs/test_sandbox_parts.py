@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from asyncrl.envs.sandbox.protections import NAMES, Kind, in_force
 from asyncrl.envs.sandbox.protocol import Limits, Outcome
 from asyncrl.envs.sandbox.start import guest_uid
 from asyncrl.envs.sandbox.worker import Folder, parts
+from tests.envs.test_sandbox_call import settings
 
 # --- the protocol --------------------------------------------------------------------------------------------
 
@@ -285,28 +287,30 @@ def test_what_a_program_can_have_brought_about_is_an_os_error(folder: Folder, tm
 
 # --- the meter -----------------------------------------------------------------------------------------------
 
-LARGE = 1 << 60
+LIMITS = {"cpu_seconds": 1e9, "memory_mb": 1 << 40, "processes": 100, "disk_mb": 1}
 
 
-def meter(**bounds: float) -> Meter:
-    chosen: dict[str, Any] = {"cpu_seconds": 1e9, "memory": LARGE, "processes": 100, "files": None, **bounds}
-    return Meter(lambda: [os.getpid(), 2**22 - 1], **chosen)
+def meter(monkeypatch: pytest.MonkeyPatch, pids: Sequence[int], alone: bool = False, **limits: float) -> Meter:
+    monkeypatch.setattr(call, "others", lambda alone: pids)
+    return Meter(settings(limits={**LIMITS, **limits}, alone=alone))
 
 
 @pytest.mark.parametrize(
-    ("bounds", "broken"),
+    ("limits", "broken"),
     [
         ({}, None),
-        ({"memory": 1 << 20}, "memory"),
+        ({"memory_mb": 1}, "memory"),
         ({"processes": 1}, "processes"),
         ({"cpu_seconds": 0.0}, "cpu"),
     ],
 )
-def test_meter_tells_the_limit_that_living_processes_break(bounds: dict[str, float], broken: str | None) -> None:
-    assert meter(**bounds).broken() == broken
+def test_meter_tells_the_limit_that_living_processes_break(
+    limits: dict[str, float], broken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert meter(monkeypatch, [os.getpid(), 2**22 - 1], **limits).broken() == broken
 
 
-def test_memory_that_processes_share_is_counted_once() -> None:
+def test_memory_that_processes_share_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     reader, writer = os.pipe()
     pids = [os.getpid()]
@@ -316,8 +320,7 @@ def test_memory_that_processes_share_is_counted_once() -> None:
             os._exit(0)
         pids.append(pid)
     try:
-        together = Meter(lambda: pids, cpu_seconds=1e9, memory=4 * resident, processes=None, files=None)
-        assert together.broken() is None
+        assert meter(monkeypatch, pids, memory_mb=4 * resident >> 20).broken() is None
     finally:
         os.write(writer, b"x" * 8)
         for pid in pids[1:]:
@@ -325,11 +328,11 @@ def test_memory_that_processes_share_is_counted_once() -> None:
 
 
 def test_files_are_counted_where_the_kernel_counts_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = os.statvfs("/")
-    monkeypatch.setattr(os, "statvfs", lambda folder: found)
-    there = found.f_files - found.f_ffree
-    assert meter(files=there).broken() is None
-    assert meter(files=there - 1).broken() == "disk"
+    for files, broken in ((256, None), (257, "disk")):
+        found = SimpleNamespace(f_files=1000, f_ffree=1000 - files)
+        monkeypatch.setattr(os, "statvfs", lambda folder, found=found: found)
+        assert meter(monkeypatch, [], alone=True).broken() == broken
+        assert meter(monkeypatch, []).broken() is None
 
 
 # --- what is seen, and what is in force ----------------------------------------------------------------------

@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.envs.sandbox.worker import WRITABLE, WRITABLE_FOLDERS
+from asyncrl.envs.sandbox.program import WRITABLE
+from asyncrl.envs.sandbox.worker import WRITABLE_FOLDERS
 
 HOME, TEMPORARY = f"{WRITABLE}/home", f"{WRITABLE}/tmp"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")

@@ -12,11 +12,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from asyncrl.envs.sandbox.program import Settings, become, kill, read, stat
+from asyncrl.envs.sandbox.program import MIB, WRITABLE, Settings, become, kill, others, read, stat
 
 TICK_SECONDS = 0.05
+BYTES_PER_FILE = 4096
+"""A file counts as so many bytes of disk_mb, because empty ones take memory too."""
 _CHUNK = 65536
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
@@ -29,24 +32,15 @@ class Meter:
     """What the processes of a call use together: the limits that no rlimit holds. With a control group the kernel
     counts, and kills for memory itself; without one the processes in /proc are added up."""
 
-    def __init__(
-        self,
-        pids: Callable[[], Iterable[int]],
-        *,
-        cpu_seconds: float,
-        memory: int | None,
-        processes: int | None,
-        files: int | None,
-        folder: str = "/",
-        oom: int | None = None,
-        cpu: int | None = None,
-    ) -> None:
-        """Begin. The bounds on memory (in bytes), processes, and files in the file system of the folder are None where
-        the kernel holds them, or nobody; `oom` and `cpu` are descriptors of a control group's files."""
-        self._pids, self._cpu_seconds, self._memory, self._processes = pids, cpu_seconds, memory, processes
-        self._files, self._folder, self._oom, self._cpu = files, folder, oom, cpu
-        self._ooms = _ooms(oom) if oom is not None else 0
-        self._cpu_before = _cpu_of(cpu) if cpu is not None else 0.0
+    def __init__(self, settings: Settings) -> None:
+        """Begin a call. Bounds are None where the kernel holds them, or nobody."""
+        limits, self._alone, self._oom, self._cpu = settings.limits, settings.alone, settings.oom, settings.cpu
+        self._cpu_seconds = limits["cpu_seconds"]
+        self._memory = limits["memory_mb"] * MIB if self._oom is None else None
+        self._processes = None if settings.rlimit_processes and self._alone else limits["processes"]
+        self._files = limits["disk_mb"] * MIB // BYTES_PER_FILE if self._alone else None
+        self._ooms = _ooms(self._oom) if self._oom is not None else 0
+        self._cpu_before = _cpu_of(self._cpu) if self._cpu is not None else 0.0
 
     def broken(self) -> str | None:
         """Return the limit that is broken now."""
@@ -55,24 +49,26 @@ class Meter:
         if self._cpu is not None and _cpu_of(self._cpu) - self._cpu_before > self._cpu_seconds:
             return "cpu"
         if self._cpu is None or self._memory is not None or self._processes is not None:
-            living = list(self._pids())
+            living = others(self._alone)
             if self._processes is not None and len(living) > self._processes:
                 return "processes"
-            # fields 14 to 17: a process's own time, and that of its children that have ended
-            if self._cpu is None and sum(sum(map(int, stat(pid)[11:15])) for pid in living) / _TICKS > (
-                self._cpu_seconds
-            ):
+            if self._cpu is None and sum(map(_cpu_seconds, living)) > self._cpu_seconds:
                 return "cpu"
             if self._memory is not None and _memory(living, self._memory) > self._memory:
                 return "memory"
         if self._files is not None:
-            found = os.statvfs(self._folder)
+            found = os.statvfs(WRITABLE)
             return "disk" if found.f_files - found.f_ffree > self._files else None
         return None
 
     def out_of_memory(self) -> bool:
         """Return whether the kernel has killed a process for memory since the call began."""
         return self._oom is not None and _ooms(self._oom) > self._ooms
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return those of a process and of its children that have ended."""
+    return sum(map(int, stat(pid)[11:15])) / _TICKS
 
 
 def _ooms(descriptor: int) -> int:
@@ -120,11 +116,13 @@ class _Output:
         return len(self.data) > self.most
 
 
-class Ended:
-    """How a call ended."""
+class Ended(NamedTuple):
+    """How a call ended; see protocol.Outcome."""
 
-    def __init__(self, reason: str, exit_code: int | None, seconds: float, outputs: Sequence[bytes]) -> None:
-        self.reason, self.exit_code, self.seconds, self.outputs = reason, exit_code, seconds, outputs
+    reason: str
+    exit_code: int | None
+    seconds: float
+    outputs: Sequence[bytes]
 
 
 class Call:
@@ -143,7 +141,7 @@ class Call:
     ) -> None:
         """Start it in the folder of the descriptor `home`, with `ends` as its descriptors 0, 1, 2, ...; without `ends`
         it reads `stdin`, and its output is kept. Raises OSError when it cannot be started."""
-        self._alone = settings.alone
+        self._meter, self._alone = Meter(settings), settings.alone
         self._fault, fault = os.pipe()
         self._feed, self._outputs = -1, []
         given = list(ends)
@@ -166,7 +164,7 @@ class Call:
         self._alive = os.pidfd_open(self.pid)
         self._status: int | None = None
 
-    def wait(self, meter: Meter, interrupts: Collection[int]) -> str:
+    def wait(self, interrupts: Collection[int]) -> str:
         """Wait until the call has to end, and return why: "killed" when one of the `interrupts` can be read."""
         poll = select.poll()
         outputs = {output.end: output for output in self._outputs}
@@ -195,11 +193,11 @@ class Call:
             if time.monotonic() >= next_tick:
                 while self._reap(os.WNOHANG):
                     pass
-                if reason := meter.broken():
+                if reason := self._meter.broken():
                     return reason
                 next_tick = time.monotonic() + TICK_SECONDS
 
-    def end(self, reason: str, meter: Meter) -> Ended:
+    def end(self, reason: str) -> Ended:
         """Kill all of the sandbox's processes, and take what they still had to say. Raises Fault when the program never
         began."""
         kill(self._alone)
@@ -217,13 +215,13 @@ class Call:
                 os.close(end)
         if fault:
             raise Fault(fault.decode(errors="replace"))
-        reason, exit_code = self._verdict(reason, meter)
+        reason, exit_code = self._verdict(reason)
         return Ended(reason, exit_code, seconds, [bytes(output.data[: output.most]) for output in self._outputs])
 
-    def _verdict(self, reason: str, meter: Meter) -> tuple[str, int | None]:
+    def _verdict(self, reason: str) -> tuple[str, int | None]:
         if reason != "exited":
             return reason, None
-        if meter.out_of_memory():
+        if self._meter.out_of_memory():
             return "memory", None
         if any(output.too_much for output in self._outputs):
             return "output", None

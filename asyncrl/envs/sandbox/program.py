@@ -14,9 +14,11 @@ import signal
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 MIB = 1024 * 1024
+WRITABLE = "/sandbox"
+"""Where programs may write, in a sandbox by bubblewrap."""
 FILES = 512
 """Open files of a process."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
@@ -48,32 +50,28 @@ def install_filter(descriptor: int) -> None:
     prctl(PR_SET_SECCOMP, 2, ctypes.addressof(filter_))
 
 
-class Settings:
-    """What a worker is told by its owner. A class without a decorator, because importing `dataclasses` takes longer
-    than starting bubblewrap."""
+class Settings(NamedTuple):
+    """What a worker is told by its owner, as JSON. (Importing `dataclasses` would take it longer than all the rest.)"""
 
     limits: dict[str, Any]  # the fields of protocol.Limits
     environment: dict[str, str]  # of programs
     folder: str  # where they start
     uid: int | None  # their uid and gid; None: the worker's
-    alone: bool  # whether the worker is process 1 of a pid namespace and the folder a tmpfs
+    alone: bool  # whether the worker is process 1 of a pid namespace, and the folder on a tmpfs
     rlimit_memory: bool  # whether the memory of each process is bounded, because no group bounds that of all
-    rlimit_processes: bool  # whether their number is bounded: not where the kernel counts those of other sandboxes too
+    rlimit_processes: bool  # whether their number is: not where the kernel counts those of other sandboxes too
     owner: int  # descriptor of a stream socket
     joins: Sequence[int]  # descriptors of control groups
     oom: int | None  # and of their files
     cpu: int | None
     asks: int | None = None  # descriptor of a socket over which programs have others started in the sandbox beside
     serves: int | None = None  # and its other end, in that sandbox
-    seccomp: int | None = None  # descriptor of a filter that bubblewrap has not installed
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
+    filter: int | None = None  # descriptor of a system-call filter that bubblewrap has not installed
 
     @property
     def descriptors(self) -> set[int]:
         """Those that the worker inherits."""
-        own = {self.owner, self.oom, self.cpu, self.asks, self.serves, self.seccomp, *self.joins}
+        own = {self.owner, self.oom, self.cpu, self.asks, self.serves, self.filter, *self.joins}
         return {descriptor for descriptor in own if descriptor is not None}
 
 

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Literal
 
 from asyncrl.envs.sandbox import bubblewrap, cgroups, seccomp
 from asyncrl.envs.sandbox.program import MIB, Settings
@@ -42,9 +41,7 @@ class Way:
     bwrap: str = ""  # its path
     environment: Mapping[str, str] = field(default_factory=dict)  # of its process
     users: Sequence[str] = ()  # its options (bubblewrap.command)
-    own_uid: Literal["", "programs", "all"] = (
-        ""  # what has a uid that nobody has: programs, or bubblewrap and worker too
-    )
+    own_uid: str = ""  # which of its processes have a uid that nobody has: none, "programs" or "all"
 
     @property
     def counted(self) -> bool:
@@ -155,7 +152,7 @@ class Starter:
                 cpu=group.cpu,
                 asks=asks.fileno() if asks else None,
                 serves=serves.fileno() if serves else None,
-                seccomp=None if isolated else filter_,
+                filter=None if isolated else filter_,
             )
             passed, words = set(settings.descriptors), bubblewrap.python(str(_ROOT))
             if isolated:
@@ -164,7 +161,7 @@ class Starter:
                 passed |= {*files.values()} | ({filter_} if filter_ is not None else set())
             try:
                 user = own_uid if self.way.own_uid == "all" else None
-                worker = WorkerProcess([*words, json.dumps(vars(settings))], self.way.environment, passed, user)
+                worker = WorkerProcess([*words, json.dumps(settings._asdict())], self.way.environment, passed, user)
             except OSError:
                 ours.close()
                 if folder:

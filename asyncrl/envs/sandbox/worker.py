@@ -37,24 +37,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from asyncrl.envs.sandbox.call import Call, Fault, Meter
+from asyncrl.envs.sandbox.call import Call, Fault
 from asyncrl.envs.sandbox.program import (
-    MIB,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
+    WRITABLE,
     Settings,
     install_filter,
-    others,
     prctl,
 )
 
 BESIDE = "ASYNCRL_BESIDE"
-WRITABLE = "/sandbox"
 WRITABLE_FOLDERS = ("home", "tmp", "shm")
 LENGTHS = struct.Struct("!II")
 Header = dict[str, Any]
-BYTES_PER_FILE = 4096
-"""A file counts as so many bytes of disk_mb, because empty ones take memory too."""
 _MESSAGE, _DESCRIPTORS = 65536, 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -120,10 +116,9 @@ class Worker:
 
     def _run(self, header: Header, stdin: bytes) -> tuple[Header, bytes]:
         env = header["env"] if self._settings.asks is None else {**header["env"], BESIDE: "3"}
-        meter = self._meter()
         call = Call(self._settings, self._folder.descriptor, header["command"], env, header["seconds"], stdin=stdin)
-        reason = call.wait(meter, [self._settings.owner])
-        ended = call.end(reason, meter)
+        reason = call.wait([self._settings.owner])
+        ended = call.end(reason)
         if reason == "killed":
             receive(self._owner)  # the word to stop: nothing else is said during a call
         answer = {"reason": ended.reason, "exit_code": ended.exit_code, "seconds": ended.seconds}
@@ -134,7 +129,7 @@ class Worker:
         data, ends, _, _ = socket.recv_fds(asked, _MESSAGE, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
-        order, meter = json.loads(data), self._meter()
+        order = json.loads(data)
         with socket.socket(fileno=ends[0]) as stream:
             try:
                 seconds = self._settings.limits["seconds"]
@@ -143,28 +138,14 @@ class Worker:
                 )
                 for end in ends[1:]:
                     os.close(end)
-                reason = call.wait(meter, [self._settings.owner, ends[0]])
-                code = call.end(reason, meter).exit_code
+                reason = call.wait([self._settings.owner, ends[0]])
+                code = call.end(reason).exit_code
                 answer: Header = {"code": -signal.SIGKILL if code is None else code}
             except (Fault, OSError) as error:
                 answer = {"fault": str(error)}
             with suppress(OSError):  # nobody waits for it
                 stream.sendall(json.dumps(answer).encode() + b"\n")
         return True
-
-    def _meter(self) -> Meter:
-        settings, limits = self._settings, self._settings.limits
-        counted = settings.rlimit_processes and settings.alone
-        return Meter(
-            lambda: others(settings.alone),
-            cpu_seconds=limits["cpu_seconds"],
-            memory=limits["memory_mb"] * MIB if settings.oom is None else None,
-            processes=None if counted else limits["processes"],
-            files=limits["disk_mb"] * MIB // BYTES_PER_FILE if settings.alone else None,
-            folder=WRITABLE,
-            oom=settings.oom,
-            cpu=settings.cpu,
-        )
 
 
 # --- the sandbox's folder ------------------------------------------------------------------------------------
@@ -271,12 +252,13 @@ def main() -> None:
                 os.set_inheritable(descriptor, False)
     os.umask(0o022)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as process 1: never
-    for name in WRITABLE_FOLDERS if settings.alone and settings.uid is not None else ():
-        os.chown(f"{WRITABLE}/{name}", settings.uid, settings.uid)
+    if settings.alone and settings.uid is not None:
+        for name in WRITABLE_FOLDERS:
+            os.chown(f"{WRITABLE}/{name}", settings.uid, settings.uid)
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if settings.seccomp is not None:
-        install_filter(settings.seccomp)
+    if settings.filter is not None:
+        install_filter(settings.filter)
     with suppress(BrokenPipeError, ConnectionResetError):  # the owner has gone
         Worker(settings).serve()
     os._exit(0)  # at once
