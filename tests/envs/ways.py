@@ -13,12 +13,11 @@ Kind = Literal["own users", "one user", "unsafe"]
 def only(kind: Kind) -> None:
     """Let backends of this process make sandboxes of this kind alone."""
 
-    def ways(allow_unsafe: bool) -> list[start.Way]:
-        found = start.ways(True)
+    def ways(allow_unsafe: bool) -> tuple[list[start.Way], str]:
+        found, why = start.ways(True)
         if kind == "unsafe":
-            return [way for way in found if way.kind == "unsafe"]
-        return [
-            way for way in found if way.kind == "bubblewrap" and (way.own_uid == "programs") == (kind == "own users")
-        ]
+            return [way for way in found if way.kind == "unsafe"], why
+        own = kind == "own users"
+        return [way for way in found if way.kind == "bubblewrap" and (way.own_uid == "programs") == own], why
 
     setattr(local, "ways", ways)  # noqa: B010

@@ -109,8 +109,9 @@ class LocalSandboxes:
 
     async def _choose(self) -> Starter:
         """Return a starter that works: Python has run in one of its sandboxes."""
-        refusals: list[str] = []
-        for way in ways(self._allow_unsafe):
+        found, why = ways(self._allow_unsafe)
+        refusals = [f"bubblewrap: {why}"] if why else []
+        for way in found:
             try:
                 starter = Starter(way, self._limits, nested=self._nested)
                 first = await self._make(starter)
@@ -126,7 +127,7 @@ class LocalSandboxes:
                 raise ConfigError("require", list(self._require), remedy)
             self._ready.append(first)
             return starter
-        why = "; ".join(refusals) or "bubblewrap: the program bwrap is neither in the virtual environment nor on PATH"
+        why = "; ".join(refusals)
         if self._allow_unsafe:
             raise EpisodeFailed("sandbox", f"no sandbox works here: {why}")
         raise ConfigError("allow_unsafe", False, f"Code of the model has no isolation here: {why}. {REMEDY}")

@@ -50,19 +50,18 @@ class Way:
         return bool(self.own_uid) or (self.kind == "bubblewrap" and release >= _COUNTED_BY_NAMESPACE)
 
 
-def ways(allow_unsafe: bool) -> list[Way]:
-    """Return what to try, in this order.
-
-    Root without other uids is left out: uid 0 of the host owns files of /proc/sys, whatever its capabilities.
-    """
-    found, own_uids = [], guest_uid(0) is not None
-    if (bwrap := bubblewrap.find()) is not None:
-        if own_uids:
-            found.append(Way("bubblewrap", *bwrap, bubblewrap.OWN_USERS, "programs"))
-        users = [[*bubblewrap.ONE_USER, "--disable-userns"], bubblewrap.ONE_USER]
-        if own_uids or not _is_root_of_host():
-            found += [Way("bubblewrap", *bwrap, options, "all" if own_uids else "") for options in users]
-    return [*found, Way("unsafe", own_uid="programs" if own_uids else "")] if allow_unsafe else found
+def ways(allow_unsafe: bool) -> tuple[list[Way], str]:
+    """Return what to try, in this order, and why none of it is bubblewrap."""
+    bwrap, own_uids, found, why = bubblewrap.find(), guest_uid(0) is not None, [], ""
+    if bwrap is None:
+        why = "the program bwrap is neither in the virtual environment nor on PATH"
+    elif not own_uids and _is_root_of_host():  # which owns the files of /proc/sys, whatever its capabilities
+        why = "this process is root, and has no other uid to give to programs"
+    else:
+        one_user = [[*bubblewrap.ONE_USER, "--disable-userns"], bubblewrap.ONE_USER]
+        found = [Way("bubblewrap", *bwrap, bubblewrap.OWN_USERS, "programs")] if own_uids else []
+        found += [Way("bubblewrap", *bwrap, users, "all" if own_uids else "") for users in one_user]
+    return [*found, *([Way("unsafe", own_uid="programs" if own_uids else "")] if allow_unsafe else [])], why
 
 
 class Starter:

@@ -132,12 +132,12 @@ class Worker:
         order = json.loads(data)
         with socket.socket(fileno=ends[0]) as stream:
             try:
-                seconds = self._settings.limits["seconds"]
-                call = Call(
-                    self._settings, self._folder.descriptor, order["command"], order["env"], seconds, ends=ends[1:]
-                )
-                for end in ends[1:]:
-                    os.close(end)
+                home, seconds = self._folder.descriptor, self._settings.limits["seconds"]
+                try:
+                    call = Call(self._settings, home, order["command"], order["env"], seconds, ends=ends[1:])
+                finally:
+                    for end in ends[1:]:
+                        os.close(end)
                 reason = call.wait([self._settings.owner, ends[0]])
                 code = call.end(reason).exit_code
                 answer: Header = {"code": -signal.SIGKILL if code is None else code}
