@@ -29,6 +29,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import time
 from typing import Any, BinaryIO
 
@@ -71,20 +72,18 @@ def run_asserts(payload: dict[str, Any], test: str) -> str:
 def run_program(payload: dict[str, Any], test: dict[str, str]) -> str:
     """Return the result of a program with this input. It must exit with 0 and write this output; whitespace at the ends
     of lines and empty lines at the end are ignored."""
-    stdin, stdout = os.memfd_create("stdin"), os.memfd_create("stdout")
-    os.write(stdin, test["input"].encode())
-    os.lseek(stdin, 0, os.SEEK_SET)
-    candidate = started(payload, stdin, stdout, program=True)
-    exit_code = 1
-    with Caught() as caught, Clock(payload["seconds"]) as clock:
-        candidate.begin(payload["code"])
-        exit_code = candidate.wait()
-    clock.stop()
-    candidate.close()
-    os.lseek(stdout, 0, os.SEEK_SET)
-    with os.fdopen(stdout, "rb") as written:
-        same = _lines(written.read(MOST_OUTPUT).decode(errors="replace")) == _lines(test["output"])
-    os.close(stdin)
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:  # sandboxes may refuse memfd_create
+        stdin.write(test["input"].encode())
+        stdin.seek(0)
+        candidate = started(payload, stdin.fileno(), stdout.fileno(), program=True)
+        exit_code = 1
+        with Caught() as caught, Clock(payload["seconds"]) as clock:
+            candidate.begin(payload["code"])
+            exit_code = candidate.wait()
+        clock.stop()
+        candidate.close()
+        stdout.seek(0)
+        same = _lines(stdout.read(MOST_OUTPUT).decode(errors="replace")) == _lines(test["output"])
     wrong = None if same and exit_code == 0 else ValueError("another output")
     return _result(candidate.problem, clock, "failed", caught.error or wrong)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
+from asyncrl.envs.sandbox import cgroups
 from asyncrl.envs.sandbox.protocol import Limits
 from asyncrl.rewards import Score
 from asyncrl.rewards.code_reward import CodeReward
@@ -98,3 +100,19 @@ def add(a, b):
         return pool.map(len, ["ab", "c"]) and a + b
 """
     assert [one.reward for one in scored(kind, RIGHT, busy, RIGHT + "\n" + busy.replace("add", "other"))] == [1, 1, 1]
+
+
+@without_bubblewrap
+def test_programs_are_tested_where_no_control_group_counts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "bases", cgroups.Bases)
+    pairs = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})
+
+    async def main() -> Score:
+        async with asyncio.timeout(300):
+            reward = CodeReward(tests="programs", seconds=4.0, total_seconds=8.0)
+            try:
+                return await reward(answer("```python\nprint(int(input()) * 2)\n```", input_output=pairs))
+            finally:
+                await reward.close()
+
+    assert asyncio.run(main()).reward == 1.0
