@@ -27,15 +27,20 @@ from tests.envs.ways import Kind, only
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 60.0
 """Seconds of any wait of these tests, on a machine where others work too."""
-without_bubblewrap = pytest.mark.skipif(bubblewrap.find() is None, reason="no bubblewrap here: `make bubblewrap`")
-without_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has users to give")
-kinds = pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("own users", marks=[without_bubblewrap, without_root]),
-        pytest.param("one user", marks=without_bubblewrap),
-    ],
+needs_bubblewrap = pytest.mark.skipif(bubblewrap.find() is None, reason="no bubblewrap here: `make bubblewrap`")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has users to give")
+_python = Path(os.path.realpath(sys.executable))
+_for_all = os.geteuid() != 0 or all(path.stat().st_mode & 1 for path in (_python, *_python.parents))
+needs_readable_python = pytest.mark.skipif(not _for_all, reason="the Python of the tests is for root's eyes only")
+_isolated = [
+    pytest.param("own users", marks=[needs_bubblewrap, needs_root]),
+    pytest.param("one user", marks=[needs_bubblewrap, needs_readable_python]),
+]
+kinds = pytest.mark.parametrize("kind", _isolated)
+kinds_with_users = pytest.mark.parametrize(
+    "kind", [*_isolated, pytest.param("unsafe", marks=[needs_root, needs_readable_python])]
 )
+"""Those in which one program cannot reach another."""
 
 
 @pytest.fixture(autouse=True)

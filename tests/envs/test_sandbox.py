@@ -23,10 +23,11 @@ from tests.envs.machine import (
     backend,
     kinds,
     leaves_nothing,
+    needs_bubblewrap,
+    needs_readable_python,
     processes,
     until,
     with_a_sandbox,
-    without_bubblewrap,
 )
 from tests.envs.ways import Kind
 
@@ -219,6 +220,7 @@ def test_python_below_tmp_runs_and_tmp_is_still_writable(
     venv.joinpath("bin").mkdir(parents=True)
     venv.joinpath("pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\n")
     venv.joinpath("bin", "python3").symlink_to(os.path.realpath(sys.executable))
+    venv.joinpath("bubblewrap").symlink_to(Path(sys.prefix, "bubblewrap"))
     venv.joinpath("content").write_bytes(b"x" * (2 << 20))  # more than the sandbox may write
     checkout.joinpath("secret").write_text("not for guests")
     checkout.chmod(0o755)
@@ -344,7 +346,8 @@ def test_allowed_by_name_programs_run_and_it_says_what_is_not_protected(monkeypa
     asyncio.run(main())
 
 
-@without_bubblewrap
+@needs_bubblewrap
+@needs_readable_python
 def test_where_new_namespaces_cannot_be_forbidden_inside_it_does_without() -> None:
     """An older bubblewrap, or one in a container, refuses --disable-userns."""
     ways = [way for way in start.ways(False)[0] if way.own_uid != "programs"]
@@ -362,7 +365,7 @@ def test_where_new_namespaces_cannot_be_forbidden_inside_it_does_without() -> No
     asyncio.run(main())
 
 
-@without_bubblewrap
+@needs_bubblewrap
 def test_closed_backend_takes_its_sandboxes_along_and_opens_none() -> None:
     async def main() -> None:
         sandboxes = LocalSandboxes(warm=2)

@@ -22,10 +22,10 @@ from asyncrl.envs.sandbox.protocol import run_python
 from asyncrl.errors import EpisodeFailed
 from tests.envs import attacks
 from tests.envs.attacks import Attack
-from tests.envs.machine import DEADLINE, backend, leaves_nothing, left, processes, public, without_bubblewrap
+from tests.envs.machine import DEADLINE, backend, leaves_nothing, left, needs_bubblewrap, processes, public
 from tests.envs.ways import ISOLATED, Kind
 
-pytestmark = [pytest.mark.integration, pytest.mark.campaign, without_bubblewrap]
+pytestmark = [pytest.mark.integration, pytest.mark.campaign, needs_bubblewrap]
 __all__ = ["leaves_nothing", "public"]
 TRIALS = int(os.environ.get("ASYNCRL_TRIALS", "20"))
 ATTACKERS, CALLS, WORKERS = 4, 3, 2

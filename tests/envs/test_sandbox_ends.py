@@ -28,10 +28,10 @@ from tests.envs.machine import (
     kinds,
     leaves_nothing,
     left,
+    needs_bubblewrap,
     processes,
     until,
     wait_until,
-    without_bubblewrap,
 )
 from tests.envs.ways import Kind
 
@@ -237,7 +237,7 @@ def test_opening_that_is_cancelled_at_any_moment_leaves_nothing(kind: Kind) -> N
     asyncio.run(main())
 
 
-@without_bubblewrap
+@needs_bubblewrap
 def test_backend_whose_start_is_cancelled_leaves_nothing() -> None:
     async def main() -> None:
         for number in range(12):

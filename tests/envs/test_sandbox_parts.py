@@ -148,7 +148,8 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[st
     def make(folder: Path) -> None:
         mkdir(folder)
         for name in files.get(folder.parent.name, []):
-            folder.joinpath(name).write_text("oom_kill 3\n" if "memory" in name else "usage_usec 2500000\n")
+            text = "oom_kill 3\n" if "memory" in name else "usage_usec 2500000\n"
+            folder.joinpath(name).write_text("" if name == "cgroup.procs" else text)
 
     def remove(folder: Path) -> None:
         for file in list(folder.glob("*")):

@@ -11,7 +11,7 @@ from asyncrl.envs.sandbox import cgroups
 from asyncrl.envs.sandbox.protocol import Limits
 from asyncrl.rewards import Score
 from asyncrl.rewards.code_reward import CodeReward
-from tests.envs.machine import backend, leaves_nothing, without_bubblewrap, without_root
+from tests.envs.machine import backend, kinds_with_users, leaves_nothing, needs_bubblewrap
 from tests.envs.ways import Kind
 from tests.rewards.doubles import answer
 
@@ -56,17 +56,6 @@ REFUSALS = {
 }
 
 
-kinds = pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("own users", marks=[without_bubblewrap, without_root]),
-        pytest.param("one user", marks=without_bubblewrap),
-        pytest.param("unsafe", marks=without_root),
-    ],
-)
-"""Those in which a wrong program has a verdict: without isolation only where programs can have users of their own."""
-
-
 def scored(kind: Kind, *answers: str) -> list[Score]:
     """Of programs, at once."""
 
@@ -79,7 +68,7 @@ def scored(kind: Kind, *answers: str) -> list[Score]:
     return asyncio.run(main())
 
 
-@kinds
+@kinds_with_users
 def test_wrong_program_cannot_refuse_its_verdict(kind: Kind) -> None:
     scores = dict(zip(REFUSALS, scored(kind, *REFUSALS.values()), strict=True))
     assert {name: (one.reward, one.parts["code/no_verdict"]) for name, one in scores.items()} == dict.fromkeys(
@@ -87,7 +76,7 @@ def test_wrong_program_cannot_refuse_its_verdict(kind: Kind) -> None:
     )
 
 
-@kinds
+@kinds_with_users
 def test_right_program_has_it_too_and_may_use_files_and_processes(kind: Kind) -> None:
     busy = """
 import multiprocessing, pathlib, subprocess, tempfile
@@ -102,7 +91,7 @@ def add(a, b):
     assert [one.reward for one in scored(kind, RIGHT, busy, RIGHT + "\n" + busy.replace("add", "other"))] == [1, 1, 1]
 
 
-@without_bubblewrap
+@needs_bubblewrap
 def test_programs_are_tested_where_no_control_group_counts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "bases", cgroups.Bases)
     pairs = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})

@@ -184,15 +184,14 @@ def _set(file: Path, value: int) -> bool:
 
 
 def _removed(folder: Path) -> bool:
-    """Remove a group. Return whether it is gone; if not, what runs in it is killed."""
-    with suppress(OSError):
-        folder.rmdir()
-    if not folder.exists():
-        return True
+    """Kill what runs in a group, and remove it. Return whether it is gone; what has just been killed takes a moment."""
     with suppress(OSError):
         for pid in (folder / "cgroup.procs").read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
-    return False
+            if pid != "0":  # a process of another pid namespace
+                os.kill(int(pid), signal.SIGKILL)
+    with suppress(OSError):
+        folder.rmdir()
+    return not folder.exists()
 
 
 def sweep(bases: Bases) -> None:

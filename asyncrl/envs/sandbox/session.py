@@ -59,11 +59,6 @@ class WorkerProcess:
         self._end: asyncio.Future[str] = self._loop.create_future()
         self._loop.add_reader(self._alive, self._ended)
 
-    @property
-    def pid(self) -> int:
-        """Return its pid."""
-        return self._process.pid
-
     def kill(self) -> None:
         """Kill it at once."""
         self._process.kill()

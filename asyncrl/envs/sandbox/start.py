@@ -30,6 +30,8 @@ _COUNTED_BY_NAMESPACE = (5, 14)
 _HIGHEST_UID = 2_100_000_000
 """Above the ranges that distributions hand out to users and containers."""
 _UIDS, _UIDS_OF_A_PROCESS = 1 << 25, 1 << 10
+_numbers = count(1)
+"""Numbers of the sandboxes of this process, whatever their backend."""
 _ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -69,7 +71,6 @@ class Starter:
 
     def __init__(self, way: Way, limits: Limits, *, nested: bool) -> None:
         self.way, self._limits, self._nested = way, limits, nested
-        self._numbers = count(1)
         self._marker, self._bases = cgroups.Marker.mine(), cgroups.bases()
         cgroups.sweep(self._bases)
         group = self._group()
@@ -106,7 +107,7 @@ class Starter:
             group.release()
 
     def _group(self) -> cgroups.ControlGroup:
-        memory, name = self._limits.memory_mb * MIB, self._marker.name(next(self._numbers))
+        memory, name = self._limits.memory_mb * MIB, self._marker.name(next(_numbers))
         return cgroups.ControlGroup(self._bases, name, memory=memory, processes=self._limits.processes)
 
     def _worker(
@@ -118,7 +119,7 @@ class Starter:
         beside: LocalSandbox | None = None,
     ) -> LocalSandbox:
         """Start one worker. `asks` and `serves`: see Settings. Raises OSError."""
-        number, isolated = next(self._numbers), self.way.kind == "bubblewrap"
+        number, isolated = next(_numbers), self.way.kind == "bubblewrap"
         own_uid = guest_uid(number) if self.way.own_uid else None
         uid = own_uid if self.way.own_uid == "programs" else None
         folder = None if isolated else _folder(self._marker.name(number), uid)
