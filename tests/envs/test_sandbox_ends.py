@@ -28,7 +28,6 @@ from tests.envs.machine import (
     kinds,
     leaves_nothing,
     left,
-    needs_bubblewrap,
     processes,
     until,
     wait_until,
@@ -237,11 +236,11 @@ def test_opening_that_is_cancelled_at_any_moment_leaves_nothing(kind: Kind) -> N
     asyncio.run(main())
 
 
-@needs_bubblewrap
-def test_backend_whose_start_is_cancelled_leaves_nothing() -> None:
+@kinds
+def test_backend_whose_start_is_cancelled_leaves_nothing(kind: Kind) -> None:
     async def main() -> None:
         for number in range(12):
-            async with asyncio.timeout(DEADLINE), backend("one user") as opened:
+            async with asyncio.timeout(DEADLINE), backend(kind) as opened:
                 opening = asyncio.ensure_future(opened.open())
                 await asyncio.sleep(0.01 * number)
                 opening.cancel()
