@@ -32,6 +32,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has users t
 _python = Path(os.path.realpath(sys.executable))
 _for_all = os.geteuid() != 0 or all(path.stat().st_mode & 1 for path in (_python, *_python.parents))
 needs_readable_python = pytest.mark.skipif(not _for_all, reason="the Python of the tests is for root's eyes only")
+KINDS: list[Kind] = [*(["own users"] if os.geteuid() == 0 else []), *(["one user"] if _for_all else [])]
+"""Those that there can be for this user, with bubblewrap."""
 _isolated = [
     pytest.param("own users", marks=[needs_bubblewrap, needs_root]),
     pytest.param("one user", marks=[needs_bubblewrap, needs_readable_python]),

@@ -22,8 +22,8 @@ from asyncrl.envs.sandbox.protocol import run_python
 from asyncrl.errors import EpisodeFailed
 from tests.envs import attacks
 from tests.envs.attacks import Attack
-from tests.envs.machine import DEADLINE, backend, leaves_nothing, left, needs_bubblewrap, processes, public
-from tests.envs.ways import ISOLATED, Kind
+from tests.envs.machine import DEADLINE, KINDS, backend, leaves_nothing, left, needs_bubblewrap, processes, public
+from tests.envs.ways import Kind
 
 pytestmark = [pytest.mark.integration, pytest.mark.campaign, needs_bubblewrap]
 __all__ = ["leaves_nothing", "public"]
@@ -105,7 +105,7 @@ def _kill_worker(mark: str) -> bool:
 @pytest.mark.parametrize("seed", range(TRIALS))
 def test_attackers_harm_nobody_and_leave_nothing(seed: int, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "not-for-guests")
-    kind = "one user" if os.geteuid() else ISOLATED[seed % 2]
+    kind = KINDS[seed % len(KINDS)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         more = [

@@ -1,4 +1,4 @@
-"""scripts/debian_tools.py: a Slurm is unpacked with all that it needs, or not at all."""
+"""scripts/debian_tools.py: Slurm and bubblewrap are unpacked with all that they need, or not at all."""
 
 from __future__ import annotations
 
@@ -88,6 +88,9 @@ def test_failure_leaves_neither_a_folder_nor_a_slurm_for_the_tests(
     program(path / "apt-get", "#!/bin/sh\necho 'E: Unable to locate package slurmctld' >&2; exit 100\n")
     debian_tools.main(["slurm", str(folder)])
     assert "Run `apt-get update` as root.\n    E: Unable to locate package slurmctld" in capsys.readouterr().out
+
+    debian_tools.main(["bubblewrap", str(folder)])
+    assert "No bubblewrap here, so there are no sandboxes and their tests are skipped" in capsys.readouterr().out
 
     monkeypatch.setattr(lab, "UNPACKED", folder)
     (folder / "usr/sbin").mkdir(parents=True)  # as an interrupted `make slurm` of old left it
