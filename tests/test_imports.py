@@ -78,7 +78,7 @@ ONLY = {
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
     ("launch", "planner"): {"planner.memory", "planner.estimate"},
     ("launch", "weights"): {"weights.choice"},
-    ("launch", "envs"): {"envs.sandbox", "envs.sandbox.local", "envs.sandbox.protections"},
+    ("launch", "envs"): {"envs.sandbox", "envs.sandbox.cgroups", "envs.sandbox.local", "envs.sandbox.protections"},
     ("probe", "models"): {"models.catalog"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
     ("rollout", "engine"): {"engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"},

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from asyncrl import jsonl
+from asyncrl.envs.sandbox import cgroups
 from asyncrl.models.catalog import cache_dir
 from asyncrl.ports import HOST_TMPDIR
 
@@ -66,8 +67,9 @@ def _mapped(pid: int) -> set[Path]:
 
 
 def sweep(value: str, files: Iterable[Path], variable: str = "ASYNCRL_RUN_ID") -> None:
-    """Kill the processes that left their process group but carry the run's id, or another mark, in their environment,
-    and remove these files. (torch's shared-memory manager does so, and would wait two seconds for other clients.)
+    """Kill the processes that left their process group but carry the run's id, or another mark, in their environment;
+    remove these files, and the control groups of sandboxes whose owner is dead. (torch's shared-memory manager would
+    remove its files too, but wait two seconds for other clients.)
 
     A file that a living process maps stays: engines that join a run map the memory in which its trainer sends weights.
     """
@@ -82,6 +84,7 @@ def sweep(value: str, files: Iterable[Path], variable: str = "ASYNCRL_RUN_ID") -
         unused = unused.difference(*map(_mapped, _processes()))
     for file in unused:
         file.unlink(missing_ok=True)
+    cgroups.sweep(cgroups.bases())
 
 
 def _processes() -> Iterable[int]:

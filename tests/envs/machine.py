@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,19 @@ def public() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def left() -> list[str]:
-    """Processes, folders and control groups of sandboxes."""
-    found = [str(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*")]
-    groups = cgroups.bases()
-    for folder in groups.all:
-        found += [str(path) for path in folder.glob(f"{PREFIX}-*")]
-    return [*found, *(f"{pid}: {command}" for pid, command in processes().items())]
+def left(owner: int | None = None) -> list[str]:
+    """Return the processes, folders and control groups that belong to the sandboxes of this process, and the folders
+    and groups of another owner. Other runs of this machine may have theirs."""
+    groups = list(named({os.getpid(), *([owner] if owner else [])}))
+    return [*map(str, groups), *(f"{pid}: {command}" for pid, command in processes().items())]
+
+
+def named(owners: Collection[int]) -> Iterator[Path]:
+    """Yield the folders and control groups whose names carry one of these pids."""
+    for parent in (Path(tempfile.gettempdir()), *cgroups.bases().all):
+        for path in parent.glob(f"{PREFIX}-*"):
+            if (marker := cgroups.Marker.of(path.name)) and marker.pid in owners:
+                yield path
 
 
 def processes(owner: int | None = None) -> dict[int, str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.envs.sandbox import cgroups
 from asyncrl.envs.sandbox.cgroups import Marker
 from asyncrl.envs.sandbox.protocol import run_python
 from asyncrl.errors import EpisodeFailed
@@ -28,6 +27,7 @@ from tests.envs.machine import (
     kinds,
     leaves_nothing,
     left,
+    named,
     processes,
     until,
     wait_until,
@@ -90,7 +90,7 @@ def test_owner_that_is_killed_leaves_no_process_and_the_next_start_removes_the_r
         run.wait(DEADLINE)
         assert psutil.wait_procs(known, DEADLINE)[1] == []
     start_and_stop("unsafe")
-    assert left() == []
+    assert left(run.pid) == []
 
 
 @pytest.mark.parametrize("kind", ["own users", "one user"])
@@ -105,7 +105,7 @@ def test_owner_and_workers_killed_together_leave_no_process(kind: Kind) -> None:
         run.kill()
         assert psutil.wait_procs(known, DEADLINE)[1] == []
     start_and_stop("unsafe")
-    assert left() == []
+    assert left(run.pid) == []
 
 
 def start_and_stop(kind: Kind) -> None:
@@ -204,15 +204,11 @@ def test_sandbox_that_is_closed_in_the_middle_of_anything_leaves_nothing(kind: K
                 await until(lambda done=running.done: done() or any(MARK in text for text in processes().values()))
                 await sandbox.close()
                 assert not any(MARK in text for text in processes().values())
-                assert groups_of_sandboxes() == 0
+                assert list(named({os.getpid()})) == []
                 with suppress(EpisodeFailed):
                     await running
 
     asyncio.run(main())
-
-
-def groups_of_sandboxes() -> int:
-    return sum(len(list(folder.glob("asyncrl-sandbox-*"))) for folder in cgroups.bases().all)
 
 
 @kinds

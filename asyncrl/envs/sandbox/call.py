@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from asyncrl.envs.sandbox.program import MIB, WRITABLE, Settings, become, kill, others, read, stat
+from asyncrl.envs.sandbox.program import MIB, WRITABLE, Settings, become, kill, others, proc_file, stat
 
 TICK_SECONDS = 0.05
 BYTES_PER_FILE = 4096
@@ -87,12 +87,12 @@ def _entry(text: bytes, name: bytes) -> int:
 
 def _memory(pids: Sequence[int], most: int) -> int:
     """Return resident bytes. What processes share counts once (proportional set size), if the sum would be too much."""
-    resident = {pid: int(read(pid, "statm", "0 0").split()[1]) * _PAGE for pid in pids}
+    resident = {pid: int(proc_file(pid, "statm", "0 0").split()[1]) * _PAGE for pid in pids}
     if sum(resident.values()) <= most:
         return sum(resident.values())
     total = 0
     for pid in pids:
-        lines = read(pid, "smaps_rollup", "").splitlines()
+        lines = proc_file(pid, "smaps_rollup", "").splitlines()
         shares = [int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")]
         total += shares[0] if shares else resident[pid]
     return total

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from asyncrl.envs.sandbox.protections import Protections
 from asyncrl.envs.sandbox.protocol import Limits, run_python
 from asyncrl.envs.sandbox.session import LocalSandbox
-from asyncrl.envs.sandbox.start import Starter, ways
+from asyncrl.envs.sandbox.start import SandboxStarter, ways
 from asyncrl.errors import ConfigError, EpisodeFailed
 
 FOR_ISOLATION = "Install bubblewrap (or run `make bubblewrap`) and let this user make namespaces (docs/sandbox.md)"
@@ -65,7 +65,7 @@ class LocalSandboxes:
         self._limits, self._warm, self._require = limits or Limits(), warm, require
         self._allow_unsafe, self._nested = allow_unsafe, nested
         self._choosing, self._opening = asyncio.Lock(), asyncio.Semaphore(OPENING)
-        self._starter: Starter | None = None
+        self._starter: SandboxStarter | None = None
         self._ready: deque[LocalSandbox] = deque()
         self._all: set[LocalSandbox] = set()
         self._filling: set[asyncio.Task[None]] = set()
@@ -100,20 +100,20 @@ class LocalSandboxes:
                 sandbox.kill("its backend was closed")
             await asyncio.gather(*(sandbox.close() for sandbox in self._all), return_exceptions=True)
 
-    async def _chosen(self) -> Starter:
+    async def _chosen(self) -> SandboxStarter:
         async with self._choosing:
             if self._closed:
                 raise EpisodeFailed("sandbox", "the backend is closed")
             self._starter = self._starter or await self._choose()
             return self._starter
 
-    async def _choose(self) -> Starter:
+    async def _choose(self) -> SandboxStarter:
         """Return a starter that works: Python has run in one of its sandboxes."""
         found, why = ways(self._allow_unsafe)
         refusals = [f"bubblewrap: {why}"] if why else []
         for way in found:
             try:
-                starter = Starter(way, self._limits, nested=self._nested)
+                starter = SandboxStarter(way, self._limits, nested=self._nested)
                 first = await self._make(starter)
                 outcome = await run_python(first, "")
                 if not outcome.ok:
@@ -132,18 +132,18 @@ class LocalSandboxes:
             raise EpisodeFailed("sandbox", f"no sandbox works here: {why}")
         raise ConfigError("allow_unsafe", False, f"Code of the model has no isolation here: {why}. {REMEDY}")
 
-    async def _make(self, starter: Starter) -> LocalSandbox:
+    async def _make(self, starter: SandboxStarter) -> LocalSandbox:
         async with self._opening:
             sandbox = starter.start()
             self._all = {sandbox, *(other for other in self._all if not other.removed)}
             return await sandbox.ready()
 
-    def _refill(self, starter: Starter) -> None:
+    def _refill(self, starter: SandboxStarter) -> None:
         for _ in range(self._warm - len(self._ready) - len(self._filling)):
             task = asyncio.ensure_future(self._fill(starter))
             self._filling.add(task)
             task.add_done_callback(self._filling.discard)
 
-    async def _fill(self, starter: Starter) -> None:
+    async def _fill(self, starter: SandboxStarter) -> None:
         with suppress(EpisodeFailed):  # the next open fails by itself, and says why
             self._ready.append(await self._make(starter))

@@ -185,10 +185,11 @@ def _all_pids() -> list[int]:
 
 def stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on (proc(5))."""
-    return read(pid, "stat", "").rpartition(")")[2].split()
+    return proc_file(pid, "stat", "").rpartition(")")[2].split()
 
 
-def read(pid: int, file: str, absent: str) -> str:
+def proc_file(pid: int, file: str, absent: str) -> str:
+    """Return the content of /proc/PID/FILE, or `absent` where it cannot be read."""
     try:
         with open(f"/proc/{pid}/{file}", errors="replace") as text:
             return text.read()

@@ -66,7 +66,7 @@ def ways(allow_unsafe: bool) -> tuple[list[Way], str]:
     return [*found, *([Way("unsafe", own_uid="programs" if own_uids else "")] if allow_unsafe else [])], why
 
 
-class Starter:
+class SandboxStarter:
     """Starts sandboxes in one way."""
 
     def __init__(self, way: Way, limits: Limits, *, nested: bool) -> None:

@@ -71,7 +71,7 @@ def receive(connection: socket.socket) -> tuple[Header, bytes] | None:
     return (json.loads(data[:head]), data[head:]) if len(data) == head + body else None
 
 
-class Worker:
+class SandboxWorker:
     """Serves the owner of one sandbox."""
 
     def __init__(self, settings: Settings) -> None:
@@ -260,5 +260,5 @@ def main() -> None:
     if settings.filter is not None:
         install_filter(settings.filter)
     with suppress(BrokenPipeError, ConnectionResetError):  # the owner has gone
-        Worker(settings).serve()
+        SandboxWorker(settings).serve()
     os._exit(0)  # at once
