@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from scripts import slurm_tools
+from scripts import debian_tools
 from tests.slurm import lab
 
 
 @pytest.mark.integration
-@pytest.mark.skipif(not slurm_tools.complete(lab.UNPACKED), reason="no Slurm was unpacked here")
+@pytest.mark.skipif(not debian_tools.complete(lab.UNPACKED), reason="no Slurm was unpacked here")
 def test_unpacked_programs_find_all_their_libraries() -> None:
-    names = {path.name for path in slurm_tools.programs(lab.UNPACKED)}
+    names = {path.name for path in debian_tools.programs(lab.UNPACKED)}
     assert {"munged", "scontrol"} <= names
     assert names & {"slurmd", "slurmd-wlm"}
-    assert slurm_tools.unresolved(lab.UNPACKED) == []
+    assert debian_tools.unresolved(lab.UNPACKED) == []
