@@ -27,14 +27,14 @@ ALGORITHMS: dict[str, Overrides] = {
     "GRPO, PPO clip, TIS": [],
     "RLOO, policy gradient": ["algo.advantage=rloo", "algo.loss=policy_gradient"],
     "Dr. GRPO, CISPO": ["algo.advantage=dr_grpo", "algo.loss=cispo", "algo.aggregation=constant"],
-    "GRPO, GSPO": ["algo.loss=gspo", "algo.aggregation=sequence", "algo.clip_low=3e-4", "algo.clip_high=4e-4"],
+    "GRPO, GSPO": ["algo=gspo"],
 }
 BOUNDS = (0, 2, 8, 16)
 CORRECTIONS: dict[str, Overrides] = {
     "none": ["algo.correction=null"],
     "TIS": ["algo.correction=tis"],
-    "IcePop": ["algo.correction=icepop", "algo.correction_floor=0.5", "algo.correction_cap=5.0"],
-    "OPSM": ["algo.correction=null", "algo.mask_opsm=0.5"],
+    "IcePop": ["algo.correction=icepop", "algo.correction.floor=0.5", "algo.correction.cap=5.0"],
+    "OPSM": ["algo.correction=null", "algo.mask.opsm=0.5"],
 }
 
 

@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl import config as configuration
+from asyncrl import renamed
 from asyncrl.access import Access
 from asyncrl.addresses import Addresses
 from asyncrl.config import Config
@@ -38,7 +39,7 @@ def compose_values(*overrides: str) -> dict[str, Any]:
 @cache
 def _composed(*overrides: str) -> dict[str, Any]:
     with initialize_config_dir(version_base=None, config_dir=str(CONF)):
-        composed = compose("train", overrides=list(overrides))
+        composed = compose("train", overrides=renamed.overrides(overrides)[0])
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return values
 
@@ -50,7 +51,11 @@ def _tiny_json() -> str:
 
 def tiny_values(**changes: Any) -> dict[str, Any]:
     """The values of experiment=tiny, changed by dotted names: tiny_values(**{"rollout.lead": 1})."""
-    values: dict[str, Any] = json.loads(_tiny_json())
+    return changed(json.loads(_tiny_json()), changes)
+
+
+def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`values`, changed by dotted names."""
     for name, value in changes.items():
         *path, last = name.split(".")
         section = values

@@ -5,25 +5,21 @@ from __future__ import annotations
 import ast
 import json
 import math
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import pytest
 from omegaconf.errors import MissingMandatoryValue
 from pydantic import ValidationError
 
 from asyncrl import config as module
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
-from asyncrl.algo.correction import MASKS, WEIGHTS, CorrectionParams
-from asyncrl.algo.loss import LOSSES, LossParams
-from asyncrl.algo.selection import SelectionParams
-from asyncrl.algo.shaping import ShapingParams
-from asyncrl.config import AlgoConfig, load, read
+from asyncrl.algo.loss import LOSSES
+from asyncrl.config import load, read
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_devices, check_model
 from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
+from asyncrl.settings import Choice
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
 
@@ -152,7 +148,7 @@ def test_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
     assert read(tmp_path) == config
 
 
-@pytest.mark.parametrize("field", ["algo.correction_cap", "trainer.bad_grad_norm", "algo.clip_high"])
+@pytest.mark.parametrize("field", ["algo.correction.cap", "trainer.bad_grad_norm", "algo.loss.clip_high"])
 def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
     try:
         config = tiny_config(**{field: math.inf})
@@ -175,17 +171,17 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
         ("rollout.batch_groups", 2.5, "valid integer"),
         ("rollout.max_staleness", -1, "greater than or equal to 0"),
         ("rollout.temperature", 0.0, "greater than 0"),
-        ("algo.clip_low", 1.5, "less than or equal to 1"),
-        ("algo.loss", "decoupled_ppo", "'ppo', 'gspo'"),
-        ("algo.advantage", "vtrace", "'grpo', 'dr_grpo'"),
-        ("algo.correction", "mis", "'tis', 'tis_sequence' or 'icepop'"),
-        ("algo.dual_clip", 1.0, "greater than 1"),
-        ("algo.mask_lag", -1, "greater than or equal to 0"),
-        ("algo.reward_clip", 0.0, "greater than 0"),
-        ("algo.overlong_buffer", 4, r"Must not exceed rollout.max_new_tokens \(3\)"),
-        ("algo.mask_sequence", (2.0, 0.5), "The interval is empty"),
-        ("algo.mask_geometric", (1.5, 0.5), "The interval is empty"),
-        ("algo.correction_floor", 2.5, r"Must not exceed algo.correction_cap \(2.0\)"),
+        ("algo.loss.clip_low", 1.5, "less than or equal to 1"),
+        ("algo.loss", "decoupled_ppo", "ppo, gspo"),
+        ("algo.advantage", "vtrace", "grpo, dr_grpo"),
+        ("algo.correction", "mis", "tis, tis_sequence, icepop"),
+        ("algo.loss.dual_clip", 1.0, "greater than 1"),
+        ("algo.mask.lag", -1, "greater than or equal to 0"),
+        ("algo.shaping.clip", 0.0, "greater than 0"),
+        ("algo.shaping.overlong_buffer", 4, r"Must not exceed rollout.max_new_tokens \(3\)"),
+        ("algo.mask.sequence", (2.0, 0.5), "The interval is empty"),
+        ("algo.mask.geometric", (1.5, 0.5), "The interval is empty"),
+        ("algo.correction.floor", 2.5, r"Must not exceed algo.correction.cap \(2.0\)"),
         ("trainer.dtype", "float16", "'bfloat16' or 'float32'"),
         ("run.overwrite", "yes", "valid boolean"),
         ("run.dir", "", "Must be a name without line breaks"),
@@ -217,7 +213,7 @@ def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, reme
 
 @pytest.mark.parametrize("advantage", ["none", "gae", "reinforce_pp", "turn_loo"])
 def test_episodes_without_siblings_are_for_advantages_that_need_none(advantage: str) -> None:
-    more = {"teacher.model": "x", "algo.distill_coefficient": 1.0} if advantage == "none" else {}
+    more = {"teacher.model": "x", "algo.distillation.coefficient": 1.0} if advantage == "none" else {}
     tiny_config(**{"rollout.group_size": 1, "algo.advantage": advantage, **more})
 
 
@@ -245,40 +241,11 @@ def test_file_task_without_a_file_is_refused() -> None:
 
 # --- the algorithm ------------------------------------------------------------------------------------------
 
-CHOICES = {
-    "advantage": ADVANTAGES.keys(),
-    "loss": LOSSES.keys(),
-    "correction": WEIGHTS.keys(),
-}
-
-
-@pytest.mark.parametrize("field", CHOICES)
-def test_names_of_the_algorithm_are_the_rows_of_its_tables(field: str) -> None:
-    annotation = AlgoConfig.model_fields[field].annotation
-    literals = [one for one in (annotation, *get_args(annotation)) if get_origin(one) is Literal]
-    assert {name for one in literals for name in get_args(one)} == CHOICES[field]
-
-
-def test_every_mask_is_a_setting_and_off_until_it_is_set() -> None:
-    algo = tiny_config().algo
-    assert [getattr(algo, name) for name in MASKS] == [None] * len(MASKS)
-
-
-@pytest.mark.parametrize("kind", [AdvantageParams, CorrectionParams, LossParams, SelectionParams, ShapingParams])
-def test_every_number_of_the_algorithm_is_a_setting_of_the_same_default(kind: type) -> None:
-    algo, plain = tiny_config().algo, kind()
-    changed = {"pass_k": 4}  # 1 is grpo
-    names = {field.name for field in fields(kind)} - {"gae_lambda"}
-    assert names <= AlgoConfig.model_fields.keys()
-    assert {name: getattr(algo, name) for name in names} == {
-        name: changed.get(name, getattr(plain, name)) for name in names
-    }
-
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_that_weighs_the_gap_itself_takes_no_correction(name: str) -> None:
     settings = {"algo.loss": name, "algo.aggregation": "sequence"}
-    if LOSSES[name].against == "behaviour":
+    if LOSSES.find(Choice(name=name)).traits.corrects:
         error = refusal(**settings)
         assert (error.field, error.value) == ("algo.correction", "tis")
         assert f"algo.loss={name} already weights this gap" in error.remedy
@@ -290,7 +257,7 @@ def test_loss_that_weighs_the_gap_itself_takes_no_correction(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_of_sequences_takes_the_mean_of_sequences(name: str) -> None:
     settings = {"algo.loss": name, "algo.aggregation": "token", "algo.correction": None}
-    if LOSSES[name].sequences:
+    if LOSSES.find(Choice(name=name)).traits.per_sequence:
         assert refusal(**settings).field == "algo.aggregation"
     else:
         tiny_config(**settings)
@@ -298,25 +265,23 @@ def test_loss_of_sequences_takes_the_mean_of_sequences(name: str) -> None:
 
 def test_engine_as_proximal_policy_leaves_nothing_to_correct() -> None:
     engine = {"algo.proximal": "behaviour", "algo.correction": None}
-    tiny_config(**engine, **{"algo.mask_opsm": 0.1, "algo.mask_lag": 2})
+    tiny_config(**engine, **{"algo.mask.opsm": 0.1, "algo.mask.lag": 2})
     assert refusal(**engine | {"algo.correction": "tis"}).field == "algo.correction"
-    for mask in ("mask_sequence", "mask_geometric"):
+    for mask in ("mask.sequence", "mask.geometric"):
         assert refusal(**engine, **{f"algo.{mask}": [0.5, 2.0]}).field == f"algo.{mask}"
 
 
 @pytest.mark.parametrize("name", ["maxrl", "pass_at_k"])
-@pytest.mark.parametrize(
-    ("field", "value"), [("overlong_buffer", 1), ("length_penalty", 0.1), ("normalize_rewards", True)]
-)
+@pytest.mark.parametrize(("field", "value"), [("overlong_buffer", 1), ("length_penalty", 0.1), ("normalize", True)])
 def test_advantage_of_right_and_wrong_takes_no_shaped_rewards(name: str, field: str, value: Any) -> None:
-    error = refusal(**{"algo.advantage": name, f"algo.{field}": value})
-    assert (error.field, error.value) == (f"algo.{field}", value)
-    tiny_config(**{"algo.advantage": "grpo", f"algo.{field}": value})
+    error = refusal(**{"algo.advantage": name, f"algo.shaping.{field}": value})
+    assert (error.field, error.value) == (f"algo.shaping.{field}", value)
+    tiny_config(**{"algo.advantage": "grpo", f"algo.shaping.{field}": value})
 
 
 def test_bounds_are_lists_of_two_in_yaml_and_json(tmp_path: Path) -> None:
-    config = load(compose_values("algo.mask_geometric=[0.999,1.001]", "algo.mask_sequence=[0,2]"))
-    assert (config.algo.mask_geometric, config.algo.mask_sequence) == ((0.999, 1.001), (0.0, 2.0))
+    config = load(compose_values("algo.mask.geometric=[0.999,1.001]", "algo.mask.sequence=[0,2]"))
+    assert (config.algo.mask.geometric, config.algo.mask.sequence) == ((0.999, 1.001), (0.0, 2.0))
     (tmp_path / "config.json").write_text(config.model_dump_json())
     assert read(tmp_path) == config
 

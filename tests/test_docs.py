@@ -12,7 +12,7 @@ import yaml
 
 from asyncrl import rewards
 from asyncrl.envs.tools.specs import source
-from asyncrl.launch.help import field_names
+from asyncrl.launch.help import ALGORITHMS, algorithms, field_names
 from asyncrl.metrics import fields
 from asyncrl.metrics.fields import unknown
 
@@ -26,7 +26,9 @@ SETTING = re.compile(r"\+{0,2}((?:[a-z_]+\.)+[a-z_]+)(?==|$)")
 PATH = re.compile(r"(?<![\w/.-])((?:asyncrl|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b")
 IMPORT = re.compile(r"\b(asyncrl(?:\.[a-z_0-9]+)+):(\w+)")
 
-SETTINGS = set(field_names())
+SETTINGS = set(field_names()) | {
+    f"{field}.{setting}" for field in ALGORITHMS for own in algorithms(field).values() for setting in ("name", *own)
+}
 FREE = {name for name in SETTINGS if name.rsplit(".")[-1].endswith("params")} | {
     *("engine.server_args", "engine.request_fields", "teacher.server_args", "judge.server_args", "cluster.sbatch"),
     *("eval.sets", "tasks", "task"),

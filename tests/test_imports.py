@@ -33,7 +33,9 @@ ALLOWED = {
     "progress": {"leases"},
     "imports": {"errors"},
     "routing": set(),
-    "config": {"errors"},
+    "settings": set(),
+    "renamed": {"algo"},
+    "config": {"errors", "settings", "renamed", "algo"},
     "addresses": set(),
     "access": set(),
     "stores": set(),
@@ -43,7 +45,7 @@ ALLOWED = {
     "probe": {"models"},
     "models": set(),
     "launch": {
-        *("config", "addresses", "engine", "models", "tasks", "records", "checkpoints"),
+        *("config", "addresses", "engine", "models", "tasks", "records", "checkpoints", "renamed"),
         *(
             "install",
             "planner",
@@ -63,7 +65,7 @@ ALLOWED = {
     "rollout": {
         *("config", "addresses", "engine", "agents", "envs", "rewards", "records", "checkpoints", "tasks", "tls")
     },
-    "algo": set(),
+    "algo": {"config", "settings"},
     "weights": {"config", "engine"},
     "trainer": {"config", "addresses", "algo", "weights", "records", "checkpoints", "models"},
     "planner": {"rollout", "engine"},

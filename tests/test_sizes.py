@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from asyncrl.config import load
 from asyncrl.metrics import fields
 from asyncrl.planner import memory, sizing
 from scripts.sizes import DOCS, MODELS, ROOM, ROWS, documented, least, row
@@ -66,7 +67,7 @@ def test_the_guide_names_only_fields_and_settings_that_there_are() -> None:
     figures = {word for word in words if re.fullmatch(r"[a-z_]+/[a-z_0-9]+", word)}
     assert len(figures) > 25
     assert figures - {"conf/experiment"} <= known
-    values = compose_values()
+    values = load(compose_values()).model_dump()
     settings = {found[1] for word in words if (found := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?", word))}
     assert len(settings) > 30
     for name in settings - {"metrics.jsonl", "warnings.jsonl", "ledger.json", "summary.json"}:

@@ -1,2 +1,8 @@
-"""The algorithms, as pure functions of torch tensors on CPU or GPU: advantages, losses, packing. They use no process
-groups, no Megatron and no HTTP."""
+"""The algorithm: pure functions of tensors, without Megatron, SGLang and HTTP.
+
+Importing the package registers every estimator, loss and correction; that imports no torch.
+"""
+
+from asyncrl.algo import advantage, correction, credit, loss
+
+__all__ = ["advantage", "correction", "credit", "loss"]

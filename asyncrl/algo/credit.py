@@ -33,29 +33,30 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from asyncrl.algo.siblings import EPSILON, GroupStatistics, centred, group_sum, standardised
-from asyncrl.algo.table import TokenTable
-from asyncrl.algo.turns import turn_rewards, turns_of
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
+from asyncrl.algo.siblings import EPSILON, centred, group_sum, standardised
+from asyncrl.settings import NonNegative, Share
 
 if TYPE_CHECKING:
-    from asyncrl.algo.advantage import AdvantageParams
+    from torch import Tensor
+
+    from asyncrl.algo.table import TokenTable
 
 ROUNDING = 1e-12  # relative to a group's largest return: a smaller difference counts as none
 
 
-def turn_discounted(table: TokenTable, params: AdvantageParams) -> Tensor:
+@ADVANTAGES.register()
+def turn_discounted(table: TokenTable, *, discount: Share = 1.0) -> Tensor:
     """Return the return-to-go of each turn minus a baseline: the mean return of the group's other episodes from the
     turn of the same index on, or of whole episodes if none has that many turns. Discounted returns of turns are those
     of AReaL's turn_discount and of Kevin (arXiv 2507.11948), which normalize over all turns of a group, including the
     turn itself."""
-    credit = _Credit(table, params.discount)
+    credit = _Credit(table, discount)
     return credit.advantages(credit.of_others())
 
 
-def turn_loo(table: TokenTable, params: AdvantageParams) -> Tensor:
+@ADVANTAGES.register(AdvantageTraits(alone=True))
+def turn_loo(table: TokenTable, *, discount: Share = 1.0) -> Tensor:
     """Return the return-to-go of each turn minus the mean over the group's other turns in exactly the same context:
     first turns of one prompt, and branches of a fork. A prior estimate counts as one more term of the mean:
     turn_discounted's baseline plus the deviation of the parent turn's estimate from its own such baseline. It is the
@@ -65,9 +66,9 @@ def turn_loo(table: TokenTable, params: AdvantageParams) -> Tensor:
     Tree-GRPO (arXiv 2509.21240) and TreeRL (arXiv 2506.11902) compare within trees with values that include the turn's
     own return; VinePPO (arXiv 2410.01679) takes values from forks that it does not train on.
     """
-    credit = _Credit(table, params.discount)
+    credit = _Credit(table, discount)
     turns, others = credit.turns, credit.of_others()
-    count = group_sum(torch.ones_like(others), turns.context) - 1
+    count = group_sum(others.new_ones(len(others)), turns.context) - 1
     total = group_sum(credit.to_go, turns.context) - credit.to_go
     prior, level = others.tolist(), others.nan_to_num(0.0).tolist()  # without other episodes, every level is 0
     counts, totals, found = count.tolist(), total.tolist(), list[float]()
@@ -77,10 +78,11 @@ def turn_loo(table: TokenTable, params: AdvantageParams) -> Tensor:
             found.append(totals[number] / counts[number] if counts[number] else math.nan)
         else:
             found.append((totals[number] + known) / (counts[number] + 1))
-    return credit.advantages(torch.tensor(found, dtype=torch.float64))
+    return credit.advantages(others.new_tensor(found))
 
 
-def gigpo(table: TokenTable, params: AdvantageParams) -> Tensor:
+@ADVANTAGES.register()
+def gigpo(table: TokenTable, *, discount: Share = 1.0, step_weight: NonNegative = 1.0) -> Tensor:
     """Return (R - mean) / std of the episode, plus `step_weight` times the same of the discounted returns over all
     turns of the group in one state: GiGPO, arXiv 2505.10978, equations 3 to 8. A turn alone in its state has only the
     first term.
@@ -88,30 +90,31 @@ def gigpo(table: TokenTable, params: AdvantageParams) -> Tensor:
     Equals verl-agent's gigpo/core_gigpo.py with mean_std_norm, except that a single episode has no advantage, and that
     the episode's mean is over episodes, as in the paper, not over all their turns.
     """
-    return _gigpo(table, params, scale=True)
+    return _gigpo(table, discount, step_weight, scale=True)
 
 
-def dr_gigpo(table: TokenTable, params: AdvantageParams) -> Tensor:
+@ADVANTAGES.register()
+def dr_gigpo(table: TokenTable, *, discount: Share = 1.0, step_weight: NonNegative = 1.0) -> Tensor:
     """Return GiGPO's advantages without the division: the paper's F_norm = 1, verl-agent's mean_norm."""
-    return _gigpo(table, params, scale=False)
+    return _gigpo(table, discount, step_weight, scale=False)
 
 
-def _gigpo(table: TokenTable, params: AdvantageParams, *, scale: bool) -> Tensor:
-    groups, turns = GroupStatistics(table), turns_of(table)
+def _gigpo(table: TokenTable, discount: float, step_weight: float, *, scale: bool) -> Tensor:
+    groups, turns = table.groups, table.turns
     episode = groups.rewards - groups.mean()
     episode = groups.spread(episode / (groups.deviation() + EPSILON) if scale else episode)
-    to_go = turns.to_go(turn_rewards(table, turns), params.discount)
+    to_go = turns.to_go(turns.turn_rewards(), discount)
     step = standardised(to_go, turns.state) if scale else centred(to_go, turns.state)
-    return episode + params.step_weight * (turns.share * step)[turns.of_token]
+    return episode + step_weight * (turns.share * step)[turns.of_token]
 
 
 class _Credit:
     """Turns with their returns, and the returns of other episodes of the group."""
 
     def __init__(self, table: TokenTable, discount: float) -> None:
-        self.turns = turns = turns_of(table)
+        self.turns = turns = table.turns
         self.group = table.group[turns.owner]
-        self.to_go = turns.to_go(turn_rewards(table, turns), discount)
+        self.to_go = turns.to_go(turns.turn_rewards(), discount)
         self._table = table
 
     def of_others(self) -> Tensor:
@@ -120,10 +123,10 @@ class _Credit:
         turns, depth = self.turns, self.turns.depth()
         span = int(depth.max()) + 1 if len(depth) else 1
         same, own = self.group * span + depth, turns.owner * span + depth
-        weighed, ones = turns.share * self.to_go, torch.ones_like(self.to_go)
+        weighed, ones = turns.share * self.to_go, self.to_go.new_ones(len(self.to_go))
         share = group_sum(turns.share, same) - group_sum(turns.share, own)
         found = (group_sum(weighed, same) - group_sum(weighed, own)) / share
-        return torch.where(group_sum(ones, same) > group_sum(ones, own), found, self._whole())
+        return found.where(group_sum(ones, same) > group_sum(ones, own), self._whole())
 
     def _whole(self) -> Tensor:
         """Return the mean return of whole other episodes, [M]."""
@@ -131,9 +134,9 @@ class _Credit:
         begins = turns.parent < 0
         whole = self.to_go.new_zeros(len(group))
         whole = whole.index_add(0, turns.owner[begins], (turns.part * self.to_go)[begins])
-        played = torch.zeros_like(whole).index_fill(0, turns.owner, 1.0)
+        played = whole.new_zeros(len(whole)).index_fill(0, turns.owner, 1.0)
         others = group_sum(played, group) - 1.0
-        return torch.where(others > 0, (group_sum(whole, group) - whole) / others, torch.nan)[turns.owner]
+        return ((group_sum(whole, group) - whole) / others).where(others > 0, math.nan)[turns.owner]
 
     def advantages(self, baseline: Tensor) -> Tensor:
         """Compute the advantages of tokens from a baseline, [M] -> [N]: zero without a baseline, and exactly zero if
@@ -141,5 +144,5 @@ class _Credit:
         found = self.to_go - baseline
         size = self.to_go.new_zeros(int(self.group.max()) + 1 if len(self.group) else 0)
         size = size.scatter_reduce(0, self.group, self.to_go.abs(), "amax")[self.group]
-        found = torch.where((found.abs() > ROUNDING * size) & ~found.isnan(), found, 0.0)
+        found = found.where((found.abs() > ROUNDING * size) & ~found.isnan(), 0.0)
         return (self.turns.share * found)[self.turns.of_token]

@@ -8,19 +8,19 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.algo.table import TokenTable, known
+from asyncrl.algo.table import LossRows
 
 MAX_LAG = 8
 
 
-def gap_figures(table: TokenTable, seen: Tensor) -> dict[str, float]:
+def gap_figures(table: LossRows, seen: Tensor) -> dict[str, float]:
     """Compute mismatch statistics of the tokens that the model ran (`seen`, [N] bool), in nats.
 
     logprob_gap/kl is the k3 estimate of KL(engine || trainer). correction/ess is the effective sample size of the
     weights pi / mu, as a fraction (Kong 1992). logprob_gap/lag<k> is the mean gap of tokens that are k versions old (k
     or more for the last).
     """
-    gap = (known(table.proximal) - table.behaviour)[seen]
+    gap = (table.proximal - table.behaviour)[seen]
     if not len(gap):
         names = ("mean", "max", "p99", "kl")
         return {**{f"logprob_gap/{name}": 0.0 for name in names}, "correction/ess": 1.0}
@@ -37,16 +37,16 @@ def gap_figures(table: TokenTable, seen: Tensor) -> dict[str, float]:
 
 
 def loss_figures(
-    table: TokenTable, logprobs: Tensor, factor: Tensor, seen: Tensor, *, cap: float, clip: tuple[float, float]
+    table: LossRows, logprobs: Tensor, factor: Tensor, seen: Tensor, *, cap: float, clip: tuple[float, float]
 ) -> dict[str, float]:
     """Compute fractions of the tokens that the model ran: those with a weight pi_p / mu above `cap`, those with a
     correction of zero, and those whose ratio pi / pi_p has left `clip` (low, high) in the direction of their
     advantage."""
     if not bool(seen.any()):
         return dict.fromkeys(("correction/capped", "correction/masked", "loss/clipped"), 0.0)
-    rho = (known(table.proximal) - table.behaviour)[seen]
-    ratio = (logprobs - known(table.proximal))[seen].exp()
-    advantage = known(table.advantages)[seen]
+    rho = (table.proximal - table.behaviour)[seen]
+    ratio = (logprobs - table.proximal)[seen].exp()
+    advantage = table.advantages[seen]
     clipped = ((advantage > 0) & (ratio > 1 + clip[1])) | ((advantage < 0) & (ratio < 1 - clip[0]))
     return {
         "correction/capped": _share(rho > math.log(cap)),

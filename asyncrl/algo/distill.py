@@ -32,7 +32,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from asyncrl.algo.kl import ratio
-from asyncrl.algo.table import TokenTable, known
+from asyncrl.algo.table import LossRows
 from asyncrl.algo.turns import accumulated, chain
 
 
@@ -42,7 +42,7 @@ def tempered(start: Tensor, plain: Tensor, teacher: Tensor, temperature: float) 
     return start - (plain - teacher) / temperature
 
 
-def distilled_advantages(logprobs: Tensor, rows: TokenTable, coefficient: float, discount: float) -> Tensor:
+def distilled_advantages(logprobs: Tensor, rows: LossRows, coefficient: float, discount: float) -> Tensor:
     """Return the rows' advantages minus the cost of their distance to the teacher, [T], without gradient; `logprobs`
     [T] are l.
 
@@ -50,12 +50,12 @@ def distilled_advantages(logprobs: Tensor, rows: TokenTable, coefficient: float,
     sample, not the episode, whose other samples may be in other micro-batches; at discount 0 there is no difference.
     The rows of a sample must be contiguous, in order and complete.
     """
-    differences = logprobs.detach() - known(rows.teacher)
+    differences = logprobs.detach() - rows.column("teacher")
     if discount:
         differences = accumulated(differences, chain(rows.sample), discount)
-    return known(rows.advantages) - coefficient * differences
+    return rows.advantages - coefficient * differences
 
 
-def distillation_loss(logprobs: Tensor, rows: TokenTable, coefficient: float) -> Tensor:
+def distillation_loss(logprobs: Tensor, rows: LossRows, coefficient: float) -> Tensor:
     """Return the term to add to the policy's loss, [T]; `logprobs` [T] carry the gradient."""
-    return coefficient * ratio(logprobs, known(rows.teacher), rows.behaviour)
+    return coefficient * ratio(logprobs, rows.column("teacher"), rows.behaviour)

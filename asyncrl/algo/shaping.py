@@ -7,38 +7,28 @@ with several answers, the first uses the longest one and the second their sum (t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from asyncrl.algo.table import TokenTable
-from asyncrl.algo.turns import turns_of
+
+if TYPE_CHECKING:
+    from asyncrl.config import ShapingConfig
 
 EPSILON = 1e-6
 
 
-@dataclass(frozen=True)
-class ShapingParams:
-    """Enabled shaping steps and their parameters."""
-
-    overlong_buffer: int | None = None  # number of tokens below the limit at which the penalty begins
-    overlong_penalty: float = 1.0  # penalty at the limit
-    length_penalty: float = 0.0  # penalty of an answer of full length
-    reward_clip: float | None = None
-    normalize_rewards: bool = False
-    mask_truncated: bool = False
-
-
-def shaped(table: TokenTable, params: ShapingParams, longest: int) -> Tensor:
+def shaped(table: TokenTable, settings: ShapingConfig, longest: int) -> Tensor:
     """Return the shaped rewards of the episodes, [E]; `longest` is the length limit of an answer in tokens."""
     reward = table.reward
-    if params.overlong_buffer is not None:
-        reward = reward + params.overlong_penalty * overlong(_longest(table), params.overlong_buffer, longest)
-    reward = reward - params.length_penalty * table.sum_per_episode(table.share) / longest
-    if params.reward_clip is not None:
-        reward = reward.clamp(-params.reward_clip, params.reward_clip)
-    return normalised(reward) if params.normalize_rewards else reward
+    if settings.overlong_buffer is not None:
+        reward = reward + settings.overlong_penalty * overlong(_longest(table), settings.overlong_buffer, longest)
+    reward = reward - settings.length_penalty * table.sum_per_episode(table.share) / longest
+    if settings.clip is not None:
+        reward = reward.clamp(-settings.clip, settings.clip)
+    return normalised(reward) if settings.normalize else reward
 
 
 def overlong(lengths: Tensor, buffer: int, longest: int) -> Tensor:
@@ -49,7 +39,7 @@ def overlong(lengths: Tensor, buffer: int, longest: int) -> Tensor:
 
 def _longest(table: TokenTable) -> Tensor:
     """Return the number of tokens of the longest turn, [E]."""
-    turns = turns_of(table)
+    turns = table.turns
     lengths = (turns.last - turns.first + 1).to(table.reward.dtype)
     return torch.zeros_like(table.reward).scatter_reduce(0, turns.owner, lengths, "amax")
 
@@ -64,10 +54,10 @@ def normalised(reward: Tensor) -> Tensor:
     return (reward - reward.mean()) / (reward.std() + EPSILON)
 
 
-def trainable(table: TokenTable, params: ShapingParams) -> Tensor:
+def trainable(table: TokenTable, settings: ShapingConfig) -> Tensor:
     """Return [N] bool, False for the tokens of truncated answers if `mask_truncated` is set (overlong filtering, DAPO,
     section 3.4; TRL's mask_truncated_completions). Their rewards still count for their siblings, and the tokens for the
     denominator (TRL removes them from it)."""
-    if not params.mask_truncated:
+    if not settings.mask_truncated:
         return torch.ones(table.num_tokens, dtype=torch.bool)
     return ~table.per_token(table.truncated)

@@ -1,15 +1,19 @@
 """Per-group statistics of rewards and other values. Siblings are found by their group's number.
 
 Standard deviations are unbiased (ddof 1), and EPSILON is added to them, as in slime and verl. If all values of a group
-are equal, the result is exactly zero, whatever the rounding of the mean.
+are equal, the result is exactly zero, whatever the rounding of the mean. Of torch this module only calls methods of
+tensors (algo/registry.py says why).
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
 
-from asyncrl.algo.table import TokenTable
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from asyncrl.algo.table import TokenTable
 
 EPSILON = 1e-6
 
@@ -20,7 +24,7 @@ class GroupStatistics:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self.rewards = table.reward + table.sum_per_episode(table.share * table.token_reward)
-        self.sizes = self.total(torch.ones_like(self.rewards))
+        self.sizes = self.total(self.rewards.new_ones(len(self.rewards)))
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sum over the group."""
@@ -33,24 +37,24 @@ class GroupStatistics:
     def deviation(self) -> Tensor:
         """Return the unbiased standard deviation of the group's rewards; 0 for a single sample."""
         squares = self.total((self.rewards - self.mean()) ** 2)
-        return torch.sqrt(squares / (self.sizes - 1).clamp(min=1))
+        return (squares / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def spread(self, advantages: Tensor) -> Tensor:
         """Expand to tokens, [E] -> [N], with zero in groups whose rewards are all equal (rounding may make their mean
         differ)."""
-        return self._table.per_token(torch.where(differs(self.rewards, self._table.group), advantages, 0.0))
+        return self._table.per_token(advantages.where(differs(self.rewards, self._table.group), 0.0))
 
 
 def centred(values: Tensor, group: Tensor) -> Tensor:
     """Return v - mean within each group; zero if all are equal."""
-    mean = group_sum(values, group) / group_sum(torch.ones_like(values), group)
-    return torch.where(differs(values, group), values - mean, 0.0)
+    mean = group_sum(values, group) / group_sum(values.new_ones(len(values)), group)
+    return (values - mean).where(differs(values, group), 0.0)
 
 
 def standardised(values: Tensor, group: Tensor) -> Tensor:
     """Return (v - mean) / (std + EPSILON) within each group; zero if all are equal."""
-    count, distance = group_sum(torch.ones_like(values), group), centred(values, group)
-    return distance / (torch.sqrt(group_sum(distance**2, group) / (count - 1).clamp(min=1)) + EPSILON)
+    count, distance = group_sum(values.new_ones(len(values)), group), centred(values, group)
+    return distance / ((group_sum(distance**2, group) / (count - 1).clamp(min=1)).sqrt() + EPSILON)
 
 
 def group_sum(values: Tensor, group: Tensor) -> Tensor:
@@ -62,6 +66,6 @@ def group_sum(values: Tensor, group: Tensor) -> Tensor:
 def differs(values: Tensor, group: Tensor) -> Tensor:
     """Return, for each value, whether its group holds two different values."""
     size = int(group.max()) + 1 if len(group) else 0
-    lowest = values.new_full((size,), torch.inf).scatter_reduce(0, group, values, "amin")
-    highest = values.new_full((size,), -torch.inf).scatter_reduce(0, group, values, "amax")
+    lowest = values.new_full((size,), math.inf).scatter_reduce(0, group, values, "amin")
+    highest = values.new_full((size,), -math.inf).scatter_reduce(0, group, values, "amax")
     return (lowest < highest)[group]

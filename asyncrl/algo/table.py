@@ -6,20 +6,31 @@
     group      episode -> group, so that siblings are found by number and never by position; each role has its own
     turn       its index in the trajectory; its parent turn and its context: algo/turn_context.py
 
-The stages of a step (trainer/policy.py) fill in the columns that the algorithm needs; packs refer to tokens by row.
+Stages of a step (trainer/policy.py):
+
+    TokenTable       a batch; then with the log-probabilities and values that the algorithm needs
+    TrainingTable    with advantages, and which tokens are trained
+    LossRows         the rows of a micro-batch, with every column that a loss may use
+
+Packs refer to tokens by row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from asyncrl.algo.siblings import GroupStatistics
 from asyncrl.algo.turn_context import TurnContext, turn_contexts
+from asyncrl.algo.turns import TurnTable, turns_of
 from asyncrl.schema import Group, Turn
+
+T = TypeVar("T", bound="TokenTable")
 
 
 @dataclass(frozen=True)
@@ -40,14 +51,11 @@ class TokenTable:
     share: Tensor  # [N] 1, or its turn's fraction of the episode if that has several branches
     context: Tensor  # [N] int64, equal for turns of a group that were written after the same tokens
     state: Tensor  # [N] int64, equal for turns of a group in one environment state (if unnamed: one context)
-    # filled in by the step
+    # if the algorithm needs them
     proximal: Tensor | None = None  # [N] log-probabilities of the policy that the step starts from
     reference: Tensor | None = None  # [N] of the reference model
     teacher: Tensor | None = None  # [N] of the teacher
     values: Tensor | None = None  # [N] of the critic, before the update
-    advantages: Tensor | None = None  # [N]
-    keep: Tensor | None = None  # [N] bool, False if a decision over the whole batch leaves the token out
-    weights: Tensor | None = None  # [N] each token's share of the loss, including the optimizer step's denominator
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +98,23 @@ class TokenTable:
         """Sum over the tokens of each episode, [N] -> [E]."""
         return of_tokens.new_zeros(self.num_episodes).index_add(0, self.owner, of_tokens)
 
-    def rows(self, where: Tensor, dtype: torch.dtype) -> TokenTable:
+    @cached_property
+    def turns(self) -> TurnTable:
+        """The turns."""
+        return turns_of(self)
+
+    @cached_property
+    def groups(self) -> GroupStatistics:
+        """Rewards of the episodes, with the statistics of each one's group."""
+        return GroupStatistics(self)
+
+    def column(self, name: str) -> Tensor:
+        """Return a column that the algorithm needs."""
+        column: Tensor | None = getattr(self, name)
+        assert column is not None, name
+        return column
+
+    def rows(self: T, where: Tensor, dtype: torch.dtype) -> T:
         """Return the rows [T] of a micro-batch, with floating-point columns as `dtype`. Columns of samples and episodes
         stay complete, and sample numbers stay unchanged."""
 
@@ -100,20 +124,43 @@ class TokenTable:
 
         return self._with_columns(chosen)
 
-    def to(self, device: torch.device) -> TokenTable:
+    def to(self: T, device: torch.device) -> T:
         """Return the table on another device."""
         return self._with_columns(lambda _, column: column.to(device))
 
-    def _with_columns(self, change: Callable[[str, Tensor], Tensor]) -> TokenTable:
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: x if x is None else change(name, x) for name, x in columns.items()}
-        return TokenTable(**changed)
+    def _with_columns(self: T, change: Callable[[str, Tensor], Tensor]) -> T:
+        changed: dict[str, Any] = {name: x if x is None else change(name, x) for name, x in self.columns().items()}
+        return type(self)(**changed)
+
+    def trained(self, advantages: Tensor, keep: Tensor) -> TrainingTable:
+        """Return the table with advantages, and with the tokens that are trained."""
+        columns: dict[str, Any] = self.columns()
+        return TrainingTable(**columns, advantages=advantages, keep=keep, weights=torch.zeros_like(advantages))
+
+    def columns(self) -> dict[str, Tensor | None]:
+        """Return all columns by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def known(column: Tensor | None) -> Tensor:
-    """Return a column that the step has filled in."""
-    assert column is not None
-    return column
+@dataclass(frozen=True, kw_only=True)
+class TrainingTable(TokenTable):
+    """A table whose tokens have advantages."""
+
+    advantages: Tensor  # [N]
+    keep: Tensor  # [N] bool, False if a decision over the whole batch leaves the token out
+    weights: Tensor  # [N] each token's share of the loss, including the optimizer step's denominator; 0 before it
+
+    def with_proximal(self, proximal: Tensor) -> LossRows:
+        """Return the table with the proximal policy's log-probabilities."""
+        columns: dict[str, Any] = self.columns()
+        return LossRows(**{**columns, "proximal": proximal})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRows(TrainingTable):
+    """The rows of a micro-batch, with all that a loss may use."""
+
+    proximal: Tensor  # of a single optimizer step: the log-probabilities of the policy in training, detached
 
 
 WHOLE = ("episode", "group", "reward", "truncated")

@@ -9,11 +9,13 @@ of its turns share) is added where a branch ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from asyncrl.algo.table import TokenTable
+if TYPE_CHECKING:
+    from asyncrl.algo.table import TokenTable
 
 ROUNDING = 1e-9
 
@@ -31,8 +33,28 @@ class TurnTable:
     part: Tensor  # [M] fraction of what follows its parent, or of the episode's first turns
     ends: Tensor  # [M] fraction of its continuations that is empty: 1 at the end of a branch
     rewards: Tensor  # [M] rewards of the turn and its tokens, without the episode's
+    outcome: Tensor  # [M] reward of its episode
+    of_tokens: Tensor  # [N] rewards of single tokens, without the episode's
     context: Tensor  # [M] turns with equal numbers were written in one context
     state: Tensor  # [M] turns with equal numbers were in one state of the environment
+
+    def turn_rewards(self) -> Tensor:
+        """Return the rewards of the turns, plus that of the episode where its branches end, [M]."""
+        return self.rewards + self.ends * self.outcome
+
+    def token_rewards(self) -> Tensor:
+        """Return the rewards of the tokens, plus that of the episode at the last token of each branch, [N]."""
+        rewards = self.of_tokens.clone()
+        rewards[self.last] += self.ends * self.outcome
+        return rewards
+
+    def tokens(self) -> TokenPredecessors:
+        """Return the predecessors of the tokens."""
+        parent = torch.arange(len(self.of_token)) - 1
+        parent[self.first] = torch.where(self.parent >= 0, self.last[self.parent], -1) if len(self.last) else -1
+        part = torch.ones(len(parent), dtype=torch.float64)
+        part[self.first] = self.part
+        return TokenPredecessors(parent, part)
 
     def to_go(self, rewards: Tensor, discount: float) -> Tensor:
         """Return the reward of each turn plus those after it, discounted per turn, [M]."""
@@ -63,19 +85,21 @@ def turns_of(table: TokenTable) -> TurnTable:
     rewards = _into(table.token_reward, of_token, len(first))
     ends = torch.where(ends < ROUNDING, 0.0, ends)
     context, state = table.context[first], table.state[first]
-    return TurnTable(first, last, of_token, owner, parent, share, part, ends, rewards, context, state)
-
-
-def turn_rewards(table: TokenTable, turns: TurnTable) -> Tensor:
-    """Return the rewards of the turns, plus that of the episode where its branches end, [M]."""
-    return turns.rewards + turns.ends * table.reward[turns.owner]
-
-
-def token_rewards(table: TokenTable, turns: TurnTable) -> Tensor:
-    """Return the rewards of the tokens, plus that of the episode at the last token of each branch, [N]."""
-    rewards = table.token_reward.clone()
-    rewards[turns.last] += turns.ends * table.reward[turns.owner]
-    return rewards
+    return TurnTable(
+        first=first,
+        last=last,
+        of_token=of_token,
+        owner=owner,
+        parent=parent,
+        share=share,
+        part=part,
+        ends=ends,
+        rewards=rewards,
+        outcome=table.reward[owner],
+        of_tokens=table.token_reward,
+        context=context,
+        state=state,
+    )
 
 
 @dataclass(frozen=True)
@@ -93,15 +117,6 @@ class TokenPredecessors:
     def to_go(self, values: Tensor, decay: float) -> Tensor:
         """Return the value of each token plus those after it, discounted per token, [N]."""
         return accumulated(values, self.parent, decay, self.part)
-
-
-def steps_of(turns: TurnTable) -> TokenPredecessors:
-    """Return the predecessors of the tokens of a table."""
-    parent = torch.arange(len(turns.of_token)) - 1
-    parent[turns.first] = torch.where(turns.parent >= 0, turns.last[turns.parent], -1) if len(turns.last) else -1
-    part = torch.ones(len(parent), dtype=torch.float64)
-    part[turns.first] = turns.part
-    return TokenPredecessors(parent, part)
 
 
 def accumulated(values: Tensor, parent: Tensor, decay: float, part: Tensor | None = None) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
+from asyncrl import renamed
+from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
@@ -31,9 +33,9 @@ from asyncrl.config.running import (
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
-from asyncrl.config.section import Name, Section
-from asyncrl.config.training import AlgoConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from asyncrl.config.training import AlgoConfig, ModelConfig, OptimizerConfig, ShapingConfig, TrainerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.settings import Choice, Name, Section
 
 __all__ = [
     "AlgoConfig",
@@ -50,6 +52,7 @@ __all__ = [
     "ReplayConfig",
     "RolloutConfig",
     "RunConfig",
+    "ShapingConfig",
     "TaskConfig",
     "TeacherConfig",
     "TrainerConfig",
@@ -60,7 +63,7 @@ __all__ = [
 ]
 
 
-ALONE = ("none", "gae", "reinforce_pp", "turn_loo")
+ALONE = tuple(name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone)
 """Advantage estimators that work without siblings in a group; turn_loo compares the forks of an episode."""
 
 
@@ -105,6 +108,12 @@ class Config(Section):
     cluster: ClusterConfig
     metrics: MetricsConfig
 
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, values: Any) -> Any:
+        """Accept the old names of settings, as config.json of an old run has them."""
+        return renamed.values(values)[0] if isinstance(values, dict) else values
+
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
         bound, lead = self.rollout.max_staleness, self.rollout.effective_lead
@@ -114,9 +123,11 @@ class Config(Section):
                 lead,
                 f"Must not exceed rollout.max_staleness ({bound}): lower it, or leave it unset.",
             )
-        buffer, longest = self.algo.overlong_buffer, self.rollout.max_new_tokens
+        buffer, longest = self.algo.shaping.overlong_buffer, self.rollout.max_new_tokens
         if buffer is not None and buffer > longest:
-            raise ConfigError("algo.overlong_buffer", buffer, f"Must not exceed rollout.max_new_tokens ({longest}).")
+            raise ConfigError(
+                "algo.shaping.overlong_buffer", buffer, f"Must not exceed rollout.max_new_tokens ({longest})."
+            )
         optimizer = self.trainer.optimizer
         if optimizer.min_lr > optimizer.lr:
             raise ConfigError(
@@ -164,8 +175,9 @@ class Config(Section):
                 raise ConfigError(field, None, "task.kind=file needs the path of a .jsonl or .parquet file.")
         sizes = {f"{self.field_of(name)}.group_size": task.group_size for name, task in self.mixture.items()}
         for field, size in {"rollout.group_size": self.rollout.group_size, **sizes}.items():
-            if size == 1 and self.algo.advantage not in ALONE:
-                remedy = f"algo.advantage={self.algo.advantage} compares siblings: set 2 or more, or one of {ALONE}."
+            advantage = self.algo.advantage
+            if size == 1 and not advantage.is_own and advantage.name not in ALONE:
+                remedy = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
                 raise ConfigError(field, 1, remedy)
         return self
 
@@ -182,14 +194,14 @@ class Config(Section):
     def _check_teacher(self) -> None:
         algo, teacher = self.algo, self.teacher
         if teacher.model is None:
-            by = [("teacher.urls", teacher.urls), ("algo.distill_coefficient", algo.distill_coefficient)]
-            by += [("algo.reference", algo.reference if algo.reference == "teacher" else None)]
+            by = [("teacher.urls", teacher.urls), ("algo.distillation.coefficient", algo.distillation.coefficient)]
+            by += [("algo.kl.reference", "teacher" if algo.kl.reference == "teacher" else None)]
             for field, value in by:
                 if value:
                     remedy = "It needs a teacher: set teacher=sglang teacher.model=FOLDER."
                     raise ConfigError(field, value, remedy)
-        elif self.rollout.temperature != 1.0 and (algo.distill_discount or algo.reference == "teacher"):
-            what = "algo.distill_discount" if algo.distill_discount else "algo.reference=teacher"
+        elif self.rollout.temperature != 1.0 and (algo.distillation.discount or algo.kl.reference == "teacher"):
+            what = "algo.distillation.discount" if algo.distillation.discount else "algo.kl.reference=teacher"
             raise ConfigError(
                 "rollout.temperature",
                 self.rollout.temperature,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from asyncrl.config.secret_values import Parameters
-from asyncrl.config.section import Count, Dtype, Million, Name, Natural, Positive, Section
 from asyncrl.errors import ConfigError
+from asyncrl.settings import Count, Dtype, Million, Name, Natural, Positive, Section
 
 
 class EngineConfig(Section):
@@ -88,8 +88,8 @@ class AuxiliaryModelConfig(Section):
 
 class TeacherConfig(AuxiliaryModelConfig):
     """A frozen model on its own engines that scores the log-probability of each token of an episode, for distillation
-    (algo.distill_coefficient) or as the reference of the KL (algo.reference). It must have the tokenizer of model.path,
-    and no episode may be longer than the KV caches of its engines."""
+    (algo.distillation.coefficient) or as the reference of the KL (algo.kl.reference). It must have the tokenizer of
+    model.path, and no episode may be longer than the KV caches of its engines."""
 
     urls: list[str]
     """Engines that already serve the teacher elsewhere; empty: this run starts `count`. Their API key comes from the

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.section import Count, Natural, Positive, Section
 from asyncrl.errors import ConfigError
+from asyncrl.settings import Count, Natural, Positive, Section
 
 
 class RunConfig(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ class Composed:
 def compose(conf: Path) -> list[Composed]:
     """Return the settings of every run that sys.argv asks for: several under --multirun, none when Hydra has only
     printed something (--cfg, completion). Raises CompositionError for what Hydra refuses."""
+    from asyncrl import renamed
+
+    sys.argv[1:], old = renamed.overrides(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and CompositionError adds field and remedy
     composed: list[tuple[DictConfig, list[str]]] = []
 
@@ -41,9 +45,13 @@ def compose(conf: Path) -> list[Composed]:
 
     try:
         hydra.main(version_base=None, config_path=str(conf), config_name="train")(keep)()
-        return [Composed(plain(one), overrides) for one, overrides in composed]
+        found = [Composed(plain(one), overrides) for one, overrides in composed]
     except (HydraException, OmegaConfBaseException) as error:
         raise CompositionError(f"{_first_line(error)}. {_spelling(str(error))}") from None
+    old += [name for one in found for name in renamed.values(one.values)[1]]
+    for name in dict.fromkeys(old):
+        print(renamed.warning(name), file=sys.stderr)
+    return found
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:

@@ -11,6 +11,13 @@ from pathlib import Path
 CONFIG = Path(__file__).parents[1] / "config"
 """Folder of the config classes. They are parsed instead of imported, so that --help needs no pydantic."""
 
+ALGORITHMS = {
+    "algo.advantage": ("advantage.py", "credit.py"),
+    "algo.loss": ("loss.py",),
+    "algo.correction": ("correction.py",),
+}
+"""Files of asyncrl/algo that define the algorithms of a field."""
+
 USAGE = """\
 asyncrl-train [field=value | group=option] ...
 
@@ -86,6 +93,21 @@ def _field(name: str, kind: str, meaning: str | None) -> Iterator[str]:
     yield textwrap.fill(f"  {name}  ({_readable(kind)})", 100, subsequent_indent=" " * (len(name) + 5))
     if meaning:
         yield textwrap.fill(" ".join(meaning.split()), 100, initial_indent="      ", subsequent_indent="      ")
+    for algorithm, settings in algorithms(name).items():
+        defaults = ", ".join(f"{setting}={default}" for setting, default in settings.items())
+        yield f"        {algorithm}" + (f"  {defaults}" if defaults else "")
+
+
+def algorithms(field: str) -> dict[str, dict[str, str]]:
+    """Return the algorithms that a field can name, each with the default values of its settings (algo/registry.py)."""
+    found = {}
+    for file in ALGORITHMS.get(field, ()):
+        for node in ast.parse((CONFIG.parent / "algo" / file).read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any(".register(" in ast.unparse(d) for d in node.decorator_list):
+                defaults = [ast.unparse(default) if default else "?" for default in node.args.kw_defaults]
+                names = [argument.arg for argument in node.args.kwonlyargs]
+                found[node.name] = dict(zip(names, defaults, strict=True))
+    return found
 
 
 def docstrings(section: ast.ClassDef) -> dict[str, str]:
@@ -102,6 +124,7 @@ def _annotated(section: ast.ClassDef) -> list[ast.AnnAssign]:
 
 
 KINDS = {
+    "Choice": "name, and FIELD.SETTING for its settings",
     "Dtype": "auto, bfloat16, float32",
     "Count": "integer ≥ 1",
     "Natural": "integer ≥ 0",

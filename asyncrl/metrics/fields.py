@@ -38,9 +38,9 @@ STEP = {
     "logprob_gap/max": "its maximum",
     "logprob_gap/p99": "its 99th percentile",
     "logprob_gap/kl": "k3 estimate of KL(engine || trainer)",
-    "correction/capped": "share of tokens whose importance weight was cut at algo.correction_cap",
+    "correction/capped": "share of tokens whose importance weight was cut at algo.correction.cap",
     "correction/ess": "effective sample size of the importance weights, as a share of the tokens",
-    "correction/masked": "share of tokens that a correction, a selection or algo.mask_truncated took out",
+    "correction/masked": "share of tokens that a correction, a selection or algo.shaping.mask_truncated took out",
     "loss/clipped": "share of tokens whose ratio has left the clip in the direction that their advantage wants",
     "steps/optimizer": "optimizer steps that were applied",
     "tokens/generated": "tokens that engines wrote for training since the step before, as the client counted them",
@@ -77,7 +77,7 @@ STEP = {
     "bytes/published": "bytes of weights sent by this rank",
 }
 
-# The same file, if algo.kl_coefficient or algo.kl_meter_every requires a reference
+# The same file, if algo.kl.coefficient or algo.kl.measure_every requires a reference
 STEP_REFERENCE = {"kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the step's start"}
 
 # The same file, with algo.entropy_bonus, because computing it takes a pass over the logits

@@ -59,7 +59,7 @@ class GapWatch:
                 f"the log-probabilities of engine and trainer are {mean:.3f} nats apart (mean of {WINDOW} steps), "
                 f"{mean / self._usual:.1f} times what was usual. Compare logprob_gap/lag0, which is numerics alone, "
                 "with the greater lags, which are staleness: lower rollout.max_staleness or trainer.optimizer.lr, or "
-                "set a correction (algo.correction, algo.mask_*).",
+                "set a correction (algo.correction, algo.mask).",
                 record["version"],
             )
             self._usual = mean

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.algo.table import known
 from asyncrl.parallel import Parallel
 
 
@@ -52,7 +51,8 @@ def of_all_parts(own: Tensor, pack: Pack, parallel: Parallel) -> Tensor:
     gradient on each rank is that of its own part: Megatron's sum of weight gradients over ranks completes it."""
     if parallel.cp == 1:
         return own
-    whole = own.new_zeros(len(pack.table_rows)).index_copy(0, known(pack.own_targets), own)
+    assert pack.own_targets is not None
+    whole = own.new_zeros(len(pack.table_rows)).index_copy(0, pack.own_targets, own)
     found: Tensor = _SumOverRanks.apply(whole, parallel.cp_group)
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrl.algo.loss import explained_variance, value_loss
 from asyncrl.algo.pack import Pack
-from asyncrl.algo.table import TokenTable, known
+from asyncrl.algo.table import TokenTable, TrainingTable
 from asyncrl.config import Config
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.head import Head
@@ -32,11 +32,11 @@ class Critic:
         self, config: Config, folder: Path, parallel: Parallel, progress: Callable[[str], None] = lambda part: None
     ) -> None:
         self._config, self._parallel = config, parallel
-        start = Path(config.algo.critic_path).expanduser() if config.algo.critic_path else folder
+        start = Path(config.algo.critic.path).expanduser() if config.algo.critic.path else folder
         self._network = Network(
             config.trainer, start, parallel, value_head=True, progress=lambda part: progress(f"the critic's {part}")
         )
-        optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic_lr})
+        optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic.lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})
         self.optimizer = NetworkOptimizer(trainer, self._network, config.run.max_steps)
 
@@ -57,7 +57,7 @@ class Critic:
         columns, _ = seen.gather(("values",))
         return columns["values"]
 
-    def train(self, groups: Groups, table: TokenTable, returns: Tensor) -> dict[str, float]:
+    def train(self, groups: Groups, table: TrainingTable, returns: Tensor) -> dict[str, float]:
         """Take one optimizer step towards `returns` [N], on all tokens with a nonzero weight. `table` holds the values
         before the step."""
         seen = TokenAccumulator(table.num_tokens, self._parallel)
@@ -67,8 +67,8 @@ class Critic:
         def visit(head: Head, pack: Pack) -> Tensor:
             values = head.values(pack)
             rows = rows_of.rows(pack.table_rows, values.dtype)
-            losses = value_loss(values, known(rows.values), known(rows.advantages), self._config.algo.value_clip)
-            loss = (known(rows.weights) * losses).sum()
+            losses = value_loss(values, rows.column("values"), rows.advantages, self._config.algo.critic.value_clip)
+            loss = (rows.weights * losses).sum()
             seen.add("loss", loss)
             return loss
 
@@ -80,6 +80,6 @@ class Critic:
             "critic/loss": totals["loss"],
             "critic/grad_norm": norm,
             "critic/skipped": float(not applied),
-            "critic/explained_variance": explained_variance(known(table.values), returns),
-            "critic/value": float(known(table.values).mean()) if table.num_tokens else 0.0,
+            "critic/explained_variance": explained_variance(table.column("values"), returns),
+            "critic/value": float(table.column("values").mean()) if table.num_tokens else 0.0,
         }

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.algo.table import known
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.context import of_all_parts
 from asyncrl.trainer.gradients import gradient_buffer
@@ -58,7 +57,8 @@ class Head:
         """
         rows = pack.row_of_target
         shard = _Shard(self.vocab, temperature, self.chunk_rows, self.parallel)
-        logprobs, of_rows = _Scores.apply(self.hidden, known(self.weight), rows, pack.targets, shard, entropy)
+        assert self.weight is not None
+        logprobs, of_rows = _Scores.apply(self.hidden, self.weight, rows, pack.targets, shard, entropy)
         of_targets = of_all_parts(of_rows.index_select(0, rows), pack, self.parallel) if entropy else None
         return of_all_parts(logprobs, pack, self.parallel), of_targets
 
@@ -146,6 +146,8 @@ class _Scores(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         of_weight = gradient_buffer(weight)
         passed_on = torch.zeros_like(weight, dtype=log_z.dtype) if of_weight is None else None
+        accumulated = of_weight if passed_on is None else passed_on
+        assert accumulated is not None
         for chunk in reversed(shard.chunks(len(hidden))):
             s = ctx.kept.pop() if ctx.kept else shard.scaled(hidden[chunk], weight)
             log_p = s.sub_(log_z[chunk, None])
@@ -159,7 +161,7 @@ class _Scores(torch.autograd.Function):
             d.index_put_(places, torch.where(here, of_chosen, 0.0), accumulate=True)
             d = d.to(hidden.dtype)
             torch.mm(d, weight, out=of_hidden[chunk])
-            _add_product(known(of_weight if passed_on is None else passed_on), d.t(), hidden[chunk])
+            _add_product(accumulated, d.t(), hidden[chunk])
             del s, log_p, d
         return shard.all_reduce(of_hidden), passed_on, None, None, None, None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,15 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw
+from asyncrl.algo.advantage import ADVANTAGES, gae_raw
 from asyncrl.algo.distill import tempered
-from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.replay import ReplayBuffer
 from asyncrl.algo.samples import build_samples
-from asyncrl.algo.selection import SELECTIONS, SelectionParams
-from asyncrl.algo.shaping import ShapingParams, shaped, trainable
-from asyncrl.algo.table import TokenTable, build_table, known
+from asyncrl.algo.shaping import shaped, trainable
+from asyncrl.algo.table import TokenTable, TrainingTable, build_table
 from asyncrl.config import Config
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
@@ -27,7 +25,7 @@ from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
-from asyncrl.trainer.objective import Objective, params_from_config
+from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.resets import Resets
@@ -51,15 +49,10 @@ class Policy:
         self._reference = self._load_reference(folder)
         self._replay = ReplayBuffer(algo.replay_groups, config.rollout.max_staleness, config.run.seed)
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
-        self._critic = Critic(config, folder, parallel, progress) if algo.advantage == "gae" else None
-        self._warm_at = algo.critic_warmup if self._critic else 0
+        self._advantage, self._objective = ADVANTAGES.find(algo.advantage), Objective(algo, config.rollout)
+        self._critic = Critic(config, folder, parallel, progress) if self._advantage.traits.critic else None
+        self._warm_at = algo.critic.warmup if self._critic else 0
         self._temperature = config.rollout.temperature
-        self._objective = Objective(algo, config.rollout)
-        self._advantage, self._selection = (
-            params_from_config(AdvantageParams, algo),
-            params_from_config(SelectionParams, algo),
-        )
-        self._shaping = params_from_config(ShapingParams, algo)
 
     @property
     def reused(self) -> int:
@@ -99,52 +92,60 @@ class Policy:
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Take the optimizer steps of one batch. Returns its statistics, which are the same on every rank."""
-        algo, objective = self.config.algo, self._objective
+        objective, shaping = self._objective, self.config.algo.shaping
         replayed = self._replay.draw(batch.version)
         self._replay.keep(batch.groups)
         trained = [*batch.groups, *replayed]
-        table, groups = build_table(trained, batch.version), build_samples(trained)
+        groups = build_samples(trained)
         if self._routing:
             groups = self._routing.begin(trained, groups)
 
-        longest = self.config.rollout.max_new_tokens
-        table = replace(table, reward=shaped(table, self._shaping, longest), keep=trainable(table, self._shaping))
-        if algo.kl_coefficient or (algo.kl_meter_every and batch.version % algo.kl_meter_every == 0):
-            table = replace(table, reference=self._of_reference(groups, table))
-        selection = LOSSES[algo.loss].selection
-        # the teacher is scored at temperature 1 only
-        tempered_teacher = table.teacher is not None and self._temperature != 1.0
-        # A single step runs the policy that it starts from, so that no extra pass is needed.
-        started = algo.steps > 1 and (algo.proximal == "start" or algo.routing_replay == "R2")
-        if started or selection or objective.kl_in("reward") or tempered_teacher:
-            with self._routing.of_policy(whole_batch=True) if self._routing else nullcontext():
-                table = replace(table, proximal=self._score(groups, table))
-        if tempered_teacher:
-            with self._routing.of_policy() if self._routing else nullcontext():
-                plain = self._score(groups, table, temperature=1.0)
-            start = known(table.proximal)
-            table = replace(table, teacher=tempered(start, plain, known(table.teacher), self._temperature))
-        if objective.kl_in("reward"):
-            table = replace(table, token_reward=table.token_reward - objective.kl(known(table.proximal), table))
-        if self._critic:
-            table = replace(table, values=self._critic.values(groups, table))
-        table = replace(table, advantages=ADVANTAGES[algo.advantage](table, self._advantage))
-        if selection:
-            table = replace(table, keep=SELECTIONS[selection](table, self._selection))
+        table = build_table(trained, batch.version)
+        table = replace(table, reward=shaped(table, shaping, self.config.rollout.max_new_tokens))
+        table = self._scored(groups, table, batch.version)
+        advantages = self._advantage(table)
+        step = table.trained(advantages, keep=trainable(table, shaping))
+        step = replace(step, keep=objective.select(step))
 
-        with self._routing.of_policy() if self._routing else nullcontext():
-            figures = self._train(groups if batch.version >= self._warm_at else [], table)
+        with self._routed():
+            figures = self._train(groups if batch.version >= self._warm_at else [], step)
         if self._routing:
             figures |= self._routing.figures()
         if self._critic:
-            returns = known(table.values) + gae_raw(table, self._advantage)
-            figures |= self._critic.train(groups, replace(table, weights=objective.shares(groups, table)), returns)
+            returns = step.column("values") + self._advantage.call(gae_raw, step)
+            figures |= self._critic.train(groups, replace(step, weights=objective.shares(groups, step)), returns)
         self._resets.after(batch.version + 1)
         return {"groups/replayed": float(len(replayed)), **figures}
 
+    def _scored(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
+        """Return the table with what the algorithm needs to know about each token: log-probabilities under the
+        reference and under the policy that the steps start from, the teacher's at the sampling temperature, and
+        values."""
+        kl, objective = self.config.algo.kl, self._objective
+        if kl.coefficient or (kl.measure_every and version % kl.measure_every == 0):
+            table = replace(table, reference=self._of_reference(groups, table))
+        # the teacher is scored at temperature 1 only
+        tempered_teacher = table.teacher is not None and self._temperature != 1.0
+        if objective.needs_start or tempered_teacher:
+            with self._routed(whole_batch=True):
+                table = replace(table, proximal=self._score(groups, table))
+        if tempered_teacher:
+            with self._routed():
+                plain = self._score(groups, table, temperature=1.0)
+            teacher = tempered(table.column("proximal"), plain, table.column("teacher"), self._temperature)
+            table = replace(table, teacher=teacher)
+        if objective.kl_in("reward"):
+            penalty = objective.kl(table.column("proximal"), table)
+            table = replace(table, token_reward=table.token_reward - penalty)
+        return replace(table, values=self._critic.values(groups, table)) if self._critic else table
+
+    def _routed(self, *, whole_batch: bool = False) -> AbstractContextManager[None]:
+        """Replay the routing of experts in the passes within, if the algorithm does so."""
+        return self._routing.of_policy(whole_batch=whole_batch) if self._routing else nullcontext()
+
     # -- passes --------------------------------------------------------------------------------------------
 
-    def _train(self, groups: Groups, table: TokenTable) -> dict[str, float]:
+    def _train(self, groups: Groups, table: TrainingTable) -> dict[str, float]:
         """Take the optimizer steps: one for each mini-batch, as long as the policy stays in the trust region."""
         objective, seen = self._objective, TokenAccumulator(table.num_tokens, self.parallel)
         trust, lr = self.config.algo.trust_region, self._optimizer.lr
@@ -199,15 +200,15 @@ class Policy:
     def _load_reference(self, folder: Path) -> Reference | None:
         """Load the reference weights, if a KL to frozen weights is needed."""
         algo = self.config.algo
-        if algo.reference == "teacher" or not (algo.kl_coefficient or algo.kl_meter_every):
+        if algo.kl.reference == "teacher" or not algo.measures_reference:
             return None
-        path = Path(algo.reference_path).expanduser() if algo.reference_path else folder
-        return Reference(self.network, path, offload=algo.reference_offload)
+        path = Path(algo.kl.reference_path).expanduser() if algo.kl.reference_path else folder
+        return Reference(self.network, path, offload=algo.kl.reference_offload)
 
     def _of_reference(self, groups: Groups, table: TokenTable) -> Tensor:
         """Return the log-probabilities of the reference, [N]: of frozen weights, or of the teacher, which its engines
         have reported."""
         if self._reference is None:
-            return known(table.teacher)
+            return table.column("teacher")
         with self._reference.in_place():
             return self._score(groups, table)

@@ -10,13 +10,13 @@ import pytest
 
 from asyncrl.agents.forking import Forking
 from asyncrl.agents.multi_turn import MultiTurn
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Completion, Group, Prompt
 from tests.agents.talking import Talking, written
 from tests.agents.worlds import PROMPT, Sums, play
+from tests.algo.tables import advantage
 
 # trunk 2 5 4 (11); from before 5: 7 (9), and 6 1 (9)
 TRUNK = [written(2, 10), written(5, 10), written(4, 10)]
@@ -137,7 +137,7 @@ def test_turn_loo_compares_the_ways_and_samples_show_what_each_token_followed() 
     ]
     group = Group("g", 0, PROMPT.token_ids, trajectories, "t")
     table = build_table([group], 0)
-    advantages = ADVANTAGES["turn_loo"](table, AdvantageParams())[::2] * 8  # of each turn, two tokens
+    advantages = advantage("turn_loo")(table)[::2] * 8  # of each turn, two tokens
     # returns 10 11 11 9 and 9, in eighths; behind the fork 11 beside 9, and 9 of the other episode as one more
     assert advantages.tolist() == [1.0, (11 - 9.0) / 2, (11 - 9.0) / 2, (9 - 10.0) / 2, -1.0]
     trunk, branch, other = (sample for sample in build_samples([group])[0])

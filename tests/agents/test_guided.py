@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from asyncrl.agents.guided import Guided
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Group, Message, Trajectory
 from tests.agents.talking import written
 from tests.agents.worlds import PROMPT, play
+from tests.algo.tables import advantage
 from tests.fakes import FakeTemplate
 
 told: list[tuple[dict[str, Any], list[Message]]] = []
@@ -89,7 +89,7 @@ def test_help_is_neither_credited_to_the_attempt_before_nor_held_against_those_w
     trajectories = [attempts(n, 16, threshold=2.0)[0] for n in (9, 12)] + [attempts(16, threshold=2.0)[0]]
     table = build_table([Group("g", 0, PROMPT.token_ids, trajectories, "t")], 0)
     for name in ("rloo", "turn_loo"):
-        advantages = (ADVANTAGES[name](table, AdvantageParams()) * 8).tolist()  # of tokens
+        advantages = (advantage(name)(table) * 8).tolist()  # of tokens
         expected = [9 - 14.0] * 2 + [0.0] * 3 + [12 - 12.5] * 3 + [0.0] * 3 + [16 - 10.5] * 3
         assert advantages == pytest.approx(expected, abs=1e-12)
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from asyncrl.agents.memory import Memory
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.table import build_table
 from asyncrl.schema import Completion, Group, Trajectory
 from tests.agents.talking import written
 from tests.agents.test_guided import Spoken
 from tests.agents.worlds import PROMPT, play
+from tests.algo.tables import advantage
 
 
 class Lines(Spoken):
@@ -61,7 +61,7 @@ def test_all_samples_are_trained_with_what_the_episode_came_to() -> None:
     table = build_table([Group("g", 0, PROMPT.token_ids, trajectories, "t")], 0)
     assert table.num_samples == 4
     for name in ("rloo", "turn_discounted", "turn_loo"):
-        found = ADVANTAGES[name](table, AdvantageParams()) * 8
+        found = advantage(name)(table) * 8
         assert found.tolist() == [9 - 13.0] * 6 + [13 - 9.0] * 6
 
 

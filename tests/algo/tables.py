@@ -11,7 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algo.table import WHOLE, TokenTable
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
+from asyncrl.algo.correction import CORRECTIONS, MASKS, masked
+from asyncrl.algo.loss import LOSSES, LossTraits
+from asyncrl.algo.registry import Algorithm
+from asyncrl.algo.table import WHOLE, LossRows, TokenTable
+from asyncrl.settings import Choice
 
 few = settings(max_examples=25)  # a table is large; the tests over them are many
 quarters = st.integers(-20, 20).map(lambda n: n / 4)
@@ -27,14 +32,32 @@ def logs(*probabilities: float) -> Tensor:
     return numbers(probabilities).log()
 
 
+def loss(name: str, **settings: Any) -> Algorithm[LossTraits]:
+    """The loss with those of these settings that it has."""
+    return LOSSES.find(Choice(name=name, **{one: settings[one] for one in settings.keys() & LOSSES.settings_of(name)}))
+
+
+def advantage(name: str, **settings: Any) -> Algorithm[AdvantageTraits]:
+    """The estimator with those of these settings that it has."""
+    own = settings.keys() & ADVANTAGES.settings_of(name)
+    return ADVANTAGES.find(Choice(name=name, **{one: settings[one] for one in own}))
+
+
+def correction(logprobs: Tensor, rows: LossRows, name: str | None = None, **settings: Any) -> Tensor:
+    """The factor of each token's loss: a weight with its settings, and masks by their names."""
+    masks = {mask: settings.pop(mask, None) for mask in MASKS}
+    weight = CORRECTIONS.find(Choice(name=name, **settings))(rows) if name else torch.ones_like(rows.behaviour)
+    return masked(weight, logprobs, rows, masks)
+
+
 def make(
     lengths: Sequence[int], rewards: Sequence[float], group: Sequence[int] | None = None, **columns: Any
-) -> TokenTable:
+) -> LossRows:
     """Samples of these lengths, one group unless told otherwise; `columns` replace what is filled in plainly. First
     turns of a group are in one context, all others each in one of its own."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths), dtype=torch.int64))
     count = len(sample)
-    plain = TokenTable(
+    plain = LossRows(
         sample,
         torch.zeros(count, dtype=torch.int64),
         torch.full((count,), -1.0, dtype=torch.float64),
@@ -48,7 +71,10 @@ def make(
         torch.ones(count, dtype=torch.float64),
         torch.zeros(count, dtype=torch.int64),
         torch.zeros(count, dtype=torch.int64),
+        proximal=torch.full((count,), -1.0, dtype=torch.float64),
+        advantages=torch.zeros(count, dtype=torch.float64),
         keep=torch.ones(count, dtype=torch.bool),
+        weights=torch.zeros(count, dtype=torch.float64),
     )
     whole = dict.fromkeys(("lag", "turn", "parent", "context", "state"), torch.int64)
     kinds = {**whole, "truncated": torch.bool, "keep": torch.bool}
@@ -56,7 +82,7 @@ def make(
     return replace(chained(replace(plain, **made)), **made)
 
 
-def chained(table: TokenTable, kinds: int = 0) -> TokenTable:
+def chained(table: LossRows, kinds: int = 0) -> LossRows:
     """With every turn behind the one before it in its sample. Contexts and states: of later turns their own; or, with
     `kinds`, one of so many that turns of one number, or all turns, of a group may share."""
     turn, owner = table.turn.tolist(), table.owner.tolist()
@@ -84,7 +110,7 @@ def last_rows(table: TokenTable) -> Tensor:
 
 
 @st.composite
-def tables(draw: st.DrawFn, min_length: int = 0, turns: int = 1, rewards: st.SearchStrategy = quarters) -> TokenTable:
+def tables(draw: st.DrawFn, min_length: int = 0, turns: int = 1, rewards: st.SearchStrategy = quarters) -> LossRows:
     """Up to four groups of up to five samples of up to six tokens; the numbers of tokens are random."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     group = [number for number, size in enumerate(sizes) for _ in range(size)]
@@ -115,21 +141,21 @@ def rows_of(table: TokenTable, samples: Sequence[int]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *((table.sample == i).nonzero()[:, 0] for i in samples)])
 
 
-def reordered(table: TokenTable, order: Sequence[int]) -> tuple[TokenTable, Tensor]:
+def reordered(table: LossRows, order: Sequence[int]) -> tuple[LossRows, Tensor]:
     """The table with its samples, each an episode, in another order, and the old row of each new one."""
     where = rows_of(table, order)
     place = torch.empty(len(order), dtype=torch.int64)
     place[torch.tensor(list(order), dtype=torch.int64)] = torch.arange(len(order))
     moved = {
         name: column[torch.tensor(list(order))] if name in WHOLE else column[where]
-        for name, column in vars(table).items()
+        for name, column in table.columns().items()
         if column is not None
     }
     episode = torch.arange(len(order))
-    return replace(TokenTable(**moved), sample=place[table.sample][where], episode=episode), where
+    return replace(LossRows(**moved), sample=place[table.sample][where], episode=episode), where
 
 
-def with_empty(table: TokenTable, group: int | None = None) -> TokenTable:
+def with_empty(table: LossRows, group: int | None = None) -> LossRows:
     """One more sample, which wrote nothing; of a group of its own unless told otherwise."""
     return replace(
         table,

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.advantage import (
-    ADVANTAGES,
-    EPSILON,
-    WHITEN_EPSILON,
-    AdvantageParams,
-    gae_raw,
-    whiten,
-)
-from asyncrl.algo.table import TokenTable, known
-from asyncrl.algo.turns import token_rewards, turns_of
+from asyncrl.algo.advantage import ADVANTAGES, EPSILON, WHITEN_EPSILON, gae_raw, whiten
+from asyncrl.algo.table import LossRows
 from asyncrl.errors import ConfigError
-from tests.algo.tables import few, last_rows, make, numbers, quarters, reordered, tables, with_empty
+from tests.algo.tables import advantage, few, last_rows, make, numbers, quarters, reordered, tables, with_empty
 
-PLAIN = AdvantageParams()
 WHITENED = ["reinforce_pp", "reinforce_pp_baseline", "gae"]
 RELATIVE = [name for name in ADVANTAGES if name not in (*WHITENED, "none")]
 TURNS = ["turn_discounted", "turn_loo", "gigpo", "dr_gigpo"]
@@ -31,8 +23,8 @@ TOKENS = ["reinforce_pp", "gae", "grpo_turn", *TURNS]  # whose numbers differ wi
 positive = st.integers(0, 20).map(lambda n: n / 4)
 
 
-def found(name: str, table: TokenTable, params: AdvantageParams = PLAIN) -> list[float]:
-    advantages = ADVANTAGES[name](table, params)
+def found(name: str, table: LossRows, **settings: Any) -> list[float]:
+    advantages = advantage(name, **settings)(table)
     assert advantages.dtype == torch.float64
     assert advantages.shape == (table.num_tokens,)
     return advantages.tolist()
@@ -73,23 +65,22 @@ HAND = {
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_numbers_by_hand(name: str) -> None:
-    params = AdvantageParams(discount=0.5, pass_k=2)
     table = replace(TWO, values=torch.zeros(TWO.num_tokens, dtype=torch.float64))
-    assert found(name, table, params) == pytest.approx(HAND[name], abs=1e-12)
+    assert found(name, table, discount=0.5, k=2) == pytest.approx(HAND[name], abs=1e-12)
 
 
 def test_pass_at_k_beyond_the_group_asks_for_one_of_all() -> None:
-    assert found("pass_at_k", TWO, AdvantageParams(pass_k=9)) == [0.0] * 9  # any 4 of group 0 hold the right one
+    assert found("pass_at_k", TWO, k=9) == [0.0] * 9  # any 4 of group 0 hold the right one
     wrong = make([1, 1, 1], [0.0, 0.0, 1.0])
-    assert found("pass_at_k", wrong, AdvantageParams(pass_k=1)) == pytest.approx(
+    assert found("pass_at_k", wrong, k=1) == pytest.approx(
         [-(1 / 3) / math.sqrt(2 / 9)] * 2 + [(2 / 3) / math.sqrt(2 / 9)]
     )
 
 
 def test_pass_at_k_counts_rewards_above_the_threshold_as_right() -> None:
     table = make([1, 1], [0.5, 1.0])
-    assert found("pass_at_k", table, AdvantageParams(correct_above=0.5)) == pytest.approx([-1.0, 1.0])
-    assert found("pass_at_k", table, AdvantageParams(correct_above=0.25)) == [0.0, 0.0]
+    assert found("pass_at_k", table, k=1, correct_above=0.5) == pytest.approx([-1.0, 1.0])
+    assert found("pass_at_k", table, k=1, correct_above=0.25) == [0.0, 0.0]
 
 
 def test_best_of_a_group_counts_only_when_it_is_alone() -> None:
@@ -113,21 +104,20 @@ def test_turns_are_normalised_among_all_turns_of_the_group_and_added_up() -> Non
     table = make([3, 1], [1.0, 2.0], turn=[0, 0, 1, 0], token_reward=[0.0, 3.0, 0.0, 0.0])
     one = 1 / (1 + EPSILON)
     assert found("grpo_turn", table) == pytest.approx([one - one, one - one, -one, 0.0], abs=1e-12)
-    half = AdvantageParams(discount=0.5)
-    assert found("grpo_turn", table, half) == pytest.approx([one / 2, one / 2, -one, 0.0], abs=1e-12)
+    assert found("grpo_turn", table, discount=0.5) == pytest.approx([one / 2, one / 2, -one, 0.0], abs=1e-12)
 
 
 def test_generalised_advantages_by_hand() -> None:
     # gamma 1/2, lambda 1/2; rewards 0 1 | 2, values 1 2 | 3: deltas 0 + 1 - 1, 1 - 2 | 2 - 3, then -1/4 of the next
     table = make([2, 1], [0.0, 2.0], token_reward=[0.0, 1.0, 0.0], values=[1.0, 2.0, 3.0])
-    params = AdvantageParams(discount=0.5, gae_lambda=0.5)
-    assert gae_raw(table, params).tolist() == [-0.25, -1.0, -1.0]
-    assert found("gae", table, params) == pytest.approx(whitened(-0.25, -1.0, -1.0))
+    params = {"discount": 0.5, "gae_lambda": 0.5}
+    assert gae_raw(table, **params).tolist() == [-0.25, -1.0, -1.0]
+    assert found("gae", table, **params) == pytest.approx(whitened(-0.25, -1.0, -1.0))
 
 
 def test_reward_of_the_episode_is_at_its_last_token_beside_those_of_turns() -> None:
     table = make([2, 0, 1], [1.0, 5.0, 2.0], token_reward=[0.25, 0.5, 0.0])
-    assert token_rewards(table, turns_of(table)).tolist() == [0.25, 1.5, 2.0]
+    assert table.turns.token_rewards().tolist() == [0.25, 1.5, 2.0]
 
 
 # -- for every batch ----------------------------------------------------------------------------------------------
@@ -136,25 +126,25 @@ def test_reward_of_the_episode_is_at_its_last_token_beside_those_of_turns() -> N
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k"])
 @few
 @given(table=tables(min_length=1, rewards=positive), k=st.integers(1, 4))
-def test_advantages_of_a_group_sum_to_zero(name: str, table: TokenTable, k: int) -> None:
-    advantages = ADVANTAGES[name](table, AdvantageParams(pass_k=k, correct_above=2.0))[last_rows(table)]
+def test_advantages_of_a_group_sum_to_zero(name: str, table: LossRows, k: int) -> None:
+    advantages = advantage(name, k=k, correct_above=2.0)(table)[last_rows(table)]
     sums = torch.zeros(table.num_groups, dtype=torch.float64).index_add(0, table.group, advantages)
     torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-9)
 
 
 @few
 @given(tables())
-def test_opo_sums_to_zero_over_the_tokens_of_a_group(table: TokenTable) -> None:
+def test_opo_sums_to_zero_over_the_tokens_of_a_group(table: LossRows) -> None:
     group = table.group[table.sample]
-    sums = torch.zeros(table.num_groups, dtype=torch.float64).index_add(0, group, ADVANTAGES["opo"](table, PLAIN))
+    sums = torch.zeros(table.num_groups, dtype=torch.float64).index_add(0, group, advantage("opo")(table))
     torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", WHITENED)
 @few
 @given(table=tables(min_length=1))
-def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name: str, table: TokenTable) -> None:
-    advantages = ADVANTAGES[name](table, PLAIN)
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name: str, table: LossRows) -> None:
+    advantages = advantage(name)(table)
     assert float(advantages.mean()) == pytest.approx(0, abs=1e-9)
     if bool((advantages != 0).any()):
         assert float(advantages.var()) == pytest.approx(1, abs=1e-4)  # but for WHITEN_EPSILON
@@ -163,7 +153,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name: s
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "grpo_turn", *TURNS, *WHITENED[:2]])
 @few
 @given(table=tables(), shift=st.integers(-8, 8))
-def test_shift_of_all_rewards_changes_nothing(name: str, table: TokenTable, shift: int) -> None:
+def test_shift_of_all_rewards_changes_nothing(name: str, table: LossRows, shift: int) -> None:
     shifted = replace(table, reward=table.reward + shift)
     assert found(name, shifted) == pytest.approx(found(name, table), abs=1e-9)
 
@@ -171,7 +161,7 @@ def test_shift_of_all_rewards_changes_nothing(name: str, table: TokenTable, shif
 @pytest.mark.parametrize("name", ["grpo", "grpo_turn", "grpo_passk", "maxrl", "pass_at_k", "gigpo", *WHITENED[:2]])
 @few
 @given(table=tables(rewards=positive), scale=st.sampled_from([0.5, 2.0, 8.0]))
-def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: TokenTable, scale: float) -> None:
+def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: LossRows, scale: float) -> None:
     scaled = replace(table, reward=scale * table.reward)
     assert found(name, scaled) == pytest.approx(found(name, table), abs=1e-4)  # the epsilons do not scale
 
@@ -179,7 +169,7 @@ def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: Token
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "turn_discounted", "turn_loo", "dr_gigpo"])
 @few
 @given(table=tables(), scale=st.sampled_from([0.5, 2.0, 8.0]))
-def test_scale_of_rewards_stays_where_they_are_not(name: str, table: TokenTable, scale: float) -> None:
+def test_scale_of_rewards_stays_where_they_are_not(name: str, table: LossRows, scale: float) -> None:
     expected = [scale * value for value in found(name, table)]
     assert found(name, replace(table, reward=scale * table.reward)) == pytest.approx(expected, abs=1e-9)
 
@@ -187,8 +177,8 @@ def test_scale_of_rewards_stays_where_they_are_not(name: str, table: TokenTable,
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl"])
 @few
 @given(table=tables(min_length=1, rewards=positive))
-def test_higher_reward_in_a_group_has_the_higher_advantage(name: str, table: TokenTable) -> None:
-    advantages = ADVANTAGES[name](table, PLAIN)[last_rows(table)]
+def test_higher_reward_in_a_group_has_the_higher_advantage(name: str, table: LossRows) -> None:
+    advantages = advantage(name)(table)[last_rows(table)]
     higher = (table.reward[:, None] > table.reward) & (table.group[:, None] == table.group)
     assert bool((advantages[:, None] > advantages)[higher].all())
 
@@ -198,8 +188,8 @@ def test_higher_reward_in_a_group_has_the_higher_advantage(name: str, table: Tok
 def test_group_without_differences_has_exactly_no_advantage(name: str, rewards: list[float]) -> None:
     other, sizes = [1.0, 0.0, 0.0], [2, 1, 3]
     table = make([2] * len(rewards) + sizes, [*rewards, *other], [0] * len(rewards) + [1] * 3)
-    assert found(name, table)[: 2 * len(rewards)] == [0.0] * 2 * len(rewards)
-    assert any(found(name, table)[2 * len(rewards) :])
+    assert found(name, table, k=1)[: 2 * len(rewards)] == [0.0] * 2 * len(rewards)
+    assert any(found(name, table, k=1)[2 * len(rewards) :])
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
@@ -211,17 +201,17 @@ def test_batch_without_differences_has_exactly_no_advantage(name: str, rewards: 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @few
 @given(table=tables(turns=3, rewards=positive), shuffler=st.randoms())
-def test_order_of_groups_and_members_does_not_matter(name: str, table: TokenTable, shuffler) -> None:
-    params = AdvantageParams(discount=0.9, gae_lambda=0.8, pass_k=2)
+def test_order_of_groups_and_members_does_not_matter(name: str, table: LossRows, shuffler) -> None:
+    estimator = advantage(name, discount=0.9, gae_lambda=0.8, k=2)
     moved, where = reordered(table, shuffler.sample(range(table.num_samples), table.num_samples))
-    expected = ADVANTAGES[name](table, params)[where]
-    torch.testing.assert_close(ADVANTAGES[name](moved, params), expected, rtol=1e-9, atol=1e-9)
+    expected = estimator(table)[where]
+    torch.testing.assert_close(estimator(moved), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @few
 @given(table=tables(turns=2, rewards=positive))
-def test_appending_a_sample_that_wrote_nothing_changes_nothing(name: str, table: TokenTable) -> None:
+def test_appending_a_sample_that_wrote_nothing_changes_nothing(name: str, table: LossRows) -> None:
     assert found(name, with_empty(table)) == found(name, table)
 
 
@@ -234,12 +224,12 @@ def test_sample_that_wrote_nothing_is_a_sibling_where_samples_count_and_none_whe
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES if name not in TOKENS])
 @few
 @given(table=tables(turns=2, rewards=positive))
-def test_tokens_of_a_sample_share_one_advantage(name: str, table: TokenTable) -> None:
-    advantages = ADVANTAGES[name](table, PLAIN)
+def test_tokens_of_a_sample_share_one_advantage(name: str, table: LossRows) -> None:
+    advantages = advantage(name)(table)
     assert advantages.tolist() == table.per_token(_last(advantages, table)).tolist()
 
 
-def _last(values: torch.Tensor, table: TokenTable) -> torch.Tensor:
+def _last(values: torch.Tensor, table: LossRows) -> torch.Tensor:
     of_samples = torch.zeros(table.num_samples, dtype=values.dtype)
     rows = last_rows(table)
     of_samples[table.sample[rows]] = values[rows]
@@ -248,22 +238,22 @@ def _last(values: torch.Tensor, table: TokenTable) -> torch.Tensor:
 
 @few
 @given(tables())
-def test_rloo_is_dr_grpo_times_n_over_n_minus_one(table: TokenTable) -> None:
+def test_rloo_is_dr_grpo_times_n_over_n_minus_one(table: LossRows) -> None:
     sizes = torch.bincount(table.group)[table.group][table.sample].double()
-    expected = ADVANTAGES["dr_grpo"](table, PLAIN) * sizes / (sizes - 1).clamp(min=1)
-    torch.testing.assert_close(ADVANTAGES["rloo"](table, PLAIN), expected, rtol=1e-12, atol=1e-12)
+    expected = advantage("dr_grpo")(table) * sizes / (sizes - 1).clamp(min=1)
+    torch.testing.assert_close(advantage("rloo")(table), expected, rtol=1e-12, atol=1e-12)
 
 
 @few
 @given(tables())
-def test_opo_of_answers_of_one_length_is_dr_grpo(table: TokenTable) -> None:
+def test_opo_of_answers_of_one_length_is_dr_grpo(table: LossRows) -> None:
     even = make([3] * table.num_samples, table.reward.tolist(), table.group.tolist())
     assert found("opo", even) == pytest.approx(found("dr_grpo", even), abs=1e-12)
 
 
 @few
 @given(tables())
-def test_turns_of_one_are_episodes(table: TokenTable) -> None:
+def test_turns_of_one_are_episodes(table: LossRows) -> None:
     full = make([1] * table.num_samples, table.reward.tolist(), table.group.tolist())
     assert found("grpo_turn", full) == pytest.approx(found("grpo", full), abs=1e-12)
 
@@ -274,7 +264,7 @@ def test_pass_at_one_of_two_kinds_of_answers_is_grpo_with_the_biased_deviation(r
     table = make([1] * len(right), [float(one) for one in right])
     unbiased = math.sqrt(len(right) / (len(right) - 1))
     expected = [unbiased * value for value in found("grpo", table)]
-    assert found("pass_at_k", table) == pytest.approx(expected, abs=1e-4)  # grpo's EPSILON
+    assert found("pass_at_k", table, k=1) == pytest.approx(expected, abs=1e-4)  # grpo's EPSILON
 
 
 # -- with a critic --------------------------------------------------------------------------------------------------
@@ -282,32 +272,34 @@ def test_pass_at_one_of_two_kinds_of_answers_is_grpo_with_the_biased_deviation(r
 
 @few
 @given(tables())
-def test_lambda_one_and_gamma_one_give_the_return_minus_the_value(table: TokenTable) -> None:
-    rewards = token_rewards(table, turns_of(table))
+def test_lambda_one_and_gamma_one_give_the_return_minus_the_value(table: LossRows) -> None:
+    rewards = table.turns.token_rewards()
     ends = table.sum_per_sample(rewards)[table.sample]
     before = torch.tensor(
         [float(rewards[:i][table.sample[:i] == table.sample[i]].sum()) for i in range(table.num_tokens)],
         dtype=torch.float64,
     )
-    found = gae_raw(table, AdvantageParams(discount=1.0, gae_lambda=1.0))
-    torch.testing.assert_close(found, ends - before - known(table.values), rtol=0, atol=1e-9)
+    found = gae_raw(table, discount=1.0, gae_lambda=1.0)
+    torch.testing.assert_close(found, ends - before - table.column("values"), rtol=0, atol=1e-9)
 
 
 @few
 @given(tables(), st.sampled_from([0.5, 0.9, 1.0]))
-def test_lambda_zero_gives_the_error_of_one_step(table: TokenTable, gamma: float) -> None:
-    values, sample = known(table.values).tolist(), table.sample.tolist()
+def test_lambda_zero_gives_the_error_of_one_step(table: LossRows, gamma: float) -> None:
+    values, sample = table.column("values").tolist(), table.sample.tolist()
     after = [values[i + 1] if i + 1 < len(sample) and sample[i + 1] == sample[i] else 0.0 for i in range(len(sample))]
-    expected = token_rewards(table, turns_of(table)) + gamma * numbers(after) - known(table.values)
-    found = gae_raw(table, AdvantageParams(discount=gamma, gae_lambda=0.0))
+    expected = table.turns.token_rewards() + gamma * numbers(after) - table.column("values")
+    found = gae_raw(table, discount=gamma, gae_lambda=0.0)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @few
 @given(tables())
-def test_right_values_leave_no_advantage(table: TokenTable) -> None:
-    exact = gae_raw(replace(table, values=torch.zeros(table.num_tokens, dtype=torch.float64)), PLAIN)
-    found = gae_raw(replace(table, values=exact), AdvantageParams(gae_lambda=0.7))
+def test_right_values_leave_no_advantage(table: LossRows) -> None:
+    exact = gae_raw(
+        replace(table, values=torch.zeros(table.num_tokens, dtype=torch.float64)), discount=1.0, gae_lambda=1.0
+    )
+    found = gae_raw(replace(table, values=exact), discount=1.0, gae_lambda=0.7)
     torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-9)
 
 

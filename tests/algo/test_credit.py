@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw, whiten
+from asyncrl.algo.advantage import gae_raw, whiten
 from asyncrl.algo.siblings import EPSILON
 from asyncrl.algo.table import build_table
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
-from tests.algo.tables import few, make, numbers
+from tests.algo.tables import advantage, few, make, numbers
 from tests.algo.test_turn_context import P, said, table_of
 
 # P | 4 o 5 (rewards 1 2), from behind 4 | 6 o 7 (4 8); and another episode, P | 9 (5)
@@ -32,7 +32,7 @@ PLAIN = Trajectory([said(9, reward=5.0)])
 
 
 def found(name: str, *trajectories: Trajectory, **params: float) -> list[float]:
-    return ADVANTAGES[name](table_of(*trajectories), AdvantageParams(**params)).tolist()
+    return advantage(name, **params)(table_of(*trajectories)).tolist()
 
 
 # -- by hand -------------------------------------------------------------------------------------------------------
@@ -79,11 +79,10 @@ def test_episodes_that_meet_nowhere_but_at_the_prompt_are_compared_turn_by_turn(
 def test_generalised_advantages_look_at_all_ways() -> None:
     table = replace(table_of(TREE, PLAIN), values=numbers([1, 2, 3, 4, 5]))
     # errors 1 + (2 + 3) / 2 - 1, 2 - 2, 4 + 4 - 3, 8 - 4, 5 - 5
-    params = AdvantageParams(gae_lambda=0.5)
     expected = [2.5 + (0.0 + 7.0) / 4, 0.0, 5 + 2.0, 4.0, 0.0]
-    assert gae_raw(table, params).tolist() == expected
+    assert gae_raw(table, discount=1.0, gae_lambda=0.5).tolist() == expected
     shares = numbers([1, 0.5, 0.5, 0.5, 1])
-    assert ADVANTAGES["gae"](table, params).tolist() == whiten(shares * numbers(expected)).tolist()
+    assert advantage("gae", gae_lambda=0.5)(table).tolist() == whiten(shares * numbers(expected)).tolist()
 
 
 def test_rewards_to_go_and_process_rewards_go_along_the_ways() -> None:
@@ -251,8 +250,8 @@ def test_gigpo_is_that_of_its_authors(sizes: list[Any], weight: float, gamma: fl
             ]
             trajectories.append(Trajectory(turns, 0.0))
         groups.append(Group(f"g{number}", number, P, trajectories, "t"))
-    params = AdvantageParams(discount=gamma, step_weight=weight)
-    ours = ADVANTAGES["gigpo" if scale else "dr_gigpo"](build_table(groups, 0), params)
+    estimator = advantage("gigpo" if scale else "dr_gigpo", discount=gamma, step_weight=weight)
+    ours = estimator(build_table(groups, 0))
     theirs = numbers(reference(rows, weight=weight, gamma=gamma, scale=scale))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
@@ -275,7 +274,7 @@ def test_difference_a_single_episode_has_no_advantage_where_verl_agent_gives_it_
     assert found("gigpo", Trajectory([said(4, reward=5.0)])) == [0.0]
     empty = make([], [])
     for name in NAMES:
-        assert ADVANTAGES[name](empty, AdvantageParams()).tolist() == []
+        assert advantage(name)(empty).tolist() == []
 
 
 def test_turns_of_several_tokens_and_roles_each_among_their_own() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from asyncrl.algo.diagnostics import MAX_LAG, gap_figures, loss_figures
-from asyncrl.algo.table import TokenTable, known
+from asyncrl.algo.table import TokenTable
 from tests.algo.tables import few, logs, make, numbers, tables
 
 ALL = torch.ones(4, dtype=torch.bool)
@@ -68,14 +68,14 @@ def test_effective_sample_is_a_share_and_does_not_change_with_a_common_factor(ta
     seen = torch.ones(table.num_tokens, dtype=torch.bool)
     share = gap_figures(table, seen)["correction/ess"]
     assert 1 / table.num_tokens - 1e-12 <= share <= 1 + 1e-12
-    moved = replace(table, proximal=known(table.proximal) + 0.5)
+    moved = replace(table, proximal=table.proximal + 0.5)
     assert gap_figures(moved, seen)["correction/ess"] == pytest.approx(share)
 
 
 def test_shares_of_tokens_by_hand() -> None:
     # ratios pi / pi_p 1.4, 1.4, 0.7, 0.7 with advantages + - + -: the first and the last are clipped
     table = replace(GAPS, advantages=numbers([1.0, -1.0, 1.0, -1.0]))
-    logprobs = known(GAPS.proximal) + logs(1.4, 1.4, 0.7, 0.7)
+    logprobs = GAPS.proximal + logs(1.4, 1.4, 0.7, 0.7)
     factor = numbers([1.0, 0.0, 0.5, 2.0])
     found = loss_figures(table, logprobs, factor, ALL, cap=1.5, clip=(0.2, 0.3))
     assert found == {"correction/capped": 0.5, "correction/masked": 0.25, "loss/clipped": 0.5}
@@ -89,5 +89,5 @@ def test_shares_of_tokens_by_hand() -> None:
 
 def test_no_token_seen_has_no_shares() -> None:
     table = replace(GAPS, advantages=numbers([1.0] * 4))
-    found = loss_figures(table, known(GAPS.proximal), numbers([1.0] * 4), ~ALL, cap=2.0, clip=(0.2, 0.2))
+    found = loss_figures(table, GAPS.proximal, numbers([1.0] * 4), ~ALL, cap=2.0, clip=(0.2, 0.2))
     assert set(found.values()) == {0.0}

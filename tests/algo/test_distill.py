@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.distill import distillation_loss, distilled_advantages, tempered
-from asyncrl.algo.loss import LOSSES, LossParams
-from asyncrl.algo.table import TokenTable, build_table, known
+from asyncrl.algo.table import LossRows, build_table
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
+from tests.algo.tables import advantage, loss
 
 
 def turn(logprobs: list[float], teacher: list[float], observation: list[int] | None = None) -> Turn:
@@ -27,10 +25,11 @@ def group(*members: list[Turn]) -> Group:
     return Group("g0", 0, [12, 1, 11], [Trajectory(turns) for turns in members], "length")
 
 
-def table(start: list[float], teacher: list[float], advantages: list[float], sample: list[int]) -> TokenTable:
+def table(start: list[float], teacher: list[float], advantages: list[float], sample: list[int]) -> LossRows:
     made = build_table([group(*[[turn([0.0] * sample.count(s), [0.0] * sample.count(s))] for s in set(sample)])], 0)
-    columns: dict[str, Any] = {"teacher": teacher, "advantages": advantages, "behaviour": start}
-    return replace(made, **{name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
+    keep = torch.ones(made.num_tokens, dtype=torch.bool)
+    rows = replace(made, behaviour=of(start), teacher=of(teacher)).trained(of(advantages), keep)
+    return rows.with_proximal(of(start))
 
 
 def of(values: list[float]) -> Tensor:
@@ -45,7 +44,7 @@ def test_teachers_column_goes_over_turns_and_samples_in_the_order_of_the_others(
         [group([turn([-1.0, -2.0], [-0.1, -0.2]), turn([-3.0], [-0.3], [50])], [turn([-4.0], [-0.4])])], 1
     )
     assert made.behaviour.tolist() == [-1.0, -2.0, -3.0, -4.0]
-    assert known(made.teacher).tolist() == [-0.1, -0.2, -0.3, -0.4]
+    assert made.column("teacher").tolist() == [-0.1, -0.2, -0.3, -0.4]
 
 
 def test_without_a_teacher_there_is_no_column_and_half_a_column_is_an_error() -> None:
@@ -87,7 +86,7 @@ def test_no_gradient_goes_through_an_advantage() -> None:
 def test_estimator_none_leaves_rewards_out() -> None:
     members = [Trajectory([turn([-1.0], [])], reward) for reward in (0.0, 1.0)]
     made = build_table([Group("g0", 0, [1], members, "length")], 0)
-    assert ADVANTAGES["none"](made, AdvantageParams()).tolist() == [0.0, 0.0]
+    assert advantage("none")(made).tolist() == [0.0, 0.0]
 
 
 # --- the gradient -------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ def policies(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return logits, torch.log_softmax(logits + 0.3 * other, -1), torch.log_softmax(teacher, -1)
 
 
-def every_token(logits: Tensor, behaviour: Tensor, teacher: Tensor) -> tuple[Tensor, TokenTable]:
+def every_token(logits: Tensor, behaviour: Tensor, teacher: Tensor) -> tuple[Tensor, LossRows]:
     """One row for each token of the vocabulary: an expectation under mu is a sum of these, weighed by mu."""
     logprobs = torch.log_softmax(logits, -1)
     rows = table([0.0] * VOCABULARY, [0.0] * VOCABULARY, [0.0] * VOCABULARY, list(range(VOCABULARY)))
@@ -126,9 +125,9 @@ def test_both_forms_have_the_gradient_of_the_kl_to_the_teacher_also_on_stale_tok
     if place == "loss":
         losses = distillation_loss(logprobs, rows, 2.0)
     else:
-        rows = replace(rows, advantages=distilled_advantages(known(rows.proximal), rows, 2.0, 0.0))
-        weight = (known(rows.proximal) - behaviour).exp()  # the correction, without a cap
-        losses = weight * LOSSES["ppo"].loss(logprobs, rows, LossParams())
+        rows = replace(rows, advantages=distilled_advantages(rows.proximal, rows, 2.0, 0.0))
+        weight = (rows.proximal - behaviour).exp()  # the correction, without a cap
+        losses = weight * loss("ppo")(logprobs, rows)
     (behaviour.exp() * losses).sum().backward()
     torch.testing.assert_close(at.grad, 2.0 * true_gradient(logits, teacher), rtol=1e-12, atol=1e-12)
 
@@ -158,7 +157,7 @@ def test_gradient_at_another_temperature_needs_the_teacher_at_temperature_1_alon
         losses = distillation_loss(logprobs, rows, 1.0)
     else:
         rows = replace(rows, advantages=distilled_advantages(start, rows, 1.0, 0.0))
-        losses = (start - behaviour).exp() * LOSSES["ppo"].loss(logprobs, rows, LossParams())
+        losses = (start - behaviour).exp() * loss("ppo")(logprobs, rows)
     (behaviour.exp() * losses).sum().backward()
     expected = true_gradient(logits / temperature, torch.log_softmax(teacher / temperature, -1)) / temperature
     torch.testing.assert_close(at.grad, expected, rtol=1e-12, atol=1e-12)

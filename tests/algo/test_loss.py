@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,25 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algo.correction import CorrectionParams, correction
-from asyncrl.algo.loss import LOSSES, LossParams
-from asyncrl.algo.table import TokenTable, known
-from tests.algo.tables import few, logs, make, numbers, rows_of, tables
+from asyncrl.algo.loss import LOSSES
+from asyncrl.algo.table import LossRows
+from tests.algo.tables import correction, few, logs, loss, make, numbers, rows_of, tables
 
-PARAMS = LossParams(clip_low=0.2, clip_high=0.3)
-SEQUENCES = [name for name, row in LOSSES.items() if row.sequences]
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+SEQUENCES = [name for name in LOSSES if loss(name).traits.per_sequence]
 
 
-def batch(lengths: list[int], old: list[float], advantages: list[float]) -> TokenTable:
+def batch(lengths: list[int], old: list[float], advantages: list[float]) -> LossRows:
     """Tokens that engine and proximal policy gave these probabilities."""
     made = make(lengths, [0.0] * len(lengths), advantages=advantages)
     return replace(made, behaviour=logs(*old), proximal=logs(*old))
 
 
-def both(name: str, logprobs: Tensor, rows: TokenTable, params: LossParams = PARAMS) -> tuple[list[float], list[float]]:
+def both(name: str, logprobs: Tensor, rows: LossRows, **settings: Any) -> tuple[list[float], list[float]]:
     """Losses, and the gradient of their sum, per token."""
     leaf = logprobs.detach().clone().requires_grad_()
-    losses = LOSSES[name].loss(leaf, rows, params)
+    losses = loss(name, **{**CLIP, **settings})(leaf, rows)
     losses.sum().backward()
     assert leaf.grad is not None
     return losses.tolist(), leaf.grad.tolist()
@@ -95,7 +95,7 @@ HAND = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_numbers_and_gradients_by_hand(name: str) -> None:
-    losses, gradient = both(name, logs(*NEW), SINGLE, replace(PARAMS, dppo_trust=0.15, sapo_down=2.0))
+    losses, gradient = both(name, logs(*NEW), SINGLE, trust=0.15, down=2.0)
     assert losses == pytest.approx(HAND[name][0], abs=1e-12)
     assert gradient == pytest.approx(HAND[name][1], abs=1e-12)
 
@@ -118,7 +118,7 @@ def test_gspo_shares_its_gradient_and_gspo_token_keeps_it_with_its_advantage() -
 
 @few
 @given(tables(min_length=1))
-def test_gspo_and_gspo_token_agree_where_a_sequence_has_one_advantage(table: TokenTable) -> None:
+def test_gspo_and_gspo_token_agree_where_a_sequence_has_one_advantage(table: LossRows) -> None:
     table = replace(table, advantages=table.per_token(table.reward))
     one, other = (both(name, table.behaviour, table) for name in SEQUENCES)
     assert one[0] == pytest.approx(other[0], abs=1e-12)
@@ -127,7 +127,7 @@ def test_gspo_and_gspo_token_agree_where_a_sequence_has_one_advantage(table: Tok
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages_alone() -> None:
     rows = batch([1] * 3, [0.1] * 3, [-1.0, -1.0, 1.0])
-    losses, gradient = both("ppo", logs(0.5, 0.2, 0.5), rows, replace(PARAMS, dual_clip=3.0))
+    losses, gradient = both("ppo", logs(0.5, 0.2, 0.5), rows, dual_clip=3.0)
     assert losses == pytest.approx([3.0, 2.0, -1.3])  # 5 is cut at 3
     assert gradient == pytest.approx([0.0, 2.0, 0.0])
 
@@ -148,11 +148,11 @@ def test_topr_and_vespo_weigh_the_whole_answer() -> None:
 
 def test_losses_of_the_proximal_policy_do_not_see_the_engine_and_the_others_see_nothing_else() -> None:
     rows = replace(SINGLE, behaviour=logs(*[0.3] * 6))
-    for name, row in LOSSES.items():
+    for name in LOSSES:
         same = both(name, logs(*NEW), rows) == both(name, logs(*NEW), SINGLE)
-        assert same == (row.against == "proximal")
+        assert same == (not loss(name).traits.corrects)
         other = replace(SINGLE, proximal=logs(*[0.3] * 6))
-        assert (both(name, logs(*NEW), other) == both(name, logs(*NEW), SINGLE)) == (row.against == "behaviour")
+        assert (both(name, logs(*NEW), other) == both(name, logs(*NEW), SINGLE)) == loss(name).traits.corrects
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -172,37 +172,37 @@ def test_far_tokens_stay_finite_in_single_precision(name: str, advantage: float,
 @pytest.mark.parametrize("clip", [0.0, 0.2])
 @few
 @given(table=tables(min_length=1))
-def test_gradient_at_the_start_is_the_plain_policy_gradient(name: str, clip: float, table: TokenTable) -> None:
-    if LOSSES[name].sequences:
+def test_gradient_at_the_start_is_the_plain_policy_gradient(name: str, clip: float, table: LossRows) -> None:
+    if loss(name).traits.per_sequence:
         table = replace(table, advantages=table.per_token(table.reward))
     start = table.behaviour
-    _, gradient = both(name, start, replace(table, proximal=start), LossParams(clip, clip, dppo_trust=0.1))
-    assert gradient == pytest.approx((-known(table.advantages)).tolist(), abs=1e-12)
+    _, gradient = both(name, start, replace(table, proximal=start), clip_low=clip, clip_high=clip, trust=0.1)
+    assert gradient == pytest.approx((-table.advantages).tolist(), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.against == "proximal"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if not loss(name).traits.corrects])
 @few
 @given(table=tables(min_length=1))
-def test_corrected_gradient_at_the_start_is_that_times_the_capped_weight(name: str, table: TokenTable) -> None:
-    if LOSSES[name].sequences:
+def test_corrected_gradient_at_the_start_is_that_times_the_capped_weight(name: str, table: LossRows) -> None:
+    if loss(name).traits.per_sequence:
         table = replace(table, advantages=table.per_token(table.reward))
-    leaf = known(table.proximal).clone().requires_grad_()
-    factor = correction(leaf, table, CorrectionParams("tis_sequence", correction_cap=1.1))
-    (factor * LOSSES[name].loss(leaf, table, PARAMS)).sum().backward()
-    weight = table.per_token(table.sum_per_sample(known(table.proximal) - table.behaviour).exp().clamp(max=1.1))
+    leaf = table.proximal.clone().requires_grad_()
+    factor = correction(leaf, table, "tis_sequence", cap=1.1)
+    (factor * loss(name, **CLIP)(leaf, table)).sum().backward()
+    weight = table.per_token(table.sum_per_sample(table.proximal - table.behaviour).exp().clamp(max=1.1))
     assert leaf.grad is not None
-    torch.testing.assert_close(leaf.grad, -weight * known(table.advantages), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(leaf.grad, -weight * table.advantages, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("weight", ["tis", "tis_sequence", "icepop"])
 @few
 @given(table=tables())
-def test_correction_between_equal_policies_changes_no_bit(name: str, weight: str, table: TokenTable) -> None:
+def test_correction_between_equal_policies_changes_no_bit(name: str, weight: str, table: LossRows) -> None:
     table = replace(table, proximal=table.behaviour)
-    logprobs = table.behaviour + 0.1 * known(table.values)
-    losses = LOSSES[name].loss(logprobs, table, PARAMS)
-    assert (correction(logprobs, table, CorrectionParams(weight)) * losses).tolist() == losses.tolist()
+    logprobs = table.behaviour + 0.1 * table.column("values")
+    losses = loss(name, **CLIP)(logprobs, table)
+    assert (correction(logprobs, table, weight) * losses).tolist() == losses.tolist()
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_token", "minirl"])
@@ -225,28 +225,27 @@ def test_token_without_advantage_has_no_gradient(name: str) -> None:
 
 # -- whatever the split -----------------------------------------------------------------------------------------------
 
-EVERYTHING = CorrectionParams("tis_sequence", 1.5, 0.5, (0.5, 3.0), (0.8, 1.2), 0.2, 3)
+EVERYTHING: Any = {"cap": 1.5, "floor": 0.5, "sequence": (0.5, 3.0), "geometric": (0.8, 1.2), "opsm": 0.2, "lag": 3}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @few
 @given(table=tables(), weight=st.sampled_from(["tis", "tis_sequence", "icepop"]), data=st.data())
 def test_loss_and_gradient_do_not_depend_on_split_and_order(
-    name: str, table: TokenTable, weight: str, data: st.DataObject
+    name: str, table: LossRows, weight: str, data: st.DataObject
 ) -> None:
-    params = replace(EVERYTHING, correction=weight)
-    table = replace(table, weights=known(table.values).abs())
+    table = replace(table, weights=table.column("values").abs())
     order = data.draw(st.permutations(range(table.num_samples)))
     cuts = sorted(data.draw(st.sets(st.integers(1, table.num_samples), max_size=3)))
 
     def run(parts: list[list[int]]) -> tuple[float, Tensor]:
-        leaf = (table.behaviour + 0.3 * known(table.values)).requires_grad_()
+        leaf = (table.behaviour + 0.3 * table.column("values")).requires_grad_()
         total = torch.zeros((), dtype=torch.float64)
         for part in parts:
             where = rows_of(table, part)
             rows, logprobs = table.rows(where, torch.float64), leaf[where]
-            losses = correction(logprobs, rows, params) * LOSSES[name].loss(logprobs, rows, PARAMS)
-            total = total + (known(rows.weights) * losses).sum()
+            losses = correction(logprobs, rows, weight, **EVERYTHING) * loss(name, **CLIP)(logprobs, rows)
+            total = total + (rows.weights * losses).sum()
         total.backward()
         assert leaf.grad is not None
         return total.item(), leaf.grad

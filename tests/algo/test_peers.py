@@ -18,15 +18,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
-from asyncrl.algo.correction import CorrectionParams, correction
 from asyncrl.algo.kl import ESTIMATORS
-from asyncrl.algo.loss import LOSSES, LossParams
 from asyncrl.algo.samples import Sample, shares
 from asyncrl.algo.shaping import overlong
-from asyncrl.algo.table import TokenTable, known
-from asyncrl.algo.turns import token_rewards, turns_of
-from tests.algo.tables import few, logs, make, numbers, tables
+from asyncrl.algo.table import TokenTable
+from tests.algo.tables import advantage, correction, few, logs, loss, make, numbers, tables
 
 LONGEST = 9
 
@@ -88,9 +84,9 @@ def weighed(table: TokenTable, aggregation: str, losses: Tensor) -> Tensor:
 def agree(ours: Any, theirs: Any, start: Tensor, rtol: float = 1e-6) -> None:
     """Values and gradients of two functions of log pi [N]; peers add 1e-8 to lengths and round numbers to float32."""
     found = []
-    for loss in (ours, theirs):
+    for one in (ours, theirs):
         leaf = start.clone().requires_grad_()
-        value = loss(leaf)
+        value = one(leaf)
         found.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
     torch.testing.assert_close(found[0], found[1], rtol=rtol, atol=0.1 * rtol)
 
@@ -105,7 +101,7 @@ steps = st.floats(-0.5, 0.5)
 
 def of_verl(verl: Peer, name: str, table: TokenTable, config: Any = None, **more: Any) -> Tensor:
     found, _ = verl.get_adv_estimator_fn(name)(
-        token_level_rewards=grid(token_rewards(table, turns_of(table)), table),
+        token_level_rewards=grid(table.turns.token_rewards(), table),
         response_mask=mask(table),
         **({"index": table.group.numpy(), "config": config} if name != "gae" else {}),
         **more,
@@ -130,7 +126,7 @@ def of_verl(verl: Peer, name: str, table: TokenTable, config: Any = None, **more
 @few
 @given(table=siblings)
 def test_advantages_are_verls(verl, ours: str, theirs: str, more: dict[str, Any], table: TokenTable) -> None:
-    found = ADVANTAGES[ours](table, AdvantageParams(discount=0.9))
+    found = advantage(ours, discount=0.9)(table)
     assume(not theirs.startswith("reinforce") or bool((found != 0).any()))  # see below
     other = of_verl(verl, theirs, table, verl.AlgoConfig(gamma=0.9), **more)
     torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-6)
@@ -140,8 +136,8 @@ def test_advantages_are_verls(verl, ours: str, theirs: str, more: dict[str, Any]
 @given(table=filled)
 def test_generalised_advantages_are_verls_across_observations(verl, table: TokenTable) -> None:
     assume(table.num_tokens > 1)
-    other = of_verl(verl, "gae", table, values=grid(known(table.values), table), gamma=0.9, lam=0.8)
-    found = ADVANTAGES["gae"](table, AdvantageParams(discount=0.9, gae_lambda=0.8))
+    other = of_verl(verl, "gae", table, values=grid(table.column("values"), table), gamma=0.9, lam=0.8)
+    found = advantage("gae", discount=0.9, gae_lambda=0.8)(table)
     torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-6)
 
 
@@ -150,12 +146,12 @@ def test_difference_single_samples_have_no_advantage_where_verl_gives_them_their
     theirs = {name: of_verl(verl, name, table).tolist()[0] for name in ("grpo", "rloo", "opo", "rloo_vectorized")}
     assert theirs == {"grpo": pytest.approx(5.0, abs=1e-4), "rloo": 5.0, "opo": 5.0, "rloo_vectorized": 0.0}
     for name in ("grpo", "rloo", "opo"):
-        assert ADVANTAGES[name](table, AdvantageParams()).tolist()[:2] == [0.0, 0.0]
+        assert advantage(name)(table).tolist()[:2] == [0.0, 0.0]
 
 
 def test_difference_equal_returns_have_no_advantage_where_verls_whitening_leaves_some(verl) -> None:
     table = make([1, 1], [5.0, 5.0])
-    assert ADVANTAGES["reinforce_pp"](table, AdvantageParams()).tolist() == [0.0, 0.0]
+    assert advantage("reinforce_pp")(table).tolist() == [0.0, 0.0]
     leak = of_verl(verl, "reinforce_plus_plus", table, verl.AlgoConfig(gamma=1.0))
     assert float(leak.abs().max()) > 1e-5  # its mean divides by the count plus 1e-8, its deviation is 1e-4
 
@@ -167,7 +163,7 @@ def verl_loss(verl: Peer, name: str, rows: TokenTable, mode: str, **settings: An
     """The loss that it registers under this name, from the engine's policy as the old one."""
     plain = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
     config = verl.ActorConfig(**plain | {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3} | settings)
-    old, advantages = grid(rows.behaviour, rows), grid(known(rows.advantages), rows)
+    old, advantages = grid(rows.behaviour, rows), grid(rows.advantages, rows)
 
     def loss(logprobs: Tensor) -> Tensor:
         return verl.get_policy_loss_fn(name)(old, grid(logprobs, rows), advantages, mask(rows), mode, config)[0]
@@ -197,10 +193,11 @@ def test_losses_and_gradients_are_verls(
     verl, ours: str, theirs: str, aggregation: str, settings: dict[str, Any], table: TokenTable, size: float
 ) -> None:
     table = replace(table, proximal=table.behaviour)
-    start = table.behaviour + size * known(table.values)
-    params = LossParams(clip_low=0.2, clip_high=0.3, dual_clip=3.0, dppo_trust=0.1, sapo_down=1.2)
+    start = table.behaviour + size * table.column("values")
+    settings_of_ours = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0, "trust": 0.1, "down": 1.2}
+    our_loss = loss(ours, **settings_of_ours)
     agree(
-        lambda logprobs: weighed(table, aggregation, LOSSES[ours].loss(logprobs, table, params)),
+        lambda logprobs: weighed(table, aggregation, our_loss(logprobs, table)),
         verl_loss(verl, theirs, table, MODES[aggregation], **settings),
         start,
     )
@@ -217,7 +214,7 @@ def test_difference_verl_bounds_the_weight_of_cispo_below(verl) -> None:
     rows = replace(make([1], [0.0], advantages=[1.0]), behaviour=logs(0.2), proximal=logs(0.2))
     leaf = logs(0.02).requires_grad_()
     (theirs,) = torch.autograd.grad(verl_loss(verl, "cispo", rows, "token-mean")(leaf), leaf)
-    (ours,) = torch.autograd.grad(LOSSES["cispo"].loss(leaf, rows, LossParams()).sum(), leaf)
+    (ours,) = torch.autograd.grad(loss("cispo")(leaf, rows).sum(), leaf)
     assert (theirs.item(), ours.item()) == (pytest.approx(-0.8), pytest.approx(-0.1))
 
 
@@ -227,17 +224,17 @@ def test_difference_verl_bounds_the_weight_of_cispo_below(verl) -> None:
 @pytest.mark.parametrize(
     ("settings", "level", "threshold"),
     [
-        ({"correction": "tis", "correction_cap": 1.1}, "token", 1.1),
-        ({"correction": "tis_sequence", "correction_cap": 1.3}, "sequence", 1.3),
-        ({"correction": "icepop", "correction_cap": 1.2, "correction_floor": 0.8}, "token", "0.8_1.2"),
+        ({"name": "tis", "cap": 1.1}, "token", 1.1),
+        ({"name": "tis_sequence", "cap": 1.3}, "sequence", 1.3),
+        ({"name": "icepop", "cap": 1.2, "floor": 0.8}, "token", "0.8_1.2"),
     ],
 )
 @few
 @given(table=filled)
 def test_weights_are_verls(verl, settings: dict[str, Any], level: str, threshold: Any, table: TokenTable) -> None:
-    gap = known(table.proximal) - table.behaviour
+    gap = table.proximal - table.behaviour
     theirs, _ = verl.compute_rollout_correction_weights(grid(gap, table), mask(table), level, threshold)
-    ours = correction(gap, table, CorrectionParams(**settings))
+    ours = correction(gap, table, **settings)
     torch.testing.assert_close(ours, theirs[place(table)], rtol=1e-12, atol=1e-12)
 
 
@@ -246,12 +243,12 @@ def rejected(verl: Peer, gap: Tensor, table: TokenTable, kind: str, low: float, 
     return kept[place(table)].tolist()
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("mask_sequence", "seq_sum_k1"), ("mask_geometric", "seq_mean_k1")])
+@pytest.mark.parametrize(("ours", "theirs"), [("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")])
 @few
 @given(table=filled)
 def test_masks_are_verls_with_bounds_of_the_inverse(verl, ours: str, theirs: str, table: TokenTable) -> None:
-    gap = known(table.proximal) - table.behaviour
-    found = correction(gap, table, CorrectionParams(None, **{ours: (1 / 1.3, 1 / 0.7)}))
+    gap = table.proximal - table.behaviour
+    found = correction(gap, table, **{ours: (1 / 1.3, 1 / 0.7)})
     assert found.tolist() == rejected(verl, gap, table, theirs, 0.7, 1.3)
 
 
@@ -259,17 +256,17 @@ def test_difference_verls_bounds_are_those_of_the_inverse_weight(verl) -> None:
     rho = [0.3, 0.6, 1.0, 1.9, 4.0]
     table = replace(make([1] * 5, [0.0] * 5), behaviour=numbers([0.0] * 5), proximal=logs(*rho))
     assert rejected(verl, logs(*rho), table, "seq_sum_k1", 0.5, 5.0) == [1.0, 1.0, 1.0, 1.0, 0.0]
-    ours = correction(logs(*rho), table, CorrectionParams(None, mask_sequence=(0.5, 5.0)))
+    ours = correction(logs(*rho), table, sequence=(0.5, 5.0))
     assert ours.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_difference_rejected_tokens_stay_in_the_denominator_where_verl_counts_the_rest(verl) -> None:
     table = replace(make([1, 1], [0.0, 0.0], advantages=[1.0, 1.0]), proximal=numbers([-1.0, 1.0]))
-    gap = known(table.proximal) - table.behaviour
+    gap = table.proximal - table.behaviour
     kept, _ = verl.compute_rollout_rejection_mask(grid(gap, table), mask(table), "seq_sum_k1", "0.5_2.0")
     loss = grid(numbers([1.0, 1.0]), table)
     assert float(verl.agg_loss(loss, kept, "token-mean")) == 1.0  # decoupled mode overwrites the mask
-    ours = correction(gap, table, CorrectionParams(None, mask_sequence=(0.5, 2.0)))
+    ours = correction(gap, table, sequence=(0.5, 2.0))
     assert float(weighed(table, "token", ours)) == 0.5
 
 
@@ -283,7 +280,7 @@ def test_estimators_and_their_gradients_are_verls(verl, name: str, table: TokenT
     agree(
         lambda logprobs: ESTIMATORS[name](logprobs, table.behaviour, table.behaviour).sum(),
         lambda logprobs: verl.kl_penalty(logprobs, table.behaviour, name).sum(),
-        known(table.proximal),
+        table.proximal,
         rtol=1e-12,
     )
 
@@ -291,7 +288,7 @@ def test_estimators_and_their_gradients_are_verls(verl, name: str, table: TokenT
 @few
 @given(table=filled)
 def test_verls_straight_through_estimator_has_the_gradient_of_k2(verl, table: TokenTable) -> None:
-    leaf = known(table.proximal).clone().requires_grad_()
+    leaf = table.proximal.clone().requires_grad_()
     (theirs,) = torch.autograd.grad(verl.kl_penalty(leaf, table.behaviour, "k3+").sum(), leaf)
     (ours,) = torch.autograd.grad(ESTIMATORS["k2"](leaf, table.behaviour, leaf).sum(), leaf)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -333,8 +330,8 @@ def trl_loss(trl: Peer, kind: str, rows: TokenTable, level: str = "token", **arg
         "prompt_mask": ids[:, :1],
         "completion_ids": ids,
         "completion_mask": mask(rows),
-        "advantages": grid(known(rows.advantages), rows),
-        "old_per_token_logps": grid(known(rows.proximal), rows),
+        "advantages": grid(rows.advantages, rows),
+        "old_per_token_logps": grid(rows.proximal, rows),
         "num_items_in_batch": mask(rows).sum(),
     }
     if level == "sequence" or kind == "vespo":
@@ -366,22 +363,22 @@ def test_losses_and_gradients_are_trls(
     trl, ours: str, theirs: str, aggregation: str, settings: dict[str, Any], table: TokenTable, size: float
 ) -> None:
     table = replace(table, proximal=table.behaviour)
-    params = LossParams(clip_low=0.2, clip_high=0.3, dual_clip=3.0, sapo_down=1.2)
+    our_loss = loss(ours, clip_low=0.2, clip_high=0.3, dual_clip=3.0, down=1.2)
     agree(
-        lambda logprobs: weighed(table, aggregation, LOSSES[ours].loss(logprobs, table, params)),
+        lambda logprobs: weighed(table, aggregation, our_loss(logprobs, table)),
         trl_loss(trl, theirs, table, **settings),
-        table.behaviour + size * known(table.values),
+        table.behaviour + size * table.column("values"),
     )
 
 
 @few
 @given(table=filled, threshold=st.sampled_from([0.0, 0.1, 0.3]))
 def test_mask_of_unlikely_bad_answers_is_trls(trl, table: TokenTable, threshold: float) -> None:
-    logprobs = known(table.proximal)
+    logprobs = table.proximal
     kept = trl.GRPOTrainer.get_off_policy_mask(
         table.reward[:, None], grid(logprobs, table), grid(table.behaviour, table), mask(table), threshold
     )
-    found = correction(logprobs, table, CorrectionParams(None, mask_opsm=threshold))
+    found = correction(logprobs, table, opsm=threshold)
     assert found.tolist() == kept[table.sample, 0].tolist()
 
 

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
+from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.samples import Sample, build_samples, shares
 from asyncrl.algo.table import build_table
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
+from tests.algo.tables import advantage
 from tests.fakes import completion
 
 AGGREGATIONS = ["token", "sequence", "constant"]
@@ -143,7 +144,7 @@ def test_into_how_many_samples_an_episode_is_cut_changes_neither_weights_nor_adv
         assert weights(pieces, aggregation).tolist() == weights(groups, aggregation).tolist()
     tables = [build_table(of, 0) for of in (groups, pieces)]
     for name in set(ADVANTAGES) - {"gae", "maxrl"}:  # these need a critic, and rewards that are not negative
-        found, expected = (ADVANTAGES[name](table, AdvantageParams(discount=0.9)) for table in tables)
+        found, expected = (advantage(name, discount=0.9)(table) for table in tables)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
     def contexts(of: list[Group]) -> list[tuple[list[int], int]]:

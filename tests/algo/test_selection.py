@@ -9,22 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.loss import LOSSES
-from asyncrl.algo.selection import SELECTIONS, SelectionParams, m2po
-from asyncrl.algo.table import TokenTable, known
+from asyncrl.algo.selection import least_deviating
+from asyncrl.algo.table import LossRows
 from tests.algo.tables import few, make, numbers, reordered, tables, with_empty
 
 thresholds = st.sampled_from([1e-6, 0.01, 0.04, 0.09, 1.0, 100.0])
 
 
-def moved(gaps: list[float], advantages: list[float]) -> TokenTable:
+def moved(gaps: list[float], advantages: list[float]) -> LossRows:
     """Tokens whose log pi_p / mu are these, in samples of one token."""
     made = make([1] * len(gaps), [0.0] * len(gaps), advantages=advantages)
     return replace(made, proximal=made.behaviour + numbers(gaps))
 
 
-def kept(table: TokenTable, threshold: float) -> list[bool]:
-    return SELECTIONS["m2po"](table, SelectionParams(threshold)).tolist()
+def kept(table: LossRows, threshold: float) -> list[bool]:
+    return least_deviating(table, threshold=threshold).tolist()
 
 
 # Squares of what counts: 0.01, 0.04, 0.16; of the others (moved the other way, or without advantage) 1 and 1
@@ -62,10 +61,10 @@ def test_batch_without_tokens_or_without_a_gap_is_kept() -> None:
 
 @few
 @given(tables(), thresholds)
-def test_kept_tokens_meet_the_threshold_and_no_more_could_be_kept(table: TokenTable, threshold: float) -> None:
-    keep = m2po(table, SelectionParams(threshold))
-    log_ratio = known(table.proximal) - table.behaviour
-    outward = (log_ratio * known(table.advantages)) > 0
+def test_kept_tokens_meet_the_threshold_and_no_more_could_be_kept(table: LossRows, threshold: float) -> None:
+    keep = least_deviating(table, threshold=threshold)
+    log_ratio = table.proximal - table.behaviour
+    outward = (log_ratio * table.advantages) > 0
     assert bool(keep[~outward].all())
     inside, outside = (log_ratio[outward & keep] ** 2), (log_ratio[outward & ~keep] ** 2)
     if len(inside):
@@ -77,24 +76,20 @@ def test_kept_tokens_meet_the_threshold_and_no_more_could_be_kept(table: TokenTa
 
 @few
 @given(tables(), thresholds, st.randoms())
-def test_selection_does_not_depend_on_the_order(table: TokenTable, threshold: float, shuffler) -> None:
+def test_selection_does_not_depend_on_the_order(table: LossRows, threshold: float, shuffler) -> None:
     order, where = reordered(table, shuffler.sample(range(table.num_samples), table.num_samples))
-    params = SelectionParams(threshold)
-    assert m2po(order, params).tolist() == m2po(table, params)[where].tolist()
+    expected = least_deviating(table, threshold=threshold)
+    assert least_deviating(order, threshold=threshold).tolist() == expected[where].tolist()
 
 
 @few
 @given(tables(), thresholds)
-def test_appending_a_sample_that_wrote_nothing_changes_nothing(table: TokenTable, threshold: float) -> None:
-    params = SelectionParams(threshold)
-    assert m2po(with_empty(table), params).tolist() == m2po(table, params).tolist()
+def test_appending_a_sample_that_wrote_nothing_changes_nothing(table: LossRows, threshold: float) -> None:
+    expected = least_deviating(table, threshold=threshold)
+    assert least_deviating(with_empty(table), threshold=threshold).tolist() == expected.tolist()
 
 
 def test_decision_over_parts_of_the_batch_would_be_another() -> None:
     table = moved([0.3, 0.1], [1.0, 1.0])
     parts = [kept(moved([gap], [1.0]), 0.06)[0] for gap in (0.3, 0.1)]
     assert (kept(table, 0.06), parts) == ([True, True], [False, True])  # why micro-batches must not decide
-
-
-def test_selections_that_losses_name_exist() -> None:
-    assert {row.selection for row in LOSSES.values()} - {None} == SELECTIONS.keys()

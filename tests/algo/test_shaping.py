@@ -9,17 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from asyncrl.algo.shaping import EPSILON, ShapingParams, shaped, trainable
+from asyncrl.algo.shaping import EPSILON, shaped, trainable
 from asyncrl.algo.table import TokenTable
 from tests.algo.tables import few, make, tables
+from tests.fakes import tiny_config
 
 LENGTHS, REWARDS = [2, 6, 7, 8, 10, 12], [1.0, 1.0, 0.0, 1.0, -3.0, 0.5]
 TABLE = make(LENGTHS, REWARDS)
-OFF = ShapingParams()
+OFF = tiny_config().algo.shaping
 
 
 def rewards(table: TokenTable = TABLE, **settings) -> list[float]:
-    return shaped(table, replace(OFF, **settings), longest=10).tolist()
+    return shaped(table, OFF.model_copy(update=settings), longest=10).tolist()
 
 
 @few
@@ -41,36 +42,44 @@ def test_length_penalty_is_linear_in_tokens() -> None:
 
 
 def test_clip_cuts_at_both_ends() -> None:
-    assert rewards(reward_clip=0.75) == [0.75, 0.75, 0.0, 0.75, -0.75, 0.5]
+    assert rewards(clip=0.75) == [0.75, 0.75, 0.0, 0.75, -0.75, 0.5]
 
 
 def test_normalised_rewards_of_a_batch_by_hand() -> None:
     table = make([1, 1, 1, 0], [0.0, 0.0, 2.0, 2.0], [0, 0, 1, 1])  # mean 1, unbiased deviation sqrt(4/3)
     one = 1 / (math.sqrt(4 / 3) + EPSILON)
-    assert rewards(table, normalize_rewards=True) == pytest.approx([-one, -one, one, one])
+    assert rewards(table, normalize=True) == pytest.approx([-one, -one, one, one])
 
 
 @pytest.mark.parametrize("equal", [[], [3.0], [0.1] * 7])
 def test_equal_rewards_are_normalised_to_exactly_nothing(equal: list[float]) -> None:
-    assert rewards(make([1] * len(equal), equal), normalize_rewards=True) == [0.0] * len(equal)
+    assert rewards(make([1] * len(equal), equal), normalize=True) == [0.0] * len(equal)
 
 
 def test_penalties_come_before_the_clip_and_the_clip_before_the_normalisation() -> None:
-    settings = {"overlong_buffer": 4, "overlong_penalty": 1.0, "length_penalty": 0.5, "reward_clip": 1.0}
+    settings = {"overlong_buffer": 4, "overlong_penalty": 1.0, "length_penalty": 0.5, "clip": 1.0}
     clipped = [0.9, 0.7, -0.6, 0.1, -1.0, -1.0]  # 0.9, 0.7, -0.25 - 0.35, 0.5 - 0.4, -4.5, -0.5 - 0.6
     assert rewards(**settings) == pytest.approx(clipped)
-    again = rewards(make(LENGTHS, clipped), normalize_rewards=True)
-    assert rewards(**settings, normalize_rewards=True) == pytest.approx(again)
+    again = rewards(make(LENGTHS, clipped), normalize=True)
+    assert rewards(**settings, normalize=True) == pytest.approx(again)
 
 
 def test_truncated_answers_are_left_out_whole() -> None:
     table = make([2, 1, 0, 3], [0.0] * 4, truncated=[True, False, True, False])
-    assert trainable(table, replace(OFF, mask_truncated=True)).tolist() == [False, False, True, True, True, True]
+    masked = OFF.model_copy(update={"mask_truncated": True})
+    assert trainable(table, masked).tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_rewards_of_turns_and_tokens_stay_as_they_are() -> None:
     table = make([2, 1], [1.0, 0.0], token_reward=[0.5, 2.0, 0.0])
-    assert rewards(table, reward_clip=0.25) == [0.25, 0.0]
+    assert rewards(table, clip=0.25) == [0.25, 0.0]
 
 
 def test_episode_of_several_answers_goes_by_its_longest_and_pays_for_all() -> None:

@@ -63,12 +63,11 @@ def test_rows_keep_the_numbers_of_samples_and_take_the_type_of_the_model() -> No
     rows = table.rows(rows_of(table, [2, 0]), torch.float32)
     assert rows.sample.tolist() == [2, 2, 2, 0, 0]
     assert rows.lag.tolist() == [3, 4, 5, 0, 1]
-    assert rows.keep is not None
     assert rows.keep.tolist() == [True, False, True, True, True]
     assert (rows.behaviour.dtype, rows.reward.dtype, rows.lag.dtype) == (torch.float32, torch.float32, torch.int64)
     assert rows.lengths().tolist() == [2, 0, 3]  # of what is here
     assert rows.reward.tolist() == [1.0, 2.0, 3.0]  # columns of samples stay whole
-    assert rows.proximal is None
+    assert rows.reference is None
 
 
 @few

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from asyncrl.algo.table import TokenTable, build_table
 from asyncrl.algo.turn_context import turn_contexts
-from asyncrl.algo.turns import token_rewards, turn_rewards, turns_of
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.algo.test_samples import cut
 
@@ -60,12 +59,12 @@ def test_table_holds_them_for_every_token() -> None:
 
 def test_what_comes_after_a_turn_is_the_mean_over_its_ways_and_the_reward_of_all_comes_at_their_ends() -> None:
     table = table_of(TREE)
-    turns = turns_of(table)
+    turns = table.turns
     assert turns.ends.tolist() == [0.0, 0.0, 1.0, 0.0, 1.0]
-    assert turn_rewards(table, turns).tolist() == [1.0, 2.0, 36.0, 8.0, 48.0]
-    assert token_rewards(table, turns).tolist() == [1.0, 2.0, 36.0, 8.0, 48.0]
-    assert turns.to_go(turn_rewards(table, turns), 1.0).tolist() == [1 + (38 + 56) / 2, 38.0, 36.0, 56.0, 48.0]
-    assert turns.to_go(turn_rewards(table, turns), 0.5).tolist() == [1 + (20 + 32) / 4, 20.0, 36.0, 32.0, 48.0]
+    assert turns.turn_rewards().tolist() == [1.0, 2.0, 36.0, 8.0, 48.0]
+    assert turns.token_rewards().tolist() == [1.0, 2.0, 36.0, 8.0, 48.0]
+    assert turns.to_go(turns.turn_rewards(), 1.0).tolist() == [1 + (38 + 56) / 2, 38.0, 36.0, 56.0, 48.0]
+    assert turns.to_go(turns.turn_rewards(), 0.5).tolist() == [1 + (20 + 32) / 4, 20.0, 36.0, 32.0, 48.0]
     assert turns.depth().tolist() == [0, 1, 2, 1, 2]
     assert TREE.total == 1 + (38 + 56) / 2
 
@@ -99,10 +98,10 @@ def test_each_role_follows_itself_on_the_way_that_leads_to_it() -> None:
     assert [one.parent for one in found] == [-1, -1, 0, 0, 1]
     assert [one.share for one in found] == [1.0, 1.0, 0.5, 0.5, 0.5]
     table = table_of(Trajectory(turns, 4.0))  # white's rows, then black's
-    of = turns_of(table)
+    of = table.turns
     assert table.token_reward.tolist() == [0.0, 0.0, 0.0, 0.0, 8.0]
     assert of.ends.tolist() == [0.0, 1.0, 1.0, 0.5, 1.0]  # black ends with its first turn on one way of two
-    assert of.to_go(turn_rewards(table, of), 1.0).tolist() == [4.0, 4.0, 4.0, 2.0 + 12 / 2, 12.0]
+    assert of.to_go(of.turn_rewards(), 1.0).tolist() == [4.0, 4.0, 4.0, 2.0 + 12 / 2, 12.0]
 
 
 def test_context_that_comes_again_on_one_way_is_another_and_one_on_two_ways_is_not() -> None:
@@ -141,5 +140,5 @@ def test_rows_and_devices_carry_them() -> None:
 def test_an_episode_of_many_ways_ends_at_their_ends_alone(ways: int) -> None:
     """Parts of a whole do not add up to it exactly."""
     branches = [said(5, observation=[*P, 4], begins=True, fork=0) for _ in range(ways - 1)]
-    turns = turns_of(table_of(Trajectory([said(4), said(5), *branches], 1.0)))
+    turns = table_of(Trajectory([said(4), said(5), *branches], 1.0)).turns
     assert turns.ends.tolist() == [0.0, *[1.0] * ways]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.algo.table import build_table
-from asyncrl.algo.turns import accumulated, chain, turn_rewards, turns_of
+from asyncrl.algo.turns import accumulated, chain
 from asyncrl.schema import Group, Trajectory, Turn
 from tests.fakes import completion
 
@@ -17,10 +17,10 @@ def test_reward_of_an_episode_comes_at_the_end_of_its_ways_and_nowhere_before(wa
     trunk = [Turn([], completion()), Turn([5], completion())]
     branches = [Turn([7], completion(), begins=True, fork=0) for _ in range(ways - 1)]
     table = build_table([Group("g", 0, [12, 11], [Trajectory([*trunk, *branches], 3.0)], "t")], 0)
-    turns = turns_of(table)
+    turns = table.turns
     assert turns.parent.tolist() == [-1, *[0] * ways]
-    assert turn_rewards(table, turns).tolist() == [0.0, *[3.0] * ways]
-    assert turns.to_go(turn_rewards(table, turns), 1.0).tolist() == pytest.approx([3.0] * (1 + ways), rel=1e-12)
+    assert turns.turn_rewards().tolist() == [0.0, *[3.0] * ways]
+    assert turns.to_go(turns.turn_rewards(), 1.0).tolist() == pytest.approx([3.0] * (1 + ways), rel=1e-12)
 
 
 def test_chain_links_what_has_one_owner() -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams, gae_raw
+from asyncrl.algo.advantage import gae_raw
 from asyncrl.algo.siblings import group_sum
 from asyncrl.algo.table import TokenTable
-from asyncrl.algo.turns import TurnTable, turn_rewards, turns_of
+from asyncrl.algo.turns import TurnTable
 from tests.algo.decisions import Groups, groups, world
+from tests.algo.tables import advantage
 
-PLAIN = AdvantageParams()
 CASES: dict[str, Callable[[], Groups]] = {
     "three episodes": lambda: groups(3),
     "a fork behind the first turn": lambda: groups(2, ((1, 1),)),
@@ -40,14 +40,14 @@ def bias(found: Tensor, expected: Tensor) -> float:
 def test_mean_of_the_estimate_is_the_policy_gradient(name: str, case: str) -> None:
     of = CASES[case]()
     assert float(of.chances.sum()) == pytest.approx(1.0)
-    assert bias(of.mean(ADVANTAGES[name](of.table, PLAIN)), exact(case)) < 1e-12
+    assert bias(of.mean(advantage(name)(of.table)), exact(case)) < 1e-12
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["turn_discounted", "turn_loo"])
 def test_mean_with_a_discount_is_that_of_discounted_returns(name: str, case: str) -> None:
     of = CASES[case]()
-    found = of.mean(ADVANTAGES[name](of.table, AdvantageParams(discount=0.5)))
+    found = of.mean(advantage(name, discount=0.5)(of.table))
     assert bias(found, exact(case, 0.5)) < 1e-12
     assert bias(found, exact(case)) > 1e-2
 
@@ -55,7 +55,7 @@ def test_mean_with_a_discount_is_that_of_discounted_returns(name: str, case: str
 @pytest.mark.parametrize("case", CASES)
 def test_centring_takes_its_part_of_the_gradient_and_nothing_else(case: str) -> None:
     of = CASES[case]()
-    found = of.mean(ADVANTAGES["dr_grpo"](of.table, PLAIN))
+    found = of.mean(advantage("dr_grpo")(of.table))
     assert bias(found * of.size / (of.size - 1), exact(case)) < 1e-12
 
 
@@ -64,13 +64,13 @@ def test_generalised_advantages_of_whole_returns_are_unbiased_whatever_a_critic_
     of = CASES[case]()
     context = of.scores.abs().sum(2).argmax(1)
     table = replace(of.table, values=torch.sin(context.double()))
-    assert bias(of.mean(table.share * gae_raw(table, PLAIN)), exact(case)) < 1e-12
+    assert bias(of.mean(table.share * gae_raw(table, discount=1.0, gae_lambda=1.0)), exact(case)) < 1e-12
 
 
 def test_part_of_a_fork_that_is_left_out_trains_what_comes_behind_it_too_much() -> None:
     of = groups(2, ((1, 1),))
     whole = replace(of.table, share=torch.ones_like(of.table.share))
-    assert bias(of.mean(ADVANTAGES["turn_loo"](whole, PLAIN)), world().policy_gradient()) > 1e-2
+    assert bias(of.mean(advantage("turn_loo")(whole)), world().policy_gradient()) > 1e-2
 
 
 # -- what is not ---------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_part_of_a_fork_that_is_left_out_trains_what_comes_behind_it_too_much() 
 @pytest.mark.parametrize("name", ["grpo", "grpo_turn", "gigpo", "dr_gigpo", "opo"])
 def test_estimators_that_are_known_to_be_biased_are(name: str) -> None:
     of = groups(3, forgets=True)
-    found, expected = of.mean(ADVANTAGES[name](of.table, PLAIN)), exact("contexts that come again")
+    found, expected = of.mean(advantage(name)(of.table)), exact("contexts that come again")
     scale = float((found * expected).sum() / (found**2).sum())  # no multiple of it either
     assert bias(scale * found, expected) > 2e-3
 
@@ -94,8 +94,8 @@ def others(values: Tensor, turns: TurnTable, table: TokenTable, *, itself: bool 
 def test_means_by_turn_that_are_added_up_over_the_turns_of_an_episode_are_biased() -> None:
     """Of MT-GRPO's kind; also where each mean leaves the own reward out, and nothing is divided (verl #7244)."""
     of = groups(3)
-    turns = turns_of(of.table)
-    rewards = turn_rewards(of.table, turns)
+    turns = of.table.turns
+    rewards = turns.turn_rewards()
     mean, _ = others(rewards, turns, of.table)
     added_up = turns.to_go(rewards - mean, 1.0)
     assert bias(of.mean(added_up), world().policy_gradient()) > 1e-2
@@ -106,8 +106,8 @@ def test_means_by_turn_that_are_added_up_over_the_turns_of_an_episode_are_biased
 
 def test_mean_with_the_own_return_in_it_is_biased_where_it_is_over_more_turns_here_than_there() -> None:
     of = groups(3)
-    turns = turns_of(of.table)
-    to_go = turns.to_go(turn_rewards(of.table, turns), 1.0)
+    turns = of.table.turns
+    to_go = turns.to_go(turns.turn_rewards(), 1.0)
     mean, _ = others(to_go, turns, of.table, itself=True)
     found, expected = of.mean(to_go - mean), world().policy_gradient()
     assert bias(found * 3 / 2, expected) > 1e-2
@@ -115,8 +115,8 @@ def test_mean_with_the_own_return_in_it_is_biased_where_it_is_over_more_turns_he
 
 def test_turns_without_a_sibling_cannot_be_left_out() -> None:
     of = groups(3)
-    turns = turns_of(of.table)
-    to_go = turns.to_go(turn_rewards(of.table, turns), 1.0)
+    turns = of.table.turns
+    to_go = turns.to_go(turns.turn_rewards(), 1.0)
     mean, count = others(to_go, turns, of.table)
     assert bias(of.mean(torch.where(count > 0, to_go - mean, 0.0)), world().policy_gradient()) > 1e-2
 
@@ -125,13 +125,13 @@ def test_return_from_a_later_visit_to_a_context_is_no_baseline_of_the_earlier_on
     of, once = groups(3, forgets=True), groups(3)
     for made, case, biased in ((of, "contexts that come again", True), (once, "three episodes", False)):
         table = replace(made.table, context=made.table.state)  # which does not count visits
-        assert (bias(made.mean(ADVANTAGES["turn_loo"](table, PLAIN)), exact(case)) > 1e-3) == biased
+        assert (bias(made.mean(advantage("turn_loo")(table)), exact(case)) > 1e-3) == biased
 
 
 def test_where_to_fork_must_not_be_decided_by_what_came_after() -> None:
     of = groups(2, ((1, 1),), failed=True)
     assert float(of.chances.sum()) == pytest.approx(1.0)
-    assert bias(of.mean(ADVANTAGES["turn_loo"](of.table, PLAIN)), world().policy_gradient()) > 1e-2
+    assert bias(of.mean(advantage("turn_loo")(of.table)), world().policy_gradient()) > 1e-2
 
 
 # -- noise ---------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_where_to_fork_must_not_be_decided_by_what_came_after() -> None:
 
 def test_turns_are_less_noisy_than_whole_episodes_here() -> None:
     def noise(of: Groups, name: str) -> float:
-        return of.variance(ADVANTAGES[name](of.table, PLAIN))
+        return of.variance(advantage(name)(of.table))
 
     plain, forked = groups(3), groups(2, ((1, 1),))
     assert noise(plain, "turn_discounted") < 0.95 * noise(plain, "rloo")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from asyncrl.algo.correction import MASKS, WEIGHTS
+from asyncrl.algo.correction import CORRECTIONS, MASKS
 from asyncrl.algo.loss import LOSSES
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.settings import Choice
 
 VOCAB = 33  # padded by two ranks and by four
 SMALL = 48  # tokens of a micro-batch: a group or two
@@ -36,21 +37,22 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 """By the number of processes; settings of the trainer."""
 
 BOUNDS: dict[str, Any] = {
-    "mask_sequence": (0.5, 4.0),
-    "mask_geometric": (0.8, 1.2),
-    "mask_opsm": 0.05,
-    "mask_lag": 2,
+    "sequence": (0.5, 4.0),
+    "geometric": (0.8, 1.2),
+    "opsm": 0.05,
+    "lag": 2,
 }
 """Of the batch's sequences, each takes out some."""
+OFF = dict.fromkeys(BOUNDS)
 
 
 def fitting(name: str) -> dict[str, Any]:
     """A loss with the aggregation and the correction that suit it."""
-    row = LOSSES[name]
+    traits = LOSSES.find(Choice(name=name)).traits
     return {
         "loss": name,
-        "aggregation": "sequence" if row.sequences else "token",
-        "correction": "tis" if row.against == "proximal" else None,
+        "aggregation": "sequence" if traits.per_sequence else "token",
+        "correction": None if traits.corrects else "tis",
     }
 
 
@@ -61,12 +63,12 @@ def _of_loss(name: str) -> dict[str, Any]:
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{f"loss-{name}": _of_loss(name) for name in LOSSES},
-    **{f"weight-{name}": {"correction": name, "correction_floor": 0.7, "correction_cap": 1.5} for name in WEIGHTS},
-    **{f"mask-{name}": {"correction": None, name: BOUNDS[name]} for name in MASKS},
-    "all-masks": {"correction": "icepop", **BOUNDS},
+    **{f"weight-{name}": {"correction": {"name": name, "floor": 0.7, "cap": 1.5}} for name in CORRECTIONS},
+    **{f"mask-{name}": {"correction": None, "mask": {**OFF, name: BOUNDS[name]}} for name in MASKS},
+    "all-masks": {"correction": "icepop", "mask": BOUNDS},
     "constant": {"aggregation": "constant", "correction": None},
     "sequence": {"aggregation": "sequence"},
-    "dual-clip": {"dual_clip": 1.1, "epochs": 2},
+    "dual-clip": {"loss.dual_clip": 1.1, "epochs": 2},
     "log-linear": {"proximal": "log_linear", "correction": None},
     "behaviour": {"proximal": "behaviour", "correction": None},
     "entropy": {"entropy_bonus": 0.1, "mini_batches": 2},

@@ -27,6 +27,7 @@ from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import network, policy  # noqa: E402
 from asyncrl.trainer.parallel import split  # noqa: E402
+from tests.fakes import changed  # noqa: E402
 from tests.integration.losses import ALGORITHMS, DEPENDS_ON_ORDER, LAYOUTS, VERSION, groups  # noqa: E402
 
 RATE = 2.0  # moves the policy beyond its clip in one step
@@ -82,7 +83,7 @@ def train(config: Config, folder: Path, layout: str) -> None:
     for name, settings in ALGORITHMS.items():
         if layout == "shuffled" and name in DEPENDS_ON_ORDER:
             continue
-        algo = AlgoConfig.model_validate({**config.algo.model_dump(), **settings})
+        algo = AlgoConfig.model_validate(changed(config.algo.model_dump(), settings))
         one = policy.Policy(config.model_copy(update={"algo": algo}), folder, where)
         figures[name] = one.update(batch)
         steps = enumerate(descent.gradients)

@@ -38,7 +38,7 @@ from asyncrl.trainer.policy import Policy  # noqa: E402
 Figures = dict[str, Any]
 
 
-def changed(config: Config, **changes: dict[str, Any]) -> Config:
+def with_settings(config: Config, **changes: dict[str, Any]) -> Config:
     values = config.model_dump()
     for section, fields in changes.items():
         values[section].update(fields)
@@ -64,7 +64,7 @@ def own_routing_changes_nothing(config: Config, groups: list[Group], folder: Pat
     network = Network(config.trainer, folder / "model", parallel)
     routing = network.replay_routing("R2")
     samples = routing.begin(groups, build_samples(groups))
-    small = changed(config, trainer={"micro_batch_tokens": 40}).trainer
+    small = with_settings(config, trainer={"micro_batch_tokens": 40}).trainer
     with torch.no_grad(), routing.of_policy(whole_batch=True):
         network.score(packs_of_rank(samples, small, parallel, costs_of(network.hf)), lambda head, _: head.hidden.sum())
     assert bool(routing._routes.known.all())
@@ -116,7 +116,7 @@ def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[li
 
 def updates(config: Config, groups: list[Group], folder: Path, parallel: Parallel, kind: str) -> Figures:
     """Two batches; under R3, what routers used is compared with what the samples say."""
-    policy = Policy(changed(config, algo={"routing_replay": kind}), folder / "model", parallel)
+    policy = Policy(with_settings(config, algo={"routing_replay": kind}), folder / "model", parallel)
     compared = [1]
     if kind == "R3":
         compared = given_experts_are_used(policy, groups, policy._routing.begin(groups, build_samples(groups)))
@@ -136,7 +136,7 @@ def main(name: str, folder: Path) -> None:
             found[kind] = updates(config, groups, folder, parallel, kind)
     else:
         found["own"] = own_routing_changes_nothing(config, groups, folder, parallel)
-        two_steps = changed(config, algo={"mini_batches": 2, "epochs": 2})
+        two_steps = with_settings(config, algo={"mini_batches": 2, "epochs": 2})
         for kind in ("none", "R2", "R3"):
             found[kind] = updates(two_steps, groups, folder, parallel, kind)
     if parallel.is_first:

@@ -43,7 +43,7 @@ def same(one: Outcome, other: Outcome, *, atol: float) -> None:
 
 def test_scoring_the_start_of_a_single_step_changes_nothing(folder: Path) -> None:
     """So the pass is skipped where a batch makes one step. A vanishing KL in the reward asks for it here."""
-    scored = {"kl_coefficient": 1e-30, "kl_place": "reward", "entropy_bonus": 0.0}
+    scored = {"kl.coefficient": 1e-30, "kl.place": "reward", "entropy_bonus": 0.0}
     same(trained(folder, "scored", scored), trained(folder, "skipped", {"entropy_bonus": 0.0}), atol=1e-6)
 
 
@@ -64,7 +64,7 @@ def test_trust_region_leaves_out_the_steps_that_would_go_too_far(folder: Path) -
 
 
 def test_kl_to_the_start_is_zero_before_the_first_step_and_grows(folder: Path) -> None:
-    steps, _ = trained(folder, "meter", {"kl_meter_every": 1})
+    steps, _ = trained(folder, "meter", {"kl.measure_every": 1})
     assert steps[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
     assert steps[1]["kl/reference"] > 1e-5
 
@@ -74,12 +74,12 @@ def test_kl_to_the_start_is_zero_before_the_first_step_and_grows(folder: Path) -
 def test_kl_to_another_model_is_that_of_transformers(folder: Path, place: str, layout: dict[str, int]) -> None:
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.algo.advantage import AdvantageParams, reinforce_pp
+    from asyncrl.algo.advantage import reinforce_pp
     from asyncrl.algo.samples import build_samples, shares
     from asyncrl.algo.table import build_table
 
-    algo = {"kl_coefficient": 0.3, "kl_estimator": "k2" if place == "loss" else "k1", "kl_place": place}
-    algo |= {"reference_path": str(folder / "other" / "model"), "advantage": "reinforce_pp", "entropy_bonus": 0.0}
+    algo = {"kl.coefficient": 0.3, "kl.estimator": "k2" if place == "loss" else "k1", "kl.place": place}
+    algo |= {"kl.reference_path": str(folder / "other" / "model"), "advantage": "reinforce_pp", "entropy_bonus": 0.0}
     algo |= {"correction": None}
     steps, _ = trained(folder, f"kl-{place}-{len(layout)}", algo, **layout)
 
@@ -93,7 +93,7 @@ def test_kl_to_another_model_is_that_of_transformers(folder: Path, place: str, l
     distance = own - theirs.detach()
     if place == "reward":
         table.token_reward.sub_(0.3 * distance.detach().double())
-    advantages, weights = reinforce_pp(table, AdvantageParams()), shares(table, samples, "token", 3)
+    advantages, weights = reinforce_pp(table), shares(table, samples, "token", 3)
     losses = -(own - own.detach()).exp() * advantages + (0.3 * distance**2 / 2 if place == "loss" else 0.0)
     loss = (weights * losses).sum()
     loss.backward()
@@ -125,22 +125,26 @@ def test_replayed_groups_are_trained_beside_the_batch_and_counted(folder: Path) 
     assert second["groups/trained"] == first["groups/trained"] + 3
 
 
-GAE = {"advantage": "gae", "discount": 0.9, "gae_lambda": 0.8, "critic_lr": 1e-2, "entropy_bonus": 0.0}
+GAE: dict[str, Any] = {
+    "advantage": {"name": "gae", "discount": 0.9, "gae_lambda": 0.8},
+    "critic.lr": 1e-2,
+    "entropy_bonus": 0.0,
+}
 
 
 def test_critic_that_knows_nothing_has_the_loss_and_gradient_of_the_plain_returns(folder: Path) -> None:
     """Values start at zero, so returns are GAE's with V = 0, and only the head has a gradient."""
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.algo.advantage import AdvantageParams, gae_raw
+    from asyncrl.algo.advantage import gae_raw
     from asyncrl.algo.samples import build_samples, shares
     from asyncrl.algo.table import build_table
 
-    first = trained(folder, "critic", {**GAE, "value_clip": None})[0][0]
+    first = trained(folder, "critic", {**GAE, "critic.value_clip": None})[0][0]
     table = build_table(drawn_groups(3), 0)
     samples = [sample for group in build_samples(drawn_groups(3)) for sample in group]
     zero = torch.zeros(table.num_tokens, dtype=torch.float64)
-    returns = gae_raw(replace(table, values=zero), AdvantageParams(discount=0.9, gae_lambda=0.8))
+    returns = gae_raw(replace(table, values=zero), discount=0.9, gae_lambda=0.8)
     weights = shares(table, samples, "token", 3)
     model = AutoModelForCausalLM.from_pretrained(folder / "policy" / "model", dtype=torch.float32)
     states = torch.cat([states_of(model, sample) for sample in samples]).double()
@@ -173,6 +177,6 @@ def test_critic_learns_and_does_not_depend_on_the_layout(folder: Path) -> None:
 
 
 def test_warm_up_trains_the_critic_alone(folder: Path) -> None:
-    steps, _ = trained(folder, "warm-up", {**GAE, "critic_warmup": 1})
+    steps, _ = trained(folder, "warm-up", {**GAE, "critic.warmup": 1})
     assert [step["steps/optimizer"] for step in steps] == [0.0, 1.0]
     assert steps[0]["critic/grad_norm"] > 0

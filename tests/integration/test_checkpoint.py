@@ -22,6 +22,7 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.config import load
 from asyncrl.launch.main import CONF
+from tests.fakes import changed
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
 from tests.integration.test_trainer import LAYOUTS, Outcome, _outcome, folder  # noqa: F401
@@ -61,7 +62,7 @@ def launch(folder: Path, model: str, number: int, trainer: dict[str, Any]) -> Ou
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
     raw["trainer"].update(trainer)
     raw["trainer"]["optimizer"].update(eps=1e-3, schedule="cosine", warmup_steps=2)
-    raw["algo"].update(ALGO[model])
+    changed(raw["algo"], ALGO[model])
     config = load(raw)
     (folder / model / "config.json").write_text(config.model_dump_json())
     name, source = f"link-{number}", f"link-{number - 1}" if number else "-"

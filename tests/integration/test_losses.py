@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.algo.correction import MASKS, WEIGHTS
+from asyncrl.algo.correction import CORRECTIONS, MASKS
 from asyncrl.algo.loss import LOSSES
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
@@ -60,8 +60,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_every_loss_and_correction_has_a_case() -> None:
-    assert {settings["loss"] for settings in ALGORITHMS.values() if "loss" in settings} == LOSSES.keys()
-    assert {settings.get("correction") for settings in ALGORITHMS.values()} >= WEIGHTS.keys()
+    assert {settings["loss"] for settings in ALGORITHMS.values() if "loss" in settings} == set(LOSSES)
+    weights = [settings.get("correction") for settings in ALGORITHMS.values()]
+    assert {one["name"] for one in weights if isinstance(one, dict)} == set(CORRECTIONS)
     assert BOUNDS.keys() == MASKS.keys()
 
 

@@ -15,16 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams
 from asyncrl.algo.balance import Costs
-from asyncrl.algo.correction import CorrectionParams, correction
-from asyncrl.algo.loss import LOSSES, LossParams
+from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import build_samples, shares
-from asyncrl.algo.selection import SELECTIONS, SelectionParams
 from asyncrl.algo.table import TokenTable, build_table
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from asyncrl.trainer import cpu
+from tests.algo import tables
 from tests.fakes import tiny_config
 from tests.integration.losses import fitting
 
@@ -105,12 +103,16 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
 
 
+MASKED: Any = {"shaping.mask_truncated": True}
+UNCLIPPED = {"name": "ppo", "clip_low": 0.0, "clip_high": 0.0}
+
+
 def policy(temperature: float = 1.0, **algo: Any) -> Policy:
     trainer = {name: algo.pop(name) for name in ("micro_batch_tokens",) if name in algo}
     changes = {f"algo.{name}": value for name, value in ({"entropy_bonus": 0.0} | algo).items()}
     changes |= {f"trainer.{name}": value for name, value in trainer.items()}
     rollout = {"rollout.max_new_tokens": LONGEST, "rollout.temperature": temperature}
-    config = tiny_config(**changes, **rollout, **({"teacher.model": "t"} if "distill_coefficient" in algo else {}))
+    config = tiny_config(**changes, **rollout, **({"teacher.model": "t"} if "distillation.coefficient" in algo else {}))
     place: Any = SimpleNamespace(
         cp=1, tp=1, tp_rank=0, dp=1, dp_rank=0, etp=1, ep=1, pp=1, counts=True, device=torch.device("cpu")
     )
@@ -152,22 +154,26 @@ def logprobs_of(logits: Tensor) -> Tensor:
 
 
 def by_formula(
-    loss: str, advantage: str = "grpo", weight: str | None = "tis", change: Change = lambda table: table
+    loss: str,
+    advantage: str = "grpo",
+    weight: str | None = "tis",
+    change: Change = lambda table: table,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Gradient of one step, written out over the whole table."""
     logits = Bigrams().logits
     table, samples = build_table(batch().groups, 3), [s for one in build_samples(batch().groups) for s in one]
     logprobs = logprobs_of(logits)
-    table = replace(table, proximal=logprobs.detach(), keep=torch.ones(table.num_tokens, dtype=torch.bool))
     table = change(table)
-    table = replace(table, advantages=ADVANTAGES[advantage](table, AdvantageParams()))
-    if LOSSES[loss].selection:
-        table = replace(table, keep=SELECTIONS["m2po"](table, SelectionParams()))
-        assert table.keep is not None
-        assert not bool(table.keep.all())
-    factor = correction(logprobs, table, CorrectionParams(weight)) * table.keep
-    losses = factor * LOSSES[loss].loss(logprobs, table, LossParams())
-    aggregation = "sequence" if LOSSES[loss].sequences else "token"
+    keep = torch.ones(table.num_tokens, dtype=torch.bool) if kept is None else kept
+    rows = table.trained(tables.advantage(advantage)(table), keep).with_proximal(logprobs.detach())
+    traits = tables.loss(loss).traits
+    if traits.selection:
+        rows = replace(rows, keep=traits.selection(rows))
+        assert not bool(rows.keep.all())
+    factor = tables.correction(logprobs, rows, weight) * rows.keep
+    losses = factor * tables.loss(loss)(logprobs, rows)
+    aggregation = "sequence" if traits.per_sequence else "token"
     (shares(table, samples, aggregation, LONGEST) * losses).sum().backward()
     assert logits.grad is not None
     return logits.grad
@@ -179,9 +185,9 @@ def test_gradient_of_one_step_is_that_of_the_formula(loss: str) -> None:
     figures = one.update(batch())
     expected = by_formula(loss, weight=fitting(loss)["correction"])
     torch.testing.assert_close(one.network.gradients, [expected], rtol=1e-5, atol=1e-6)
-    assert one.network.passes == (["score"] if LOSSES[loss].selection else []) + ["train"]
+    assert one.network.passes == (["score"] if tables.loss(loss).traits.selection else []) + ["train"]
     assert figures["tokens/trained"] == 12.0
-    assert (figures["correction/masked"] > 0) == (LOSSES[loss].selection is not None)
+    assert (figures["correction/masked"] > 0) == (tables.loss(loss).traits.selection is not None)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -196,10 +202,10 @@ def test_micro_batches_change_no_step(loss: str) -> None:
 
 
 def test_steps_share_the_policy_that_they_started_from() -> None:
-    one = policy(mini_batches=2, clip_low=0.0, clip_high=0.0)
+    one = policy(mini_batches=2, loss=UNCLIPPED)
     one.update(batch())
     assert one.network.passes == ["score", "train", "train"]
-    again = policy(mini_batches=1, epochs=2, clip_low=0.0, clip_high=0.0)
+    again = policy(mini_batches=1, epochs=2, loss=UNCLIPPED)
     figures = again.update(batch())
     # what the first step moved the way it wanted, the second finds clipped at width 0
     assert float(again.network.gradients[1].norm()) < 0.5 * float(again.network.gradients[0].norm())
@@ -232,7 +238,7 @@ class Routing:
 
 
 def test_every_pass_of_the_policy_replays_its_experts_also_the_one_at_the_teachers_temperature() -> None:
-    one = policy(temperature=0.5, distill_coefficient=0.5, mini_batches=2)
+    one = policy(temperature=0.5, mini_batches=2, **{"distillation.coefficient": 0.5})
     one._routing = routing = Routing()  # type: ignore[assignment]
     passes: list[tuple[str, bool]] = []
     for name in ("score", "train"):
@@ -247,7 +253,8 @@ def test_every_pass_of_the_policy_replays_its_experts_also_the_one_at_the_teache
 
 
 def test_shaped_rewards_make_the_advantages() -> None:
-    one = policy(overlong_buffer=2, overlong_penalty=0.5, length_penalty=0.1, reward_clip=1.5, advantage="dr_grpo")
+    shaping = {"overlong_buffer": 2, "overlong_penalty": 0.5, "length_penalty": 0.1, "clip": 1.5}
+    one = policy(advantage="dr_grpo", **{f"shaping.{name}": value for name, value in shaping.items()})
     one.update(batch())
     lengths = torch.tensor([2, 4, 0, 3, 3])
     rewards = torch.tensor([1.0, -0.5, 0.5, 1.75, 0.0]) - 0.1 * lengths / 4
@@ -256,16 +263,16 @@ def test_shaped_rewards_make_the_advantages() -> None:
 
 
 def test_truncated_answers_are_left_out_and_stay_in_baseline_and_denominator() -> None:
-    one = policy(mask_truncated=True)
+    one = policy(**MASKED)
     figures = one.update(batch())
     cut = torch.tensor([False] * 2 + [True] * 4 + [False] * 6)
-    expected = by_formula("ppo", change=lambda t: replace(t, keep=~cut))
+    expected = by_formula("ppo", kept=~cut)
     torch.testing.assert_close(one.network.gradients, [expected], rtol=1e-5, atol=1e-6)
     assert figures["correction/masked"] == pytest.approx(4 / 12)
 
 
 def test_truncated_answers_have_no_entropy_either() -> None:
-    plain, bonus = (policy(mask_truncated=True, entropy_bonus=value) for value in (0.0, 0.1))
+    plain, bonus = (policy(entropy_bonus=value, **MASKED) for value in (0.0, 0.1))
     for one in (plain, bonus):
         one.update(batch())
     difference = bonus.network.gradients[0] - plain.network.gradients[0]
@@ -282,8 +289,8 @@ def test_group_whose_signal_is_left_out_is_not_run() -> None:
     cut = [Trajectory([Turn([], answer([1, 2], -1.0, "length"))], reward) for reward in (0.0, 1.0)]
     whole = [Trajectory([Turn([], answer([3], -1.0))], reward) for reward in (0.0, 1.0)]
     both = Batch(1, [Group("a", 0, [1, 2], cut, "made"), Group("b", 1, [3, 4], whole, "made")], {})
-    figures = policy(mask_truncated=True).update(both)
+    figures = policy(**MASKED).update(both)
     assert (figures["groups/trained"], figures["tokens/trained"]) == (1.0, 2.0)
     alone = Batch(1, both.groups[:1], {})
-    nothing = policy(mask_truncated=True).update(alone)
+    nothing = policy(**MASKED).update(alone)
     assert (nothing["groups/trained"], nothing["step/skipped"]) == (0.0, 1.0)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 PURE = [
     "algo.advantage=none",
-    "algo.distill_coefficient=1",
+    "algo.distillation.coefficient=1",
     "algo.entropy_bonus=0",
     "eval.questions=0",
     "teacher=sglang",
@@ -52,7 +52,7 @@ def another_tiny_model(folder: Path) -> Path:
 
 def test_teacher_that_is_the_policy_gives_no_advantage(tmp_path: Path) -> None:
     """Up to the gap between engine and trainer, which the engine that wrote the tokens shows in the same step."""
-    only = ["run.max_steps=1", "rollout.max_staleness=0", "algo.reference=teacher", "algo.kl_meter_every=1"]
+    only = ["run.max_steps=1", "rollout.max_staleness=0", "algo.kl.reference=teacher", "algo.kl.measure_every=1"]
     step = run(tmp_path / "run", *PURE, *only)[0]
     assert step["kl/teacher"] < 1e-9
     assert step["kl/teacher"] <= 2 * step["logprob_gap/kl"] + 1e-12

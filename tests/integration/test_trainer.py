@@ -20,6 +20,7 @@ from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
+from tests.fakes import changed
 from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -168,7 +169,7 @@ def launch(
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
     raw["trainer"].update(settings)
-    raw["algo"].update(algo or {})
+    changed(raw["algo"], algo or {})
     raw["rollout"]["temperature"] = 0.8
     raw["trainer"]["optimizer"]["eps"] = (
         1e-3  # a smooth update: with a tiny eps, Adam's first steps are signs of rounding
@@ -245,13 +246,13 @@ def test_the_loss_is_that_of_transformers_and_plain_autograd(folder: Path, name:
     """An independent implementation: HF's model, one sequence at a time, the formula written out."""
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.algo.advantage import AdvantageParams, grpo
+    from asyncrl.algo.advantage import grpo
     from asyncrl.algo.samples import build_samples, shares
     from asyncrl.algo.table import build_table
 
     model = AutoModelForCausalLM.from_pretrained(folder / name / "model", dtype=torch.float32)
     table, samples = build_table(drawn_groups(3), 0), [s for g in build_samples(drawn_groups(3)) for s in g]
-    advantages, weights = grpo(table, AdvantageParams()), shares(table, samples, "token", 3)
+    advantages, weights = grpo(table), shares(table, samples, "token", 3)
     loss = torch.zeros(())
     for sample in samples:
         ids = torch.tensor([sample.prompt_ids + sample.token_ids])

@@ -95,32 +95,37 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "field", "value", "remedy"),
     [
-        ({"algo.distill_coefficient": 1.0}, "algo.distill_coefficient", 1.0, "set teacher=sglang teacher.model"),
-        ({"algo.reference": "teacher"}, "algo.reference", "teacher", "set teacher=sglang teacher.model"),
+        (
+            {"algo.distillation.coefficient": 1.0},
+            "algo.distillation.coefficient",
+            1.0,
+            "set teacher=sglang teacher.model",
+        ),
+        ({"algo.kl.reference": "teacher"}, "algo.kl.reference", "teacher", "set teacher=sglang teacher.model"),
         ({"teacher.urls": ["http://a:1"]}, "teacher.urls", ["http://a:1"], "set teacher=sglang teacher.model"),
         ({"teacher.model": "/t", "teacher.urls": ["gpu1:30000"]}, "teacher.urls", "gpu1:30000", "http://HOST:PORT"),
         (
-            {"teacher.model": "/t", "rollout.temperature": 0.7, "algo.distill_discount": 0.5},
+            {"teacher.model": "/t", "rollout.temperature": 0.7, "algo.distillation.discount": 0.5},
             "rollout.temperature",
             0.7,
-            "algo.distill_discount would be wrong",
+            "algo.distillation.discount would be wrong",
         ),
         (
-            {"teacher.model": "/t", "rollout.temperature": 0.7, "algo.reference": "teacher"},
+            {"teacher.model": "/t", "rollout.temperature": 0.7, "algo.kl.reference": "teacher"},
             "rollout.temperature",
             0.7,
-            "algo.reference=teacher would be wrong",
+            "algo.kl.reference=teacher would be wrong",
         ),
-        ({"algo.advantage": "none"}, "algo.advantage", "none", "set algo.distill_coefficient"),
+        ({"algo.advantage": "none"}, "algo.advantage", "none", "set algo.distillation.coefficient"),
         (
-            {"teacher.model": "/t", "algo.reference": "teacher", "algo.reference_path": "/r"},
-            "algo.reference_path",
+            {"teacher.model": "/t", "algo.kl.reference": "teacher", "algo.kl.reference_path": "/r"},
+            "algo.kl.reference_path",
             "/r",
             "leave it unset",
         ),
         (
-            {"teacher.model": "/t", "algo.distill_place": "loss", "algo.distill_discount": 0.5},
-            "algo.distill_discount",
+            {"teacher.model": "/t", "algo.distillation.place": "loss", "algo.distillation.discount": 0.5},
+            "algo.distillation.discount",
             0.5,
             "set 0",
         ),
@@ -128,11 +133,11 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
             {
                 "teacher.model": "/t",
                 "algo.advantage": "none",
-                "algo.distill_coefficient": 1.0,
-                "algo.kl_coefficient": 0.1,
-                "algo.kl_place": "reward",
+                "algo.distillation.coefficient": 1.0,
+                "algo.kl.coefficient": 0.1,
+                "algo.kl.place": "reward",
             },
-            "algo.kl_place",
+            "algo.kl.place",
             "reward",
             "set loss",
         ),
@@ -147,18 +152,18 @@ def test_setting_that_needs_a_teacher_or_contradicts_it_is_named(
 
 
 def test_other_temperatures_are_fine_where_each_token_answers_for_itself() -> None:
-    tiny_config(**{"teacher.model": "/t", "rollout.temperature": 0.7, "algo.distill_coefficient": 1.0})
+    tiny_config(**{"teacher.model": "/t", "rollout.temperature": 0.7, "algo.distillation.coefficient": 1.0})
 
 
 def test_pure_distillation_needs_no_siblings() -> None:
-    changes = {"teacher.model": "/t", "algo.distill_coefficient": 1.0, "rollout.group_size": 1}
+    changes = {"teacher.model": "/t", "algo.distillation.coefficient": 1.0, "rollout.group_size": 1}
     assert tiny_config(**changes, **{"algo.advantage": "none"}).rollout.group_size == 1
     with pytest.raises(ConfigError, match="compares siblings"):
         tiny_config(**changes)
 
 
 def test_unset_the_teacher_is_the_model_that_training_starts_from() -> None:
-    values = compose_values("experiment=tiny", "teacher=sglang", "algo.reference=teacher", "algo.kl_coefficient=0.1")
+    values = compose_values("experiment=tiny", "teacher=sglang", "algo.kl.reference=teacher", "algo.kl.coefficient=0.1")
     assert load(values).teacher.model == "builtin:tiny"
     assert load(compose_values("experiment=tiny")).teacher.started == 0
 

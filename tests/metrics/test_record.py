@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,8 @@ def policy_figures(**changes: float) -> dict[str, float]:
     """A realistic update."""
     keys = written_keys("policy.py", "update") | written_keys("policy.py", "_train")
     keys |= written_keys("objective.py", "figures")
-    table = replace(build_table(GROUPS, 2), proximal=torch.zeros(NUM_TOKENS), advantages=torch.zeros(NUM_TOKENS))
+    table = build_table(GROUPS, 2).trained(torch.zeros(NUM_TOKENS), torch.ones(NUM_TOKENS, dtype=torch.bool))
+    table = table.with_proximal(torch.zeros(NUM_TOKENS))
     nothing = torch.zeros(NUM_TOKENS, dtype=torch.bool)
     keys |= gap_figures(table, nothing).keys()
     keys |= loss_figures(table, nothing, nothing, nothing, cap=1.0, clip=(0.0, 0.0)).keys()

@@ -80,7 +80,7 @@ class SpaceNeeded:
 def room_of(config: Config, elements: int) -> SpaceNeeded:
     """Return the disk space for a policy of this many parameters."""
     training, steps = config.mode != "rollout_only", config.run.max_steps
-    one = elements * CHECKPOINT * (1 + (config.algo.advantage == "gae")) if training else 0
+    one = elements * CHECKPOINT * (1 + config.algo.has_critic) if training else 0
     kept = config.checkpoint.keep_last + 1  # the oldest is removed once the newest is complete
     if config.checkpoint.every and config.checkpoint.keep_every:
         kept += sum(

@@ -60,14 +60,14 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     """Return the settings that determine memory. A sample longer than a micro-batch forms its own, so a micro-batch may
     have rollout.max_new_tokens tokens."""
     trainer, algo = config.trainer, config.algo
-    refers = algo.reference == "weights" and bool(algo.kl_coefficient or algo.kl_meter_every)
+    refers = algo.kl.reference == "weights" and algo.measures_reference
     streams = config.weights.staging == "stream" or config.weights.transport in ("disk", "delta")
     return Training(
         dtype=trainer.dtype,
         tokens=max(trainer.micro_batch_tokens, config.rollout.max_new_tokens),
         logit_rows=trainer.logit_rows,
-        frozen=int(refers and not algo.reference_offload) + int(algo.reset_every is not None),
-        critic=algo.advantage == "gae",
+        frozen=int(refers and not algo.kl.reference_offload) + int(algo.reset_every is not None),
+        critic=algo.has_critic,
         bucket=config.weights.bucket_mb << 20 if streams else 0,
         publishes=config.mode == "train",
         fused_norms=gpu,

@@ -11,7 +11,7 @@ from asyncrl.planner.memory import ParallelLayout, Shape
 from tests.fakes import tiny_config
 from tests.models.test_architectures import DEEPSEEK_V3, QWEN3_MOE
 
-REFERENCE = {"algo.reference": "weights", "algo.kl_coefficient": 0.1, "algo.reference_offload": False}
+REFERENCE = {"algo.kl.reference": "weights", "algo.kl.coefficient": 0.1, "algo.kl.reference_offload": False}
 SIZES = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936, "num_attention_heads": 32}
 
 
@@ -69,9 +69,9 @@ def test_experts_are_split_as_all_else_unless_their_own_degree_is_set() -> None:
         ({"weights.transport": "disk", "weights.bucket_mb": 3}, {"bucket": 3 << 20}),
         ({"weights.transport": "delta", "weights.bucket_mb": 3}, {"bucket": 3 << 20}),
         ({"mode": "replay", "replay.from": "x"}, {"publishes": False}),
-        ({"algo.reference": "weights"}, {"frozen": 0}),  # nobody asks for it
+        ({"algo.kl.reference": "weights"}, {"frozen": 0}),  # nobody asks for it
         (REFERENCE, {"frozen": 1}),
-        ({**REFERENCE, "algo.reference_offload": True}, {"frozen": 0}),
+        ({**REFERENCE, "algo.kl.reference_offload": True}, {"frozen": 0}),
         ({"algo.reset_every": 5}, {"frozen": 1}),
         ({**REFERENCE, "algo.reset_every": 5}, {"frozen": 2}),
     ],

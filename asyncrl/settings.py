@@ -1,10 +1,10 @@
-"""Base class of all config sections, and the constrained number types they use."""
+"""Base classes of config sections, and the constrained number types they use."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 Million = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -31,3 +31,25 @@ class Section(BaseModel):
         protected_namespaces=(),
         serialize_by_alias=True,
     )  # JSON has no infinity: the other processes would read null
+
+
+class Choice(Section):
+    """An algorithm and its settings: `{name: gspo, clip_low: 3e-4}`, or its name alone."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by name."""
+        return dict(self.model_extra or {})
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether it is the user's own, given by an import path, module:name."""
+        return ":" in self.name
