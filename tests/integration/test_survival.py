@@ -24,7 +24,6 @@ from tests.integration.running import (
     wait_for_step,
 )
 
-STEPS = 30
 SMALL = ("rollout.batch_groups=4", "rollout.group_size=8", "eval.questions=0")
 
 
@@ -56,7 +55,7 @@ def all_is_accounted_for(run_dir: Path) -> None:
 @pytest.mark.integration
 def test_the_only_engine_is_killed_and_comes_back(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with start(run_dir, f"run.max_steps={STEPS}", *SMALL) as process:
+    with start(run_dir, "run.max_steps=12", *SMALL) as process:
         wait_for_step(process, run_dir, 3)
         os.kill(processes_of(process, run_dir)["engine-0"], signal.SIGKILL)
         code, text = finish(process, run_dir)
@@ -70,7 +69,7 @@ def test_the_only_engine_is_killed_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_an_engine_that_hangs_is_replaced_and_a_router_that_is_killed_is_missed_by_nobody(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    overrides = [f"run.max_steps={100 * STEPS}", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
+    overrides = ["run.max_steps=100000", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
     with start(run_dir, *overrides, "trainer.data_parallel=2") as process:
         wait_for_step(process, run_dir, 3)
         running = processes_of(process, run_dir)
