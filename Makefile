@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bubblewrap run test unit slurm integration campaign peers container fresh check bench clean
+.PHONY: docs help setup bubblewrap run test unit slurm integration campaign peers container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,8 +62,15 @@ container:  ## the image for CPUs: the Dockerfile's steps in a clean root (as ro
 fresh:  ## `make run` and `make test` on a clean Debian, as root and as another user (as root; ARGS="--bind FOLDER ...")
 	$(PYTHON) scripts/fresh.py $(ARGS)
 
-check: setup  ## format, lint, types
+check: setup docs  ## format, lint, types, documentation
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+
+DOCS := .venv/.docs
+$(DOCS): requirements/docs.txt $(READY)
+	$(BIN)/pip install --quiet --no-deps -r requirements/docs.txt && touch $@
+
+docs: $(DOCS)  ## the documentation as a site, in site/; a dead link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup bubblewrap  ## every scripts/bench_*.py (BENCH_ARGS="...")
 	set -e; for script in scripts/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS); done

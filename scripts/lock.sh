@@ -6,7 +6,7 @@
 #
 # A fresh environment takes [project.dependencies] and what SGLang needs on a CPU through pip's resolver, then SGLang and
 # its companions without their dependencies (several GB of CUDA packages); `pip freeze` of that is cpu.txt. dev.txt is
-# what [project.optional-dependencies] dev adds on top. Both install with `pip install --no-deps -r`. No platform markers:
+# what [project.optional-dependencies] dev adds on top, docs.txt what docs adds. They install with `pip install --no-deps -r`. No platform markers:
 # SGLang's wheel exists for Linux alone (x86_64 and aarch64, glibc 2.34 or newer), and there every line has a wheel or builds.
 #
 # gpu.txt is the `gpu` extra with all that it asks for, CUDA's wheels included, resolved by uv from the index's metadata:
@@ -78,6 +78,12 @@ frozen > "$WORK/cpu"
 frozen > "$WORK/all"
 grep -vxFf "$WORK/cpu" "$WORK/all" > "$WORK/dev"
 
+table "p['optional-dependencies']['docs']" > "$WORK/docs.in"
+"$WORK/venv/bin/pip" install --quiet -r "$WORK/docs.in" -c "$WORK/all"
+frozen > "$WORK/more"
+grep -vxFf "$WORK/all" "$WORK/more" > "$WORK/docs"
+
 lock cpu.txt "$WORK/cpu" "everything that runs on a machine without a GPU: trainer, engine, router, the embedded model."
 lock dev.txt "$WORK/dev" "what the tests and checks need on top of cpu.txt."
+lock docs.txt "$WORK/docs" "what \`make docs\` needs on top of cpu.txt and dev.txt."
 gpu

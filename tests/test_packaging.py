@@ -13,7 +13,7 @@ import pytest
 from asyncrl import __version__, install
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCKS = ("cpu.txt", "dev.txt")
+LOCKS = ["cpu.txt", "dev.txt", "docs.txt"]
 SCRIPTS = ("lock.sh", "container_check.py", "clean_root.py", "debian_tools.py")
 ELSEWHERE = ("../pyproject.toml", "../Dockerfile", *(f"../scripts/{name}" for name in SCRIPTS))
 PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[a-z,]+\])?==(?P<version>[A-Za-z0-9.]+)")
@@ -43,6 +43,7 @@ def test_lock_pins_every_line_exactly_and_without_cuda(name):
 
 def test_locks_do_not_overlap():
     assert not lock("cpu.txt").keys() & lock("dev.txt").keys()
+    assert not (lock("cpu.txt") | lock("dev.txt")).keys() & lock("docs.txt").keys()
 
 
 @pytest.mark.parametrize("name", [*LOCKS, "gpu.txt", *ELSEWHERE])
@@ -53,8 +54,9 @@ def test_no_index_or_machine_path_is_written_down(name):
 
 def test_pyproject_agrees_with_the_locks():
     table = project()["project"]
-    locked = lock("cpu.txt") | lock("dev.txt")
+    locked = lock("cpu.txt") | lock("dev.txt") | lock("docs.txt")
     shared = pins(table["dependencies"]) | pins(table["optional-dependencies"]["dev"])
+    shared |= pins([line.replace("[python]", "") for line in table["optional-dependencies"]["docs"]])
     assert {name: locked.get(name) for name in shared} == shared
     assert pins(table["optional-dependencies"]["gpu"])["sglang"] == locked["sglang"]
     assert pins(project()["build-system"]["requires"])["hatchling"] == locked["hatchling"]

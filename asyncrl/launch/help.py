@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG = Path(__file__).parents[1] / "config"
@@ -49,36 +50,69 @@ def render(conf: Path) -> str:
 
 def field_names() -> list[str]:
     """Return the dotted name of every field."""
-    return [line.split()[0] for line in _fields() if line.startswith("  ") and not line.startswith("   ")]
+    return [field.name for section in sections() for field in section.fields]
 
 
-def _fields() -> Iterator[str]:
+@dataclass(frozen=True)
+class Field:
+    """A setting."""
+
+    name: str  # dotted
+    kind: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class FieldGroup:
+    """The fields below one name, or a single field of the top level, which has no heading."""
+
+    name: str
+    meaning: str
+    fields: list[Field]
+
+
+def sections() -> list[FieldGroup]:
+    """Return all settings, from the sources of asyncrl/config."""
     classes = {
         node.name: node
         for file in CONFIG.glob("*.py")
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.ClassDef)
     }
+    found, meanings = [], docstrings(classes["Config"])
     for top in _annotated(classes["Config"]):
         kind, name = ast.unparse(top.annotation), ast.unparse(top.target)
         if kind in classes:
-            yield f"\n{name}: {ast.get_docstring(classes[kind])}"
-            yield from _section(classes, classes[kind], name)
+            below = list(_below(classes, classes[kind], name))
+            found.append(FieldGroup(name, " ".join((ast.get_docstring(classes[kind]) or "").split()), below))
         else:
-            yield ""
-            yield from _field(name, kind, docstrings(classes["Config"])[name])
+            found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
+    return found
 
 
-def _section(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[str]:
+def _below(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[Field]:
     for base in section.bases:
         if ast.unparse(base) in classes:
-            yield from _section(classes, classes[ast.unparse(base)], prefix)
+            yield from _below(classes, classes[ast.unparse(base)], prefix)
+    meanings = docstrings(section)
     for field in _annotated(section):
         kind, name = ast.unparse(field.annotation), f"{prefix}.{_name(field)}"
         if kind in classes:
-            yield from _section(classes, classes[kind], name)
-            continue
-        yield from _field(name, kind, docstrings(section).get(ast.unparse(field.target)))
+            yield from _below(classes, classes[kind], name)
+        else:
+            yield Field(name, _readable(kind), _in_one_line(meanings.get(ast.unparse(field.target), "")))
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _fields() -> Iterator[str]:
+    """Yield the lines about all fields."""
+    for section in sections():
+        yield "\n" + textwrap.fill(f"{section.name}: {section.meaning}", 100) if section.name else ""
+        for field in section.fields:
+            yield from _field(field)
 
 
 def _name(field: ast.AnnAssign) -> str:
@@ -89,11 +123,11 @@ def _name(field: ast.AnnAssign) -> str:
     return ast.unparse(field.target)
 
 
-def _field(name: str, kind: str, meaning: str | None) -> Iterator[str]:
-    yield textwrap.fill(f"  {name}  ({_readable(kind)})", 100, subsequent_indent=" " * (len(name) + 5))
-    if meaning:
-        yield textwrap.fill(" ".join(meaning.split()), 100, initial_indent="      ", subsequent_indent="      ")
-    for algorithm, settings in algorithms(name).items():
+def _field(field: Field) -> Iterator[str]:
+    yield textwrap.fill(f"  {field.name}  ({field.kind})", 100, subsequent_indent=" " * (len(field.name) + 5))
+    if field.meaning:
+        yield textwrap.fill(field.meaning, 100, initial_indent="      ", subsequent_indent="      ")
+    for algorithm, settings in algorithms(field.name).items():
         defaults = ", ".join(f"{setting}={default}" for setting, default in settings.items())
         yield f"        {algorithm}" + (f"  {defaults}" if defaults else "")
 
@@ -135,7 +169,7 @@ KINDS = {
     "Share": "number 0..1",
     "str": "text",
     "bool": "true or false",
-    "dict[Name, Task]": "name: task",
+    "dict[Name, TaskConfig]": "name: task",
     "Parameters": "name: value",
     "dict[str, Any]": "name: value",
     "list[Parameters]": "list of name: value",

@@ -1,0 +1,114 @@
+"""Hooks of the documentation site (mkdocs.yml): the generated reference, and links to files of the repository.
+
+The pages are read on GitHub too, where links like ../asyncrl/algo/loss.py lead to the file. The site shows the path of
+such a file instead, and refuses links to files that do not exist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+from asyncrl.launch import help
+from asyncrl.metrics import fields
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./(?!reference/)[^)#]+)(?:#[^)]*)?\)")
+COMMANDS = {
+    "asyncrl-train": "trains, records, replays and checks; `--help` lists every [setting](settings.md)",
+    "asyncrl-engines": "adds engines to a running run, and takes them away ([engines](../engines.md))",
+    "asyncrl-inspect": "shows a recorded run in the terminal, or as a page ([records](../records.md))",
+    "asyncrl-convert": "converts weights between Megatron's and Hugging Face's formats ([conversion](../conversion.md))",
+    "asyncrl-install": "installs the CPU engine and the locked dependencies beside an installed wheel",
+}
+PYTHON = ("asyncrl.schema", "asyncrl.algo.registry", "asyncrl.algo.table", "asyncrl.envs.env", "asyncrl.rewards.reward")
+"""Modules that users write against."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages = {"settings": _settings(), "metrics": _metrics(), "commands": _commands(), "python": _python()}
+    for name, lines in pages.items():
+        files.append(File.generated(config, f"reference/{name}.md", content="\n".join(lines)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace links to files outside of the pages by the files' paths."""
+    if page.file.src_uri.startswith("reference/"):
+        return markdown
+
+    def shown(found: re.Match[str]) -> str:
+        path = (ROOT / "docs" / found[2]).resolve()
+        if not path.exists():
+            raise PluginError(f"{page.file.src_uri}: {found[2]} does not exist")
+        if path == ROOT / "README.md":
+            return f"[{found[1]}](index.md)"
+        return f"{found[1]} (`{path.relative_to(ROOT)}`)" if "`" not in found[1] else f"`{path.relative_to(ROOT)}`"
+
+    return OUTSIDE.sub(shown, markdown)
+
+
+def _settings() -> Iterator[str]:
+    yield "# Settings\n\nEvery field with its kind, default and meaning. Set one by `asyncrl-train FIELD=VALUE`.\n"
+    defaults = _defaults()
+    for section in help.sections():
+        if section.name:
+            yield f"## {section.name}\n\n{section.meaning}\n"
+        for field in section.fields:
+            value = defaults.get(field.name)
+            default = "" if value is None else f", default `{value}`"
+            yield f"**`{field.name}`** ({field.kind}{default})  \n{field.meaning}\n"
+            for algorithm, settings in help.algorithms(field.name).items():
+                listed = ", ".join(f"`{setting}={default}`" for setting, default in settings.items())
+                yield f"- `{algorithm}`" + (f": {listed}" if listed else "")
+            yield ""
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the values of conf/train.yaml and of the groups that it names, where they are plain."""
+    conf = ROOT / "conf"
+    values = yaml.safe_load((conf / "train.yaml").read_text())
+    groups = {
+        group: option for item in values.pop("defaults") if isinstance(item, dict) for group, option in item.items()
+    }
+    found = _flat(values)
+    for group, option in groups.items():
+        file = conf / str(group) / f"{option}.yaml"
+        if file.is_file():
+            found = {**_flat({str(group): yaml.safe_load(file.read_text())}), **found}
+    return found
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def _metrics() -> Iterator[str]:
+    yield "# Metrics\n\nFields of `metrics.jsonl`, `eval.jsonl` and `summary.json`, and of TensorBoard.\n"
+    for table, rows in vars(fields).items():
+        if table.isupper() and isinstance(rows, dict):
+            yield f"## {table.lower().replace('_', ' ')}\n\n| field | meaning |\n|---|---|"
+            yield from (f"| `{name}` | {meaning} |" for name, meaning in rows.items() if isinstance(meaning, str))
+            yield ""
+
+
+def _commands() -> Iterator[str]:
+    yield "# Commands\n\n| command | what it does |\n|---|---|"
+    yield from (f"| `{name}` | {meaning} |" for name, meaning in COMMANDS.items())
+    yield f"\n## asyncrl-train\n\n```\n{help.USAGE}```\n"
+
+
+def _python() -> Iterator[str]:
+    yield "# Python\n\nWhat agents, environments, rewards and algorithms of your own are written against.\n"
+    yield from (f"::: {module}\n" for module in PYTHON)
