@@ -25,7 +25,7 @@ COMMANDS = {
     "asyncrl-train": "trains, records, replays and checks; `--help` lists every [setting](settings.md)",
     "asyncrl-engines": "adds engines to a running run, and takes them away ([engines](../engines.md))",
     "asyncrl-inspect": "shows a recorded run in the terminal, or as a page ([records](../records.md))",
-    "asyncrl-convert": "converts weights between Megatron's and Hugging Face's formats ([conversion](../conversion.md))",
+    "asyncrl-convert": "converts weights between the formats of Megatron and HF ([conversion](../conversion.md))",
     "asyncrl-install": "installs the CPU engine and the locked dependencies beside an installed wheel",
 }
 PYTHON = ("asyncrl.schema", "asyncrl.algo.registry", "asyncrl.algo.table", "asyncrl.envs.env", "asyncrl.rewards.reward")
