@@ -1,1 +1,1 @@
-"""Rollout process: prompts -> agents -> router -> groups -> buffer, and the service that hands out batches."""
+"""Rollout process: prompts -> agents -> router -> groups -> buffer, and the server that hands out batches."""

@@ -30,9 +30,8 @@ from asyncrl.progress import Progress
 from asyncrl.records.events import Began
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
-from asyncrl.rewards.reward import Reward
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.agent import Agent, agents, each, figures
+from asyncrl.rollout.agent import agents, each, figures
 from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
@@ -40,17 +39,18 @@ from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
 from asyncrl.rollout.reporters import FailureReporter, RunReporter
-from asyncrl.rollout.service import Service
-from asyncrl.rollout.serving import contain, serve
+from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.teacher import TeacherScorer
-from asyncrl.rollout.worker import Worker
+from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.routing import RoutingShape
-from asyncrl.schema import Prompt, Trajectory
+from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
 from asyncrl.tasks.scores import rewards
 from asyncrl.tls import signed
@@ -78,37 +78,51 @@ async def main(run_dir: Path) -> None:
     teachers = _teacher_engines(config, addresses)
     teacher = TeacherScorer(teachers) if teachers else None
 
-    async def play(prompt: Prompt, session: GenerationSession) -> Trajectory:
-        return await worker.episode(prompt, session)
-
     reporter = RunReporter(run_dir, lambda: client.inflight.version)
     players, scores = agents(config, tasks, reporter.warn), rewards(config, tasks)
     mixer = _mixer(config, tasks, prompts)
-    evaluations = Evaluations(play, client, tasks, prompts.held_out, config.eval, reporter.evaluated)
+    failures = FailureReporter(reporter.warn)
+    timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
+    player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
+    evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated)
     limiter = _concurrency_limiter(rollout)
     writer = Writer(run_dir / RECORDS) if config.record else None
     resumed = snapshot.decode((addresses.resume / ROLLOUT).read_bytes()) if addresses.resume else None
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
-    service = Service(
+    groups = GroupLifecycle(
         build_buffer(rollout),
         client,
-        evaluations,
-        addresses.api_key,
         limiter=limiter,
-        drain=config.weights.pause_mode == "drain",
         publish=reporter.publish,
         figures=lambda: {
             **(teacher.take_figures() if teacher else {}),
             **recorder.take_figures(),
-            **worker.take_figures(),
+            **player.take_figures(),
             **figures(players.values()),
             **prompts.figures(),
         },
         recorder=recorder,
+    )
+    worker = Worker(
+        groups,
+        client,
+        player,
+        mixer,
+        limiter,
+        failures,
+        Patience(rollout.max_failures, rollout.max_rejections),
+        group_sizes={name: config.group_size(name) for name in config.mixture},
+        accept=load(rollout.accept, "rollout.accept"),
+    )
+    server = RolloutServer(
+        groups,
+        client.inflight,
+        evaluations,
+        addresses.api_key,
+        drain=config.weights.pause_mode == "drain",
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
     )
-    worker = _worker(config, service, client, players, scores, mixer, template, limiter, reporter, teacher)
-    outstanding = _go_on(resumed, service, prompts, mixer) if resumed else []
+    outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout, attached=config.mode == "rollout_only")
@@ -118,7 +132,7 @@ async def main(run_dir: Path) -> None:
         await each(players.values(), "start")
         (run_dir / READY).touch()
         if resumed or (addresses.attached and config.mode == "train"):
-            await service.released()
+            await groups.released()
         if resumed is None:
             await evaluations.now()  # has the engines to itself: version 0, before the first rollout
         elif resumed.evaluating:
@@ -131,7 +145,7 @@ async def main(run_dir: Path) -> None:
 
     following = asyncio.create_task(progress.follow())
     try:
-        await serve(service, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
+        await serve(server, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
@@ -168,47 +182,15 @@ def _client(
     )
 
 
-def _worker(
-    config: Config,
-    service: Service,
-    client: GenerationClient,
-    players: dict[str, Agent],
-    scores: dict[str, Reward],
-    mixer: Mixer,
-    template: ChatTemplate,
-    limiter: ConcurrencyLimiter,
-    reporter: RunReporter,
-    teacher: TeacherScorer | None,
-) -> Worker:
-    rollout = config.rollout
-    return Worker(
-        service,
-        client,
-        players,
-        scores,
-        mixer,
-        template,
-        group_sizes={name: config.group_size(name) for name in config.mixture},
-        limiter=limiter,
-        retries=rollout.retries,
-        max_failures=rollout.max_failures,
-        limits=EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout),
-        failures=FailureReporter(reporter.warn),
-        accept=load(rollout.accept, "rollout.accept"),
-        max_rejections=rollout.max_rejections,
-        teacher=teacher,
-    )
-
-
 def _go_on(
-    resumed: Snapshot, service: Service, prompts: Prompts, mixer: Mixer
+    resumed: Snapshot, groups: GroupLifecycle, prompts: Prompts, mixer: Mixer
 ) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
     """Restore the checkpointed state and return the groups that were running when it was saved."""
     prompts.go_on(resumed.cursor)
     mixer.restore(resumed.mixer)
     return [
         (ticket, prompts.again(name.uid, name.task, name.index), sessions)
-        for ticket, name, sessions in service.restore(resumed.service)
+        for ticket, name, sessions in groups.restore(resumed.service)
     ]
 
 

@@ -19,7 +19,7 @@ Two options give that up, and count what they throw away (both favor short answe
   over_age=drop   step t does not wait for cohort t - slack when B other groups are ready: unfinished groups of that
                   cohort are dropped, and their seats move to the newest cohort
 
-Pure: no I/O, no event loop, an injected clock. `rollout.service` wraps it for the processes.
+Pure: no I/O, no event loop, an injected clock. `rollout.groups` wraps it for the processes.
 """
 
 from __future__ import annotations

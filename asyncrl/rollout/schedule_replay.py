@@ -1,7 +1,7 @@
 """Replay of a recorded schedule (mode=replay replay.schedule=true): python -m asyncrl.rollout.schedule_replay RUN_DIR.
 
 This process replaces the rollout process and repeats the whole schedule of a recorded run, with the recorded answers
-instead of engines. Buffer, service, staleness bound and ledger are the real ones: each recorded event is repeated when
+instead of engines. Buffer, server, staleness bound and ledger are the real ones: each recorded event is repeated when
 its turn comes, and its result must be the recorded one.
 
     admitted     the buffer must issue the same ticket
@@ -32,10 +32,10 @@ from asyncrl.records.reading import Recording
 from asyncrl.rollout.activity import NOTHING
 from asyncrl.rollout.buffer import CohortBuffer, build_buffer
 from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.reporters import RunReporter
-from asyncrl.rollout.service import Service
-from asyncrl.rollout.serving import serve
-from asyncrl.schema import Prompt
+from asyncrl.rollout.server import RolloutServer, serve
+from asyncrl.schema import Batch, Prompt
 from asyncrl.tls import signed
 
 BALANCED = ("prompts", "groups", "trajectories", "tokens")
@@ -75,21 +75,13 @@ class _Client:
     inflight: _InFlight
 
 
-class _NoEvaluations:
-    async def now(self) -> list[dict[str, Any]]:
-        return []
+class ScheduleReplay(GroupLifecycle):
+    """The groups, with the recorded events in place of the worker."""
 
-    def published(self, version: int) -> None: ...
-
-
-class ScheduleReplay(Service):
-    """The service, with the recorded events in place of its worker."""
-
-    def __init__(self, recording: Recording, buffer: CohortBuffer, api_key: str, **settings: Any) -> None:
-        self._recording, self._flight = recording, _InFlight()
-        client: Any = _Client(self._flight)
-        evaluations: Any = _NoEvaluations()
-        super().__init__(buffer, client, evaluations, api_key, **settings)
+    def __init__(self, recording: Recording, buffer: CohortBuffer, **settings: Any) -> None:
+        self._recording, self.inflight = recording, _InFlight()
+        client: Any = _Client(self.inflight)
+        super().__init__(buffer, client, **settings)
         self._tickets: dict[tuple[int, int], Ticket] = {}
         self._sessions: dict[Ticket, list[_Session]] = {}
         self._taking = False
@@ -100,13 +92,13 @@ class ScheduleReplay(Service):
     def may_take(self) -> bool:
         return self._taking
 
-    def _batch(self, version: int) -> Any:
-        encoded = super()._batch(version)
-        if encoded is None and self._taking and version == self._buffer.step:
+    def _take(self, version: int) -> Batch | None:
+        batch = super()._take(version)
+        if batch is None and self._taking and version == self._buffer.step:
             raise RecordError(
                 f"batch {version} was recorded as taken here, and the buffer gives none: {self.waiting_for()}"
             )
-        return encoded
+        return batch
 
     async def may_publish(self, version: int) -> None:
         async with self._changed:
@@ -128,7 +120,7 @@ class ScheduleReplay(Service):
                     ticket = self._close_with(event.slot, event.attempt, event.tokens)
                     await self.reject(ticket, event.reason, unpacked(event.group) if event.group else None)
                 case Taken():
-                    await self._take(event)
+                    await self._take_again(event)
                 case Published():
                     await self._publish_again(event)
                 case Began() if event.version > self._buffer.version:
@@ -155,13 +147,13 @@ class ScheduleReplay(Service):
     def _received(self, sessions: list[_Session], tokens: int) -> None:
         """Set the number of tokens that these sessions received in total."""
         for session in sessions:
-            self._flight.tokens["training"] -= session.received
+            self.inflight.tokens["training"] -= session.received
             session.received = 0
         if sessions:
             sessions[0].received = tokens
-            self._flight.tokens["training"] += tokens
+            self.inflight.tokens["training"] += tokens
 
-    async def _take(self, event: Taken) -> None:
+    async def _take_again(self, event: Taken) -> None:
         self._taking = True
         await self._wake()
         async with self._changed:
@@ -174,11 +166,11 @@ class ScheduleReplay(Service):
     async def _publish_again(self, event: Published) -> None:
         tokens = event.ledger["tokens"]
         self._received([session for sessions in self._sessions.values() for session in sessions], tokens["running"])
-        self._flight.tokens["evaluation"] = event.ledger["events"]["evaluation_tokens"]
+        self.inflight.tokens["evaluation"] = event.ledger["events"]["evaluation_tokens"]
         self._publishing = event.version
         late = tokens["discarded"] - self.ledger().tokens.discarded  # of sessions that had ended
-        self._flight.late_tokens += late
-        self._flight.tokens["training"] += late
+        self.inflight.late_tokens += late
+        self.inflight.tokens["training"] += late
         await self._wake()
         async with self._changed:
             await self._changed.wait_for(lambda: self._buffer.version == event.version)
@@ -195,11 +187,11 @@ async def main(run_dir: Path) -> None:
     """Serve until the launcher sends SIGTERM or the replay diverges."""
     config, addresses = read(run_dir), Addresses.read(run_dir)
     recording = Recording(config.replay.folder)
-    service = ScheduleReplay(
-        recording, build_buffer(config.rollout), addresses.api_key, publish=RunReporter(run_dir).publish
-    )
+    groups = ScheduleReplay(recording, build_buffer(config.rollout), publish=RunReporter(run_dir).publish)
+    inflight: Any = groups.inflight
+    server = RolloutServer(groups, inflight, None, addresses.api_key)
     (run_dir / READY).touch()
-    await serve(service, addresses.rollout, service.play(), signed(run_dir, addresses.rollout))
+    await serve(server, addresses.rollout, groups.play(), signed(run_dir, addresses.rollout))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ class Outstanding:
 
 
 @dataclass(frozen=True)
-class ServiceState:
-    """State of the service."""
+class GroupsState:
+    """State of all groups."""
 
     buffer: BufferState
     outstanding: list[Outstanding]
@@ -67,7 +67,7 @@ class ServiceState:
 class Snapshot:
     """State of the whole rollout side."""
 
-    service: ServiceState
+    service: GroupsState
     cursor: Cursor
     mixer: MixerState
     evaluating: bool  # an evaluation was running; it starts over

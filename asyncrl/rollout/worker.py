@@ -9,34 +9,29 @@ on death      an error that is neither an EpisodeFailed (all that user code rais
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
-from typing import TypeVar
-
-import msgspec
 
 from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
-from asyncrl.rewards.reward import Reward, RewardInput
-from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
-from asyncrl.rollout.episode import Episode, EpisodeTimeouts
+from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.limiter import ConcurrencyLimiter
+from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.rollout.scoring import Scorer, score_by_branch
-from asyncrl.rollout.service import Service
-from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.routing import share_prompt
-from asyncrl.schema import Group, Prompt, Template, Trajectory, Turn
+from asyncrl.schema import Group, Prompt
 
-T = TypeVar("T")
-RETRY_DELAY = 0.5
-"""Seconds before the first retry; the delay doubles with each further one."""
+
+@dataclass(frozen=True)
+class Patience:
+    """How many groups in a row may come to nothing before the run ends."""
+
+    max_failures: int
+    max_rejections: int = 1000  # by `accept`
 
 
 class Worker:
@@ -44,32 +39,21 @@ class Worker:
 
     def __init__(
         self,
-        service: Service,
+        groups: GroupLifecycle,
         client: GenerationClient,
-        agents: Mapping[str, Agent],
-        rewards: Mapping[str, Reward],
+        player: EpisodePlayer,
         mixer: Mixer,
-        template: Template,
+        limiter: ConcurrencyLimiter,
+        failures: FailureReporter,
+        patience: Patience,
         *,
         group_sizes: Mapping[str, int],
-        limiter: ConcurrencyLimiter,
-        retries: int = 0,
-        max_failures: int,
-        limits: EpisodeTimeouts,
-        failures: FailureReporter,
         accept: Accept = accept_all,
-        max_rejections: int = 1000,
-        teacher: TeacherScorer | None = None,
     ) -> None:
-        """`agents`, `rewards` and `group_sizes` are keyed by task. Agents and rewards serve training and evaluation;
-        the teacher scores training episodes only."""
-        self._service, self._client, self._agents, self._rewards = service, client, agents, rewards
-        self._parts: dict[str, list[float]] = {}
-        self._mixer, self._template = mixer, template
-        self._group_sizes, self._retries, self._max_failures = group_sizes, retries, max_failures
-        self._retried: Counter[str] = Counter()
-        self._limits, self._failures, self._scorer = limits, failures, Scorer(limits.reward)
-        self._limiter, self._accept, self._max_rejections, self._teacher = limiter, accept, max_rejections, teacher
+        """`group_sizes` is keyed by task."""
+        self._groups, self._client, self._player, self._mixer = groups, client, player, mixer
+        self._limiter, self._failures, self._patience = limiter, failures, patience
+        self._group_sizes, self._accept = group_sizes, accept
         self._failures_in_a_row = self._rejections_in_a_row = 0
         self._playing: dict[Ticket, asyncio.Task[None]] = {}
         self._stopped: dict[Ticket, str] = {}
@@ -84,17 +68,17 @@ class Worker:
                 self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions, inside=False))
             while True:
                 await self._limiter.acquire(largest)
-                ticket = await self._service.ticket()
-                prompt = self._service.draw(partial(self._mixer.draw, ticket.born))
+                ticket = await self._groups.ticket()
+                prompt = self._groups.draw(partial(self._mixer.draw, ticket.born))
                 size = self._group_sizes[prompt.task]
                 self._limiter.give_back(largest - size)
                 sessions = [self._client.generate(group=ticket.uid, sample=f"{ticket.uid} {i}") for i in range(size)]
-                self._service.begin(ticket, prompt, sessions)
+                self._groups.begin(ticket, prompt, sessions)
                 self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions))
 
     async def _stop_the_unwanted(self) -> None:
         while True:
-            for ticket, reason in await self._service.unwanted():
+            for ticket, reason in await self._groups.unwanted():
                 self._stopped[ticket] = reason
                 self._playing[ticket].cancel()
 
@@ -111,7 +95,7 @@ class Worker:
         except asyncio.CancelledError:
             if ticket not in self._stopped:
                 raise
-            await self._service.reject(ticket, self._stopped.pop(ticket))
+            await self._groups.reject(ticket, self._stopped.pop(ticket))
         finally:
             del self._playing[ticket]
             if inside:
@@ -121,7 +105,7 @@ class Worker:
         """Play all siblings and hand the group in, or reject it so that its slot is replayed with another prompt."""
         try:
             async with asyncio.TaskGroup() as siblings:  # one failed sibling cancels the rest: no orphaned requests
-                tasks = [siblings.create_task(self.episode(prompt, session)) for session in sessions]
+                tasks = [siblings.create_task(self._player.play(prompt, session)) for session in sessions]
         except BaseExceptionGroup as raised:  # not except*, which wraps what is raised inside it before Python 3.11.4
             failed, others = raised.split((EpisodeFailed, EngineError))
             if failed is not None:
@@ -135,65 +119,17 @@ class Worker:
             self._mixer.record(group)
             await self._hand_in(ticket, group)
 
-    async def episode(self, prompt: Prompt, session: GenerationSession) -> Trajectory:
-        """Play and score one episode within its timeouts."""
-
-        async def score(trajectory: Trajectory) -> Trajectory:
-            texts = [self._template.decode(turn.completion.token_ids) for turn in trajectory.turns]
-            answer, reward = RewardInput(texts[-1], texts, prompt.question, trajectory), self._rewards[prompt.task]
-            found = await self._tried(session, lambda: self._scorer.score(reward, answer))
-            for name, part in found.parts.items():
-                self._parts.setdefault(name, []).append(part)
-            turns = list(trajectory.turns)
-            for place, more in enumerate(found.turns):
-                turns[place] = msgspec.structs.replace(turns[place], reward=turns[place].reward + more)
-            return Trajectory(turns, found.reward)
-
-        async def teach(trajectory: Trajectory) -> list[Turn]:
-            assert self._teacher is not None
-            return await self._teacher.score(prompt.token_ids, trajectory, session.group)
-
-        taught = teach if self._teacher and session.purpose == "training" else None
-
-        def play() -> Awaitable[Trajectory]:
-            session.forget()
-            episode = Episode(session, self._limits, self._template)
-            return episode.play(self._agents[prompt.task], prompt, lambda one: score_by_branch(one, score), taught)
-
-        return await self._tried(session, play)
-
-    async def _tried(self, session: GenerationSession, act: Callable[[], Awaitable[T]]) -> T:
-        """Run `act`, and retry it up to `retries` times after a failure that may be transient."""
-        for left in range(self._retries, -1, -1):
-            try:
-                return await act()
-            except EpisodeFailed as failed:
-                if not (failed.retry and left):
-                    raise
-                self._retried[failed.reason] += 1
-                self._failures.tell(failed.reason, f"{session.group}, which is retried,", failed)
-                session.wait_for(f"another attempt ({failed.reason})")
-                await asyncio.sleep(RETRY_DELAY * random.uniform(0.5, 1.0) * 2 ** (self._retries - left))
-        raise AssertionError("the last attempt always returns or raises")
-
-    def take_figures(self) -> dict[str, float]:
-        """Return the figures since the last call, under their names in metrics.jsonl."""
-        retried, self._retried = self._retried, Counter()
-        parts, self._parts = self._parts, {}
-        means = {f"reward/part/{name}": fmean(values) for name, values in sorted(parts.items())}
-        return {"episodes/retried": float(retried.total()), **means}
-
     async def _hand_in(self, ticket: Ticket, group: Group) -> None:
         """Commit a group that `accept` accepts; reject any other, so that its slot is replayed."""
         verdict = self._accept(group)
         if verdict is True:
             self._rejections_in_a_row = 0
-            await self._service.commit(ticket, group)
+            await self._groups.commit(ticket, group)
             return
         reason = verdict or "not_accepted"
-        await self._service.reject(ticket, reason, group)
+        await self._groups.reject(ticket, reason, group)
         self._rejections_in_a_row += 1
-        if self._rejections_in_a_row >= self._max_rejections:
+        if self._rejections_in_a_row >= self._patience.max_rejections:
             raise AsyncRLError(
                 f"rollout.accept rejected {self._rejections_in_a_row} groups in a row, the last with {reason!r}: the "
                 "task is too hard or too easy for the model, or rollout.max_rejections too low"
@@ -205,7 +141,7 @@ class Worker:
             cause = cause.exceptions[0]
         reason = cause.reason if isinstance(cause, EpisodeFailed) else "engine"
         self._failures.tell(reason, ticket.uid, cause)
-        await self._service.reject(ticket, reason)
+        await self._groups.reject(ticket, reason)
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._max_failures:
+        if self._failures_in_a_row >= self._patience.max_failures:
             raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {cause}")

@@ -1,8 +1,8 @@
-"""Sources of batches: the client of the rollout process's service, as the trainer uses it.
+"""Sources of batches: the client of the rollout process's server, as the trainer uses it.
 
-waits for     the service's /batch and /hold
+waits for     the server's /batch and /hold
 deadline      rollout.batch_timeout
-on failure    requests are retried until their deadline while the service does not listen, /batch also if its connection
+on failure    requests are retried until their deadline while the server does not listen, /batch also if its connection
               breaks; every other failure raises PeerFailed
 """
 
@@ -50,7 +50,7 @@ class BatchSource(Protocol):
 
 
 class RolloutClient:
-    """HTTP client of the rollout service, used by rank 0."""
+    """HTTP client of the rollout server, used by rank 0."""
 
     def __init__(self, url: str, access: Access, batch_timeout: float) -> None:
         self._batch_timeout = batch_timeout
@@ -61,22 +61,22 @@ class RolloutClient:
         """Return the encoded batch that turns `version` into the next. Asks again until the batch is ready, and returns
         nothing if `interrupt`, which is called between requests, returns True."""
         deadline = time.monotonic() + self._batch_timeout
-        reason = "the rollout service has not answered yet"
+        reason = "the rollout server has not answered yet"
         while True:
             try:
                 response = self._http.get("/batch", params={"version": version})
             except (httpx.NetworkError, httpx.RemoteProtocolError):
-                # The service may not listen yet, or the connection broke: the service keeps the batch until its
+                # The service may not listen yet, or the connection broke: the server keeps the batch until its
                 # version is published, and the launcher watches the process.
                 response = None
                 time.sleep(0.2)
             except httpx.HTTPError as error:
-                raise PeerFailed(f"the rollout service closed the connection: {type(error).__name__} {error}") from None
+                raise PeerFailed(f"the rollout server closed the connection: {type(error).__name__} {error}") from None
             if response is not None:
                 if response.status_code == 200:
                     return response.content
                 if response.status_code != 202:
-                    raise PeerFailed(f"the rollout service answered {response.status_code}: {response.text[:500]}")
+                    raise PeerFailed(f"the rollout server answered {response.status_code}: {response.text[:500]}")
                 reason = response.text
             if interrupt():
                 return b""
@@ -117,11 +117,11 @@ class RolloutClient:
                 break
             except httpx.HTTPError as error:
                 if not isinstance(error, httpx.ConnectError) or time.monotonic() > deadline:
-                    problem = f"the rollout service did not answer {path}: {type(error).__name__} {error}"
+                    problem = f"the rollout server did not answer {path}: {type(error).__name__} {error}"
                     raise PeerFailed(problem) from None
             time.sleep(0.2)  # not listening yet: its imports take longer than a trainer's, or it waits for an engine
         if response.status_code not in (200, 202):
-            raise PeerFailed(f"the rollout service answered {path} with {response.status_code}: {response.text[:500]}")
+            raise PeerFailed(f"the rollout server answered {path} with {response.status_code}: {response.text[:500]}")
         return response
 
 

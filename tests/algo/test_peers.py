@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncrl.algo.kl import ESTIMATORS
 from asyncrl.algo.samples import Sample, shares
 from asyncrl.algo.shaping import overlong
-from asyncrl.algo.table import TokenTable
+from asyncrl.algo.table import LossRows
 from tests.algo.tables import advantage, correction, few, logs, loss, make, numbers, tables
 
 LONGEST = 9
@@ -59,23 +59,23 @@ def trl() -> Peer:
 # -- as peers hold a batch: one row for a sample, padded, with an observation of two tokens after its first token -----
 
 
-def place(table: TokenTable) -> tuple[Tensor, Tensor]:
+def place(table: LossRows) -> tuple[Tensor, Tensor]:
     """Row and column of each token."""
     starts = table.lengths().cumsum(0) - table.lengths()
     within = torch.arange(table.num_tokens) - starts[table.sample]
     return table.sample, within + 2 * (within > 0)
 
 
-def grid(values: Tensor, table: TokenTable) -> Tensor:
+def grid(values: Tensor, table: LossRows) -> Tensor:
     width = int(table.lengths().max()) + 3
     return values.new_zeros(table.num_samples, width).index_put(place(table), values)
 
 
-def mask(table: TokenTable) -> Tensor:
+def mask(table: LossRows) -> Tensor:
     return grid(torch.ones(table.num_tokens, dtype=torch.float64), table)
 
 
-def weighed(table: TokenTable, aggregation: str, losses: Tensor) -> Tensor:
+def weighed(table: LossRows, aggregation: str, losses: Tensor) -> Tensor:
     """This project's loss of a step over the whole table."""
     samples = [Sample([0], [], [], number, 0) for number in range(table.num_samples)]
     return (shares(table, samples, aggregation, LONGEST) * losses).sum()
@@ -99,7 +99,7 @@ steps = st.floats(-0.5, 0.5)
 # -- verl: advantages -------------------------------------------------------------------------------------------------
 
 
-def of_verl(verl: Peer, name: str, table: TokenTable, config: Any = None, **more: Any) -> Tensor:
+def of_verl(verl: Peer, name: str, table: LossRows, config: Any = None, **more: Any) -> Tensor:
     found, _ = verl.get_adv_estimator_fn(name)(
         token_level_rewards=grid(table.turns.token_rewards(), table),
         response_mask=mask(table),
@@ -125,7 +125,7 @@ def of_verl(verl: Peer, name: str, table: TokenTable, config: Any = None, **more
 )
 @few
 @given(table=siblings)
-def test_advantages_are_verls(verl, ours: str, theirs: str, more: dict[str, Any], table: TokenTable) -> None:
+def test_advantages_are_verls(verl, ours: str, theirs: str, more: dict[str, Any], table: LossRows) -> None:
     found = advantage(ours, discount=0.9)(table)
     assume(not theirs.startswith("reinforce") or bool((found != 0).any()))  # see below
     other = of_verl(verl, theirs, table, verl.AlgoConfig(gamma=0.9), **more)
@@ -134,7 +134,7 @@ def test_advantages_are_verls(verl, ours: str, theirs: str, more: dict[str, Any]
 
 @few
 @given(table=filled)
-def test_generalised_advantages_are_verls_across_observations(verl, table: TokenTable) -> None:
+def test_generalised_advantages_are_verls_across_observations(verl, table: LossRows) -> None:
     assume(table.num_tokens > 1)
     other = of_verl(verl, "gae", table, values=grid(table.column("values"), table), gamma=0.9, lam=0.8)
     found = advantage("gae", discount=0.9, gae_lambda=0.8)(table)
@@ -159,7 +159,7 @@ def test_difference_equal_returns_have_no_advantage_where_verls_whitening_leaves
 # -- verl: losses -----------------------------------------------------------------------------------------------------
 
 
-def verl_loss(verl: Peer, name: str, rows: TokenTable, mode: str, **settings: Any) -> Any:
+def verl_loss(verl: Peer, name: str, rows: LossRows, mode: str, **settings: Any) -> Any:
     """The loss that it registers under this name, from the engine's policy as the old one."""
     plain = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
     config = verl.ActorConfig(**plain | {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3} | settings)
@@ -190,7 +190,7 @@ MODES = {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "
 @few
 @given(table=filled, size=steps)
 def test_losses_and_gradients_are_verls(
-    verl, ours: str, theirs: str, aggregation: str, settings: dict[str, Any], table: TokenTable, size: float
+    verl, ours: str, theirs: str, aggregation: str, settings: dict[str, Any], table: LossRows, size: float
 ) -> None:
     table = replace(table, proximal=table.behaviour)
     start = table.behaviour + size * table.column("values")
@@ -231,14 +231,14 @@ def test_difference_verl_bounds_the_weight_of_cispo_below(verl) -> None:
 )
 @few
 @given(table=filled)
-def test_weights_are_verls(verl, settings: dict[str, Any], level: str, threshold: Any, table: TokenTable) -> None:
+def test_weights_are_verls(verl, settings: dict[str, Any], level: str, threshold: Any, table: LossRows) -> None:
     gap = table.proximal - table.behaviour
     theirs, _ = verl.compute_rollout_correction_weights(grid(gap, table), mask(table), level, threshold)
     ours = correction(gap, table, **settings)
     torch.testing.assert_close(ours, theirs[place(table)], rtol=1e-12, atol=1e-12)
 
 
-def rejected(verl: Peer, gap: Tensor, table: TokenTable, kind: str, low: float, high: float) -> list[float]:
+def rejected(verl: Peer, gap: Tensor, table: LossRows, kind: str, low: float, high: float) -> list[float]:
     kept, _ = verl.compute_rollout_rejection_mask(grid(gap, table), mask(table), kind, f"{low}_{high}")
     return kept[place(table)].tolist()
 
@@ -246,7 +246,7 @@ def rejected(verl: Peer, gap: Tensor, table: TokenTable, kind: str, low: float, 
 @pytest.mark.parametrize(("ours", "theirs"), [("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")])
 @few
 @given(table=filled)
-def test_masks_are_verls_with_bounds_of_the_inverse(verl, ours: str, theirs: str, table: TokenTable) -> None:
+def test_masks_are_verls_with_bounds_of_the_inverse(verl, ours: str, theirs: str, table: LossRows) -> None:
     gap = table.proximal - table.behaviour
     found = correction(gap, table, **{ours: (1 / 1.3, 1 / 0.7)})
     assert found.tolist() == rejected(verl, gap, table, theirs, 0.7, 1.3)
@@ -276,7 +276,7 @@ def test_difference_rejected_tokens_stay_in_the_denominator_where_verl_counts_th
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 @few
 @given(table=filled)
-def test_estimators_and_their_gradients_are_verls(verl, name: str, table: TokenTable) -> None:
+def test_estimators_and_their_gradients_are_verls(verl, name: str, table: LossRows) -> None:
     agree(
         lambda logprobs: ESTIMATORS[name](logprobs, table.behaviour, table.behaviour).sum(),
         lambda logprobs: verl.kl_penalty(logprobs, table.behaviour, name).sum(),
@@ -287,7 +287,7 @@ def test_estimators_and_their_gradients_are_verls(verl, name: str, table: TokenT
 
 @few
 @given(table=filled)
-def test_verls_straight_through_estimator_has_the_gradient_of_k2(verl, table: TokenTable) -> None:
+def test_verls_straight_through_estimator_has_the_gradient_of_k2(verl, table: LossRows) -> None:
     leaf = table.proximal.clone().requires_grad_()
     (theirs,) = torch.autograd.grad(verl.kl_penalty(leaf, table.behaviour, "k3+").sum(), leaf)
     (ours,) = torch.autograd.grad(ESTIMATORS["k2"](leaf, table.behaviour, leaf).sum(), leaf)
@@ -297,7 +297,7 @@ def test_verls_straight_through_estimator_has_the_gradient_of_k2(verl, table: To
 # -- TRL --------------------------------------------------------------------------------------------------------------
 
 
-def trl_loss(trl: Peer, kind: str, rows: TokenTable, level: str = "token", **args: Any) -> Any:
+def trl_loss(trl: Peer, kind: str, rows: LossRows, level: str = "token", **args: Any) -> Any:
     """The loss of a GRPOTrainer that takes log-probabilities where it would run a model."""
     trainer = trl.GRPOTrainer
     plain: dict[str, Any] = {"delta": None, "steps_per_generation": 1, "use_bias_correction_kl": False}
@@ -360,7 +360,7 @@ def trl_loss(trl: Peer, kind: str, rows: TokenTable, level: str = "token", **arg
 @few
 @given(table=filled, size=steps)
 def test_losses_and_gradients_are_trls(
-    trl, ours: str, theirs: str, aggregation: str, settings: dict[str, Any], table: TokenTable, size: float
+    trl, ours: str, theirs: str, aggregation: str, settings: dict[str, Any], table: LossRows, size: float
 ) -> None:
     table = replace(table, proximal=table.behaviour)
     our_loss = loss(ours, clip_low=0.2, clip_high=0.3, dual_clip=3.0, down=1.2)
@@ -373,7 +373,7 @@ def test_losses_and_gradients_are_trls(
 
 @few
 @given(table=filled, threshold=st.sampled_from([0.0, 0.1, 0.3]))
-def test_mask_of_unlikely_bad_answers_is_trls(trl, table: TokenTable, threshold: float) -> None:
+def test_mask_of_unlikely_bad_answers_is_trls(trl, table: LossRows, threshold: float) -> None:
     logprobs = table.proximal
     kept = trl.GRPOTrainer.get_off_policy_mask(
         table.reward[:, None], grid(logprobs, table), grid(table.behaviour, table), mask(table), threshold

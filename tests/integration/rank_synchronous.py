@@ -136,7 +136,7 @@ class Relabelled:
 def served(made: Machinery) -> Iterator[str]:
     """The rollout side in a thread, behind a real server."""
     source = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(made.service.app(), log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(made.server.app(), log_level="warning"))
 
     async def serve() -> None:
         async with asyncio.TaskGroup() as group:

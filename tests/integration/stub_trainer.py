@@ -116,7 +116,7 @@ def read_slowly(addresses: Addresses, version: int, share: float) -> bytes:
 
 
 def _closed() -> bytes:
-    raise AssertionError("the rollout service closed the connection of a slow reader")
+    raise AssertionError("the rollout server closed the connection of a slow reader")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from asyncrl.metrics.record import StepLog, accuracies
 from asyncrl.metrics.sinks import TensorBoard
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.service import Service
+from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.schema import Batch, Generate, Group, Prompt, Trajectory, Turn
 from tests.fakes import FakeClient, LengthTask, completion, group, tiny_config, trajectory
 
@@ -33,10 +33,10 @@ SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0, "verify": 0.0, "engines": 1.
 
 
 def rollout_figures() -> dict[str, float]:
-    """As the rollout service makes them."""
+    """As the rollout process makes them."""
     client: Any = FakeClient()
-    service = Service(CohortBuffer(1, 1), client, None, "")  # type: ignore[arg-type]
-    return service._figures() | {"episodes/retried": 0.0}  # Worker.take_figures
+    groups = GroupLifecycle(CohortBuffer(1, 1), client)  # type: ignore[arg-type]
+    return groups._figures() | {"episodes/retried": 0.0}  # EpisodePlayer.take_figures
 
 
 def written_keys(file: str, function: str) -> set[str]:

@@ -20,13 +20,15 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
+from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.rollout.limiter import FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.rollout.service import Service
-from asyncrl.rollout.snapshot import ServiceState, Snapshot
-from asyncrl.rollout.worker import Worker
+from asyncrl.rollout.server import RolloutServer
+from asyncrl.rollout.snapshot import GroupsState, Snapshot
+from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import TaskScoreReward
@@ -129,7 +131,7 @@ class NoEvaluations:
 
 
 class Machinery:
-    """Client, buffer, service and worker; and a trainer that asks at the service's source."""
+    """Client, buffer, groups and worker; and a trainer that asks at the server's source."""
 
     def __init__(
         self,
@@ -154,30 +156,36 @@ class Machinery:
         scored = task or LengthTask()
         evaluations: Any = NoEvaluations()
         self.mixer = Mixer({name: scored}, {name: training or prompts()}, {name: 1.0}, by_weight, 0)
-        self.service = Service(self.buffer, self.client, evaluations, "key0", save=self._save)
+        self.groups = GroupLifecycle(self.buffer, self.client)
+        self.server = RolloutServer(self.groups, self.client.inflight, evaluations, "key0", save=self._save)
         self.outstanding: list[tuple[Ticket, Prompt, Sequence[GenerationSession]]] = []
-        self.worker = Worker(
-            self.service,
-            self.client,
+        failures = FailureReporter(lambda text, trace: None)
+        player = EpisodePlayer(
             {name: agent or SingleTurn()},
             {name: TaskScoreReward(scored)},
-            self.mixer,
             template or FakeTemplate(lambda ids: "x" * len(ids)),
+            EpisodeTimeouts(agent=60.0, reward=60.0, episode=None),
+            failures,
+        )
+        self.worker = Worker(
+            self.groups,
+            self.client,
+            player,
+            self.mixer,
+            FixedConcurrency(max_running) if max_running else UnboundedConcurrency(),
+            failures,
+            Patience(max_failures=10**6),
             group_sizes={name: group_size},
-            limiter=FixedConcurrency(max_running) if max_running else UnboundedConcurrency(),
-            max_failures=10**6,
-            limits=EpisodeTimeouts(agent=60.0, reward=60.0, episode=None),
-            failures=FailureReporter(lambda text, trace: None),
         )
 
-    def _save(self, state: ServiceState) -> bytes:
+    def _save(self, state: GroupsState) -> bytes:
         return snapshot.encode(Snapshot(state, Cursor(state.drawn, {}), self.mixer.state(), evaluating=False))
 
     def go_on(self, saved: bytes, prompt: Callable[[str], Prompt]) -> None:
         """From a snapshot; `prompt` gives those that were drawn before."""
         whole = snapshot.decode(saved)
         self.mixer.restore(whole.mixer)
-        playing = self.service.restore(whole.service)
+        playing = self.groups.restore(whole.service)
         self.outstanding = [(ticket, prompt(name.uid), sessions) for ticket, name, sessions in playing]
 
     def batches(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:
@@ -193,7 +201,7 @@ class Machinery:
         self, steps: int, train: Callable[[Batch], None], saved: list[bytes] | None = None
     ) -> list[Batch]:
         source = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=self.service.app()), base_url="http://service", headers=KEY
+            transport=httpx.ASGITransport(app=self.server.app()), base_url="http://service", headers=KEY
         )
         found = []
         async with source, asyncio.TaskGroup() as group:  # the worker's death ends the trainer

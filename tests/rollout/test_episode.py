@@ -22,7 +22,7 @@ from asyncrl.rollout.activity import AGENT, NOTHING, REWARD
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.rollout.reporters import PER_MINUTE, FailureReporter
 from asyncrl.rollout.scoring import Scorer
-from asyncrl.rollout.serving import contain
+from asyncrl.rollout.server import contain
 from asyncrl.schema import Generate, Prompt, Trajectory, Turn
 from tests.fakes import FakeClient, FakeTemplate, completion
 

@@ -101,7 +101,7 @@ def test_whatever_the_timing_tokens_are_labelled_by_the_engine_and_bounded_in_ag
             for one in spans:
                 assert all(before.version < after.version for before, after in pairwise(one))
             assert all(0 <= age <= lead + slack for age in group.staleness(batch.version))
-    made.service.ledger()
+    made.groups.ledger()
 
 
 def test_timings_make_answers_old_mixed_refused_and_late() -> None:
@@ -115,7 +115,7 @@ def test_timings_make_answers_old_mixed_refused_and_late() -> None:
         ages = {age for batch in late for group in batch.groups for age in group.staleness(batch.version)}
         spans = [t.turns[0].completion.versions for batch in late for group in batch.groups for t in group.trajectories]
         seen |= {f"age {age}" for age in ages} | ({"mixed"} if max(map(len, spans)) > 1 else set())
-        seen |= {"refused"} if made.service.ledger().groups.rejected.get("engine") else set()
+        seen |= {"refused"} if made.groups.ledger().groups.rejected.get("engine") else set()
         seen |= {"overtaken"} if made.overtaken else set()
     assert seen >= {"age 0", "age 1", "age 2", "mixed", "refused", "overtaken"}
 

@@ -120,7 +120,7 @@ def test_run_that_goes_on_trains_every_group_once_with_the_tokens_that_were_writ
     received = sum(sibling.received for one in state.outstanding for sibling in one.siblings)
     said = [said.completion for one in state.outstanding for sibling in one.siblings for said in sibling.said]
     assert sum(len(completion.token_ids) for completion in said) == received
-    ledger = resumed.service.ledger()
+    ledger = resumed.groups.ledger()
     assert (ledger.groups.trained, ledger.tokens.discarded, ledger.groups.rejected) == (8 * 3, 0, {})
 
 
@@ -155,7 +155,7 @@ def test_agents_of_many_turns_are_told_again_what_they_were_told(seed: int, same
     assert len({uid for batch in uids(batches) for uid in batch}) == 6 * 3
     for batch in batches:
         assert max(age for group in batch.groups for age in group.staleness(batch.version)) <= 3
-    ledger = resumed.service.ledger()  # in balance
+    ledger = resumed.groups.ledger()  # in balance
     said = [said for one in state.outstanding for sibling in one.siblings for said in sibling.said]
     assert (ledger.tokens.discarded == 0) or not same
     if any(7 in one.context[3:] for one in said) and not same:
@@ -174,7 +174,7 @@ def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
     site = machinery(Chain(0))
 
     async def play() -> None:
-        transport = httpx.ASGITransport(app=site.service.app())
+        transport = httpx.ASGITransport(app=site.server.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://service", headers=KEY) as source:
             working = asyncio.create_task(site.worker.run())
             assert (await source.post("/snapshot", json={"version": 0})).status_code == 200
@@ -253,7 +253,7 @@ def test_whoever_is_restored_is_what_was_saved() -> None:
     whole = snapshot.decode(_saved())
     again = machinery(Chain(0), drawn=whole.service.drawn)
     again.go_on(_saved(), prompt_of)
-    service = again.service.state()
+    service = again.groups.state()
     assert again.mixer.state() == whole.mixer
     assert whole.mixer.played["length"].groups > 0
     for field in ("audit", "drawn", "reused", "rewards", "retried", "reported", "tokens", "late"):

@@ -153,7 +153,7 @@ def test_answers_of_an_evaluation_are_not_scored() -> None:
     async def main() -> None:
         site = Site(teacher=TeacherScorer(engines))
         session = site.client.generate(purpose="evaluation")
-        found = await site.worker.episode(Prompt("p", [12, 1, 11], {}, "length"), session)
+        found = await site.player.play(Prompt("p", [12, 1, 11], {}, "length"), session)
         assert found.turns[0].teacher == []
 
     asyncio.run(main())

@@ -14,11 +14,12 @@ from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import CurriculumInput, Mixer, TaskProgress
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
+from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.limiter import FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.rollout.service import Service
-from asyncrl.rollout.worker import Worker
+from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Generate, Prompt, Trajectory, Turn
 from asyncrl.tasks.scores import TaskScoreReward
 from tests.fakes import FakeClient, FakeEngine, FakeTemplate, LengthTask, completion, echo, mixer, until
@@ -64,31 +65,36 @@ class Site:
         self.buffer = CohortBuffer(batch_groups, bound, **(buffer or {}))
         self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1), waste)
 
-        evaluations: Any = None  # none is asked for here
-        service = Service(self.buffer, self.client, evaluations, "key0")
+        groups = GroupLifecycle(self.buffer, self.client)
         self.told: list[tuple[str, str | None]] = []
         sizes = {"length": 3, "long": 5}
-        options: dict[str, Any] = {
-            "group_sizes": sizes,
-            "limiter": UnboundedConcurrency(),
-            "max_failures": 100,
-            "limits": LIMITS,
-            "failures": FailureReporter(lambda text, trace: self.told.append((text, trace))),
-        } | settings
+        failures = FailureReporter(lambda text, trace: self.told.append((text, trace)))
+        of_player = {name: settings.pop(name) for name in ("retries", "teacher") if name in settings}
+        patience = Patience(settings.pop("max_failures", 100), settings.pop("max_rejections", 1000))
         tasks = {"length": LengthTask(), "long": LengthTask(worth=10.0)}
         self.mixer = prompts or mixer()
-        self.worker = Worker(
-            service,
-            self.client,
+        self.player = EpisodePlayer(
             dict.fromkeys(tasks, agent or SingleTurn()),
             {name: TaskScoreReward(task) for name, task in tasks.items()},
-            self.mixer,
             FakeTemplate(lambda ids: "x" * len(ids)),
-            **options,
+            settings.pop("limits", LIMITS),
+            failures,
+            **of_player,
+        )
+        self.worker = Worker(
+            groups,
+            self.client,
+            self.player,
+            self.mixer,
+            settings.pop("limiter", UnboundedConcurrency()),
+            failures,
+            patience,
+            group_sizes=settings.pop("group_sizes", sizes),
+            **settings,
         )
 
     def ledger(self) -> Ledger:
-        return self.worker._service.ledger()
+        return self.worker._groups.ledger()
 
     async def run_until(self, condition: Callable[[], object]) -> None:
         running = asyncio.create_task(self.worker.run())
@@ -365,8 +371,8 @@ def test_group_that_nobody_waits_for_is_stopped_and_its_tokens_are_counted(
 
         def trained_two() -> bool:
             if agent.begun and site.buffer.take():
-                site.worker._service._buffer.publish(site.buffer.version + 1)
-                woken.append(asyncio.ensure_future(site.worker._service._wake()))
+                site.worker._groups._buffer.publish(site.buffer.version + 1)
+                woken.append(asyncio.ensure_future(site.worker._groups._wake()))
             return site.buffer.version >= 2 and agent.alive == 0
 
         await site.run_until(trained_two)

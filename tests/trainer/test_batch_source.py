@@ -1,4 +1,4 @@
-"""Rank 0 at the rollout service's source: it asks until the batch is there, and says what it waited for."""
+"""Rank 0 at the rollout server's source: it asks until the batch is there, and says what it waited for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_batch_whose_transfer_broke_is_asked_for_again(broken: Callable[[str], E
 
 
 def test_service_that_hangs_is_told_from_one_that_broke_off() -> None:
-    with pytest.raises(EngineError, match="the rollout service closed the connection: ReadTimeout"):
+    with pytest.raises(EngineError, match="the rollout server closed the connection: ReadTimeout"):
         source(httpx.ReadTimeout("")).batch(0, interrupt=never)
 
 
@@ -66,7 +66,7 @@ def test_service_that_does_not_listen_yet_is_asked_again() -> None:
 
 @pytest.mark.parametrize("answer", [httpx.ReadError("reset"), httpx.Response(500, text="KeyError: 'x'")])
 def test_failure_of_the_service_is_told_from_the_trainers_own(answer: Answer) -> None:
-    with pytest.raises(PeerFailed, match="the rollout service"):
+    with pytest.raises(PeerFailed, match="the rollout server"):
         source(answer).hold()
 
 

@@ -13,12 +13,14 @@ import pytest
 
 from asyncrl.engine.client import GenerationSession
 from asyncrl.errors import LedgerError
-from asyncrl.rollout import service as module
+from asyncrl.rollout import groups as groups_module
+from asyncrl.rollout import server as module
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.ledger import Ledger, TokenCounts
 from asyncrl.rollout.limiter import UnboundedConcurrency
-from asyncrl.rollout.service import Service
+from asyncrl.rollout.server import RolloutServer
 from asyncrl.schema import decode_batch
 from tests.fakes import FakeClient, group, prompts
 
@@ -47,20 +49,24 @@ class Site:
         self.evaluations = FakeEvaluations()
         self.prompts = prompts()
         self.published: list[tuple[dict[str, Any], list[str]]] = []
-        self.service = Service(
+        self.groups = GroupLifecycle(
             CohortBuffer(2, bound, **options),
             self.client,  # type: ignore[arg-type]
+            publish=lambda ledger, warnings: self.published.append((ledger, warnings)),
+        )
+        self.server = RolloutServer(
+            self.groups,
+            self.client.inflight,  # type: ignore[arg-type]
             self.evaluations,  # type: ignore[arg-type]
             "key0",
             drain=drain,
-            publish=lambda ledger, warnings: self.published.append((ledger, warnings)),
         )
-        transport = httpx.ASGITransport(app=self.service.app())
+        transport = httpx.ASGITransport(app=self.server.app())
         self.http = httpx.AsyncClient(transport=transport, base_url="http://service", headers=KEY)
 
     async def fill(self, count: int = 2) -> None:
         for _ in range(count):
-            await self.play(await self.service.ticket())
+            await self.play(await self.groups.ticket())
 
     async def play(self, ticket: Ticket, tokens: int = 2, reject: str | None = None) -> None:
         """A group of two, with this many tokens each, is committed or rejected."""
@@ -68,14 +74,14 @@ class Site:
         for session in sessions:
             self.receive(session, tokens)
         if reject:
-            await self.service.reject(ticket, reject)
+            await self.groups.reject(ticket, reject)
         else:
             played = group(ticket.slot, versions=(ticket.born,), tokens=tokens)
-            await self.service.commit(ticket, msgspec.structs.replace(played, uid=ticket.uid))
+            await self.groups.commit(ticket, msgspec.structs.replace(played, uid=ticket.uid))
 
     def begin(self, ticket: Ticket) -> list[GenerationSession]:
         sessions: list[GenerationSession] = [self.client.generate(group=ticket.uid) for _ in range(2)]
-        self.service.begin(ticket, self.service.draw(lambda: next(self.prompts)), sessions)
+        self.groups.begin(ticket, self.groups.draw(lambda: next(self.prompts)), sessions)
         return sessions
 
     def receive(self, session: GenerationSession, tokens: int) -> None:
@@ -185,7 +191,7 @@ def test_reader_beyond_their_number_is_refused(reader: int, readers: int) -> Non
     async def play(site: Site) -> None:
         await site.fill(2)
         answer = await site.http.get("/batch", params={"version": 0, "reader": reader, "readers": readers})
-        assert (answer.status_code, site.service._buffer.step) == (400, 0)
+        assert (answer.status_code, site.groups._buffer.step) == (400, 0)
 
     at(play)
 
@@ -194,14 +200,14 @@ def test_one_batch_at_most_is_encoded_and_admission_stops_without_a_trainer() ->
     """However long the trainer takes: nothing piles up."""
 
     async def play(site: Site) -> None:
-        while (ticket := site.service._buffer.admit()) is not None:
+        while (ticket := site.groups._buffer.admit()) is not None:
             await site.play(ticket)
         assert (await site.http.get("/batch", params={"version": 0})).status_code == 200
         for _ in range(3):
             assert (await site.http.get("/batch", params={"version": 1})).status_code == 202
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(site.service.ticket(), 0.05)
-        ledger = site.service.ledger()
+            await asyncio.wait_for(site.groups.ticket(), 0.05)
+        ledger = site.groups.ledger()
         assert (ledger.groups.training, ledger.groups.ready, ledger.groups.issued) == (2, 4, 6)  # (lead + 1) batches
         assert (await site.http.get("/status")).json()["batch"]["version"] == 0
 
@@ -213,12 +219,12 @@ def test_ready_group_that_loses_its_place_is_not_counted_as_trained() -> None:
 
     async def play(site: Site) -> None:
         async def step(version: int, *finished: int) -> list[int]:
-            while (ticket := site.service._buffer.admit()) is not None:
+            while (ticket := site.groups._buffer.admit()) is not None:
                 tickets[ticket.slot] = ticket
             for slot in finished:
                 await site.play(tickets.pop(slot))
             data = (await site.http.get("/batch", params={"version": version})).content
-            for ticket, reason in await asyncio.wait_for(site.service.unwanted(), 1) if version == 0 else []:
+            for ticket, reason in await asyncio.wait_for(site.groups.unwanted(), 1) if version == 0 else []:
                 await site.play(tickets.pop(ticket.slot), reject=reason)
             assert (await site.http.post("/version", json={"version": version + 1})).status_code == 200
             return [one.slot for one in decode_batch(data).groups]
@@ -227,10 +233,10 @@ def test_ready_group_that_loses_its_place_is_not_counted_as_trained() -> None:
         assert await step(0, 2, 3) == [2, 3]  # in place of cohort 0, whose seats go to cohort 2
         assert await step(1, 8, 9) == [8, 9]  # of cohort 3
         assert await step(2, 4, 5, 6, 7) == [4, 5]
-        ledger = site.service.ledger()
+        ledger = site.groups.ledger()
         assert ledger.groups.rejected == {"over_age": 4}
         assert ledger.tokens.rejected == 2 * 4 + 2 * 4
-        seen = site.service._audit._generated.values["reward"], site.service._audit._trained.values["reward"]
+        seen = site.groups._audit._generated.values["reward"], site.groups._audit._trained.values["reward"]
         assert [len(values) for values in seen] == [2 * 6, 2 * 4]  # cohorts 1 and 2: four of their six groups
 
     at(play, bound=2, over_age="drop", select=lambda ready, count: ready[-count:])
@@ -242,13 +248,13 @@ def test_ready_group_that_loses_its_place_is_not_counted_as_trained() -> None:
 def break_a_count(site: Site, kind: str) -> None:
     """A prompt that reaches no group, a token that none has, a trajectory that is gone, a group that stands twice."""
     if kind == "prompts":
-        site.service.draw(lambda: next(site.prompts))
+        site.groups.draw(lambda: next(site.prompts))
     elif kind == "tokens":
         site.client.tokens["training"] += 3
     elif kind == "trajectories":
-        site.service._buffer._issued["trajectories"] += 2
+        site.groups._buffer._issued["trajectories"] += 2
     else:
-        site.service._buffer._trained["groups"] += 1
+        site.groups._buffer._trained["groups"] += 1
 
 
 @pytest.mark.parametrize(
@@ -262,7 +268,7 @@ def break_a_count(site: Site, kind: str) -> None:
 )
 def test_count_that_is_broken_stops_the_run_at_the_next_version_with_the_difference(kind: str, text: str) -> None:
     async def play(site: Site) -> None:
-        failing = asyncio.create_task(site.service.fail())
+        failing = asyncio.create_task(site.server.fail())
         await site.fill(2)
         await site.http.get("/batch", params={"version": 0})
         break_a_count(site, kind)
@@ -279,18 +285,18 @@ def test_count_that_is_broken_stops_the_run_at_the_next_version_with_the_differe
 def test_ledger_is_checked_when_groups_end_but_not_at_each_of_a_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(site: Site) -> None:
         checks = 0
-        found = site.service.ledger
+        found = site.groups.ledger
 
         def counted() -> Ledger:
             nonlocal checks
             checks += 1
             return found()
 
-        monkeypatch.setattr(site.service, "ledger", counted)
-        while (ticket := site.service._buffer.admit()) is not None:
+        monkeypatch.setattr(site.groups, "ledger", counted)
+        while (ticket := site.groups._buffer.admit()) is not None:
             await site.play(ticket)
         assert checks <= 1
-        site.service._checked -= 2 * module.CHECK_SECONDS
+        site.groups._checked -= 2 * groups_module.CHECK_SECONDS
         break_a_count(site, "tokens")
         await site.http.get("/batch", params={"version": 0})
         with pytest.raises(LedgerError):
@@ -301,28 +307,28 @@ def test_ledger_is_checked_when_groups_end_but_not_at_each_of_a_thousand(monkeyp
 
 def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late() -> None:
     async def play(site: Site) -> None:
-        ticket = await site.service.ticket()
+        ticket = await site.groups.ticket()
         sessions = site.begin(ticket)
         for tokens in (3, 4):
             site.receive(sessions[0], tokens)
-            site.service.ledger()
-        assert site.service.ledger().tokens == TokenCounts(generated=7, running=7)
-        await site.service.reject(ticket, "judge")
-        assert site.service.ledger().tokens == TokenCounts(generated=7, rejected=7)
+            site.groups.ledger()
+        assert site.groups.ledger().tokens == TokenCounts(generated=7, running=7)
+        await site.groups.reject(ticket, "judge")
+        assert site.groups.ledger().tokens == TokenCounts(generated=7, rejected=7)
         site.client.tokens["training"] += 2  # a piece that was on its way: engine/inflight.py
         site.client.late_tokens += 2
         site.receive(site.client.generate(purpose="evaluation"), 5)
-        assert site.service.ledger().tokens == TokenCounts(generated=9, rejected=7, discarded=2)
-        assert site.service.ledger().events.evaluation_tokens == 5
-        assert site.service.ledger().prompts.rejected == {"judge": 1}
-        assert site.service.ledger().trajectories.rejected == {"judge": 2}
+        assert site.groups.ledger().tokens == TokenCounts(generated=9, rejected=7, discarded=2)
+        assert site.groups.ledger().events.evaluation_tokens == 5
+        assert site.groups.ledger().prompts.rejected == {"judge": 1}
+        assert site.groups.ledger().trajectories.rejected == {"judge": 2}
 
     at(play)
 
 
 def test_what_the_next_batch_waits_for_names_the_groups_and_what_they_do() -> None:
     async def play(site: Site) -> None:
-        sessions = [site.begin(await site.service.ticket()) for _ in range(4)]
+        sessions = [site.begin(await site.groups.ticket()) for _ in range(4)]
         ages = [(0, 10.0, "its agent"), (1, 63.0, "its reward"), (2, 500.0, "the end of a publish")]
         for number, age, event in ages:
             site.receive(sessions[number][0], 7)
@@ -363,8 +369,8 @@ def test_without_the_key_everything_is_401_and_nothing_happens(method: str, path
 
 def test_publish_and_rejection_admit_who_waits() -> None:
     async def play(site: Site) -> None:
-        first, second = await site.service.ticket(), await site.service.ticket()
-        waiting = asyncio.create_task(site.service.ticket())
+        first, second = await site.groups.ticket(), await site.groups.ticket()
+        waiting = asyncio.create_task(site.groups.ticket())
         await asyncio.sleep(0.01)
         assert not waiting.done()
         await site.play(first, reject="judge")
@@ -372,7 +378,7 @@ def test_publish_and_rejection_admit_who_waits() -> None:
         assert (replay.slot, replay.attempt) == (first.slot, 1)
         for ticket in (replay, second):
             await site.play(ticket)
-        waiting = asyncio.create_task(site.service.ticket())
+        waiting = asyncio.create_task(site.groups.ticket())
         await site.http.get("/batch", params={"version": 0})
         assert not waiting.done()
         await site.http.post("/version", json={"version": 1})
@@ -396,7 +402,7 @@ def test_figures_of_a_batch_cover_what_was_committed_since_the_batch_before() ->
         found = []
         for version in range(2):
             await site.fill(3 if version == 0 else 2)
-            ticket = await site.service.ticket()
+            ticket = await site.groups.ticket()
             await site.play(ticket, reject="judge")
             answer = await site.http.get("/batch", params={"version": version})
             found.append(decode_batch(answer.content).rollout)
@@ -438,7 +444,7 @@ def test_hold_in_a_drain_answers_only_once_nothing_is_in_flight() -> None:
 def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
     async def play(site: Site) -> None:
         for version in range(120):
-            while (ticket := site.service._buffer.admit()) is not None:
+            while (ticket := site.groups._buffer.admit()) is not None:
                 if ticket.attempt:
                     await site.play(ticket)
                 else:
@@ -464,7 +470,7 @@ class Told(UnboundedConcurrency):
 
 def test_room_hears_of_every_batch_once_and_whether_the_trainer_had_to_wait() -> None:
     async def play(site: Site) -> None:
-        site.service._limiter = limiter = Told()
+        site.groups._limiter = limiter = Told()
         await site.fill(4)
         await site.http.get("/batch", params={"version": 0})
         await site.http.get("/batch", params={"version": 0})  # the same bytes again

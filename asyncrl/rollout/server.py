@@ -1,0 +1,214 @@
+"""The rollout process's HTTP server: the only interface between trainer and rollouts.
+
+    GET  /batch?version=v&reader=r&readers=R
+                            the batch that turns version v into v + 1, as msgpack; 202 and the reason until it is ready.
+                            Each of R readers gets the same bytes, as often as it asks, until version v + 1 is published
+    POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
+    POST /version {"version": v}    every engine serves v: release requests, open admission
+    POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
+    POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
+    GET  /status            the ledger, and what the next batch waits for
+    GET  /health            200 once rollouts run
+
+Back-pressure: one batch is encoded at a time, because the next can be taken only after the version that this one makes
+is published; and no more groups run than the buffer admits: (lead + 1) batches, plus oversample.
+
+Each wait here is bounded by POLL_SECONDS and repeated by the trainer, which owns the deadline (rollout.batch_timeout).
+
+The event loop, and with it the process, ends when one of its tasks raises SystemExit. Tasks of this process also run
+user code (an agent, a reward, an environment, and tasks that these start), whose SystemExit `contain` turns into
+another exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from asyncrl.engine.inflight import InFlight
+from asyncrl.errors import AsyncRLError
+from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.groups import GroupLifecycle, WrongBatch
+from asyncrl.rollout.snapshot import GroupsState
+from asyncrl.schema import encode
+from asyncrl.tls import Signed
+
+POLL_SECONDS = 2.0
+"""Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """The batch that is in training, and who has read it."""
+
+    version: int
+    data: bytes
+    readers: set[int] = field(default_factory=set)
+
+
+class RolloutServer:
+    """The interface of the groups to the trainer."""
+
+    def __init__(
+        self,
+        groups: GroupLifecycle,
+        inflight: InFlight,
+        evaluations: Evaluations | None,
+        api_key: str,
+        *,
+        drain: bool = False,
+        save: Callable[[GroupsState], bytes] | None = None,
+    ) -> None:
+        """`drain` makes a hold wait for the requests in flight; `save` encodes a snapshot that includes the state."""
+        self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
+        self._api_key, self._drain, self._save = api_key, drain, save
+        self._encoded: _Encoded | None = None
+        self._error: Exception = AsyncRLError()
+        self._failed = asyncio.Event()
+
+    async def batch(self, request: Request) -> Response:
+        """Return the next batch, waiting up to POLL_SECONDS for it."""
+        version = int(request.query_params["version"])
+        reader, readers = int(request.query_params.get("reader", 0)), int(request.query_params.get("readers", 1))
+        if not 0 <= reader < readers:
+            return PlainTextResponse(f"reader {reader} of {readers}: they are numbered from 0", status_code=400)
+        try:
+            async with asyncio.timeout(POLL_SECONDS):
+                batch = await self._groups.batch(version)
+        except WrongBatch as wrong:
+            return PlainTextResponse(str(wrong), status_code=409)
+        except TimeoutError:
+            return PlainTextResponse(self._groups.waiting_for(), status_code=202)
+        if self._encoded is None or self._encoded.version != version:
+            self._encoded = _Encoded(version, encode(batch))
+        self._encoded.readers.add(reader)
+        return Response(self._encoded.data, media_type="application/msgpack")
+
+    async def hold(self, _: Request) -> Response:
+        """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
+        self._inflight.hold()
+        if self._drain and not await self._inflight.drained(POLL_SECONDS):
+            return PlainTextResponse(self._groups.waiting_for(), status_code=202)
+        return Response()
+
+    async def version(self, request: Request) -> Response:
+        """Record that a version is published."""
+        told = await request.json()
+        version = int(told["version"])
+        if await self._groups.published(version, int(told.get("reused", 0))):
+            self._encoded = None
+            if self._evaluations:
+                self._evaluations.published(version)
+        return Response()
+
+    async def evaluate(self, _: Request) -> Response:
+        """Run an evaluation now, after one that may be running."""
+        return JSONResponse(await self._evaluations.now() if self._evaluations else [])
+
+    async def snapshot(self, request: Request) -> Response:
+        """Return the whole rollout state, after everything recorded so far is flushed."""
+        version = int((await request.json())["version"])
+        if self._save is None or not self._groups.between_batches(version):
+            return PlainTextResponse(f"it is no moment between version {version} and its batch", status_code=409)
+        data = self._save(self._groups.state())
+        await self._groups.saved(version)
+        return Response(data, media_type="application/msgpack")
+
+    async def status(self, _: Request) -> Response:
+        """Return the ledger, and why the next batch is not ready."""
+        encoded = self._encoded
+        return JSONResponse(
+            {
+                "version": self._groups.published_version,
+                "waiting_for": self._groups.waiting_for(),
+                "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
+                "ledger": asdict(self._groups.ledger()),
+            }
+        )
+
+    async def fail(self) -> None:
+        """Raise the first internal error that a request met: it ends the process, not just the request."""
+        await self._failed.wait()
+        raise self._error
+
+    def app(self) -> Starlette:
+        """Build the app with its routes, behind the run's API key."""
+        routes = [
+            Route("/batch", self.batch),
+            Route("/hold", self.hold, methods=["POST"]),
+            Route("/version", self.version, methods=["POST"]),
+            Route("/evaluate", self.evaluate, methods=["POST"]),
+            Route("/snapshot", self.snapshot, methods=["POST"]),
+            Route("/status", self.status),
+            Route("/health", lambda _: Response()),
+        ]
+        return Starlette(
+            routes=[Route(route.path, self._guarded(route.endpoint), methods=route.methods) for route in routes]
+        )
+
+    def _guarded(self, endpoint: Callable) -> Callable:
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
+                return PlainTextResponse("wrong or missing API key", status_code=401)
+            try:
+                answer = endpoint(request)
+                return await answer if asyncio.iscoroutine(answer) else answer
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:  # noqa: BLE001  an unforeseen error, too, ends this process with its traceback
+                self._error = error
+                self._failed.set()
+                text = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+                return PlainTextResponse(text, status_code=500)
+
+        return guarded
+
+
+async def serve(
+    server: RolloutServer, address: str, rolling_out: Coroutine[Any, Any, None], signed: Signed | None
+) -> None:
+    """Serve until the launcher sends SIGTERM. Raises the first error of the server or of the rollouts."""
+    url = httpx.URL(address)
+    listening = uvicorn.Server(
+        uvicorn.Config(
+            server.app(),
+            host=url.host,
+            port=url.port or 0,
+            log_level="warning",
+            access_log=False,
+            ssl_certfile=signed.server if signed else None,
+        )
+    )
+    async with asyncio.TaskGroup() as group:
+        rolling = group.create_task(rolling_out)
+        failing = group.create_task(server.fail())
+        await group.create_task(listening.serve())  # SIGTERM ends it: uvicorn handles the signal
+        rolling.cancel()
+        failing.cancel()
+
+
+class Exited(Exception):
+    """User code called sys.exit."""
+
+
+def contain(loop: asyncio.AbstractEventLoop) -> None:
+    """Make tasks of this loop raise Exited where their code raises SystemExit."""
+    loop.set_task_factory(lambda loop, work, **named: asyncio.Task(_contained(work), loop=loop, **named))  # type: ignore[arg-type]
+
+
+async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await work
+    except SystemExit as exit:
+        raise Exited(f"SystemExit: {exit}") from exit
