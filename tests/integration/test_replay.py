@@ -70,7 +70,7 @@ def test_another_loss_some_batches_and_one_again_and_again_are_trained(live: Pat
     assert [step["reward/mean"] for step in other] == [
         step["reward/mean"] for step in lines(live / "metrics.jsonl")[2:4]
     ]
-    assert "algo.loss: ppo -> cispo" in (tmp_path / "other.out").read_text()
+    assert "algo.loss.name: ppo -> cispo" in (tmp_path / "other.out").read_text()
     keep = "replay.keep=asyncrl.rollout.hooks:has_signal"  # gives a reason, not false, for the others
     looped = replay(tmp_path / "loop", live, *SLACK, keep, "replay.first=4", "replay.last=4", "replay.loop=3")
     assert {step["groups/signal"] for step in looped} == {1.0}
