@@ -65,7 +65,7 @@ RUN pip install --no-deps /tmp/dist/*.whl && python -c "import torch"
 FROM base-${VARIANT} AS image
 ARG VARIANT
 LABEL org.opencontainers.image.title="asyncrl (${VARIANT})" \
-      org.opencontainers.image.description="Reinforcement learning of language models while they generate" \
+      org.opencontainers.image.description="Asynchronous RL for LLMs with Megatron and SGLang" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 1000 --create-home --shell /bin/bash asyncrl \
     && install --directory --owner=asyncrl --group=asyncrl /workspace

@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.algo.table import TokenTable
-
 EPSILON = 1e-6
 
 
 class GroupStatistics:
     """Rewards of episodes with the statistics of each one's group, all [E]."""
 
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
-        self.rewards = table.reward + table.sum_per_episode(table.share * table.token_reward)
+    def __init__(self, rewards: Tensor, group: Tensor, owner: Tensor) -> None:
+        """`rewards` include those of turns and tokens; `owner` is the episode of each token, [N]."""
+        self.rewards, self._group, self._owner = rewards, group, owner
         self.sizes = self.total(self.rewards.new_ones(len(self.rewards)))
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sum over the group."""
-        return group_sum(values, self._table.group)
+        return group_sum(values, self._group)
 
     def mean(self) -> Tensor:
         """Return the mean reward of the group."""
@@ -42,7 +40,7 @@ class GroupStatistics:
     def spread(self, advantages: Tensor) -> Tensor:
         """Expand to tokens, [E] -> [N], with zero in groups whose rewards are all equal (rounding may make their mean
         differ)."""
-        return self._table.per_token(advantages.where(differs(self.rewards, self._table.group), 0.0))
+        return advantages.where(differs(self.rewards, self._group), 0.0)[self._owner]
 
 
 def centred(values: Tensor, group: Tensor) -> Tensor:

@@ -9,15 +9,9 @@ of its turns share) is added where a branch ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from asyncrl.algo.table import TokenTable
-
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -68,40 +62,6 @@ class TurnTable:
         return torch.tensor(found, dtype=torch.int64)
 
 
-def turns_of(table: TokenTable) -> TurnTable:
-    """Return the turns of a table."""
-    starts = torch.ones(table.num_tokens, dtype=torch.bool)
-    starts[1:] = (table.owner[1:] != table.owner[:-1]) | (table.turn[1:] != table.turn[:-1])
-    first = starts.nonzero()[:, 0]
-    last = torch.cat([first[1:], first.new_tensor([table.num_tokens])])[: len(first)] - 1
-    of_token = starts.cumsum(0) - 1
-    owner, share = table.owner[first], table.share[first]
-    span = int(table.turn.max()) + 1 if table.num_tokens else 1
-    found = torch.searchsorted(owner * span + table.turn[first], owner * span + table.parent[first])
-    parent = torch.where(table.parent[first] >= 0, found, -1)
-    after = parent >= 0
-    part = torch.where(after, share / share[parent], share) if len(share) else share
-    ends = (1.0 - _into(part[after], parent[after], len(first))).clamp(min=0.0)
-    rewards = _into(table.token_reward, of_token, len(first))
-    ends = torch.where(ends < ROUNDING, 0.0, ends)
-    context, state = table.context[first], table.state[first]
-    return TurnTable(
-        first=first,
-        last=last,
-        of_token=of_token,
-        owner=owner,
-        parent=parent,
-        share=share,
-        part=part,
-        ends=ends,
-        rewards=rewards,
-        outcome=table.reward[owner],
-        of_tokens=table.token_reward,
-        context=context,
-        state=state,
-    )
-
-
 @dataclass(frozen=True)
 class TokenPredecessors:
     """Predecessor of each token on its branch."""
@@ -112,7 +72,7 @@ class TokenPredecessors:
     def after(self, values: Tensor) -> Tensor:
         """Return the value at the token after each one, or the mean over several; 0 at the end of a branch. [N]."""
         follows = self.parent >= 0
-        return _into((self.part * values)[follows], self.parent[follows], len(values))
+        return sum_into((self.part * values)[follows], self.parent[follows], len(values))
 
     def to_go(self, values: Tensor, decay: float) -> Tensor:
         """Return the value of each token plus those after it, discounted per token, [N]."""
@@ -138,5 +98,6 @@ def chain(owner: Tensor) -> Tensor:
     return before
 
 
-def _into(values: Tensor, where: Tensor, count: int) -> Tensor:
+def sum_into(values: Tensor, where: Tensor, count: int) -> Tensor:
+    """Sum values that belong to one of `count` places, [n] -> [count]."""
     return values.new_zeros(count).index_add(0, where, values)

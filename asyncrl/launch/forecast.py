@@ -84,9 +84,11 @@ def duration(seconds: float) -> str:
 def _workload(config: Config, folder: Path) -> StepWorkload:
     rollout = config.rollout
     beginning, question = _prompt_tokens(config, folder, tasks.build_all(config))
+    weights = {name: task.weight for name, task in config.mixture.items()}
+    sizes = sum(weight * config.group_size(name) for name, weight in weights.items())
     return StepWorkload(
         groups=rollout.batch_groups,
-        group_size=rollout.group_size,
+        group_size=sizes / sum(weights.values()),
         beginning=beginning,
         question=question,
         answer=max(1.0, ANSWER * rollout.max_new_tokens),

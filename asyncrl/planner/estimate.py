@@ -54,7 +54,7 @@ class StepWorkload:
     """Token counts of a step and of an evaluation."""
 
     groups: int
-    group_size: int
+    group_size: float  # mean over the tasks of a mixture
     beginning: float
     """Number of tokens in the prefix common to all prompts."""
     question: float

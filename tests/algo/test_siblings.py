@@ -17,7 +17,7 @@ def groups(*rewards: list[float]) -> GroupStatistics:
         Group(f"g{slot}", slot, [12, 11], [Trajectory([Turn([], completion())], one) for one in some], "t")
         for slot, some in enumerate(rewards)
     ]
-    return GroupStatistics(build_table(found, 0))
+    return build_table(found, 0).groups
 
 
 def test_mean_and_unbiased_deviation_are_those_of_the_own_group() -> None:

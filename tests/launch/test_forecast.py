@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config import load
 from asyncrl.launch import forecast
 from asyncrl.launch.precision import DtypeChoice, Precision
 from asyncrl.metrics.fields import SUMMARY_MACHINE
@@ -15,7 +16,7 @@ from asyncrl.metrics.record import machine_figures
 from asyncrl.models import catalog
 from asyncrl.planner.estimate import Estimate
 from asyncrl.probe import Rates
-from tests.fakes import tiny_config
+from tests.fakes import compose_values, tiny_config
 
 RATES = Rates("host", "cpu", {"bfloat16": 1e9, "float32": 1e10}, {"bfloat16": 1e9, "float32": 1e10}, 2, 2.0)
 CHOICES = [DtypeChoice(part, "float32", "auto: faster", RATES) for part in ("trainer", "engine")]
@@ -72,6 +73,13 @@ class Questions:
     def question(self, index: int) -> dict[str, Any]:
         system = {"role": "system", "content": "abcd" * 5}
         return {"messages": [system, {"role": "user", "content": "efgh" * 7 + str(index) * 8}]}
+
+
+def test_groups_of_a_mixture_have_their_mean_size(tmp_path: Path) -> None:
+    values = compose_values("experiment=tiny", "+task@tasks.a=copy", "+task@tasks.b=copy")
+    values["tasks"]["a"] |= {"group_size": 4, "weight": 3.0}
+    values["tasks"]["b"] |= {"group_size": 16, "weight": 1.0}
+    assert forecast._workload(load(values), tmp_path).group_size == 7.0
 
 
 def test_common_beginning_of_prompts_is_counted_in_tokens_and_not_in_messages(tmp_path: Path) -> None:
