@@ -37,6 +37,7 @@ RUN python3 -m venv /opt/build \
     && /opt/build/bin/pip install --no-deps -r /tmp/build.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY conf/ conf/
+COPY recipes/ recipes/
 COPY asyncrl/ asyncrl/
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 

@@ -23,6 +23,7 @@ from asyncrl.addresses import Addresses
 from asyncrl.config import Config
 from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.engine.inflight import EngineStats
+from asyncrl.launch.compose import find_recipes
 from asyncrl.launch.main import CONF
 from asyncrl.rollout.curriculum import Curriculum, Mixer
 from asyncrl.rollout.hooks import by_weight
@@ -38,6 +39,7 @@ def compose_values(*overrides: str) -> dict[str, Any]:
 
 @cache
 def _composed(*overrides: str) -> dict[str, Any]:
+    find_recipes()
     with initialize_config_dir(version_base=None, config_dir=str(CONF)):
         composed = compose("train", overrides=renamed.overrides(overrides)[0])
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)

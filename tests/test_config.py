@@ -17,17 +17,18 @@ from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load, read
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_devices, check_model
-from asyncrl.launch.help import docstrings
+from asyncrl.launch.help import docstrings, recipe_confs
 from asyncrl.launch.main import CONF
 from asyncrl.settings import Choice
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
 
-EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+OPTIONS = {(file.parent.name, file.stem): file for conf in (CONF, *recipe_confs()) for file in conf.glob("*/*.yaml")}
+EXPERIMENTS = sorted(name for group, name in OPTIONS if group == "experiment")
 TASKS = sorted(
-    file.stem
-    for file in (CONF / "task").glob("*.yaml")
-    if file.stem not in ("base", "file", "own") and "kind: benchmark" not in file.read_text()
+    name
+    for (group, name), file in OPTIONS.items()
+    if group == "task" and name not in ("base", "file", "own") and "kind: benchmark" not in file.read_text()
 )
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -82,7 +83,7 @@ def test_only_what_trains_has_checkpoints() -> None:
 
 def missing(name: str) -> list[str]:
     """What an experiment asks of its user."""
-    own = "override /model: folder" in (CONF / "experiment" / f"{name}.yaml").read_text()
+    own = "override /model: folder" in OPTIONS["experiment", name].read_text()
     return ["model.path=/models/m", "task.train_file=/questions.jsonl"] if own else []
 
 
@@ -125,7 +126,7 @@ def test_task_composes_and_is_valid(name: str) -> None:
 
 
 def test_every_option_of_every_group_is_in_some_composition() -> None:
-    options = {(f.parent.name, f.stem) for f in CONF.glob("*/*.yaml")} - {("experiment", name) for name in EXPERIMENTS}
+    options = OPTIONS.keys() - {("experiment", name) for name in EXPERIMENTS}
     extra = {
         ("task", "file"): ["task.train_file=/rows.jsonl"],
         ("task", "own"): ["task.kind=my_module:Mine"],

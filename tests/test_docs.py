@@ -17,14 +17,17 @@ from asyncrl.metrics import fields
 from asyncrl.metrics.fields import unknown
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-ids = [page.stem for page in PAGES]
+RECIPES = sorted((ROOT / "recipes").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *RECIPES]
+ids = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 SETTING = re.compile(r"\+{0,2}((?:[a-z_]+\.)+[a-z_]+)(?==|$)")
-PATH = re.compile(r"(?<![\w/.-])((?:asyncrl|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b")
-IMPORT = re.compile(r"\b(asyncrl(?:\.[a-z_0-9]+)+):(\w+)")
+PATH = re.compile(
+    r"(?<![\w/.-])((?:asyncrl|recipes|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b"
+)
+IMPORT = re.compile(r"\b((?:asyncrl|asyncrl_recipes)(?:\.[a-z_0-9]+)+):(\w+)")
 
 SETTINGS = set(field_names()) | {
     f"{field}.{setting}" for field in ALGORITHMS for own in algorithms(field).values() for setting in ("name", *own)

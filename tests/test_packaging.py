@@ -1,5 +1,7 @@
-"""Locks pin everything and no CUDA, pyproject.toml agrees with them, the wheel carries conf/ and the lock."""
+"""Locks pin everything and no CUDA, pyproject.toml agrees with them, the wheel carries conf/, recipes and the lock."""
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -62,27 +64,83 @@ def test_pyproject_agrees_with_the_locks():
     assert pins(project()["build-system"]["requires"])["hatchling"] == locked["hatchling"]
 
 
-def test_wheel_carries_conf_lock_and_commands(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
     command = [
         "wheel",
         "--quiet",
         "--no-deps",
         "--no-build-isolation",
         "--wheel-dir",
-        str(tmp_path),
+        str(folder),
         str(ROOT),
     ]
     subprocess.run([sys.executable, "-m", "pip", *command], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_wheel_carries_conf_recipes_lock_and_commands(wheel):
     assert wheel.name.startswith(f"asyncrl-{__version__}-")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
     conf = {f"asyncrl/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
-    assert {"asyncrl/conf/train.yaml", "asyncrl/requirements/cpu.txt"} | conf <= names
-    assert not [name for name in names if name.startswith(("tests/", "conf/")) or "__pycache__" in name]
+    recipes = {
+        f"asyncrl_{path.relative_to(ROOT)}"
+        for path in (ROOT / "recipes").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {"asyncrl/conf/train.yaml", "asyncrl/requirements/cpu.txt", "asyncrl_recipes/__init__.py"} <= names
+    assert conf | recipes <= names
+    assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/")) or "__pycache__" in name]
     assert "asyncrl-train = asyncrl.launch.main:main" in entry_points
     assert "asyncrl-install = asyncrl.install:main" in entry_points
+
+
+COMPOSE = """
+import json, re, sys
+from asyncrl.config import load
+from asyncrl.imports import load as imported
+from asyncrl.launch.compose import compose
+from asyncrl.launch.main import CONF
+
+found = {}
+for name in sys.argv[1].split(","):
+    sys.argv[1:] = [f"experiment={name}", "model.path=/models/m", "task.train_file=/rows.jsonl"]
+    (composed,) = compose(CONF)
+    config = load(composed.values)
+    paths = re.findall(r"asyncrl\\w*(?:\\.\\w+)+:\\w+", json.dumps(composed.values))
+    modules = [imported(path, name).__module__ for path in paths]
+    found[name] = {"name": config.run.name, "modules": {module: sys.modules[module].__file__ for module in modules}}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("installation", ["wheel", "clone"])
+def test_every_experiment_composes_where_it_is_installed(installation, wheel, tmp_path):
+    """The wheel is alone in its folder: neither conf/ nor recipes/ of the clone is in reach."""
+    target = tmp_path if installation == "wheel" else ROOT
+    if installation == "wheel":
+        pip = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+        subprocess.run([sys.executable, "-m", "pip", *pip], check=True)
+    files = [file for top in ("conf", "recipes") for file in (ROOT / top).rglob("experiment/*.yaml")]
+    names = sorted(file.stem for file in files)
+    command = [sys.executable, "-c", COMPOSE, ",".join(names)]
+    environment = {**os.environ, "PYTHONPATH": str(target)}  # before what .venv has installed
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name: one["name"] for name, one in found.items()} == {name: name for name in names}
+    modules = {module: file for one in found.values() for module, file in one["modules"].items()}
+    assert "asyncrl_recipes.guided.agent" in modules
+    assert [file for file in modules.values() if not Path(file).is_relative_to(target)] == []
+
+
+def test_clone_has_the_name_of_the_installed_package_for_its_recipes():
+    """So that import paths are the same in an editable install."""
+    assert (ROOT / "asyncrl_recipes").samefile(ROOT / "recipes")
 
 
 def test_install_dry_run_prints_the_pip_command(capsys):

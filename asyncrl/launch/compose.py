@@ -1,4 +1,4 @@
-"""Composition of the settings with Hydra, from conf/ and the command line to plain values."""
+"""Composition of the settings with Hydra, from conf/, the recipes and the command line to plain values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
+
+
+class RecipeConfs(SearchPathPlugin):
+    """Hydra plugin that adds the conf/ folder of every recipe to the search path, behind asyncrl's own. The setting
+    hydra.searchpath stays the user's."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add the folders."""
+        for conf in help.recipe_confs():
+            search_path.append("recipes", f"file://{conf}")
+
+
+def find_recipes() -> None:
+    """Make Hydra find what recipes add to the groups of conf/."""
+    Plugins.instance().register(RecipeConfs)
 
 
 @dataclass(frozen=True)
@@ -37,6 +55,7 @@ def compose(conf: Path) -> list[Composed]:
 
     sys.argv[1:], old = renamed.overrides(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and CompositionError adds field and remedy
+    find_recipes()
     composed: list[tuple[DictConfig, list[str]]] = []
 
     def keep(one: DictConfig) -> None:

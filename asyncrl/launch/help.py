@@ -1,16 +1,21 @@
 """Output of `asyncrl-train --help`: the fields and their meanings, from the docstrings in asyncrl/config, and the
-groups in conf/."""
+groups in conf/ and in the recipes."""
 
 from __future__ import annotations
 
 import ast
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 CONFIG = Path(__file__).parents[1] / "config"
 """Folder of the config classes. They are parsed instead of imported, so that --help needs no pydantic."""
+RECIPES = "asyncrl_recipes"
+"""Package of the recipes: recipes/ in a clone. It is located and never imported, and a run without recipes needs none.
+"""
 
 ALGORITHMS = {
     "algo.advantage": ("advantage.py", "credit.py"),
@@ -35,17 +40,26 @@ Trains a language model with asynchronous RL: Megatron trainers and SGLang engin
 
 def render(conf: Path) -> str:
     """Return the whole help text."""
+    options = defaultdict[str, list[str]](list)
+    for file in (file for folder in (conf, *recipe_confs()) for file in folder.glob("*/*.yaml")):
+        options[file.parent.name].append(file.stem)
     groups = [
         textwrap.fill(
-            ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))),
+            ", ".join(sorted(options[group])),
             100,
-            initial_indent=f"  {folder.name:12} ",
+            initial_indent=f"  {group:12} ",
             subsequent_indent=" " * 15,
         )
-        for folder in sorted(conf.iterdir())
-        if folder.is_dir()
+        for group in sorted(options)
     ]
     return "\n".join([USAGE, "Groups (group=option):", *groups, "", "Fields (field=value):", *_fields()])
+
+
+def recipe_confs() -> list[Path]:
+    """Return the conf/ folder of every recipe that has one."""
+    spec = find_spec(RECIPES)
+    folders = spec.submodule_search_locations or () if spec else ()
+    return sorted(conf.resolve() for folder in folders for conf in Path(folder).glob("*/conf"))
 
 
 def field_names() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from asyncrl.agents.linking import CompletedRequest
 from asyncrl.schema import Completion, Template, VersionSpan
@@ -32,3 +33,11 @@ class Talking:
         self.asked.append(CompletedRequest(list(token_ids), answer, role))
         self.limits.append(max_new_tokens)
         return answer
+
+
+class Spoken(FakeTemplate):
+    """Template that keeps the digits of messages which contain other characters too."""
+
+    def begin(self, messages: Any, tools: Any = ()) -> list[int]:
+        digits = ["".join(c for c in one["content"] if c.isdigit()) for one in messages]
+        return super().begin([{"content": one} for one in digits], tools)

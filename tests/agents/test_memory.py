@@ -10,8 +10,7 @@ import pytest
 from asyncrl.agents.memory import Memory
 from asyncrl.algo.table import build_table
 from asyncrl.schema import Completion, Group, Trajectory
-from tests.agents.talking import written
-from tests.agents.test_guided import Spoken
+from tests.agents.talking import Spoken, written
 from tests.agents.worlds import PROMPT, play
 from tests.algo.tables import advantage
 

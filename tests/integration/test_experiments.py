@@ -111,11 +111,12 @@ def test_agents_that_ship_train_with_what_they_know_of_turns(tmp_path: Path, mon
         "memory": {"context_tokens": 0, "note_tokens": 4, "max_turns": 4},
         "forking": {"fork_at": [0, 1], "branches": 2, "max_turns": 4},
     }
-    kinds = {"guided": "Guided", "memory": "Memory", "forking": "Forking"}
-    tasks = {
-        name: {**game, "agent": f"asyncrl.agents.{name}:{kinds[name]}", "agent_params": params}
-        for name, params in agents.items()
+    paths = {
+        "guided": "asyncrl_recipes.guided.agent:Guided",
+        "memory": "asyncrl.agents.memory:Memory",
+        "forking": "asyncrl.agents.forking:Forking",
     }
+    tasks = {name: {**game, "agent": paths[name], "agent_params": params} for name, params in agents.items()}
     mixture = write_mixture(tmp_path / "conf", {"tasks": tasks})
     run_dir = tmp_path / "run"
     steps = run(

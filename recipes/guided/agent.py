@@ -1,19 +1,10 @@
 """Agent that retries a failed task with guidance (Agent-RLVR, arXiv 2506.11425).
 
-The guidance comments on the attempt: a teacher's remarks, a test's output or a plan. In the paper, an agent makes an
-attempt and tests check it. If it failed, the agent tries again with guidance, and the policy is updated with the
-rewards of these guided trajectories.
-
     first attempt     question                | a o b          role ""
     guided            question + guidance     | c o d          role "guided", then "guided2", ...
 
-Here all attempts are trained, each in the exact context in which it was generated; guidance is context and is never
-trained. Each attempt is a role: it gets only its own reward, and is compared with the same attempt of its siblings. So
-a first attempt is not rewarded for the success of a later attempt with help, and an attempt with help is not a baseline
-for one without. The model learns from guided attempts to follow guidance. Scoring them without the guidance in their
-context would be off-policy.
-
-The reward of the whole trajectory in the metrics is the sum over attempts, so evaluation sets should use MultiTurn.
+Each attempt is trained in the exact context in which it was generated, and is a role: it gets only its own reward, and
+is compared with the same attempt of its siblings. README.md gives the reasons.
 
 waits for     the model and the environment; the guide (rollout.agent_timeout)
 on an error   when the guide fails, the episode's group is lost

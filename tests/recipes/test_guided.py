@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from asyncrl.agents.guided import Guided
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
+from asyncrl.envs.toys import HigherLower
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Group, Message, Trajectory
-from tests.agents.talking import written
+from asyncrl_recipes.guided.agent import Guided
+from asyncrl_recipes.guided.hints import half
+from tests.agents.talking import Spoken, written
 from tests.agents.worlds import PROMPT, play
 from tests.algo.tables import advantage
-from tests.fakes import FakeTemplate
 
 told: list[tuple[dict[str, Any], list[Message]]] = []
 
@@ -27,14 +28,6 @@ async def hint(question: dict[str, Any], transcript: list[Message]) -> str:
 
 def silent(question: dict[str, Any], transcript: list[Message]) -> str:
     return ""
-
-
-class Spoken(FakeTemplate):
-    """Messages may have lines."""
-
-    def begin(self, messages: Any, tools: Any = ()) -> list[int]:
-        digits = ["".join(c for c in one["content"] if c.isdigit()) for one in messages]
-        return super().begin([{"content": one} for one in digits], tools)
 
 
 def attempts(*answers: int, guide: str = "hint", **params: Any) -> tuple[Trajectory, Any]:
@@ -107,3 +100,10 @@ def test_guides_that_are_none_and_no_tries_are_refused() -> None:
     assert refused.value.field == "agent_params.guide"
     with pytest.raises(ConfigError, match="1 or more"):
         Guided(None, guide=f"{__name__}:hint", tries=0)  # type: ignore[arg-type]
+
+
+def test_hint_of_the_experiment_is_the_half_with_the_secret() -> None:
+    game = HigherLower()
+    for question in map(game.question, range(50)):
+        game.reset(question)
+        assert half(question, []) == (game.step("4").messages or "0")  # 4 itself is in the lower half
