@@ -134,7 +134,8 @@ def test_every_experiment_composes_where_it_is_installed(installation, wheel, tm
     found = json.loads(done.stdout)
     assert {name: one["name"] for name, one in found.items()} == {name: name for name in names}
     modules = {module: file for one in found.values() for module, file in one["modules"].items()}
-    assert "asyncrl_recipes.guided.agent" in modules
+    recipes = {file.parents[2].name for file in files if file.is_relative_to(ROOT / "recipes")}
+    assert recipes == {module.split(".")[1] for module in modules if module.startswith("asyncrl_recipes.")} != set()
     assert [file for file in modules.values() if not Path(file).is_relative_to(target)] == []
 
 

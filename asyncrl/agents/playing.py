@@ -1,7 +1,7 @@
-"""Common parts of agents that play environments: the start of an episode, its turns, and its replay.
+"""Common parts of agents that play environments: the start of an episode and its turns.
 
 waits for     the model and the environment, whose pool has deadlines for each call (asyncrl/envs/pool.py)
-on a fault    EpisodeFailed from the pool, or "environment_replay" when a replayed environment behaves differently
+on a fault    EpisodeFailed from the pool
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 from asyncrl.agents.chat import Chat
 from asyncrl.envs.env import Env, Question, Step
 from asyncrl.envs.pool import EnvironmentPool
-from asyncrl.errors import EpisodeFailed
 from asyncrl.schema import Generate, Message, Prompt
 
 
@@ -86,20 +85,6 @@ def of_task(actions: Sequence[Action]) -> bool:
     return actions[-1].step.score
 
 
-async def replayed(env: Env, question: Question, messages: Sequence[Message], actions: Sequence[Action]) -> None:
-    """Replay actions in a new environment, to bring it to the state of another one.
-
-    Raises EpisodeFailed when its observations differ from the recorded ones.
-    """
-    if await opened(env, question) != list(messages):
-        raise EpisodeFailed("environment_replay", "reset returned something else than the first time", retry=False)
-    for number, action in enumerate(actions):
-        step: Step = await awaited(env.step(action.text))
-        if _told(step) != _told(action.step):
-            told = f"step {number} told {_told(step)!r} in the place of {_told(action.step)!r}"
-            raise EpisodeFailed("environment_replay", told, retry=False)
-
-
 def initial_state(question: Question) -> str:
     """Return the question's "state": the name of the state before the first turn, for step-level groups."""
     return str(question.get("state", ""))
@@ -121,7 +106,3 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
 async def awaited(result: Any) -> Any:
     """Return the result of a plain or an async call."""
     return await result if inspect.isawaitable(result) else result
-
-
-def _told(step: Step) -> tuple[list[Message], bool, str]:
-    return messages_of(step.messages), step.done, step.state

@@ -114,7 +114,7 @@ def test_agents_that_ship_train_with_what_they_know_of_turns(tmp_path: Path, mon
     paths = {
         "guided": "asyncrl_recipes.guided.agent:Guided",
         "memory": "asyncrl.agents.memory:Memory",
-        "forking": "asyncrl.agents.forking:Forking",
+        "forking": "asyncrl_recipes.forking.agent:Forking",
     }
     tasks = {name: {**game, "agent": paths[name], "agent_params": params} for name, params in agents.items()}
     mixture = write_mixture(tmp_path / "conf", {"tasks": tasks})

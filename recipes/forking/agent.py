@@ -7,7 +7,7 @@ It is meant for advantage=turn_loo, which compares branches that start from the 
 
 A branch has its own environment, in which the trunk's actions are replayed up to the fork. If its observations differ
 from the trunk's, EpisodeFailed("environment_replay") is raised. The fork turns are chosen before the episode begins,
-because choosing them by its outcome would bias the gradient (algo/credit.py).
+because choosing them by its outcome would bias the gradient (asyncrl/algo/credit.py).
 
 waits for     environments, but never for one while it holds another, so that episodes cannot deadlock
 """
@@ -20,9 +20,20 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from asyncrl.agents.chat import Chat
-from asyncrl.agents.playing import Action, Player, chat_of, initial_state, of_task, opened, played, replayed
+from asyncrl.agents.playing import (
+    Action,
+    Player,
+    awaited,
+    chat_of,
+    initial_state,
+    messages_of,
+    of_task,
+    opened,
+    played,
+)
+from asyncrl.envs.env import Env, Question, Step
 from asyncrl.envs.pool import EnvironmentPool
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Generate, Message, Prompt, Trajectory, Turn
 
 Way = tuple[list[Turn], list[Action]]
@@ -76,10 +87,28 @@ class Forking(Player):
     async def _branch(self, prompt: Prompt, chat: Chat, messages: list[Message], actions: list[Action]) -> Way:
         turn = len(actions)
         async with self._environments() as env:
-            await replayed(env, prompt.question, messages, actions)
+            await _replay(env, prompt.question, messages, actions)
             branch = chat.branch(turn)
             more = await played(env, branch, chat.turns[turn].state, self._max_turns - turn)
         return branch.turns, more
+
+
+async def _replay(env: Env, question: Question, messages: Sequence[Message], actions: Sequence[Action]) -> None:
+    """Replay actions in a new environment, to bring it to the state of another one.
+
+    Raises EpisodeFailed when its observations differ from the recorded ones.
+    """
+    if await opened(env, question) != list(messages):
+        raise EpisodeFailed("environment_replay", "reset returned something else than the first time", retry=False)
+    for number, action in enumerate(actions):
+        step: Step = await awaited(env.step(action.text))
+        if _told(step) != _told(action.step):
+            told = f"step {number} told {_told(step)!r} in the place of {_told(action.step)!r}"
+            raise EpisodeFailed("environment_replay", told, retry=False)
+
+
+def _told(step: Step) -> tuple[list[Message], bool, str]:
+    return messages_of(step.messages), step.done, step.state
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, Way]]) -> list[Way]:

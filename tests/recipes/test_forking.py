@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.agents.forking import Forking
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Completion, Group, Prompt
+from asyncrl_recipes.forking.agent import Forking
 from tests.agents.talking import Talking, written
 from tests.agents.worlds import PROMPT, Sums, play
 from tests.algo.tables import advantage
