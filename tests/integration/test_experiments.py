@@ -99,7 +99,7 @@ def test_every_experiment_trains_and_is_evaluated(tmp_path: Path) -> None:
     nothing_is_left(run_dir)
 
 
-def test_agents_that_ship_train_with_what_they_know_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_of_recipes_train_with_what_they_know_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guided attempts, notes in the place of a context that is full, and ways that begin in one context."""
     (tmp_path / "guides.py").write_text(HINT)
     monkeypatch.syspath_prepend(tmp_path)
@@ -111,12 +111,10 @@ def test_agents_that_ship_train_with_what_they_know_of_turns(tmp_path: Path, mon
         "memory": {"context_tokens": 0, "note_tokens": 4, "max_turns": 4},
         "forking": {"fork_at": [0, 1], "branches": 2, "max_turns": 4},
     }
-    paths = {
-        "guided": "asyncrl_recipes.guided.agent:Guided",
-        "memory": "asyncrl.agents.memory:Memory",
-        "forking": "asyncrl_recipes.forking.agent:Forking",
+    tasks = {
+        name: {**game, "agent": f"asyncrl_recipes.{name}.agent:{name.title()}", "agent_params": params}
+        for name, params in agents.items()
     }
-    tasks = {name: {**game, "agent": paths[name], "agent_params": params} for name, params in agents.items()}
     mixture = write_mixture(tmp_path / "conf", {"tasks": tasks})
     run_dir = tmp_path / "run"
     steps = run(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.agents.memory import Memory
 from asyncrl.algo.table import build_table
 from asyncrl.schema import Completion, Group, Trajectory
+from asyncrl_recipes.memory.agent import Memory
 from tests.agents.talking import Spoken, written
 from tests.agents.worlds import PROMPT, play
 from tests.algo.tables import advantage
