@@ -30,7 +30,7 @@ class Step:
     """Name of the state that was reached, if the same state may be reached again; used for step-level groups (gigpo).
     """
     role: str = ""
-    """In an episode with several roles (asyncrl/agents/self_play.py): the role that reads the messages and acts next.
+    """In an episode with several roles (docs/agents.md): the role that reads the messages and acts next.
     The question's "role" begins, and reads the question and the messages of the reset."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """In such an episode, instead of `reward`: the rewards by role, each for the role's last turn. A role that has not

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.agents.proxied import ThroughTheProxy
-from asyncrl.agents.self_play import SelfPlay
 from asyncrl.config import Config
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import ConfigError
@@ -68,22 +67,26 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
     """Return the agent of each task and evaluation set.
 
     In order of precedence: the agent that the set's config section names; the one that the task brings; for a task with
-    an environment, SelfPlay if it has roles, otherwise MultiTurn; the run's agent. `tell` receives messages about
-    environments that fail.
+    an environment, MultiTurn; the run's agent. An agent of a task with an environment gets its pool as `environments`,
+    and, if the environment has several roles, these as `roles`. `tell` receives messages about environments that fail.
     """
     every = load_agent(config.agent, config.agent_params)
     found = {}
     for name, section in (config.mixture | config.eval_sets).items():
         task, field, params = tasks[name], f"{config.field_of(name)}.agent", dict(section.agent_params)
+        roles = getattr(task, "roles", ())
         if spec := getattr(task, "environment", None):
             settings = PoolSettings(**section.environments.model_dump())
             params["environments"] = EnvironmentPool(name, spec, settings, tell)
+            if roles:
+                params["roles"] = roles
         if section.agent:
             found[name] = load_agent(section.agent, params, field)
         elif own := getattr(task, "agent", None):
             found[name] = own
-        elif spec and (roles := getattr(task, "roles", ())):
-            found[name] = _made(SelfPlay, {"roles": roles, **params}, field)
+        elif spec and roles:
+            remedy = f"Name an agent that plays the roles {list(roles)}: asyncrl_recipes.self_play.agent:SelfPlay does."
+            raise ConfigError(field, None, remedy)
         else:
             found[name] = _made(MultiTurn, params, field) if spec else every
     return found

@@ -5,9 +5,9 @@
     reset(record), step(text)          an environment (asyncrl/envs/env.py); each episode gets an instance of its own
     async run(prompt, generate)        plays episodes itself, all with one instance, and rewards them
 
-Optional attributes are `roles` (for an environment with several: asyncrl/agents/self_play.py), `size` (number of
-questions; endless without it), `inline` (score is quick: no thread), and `correct(reward)` (whether it means a correct
-answer; by default a reward of 1 or more does).
+Optional attributes are `roles` (for an environment with several: docs/agents.md), `size` (number of questions; endless
+without it), `inline` (score is quick: no thread), and `correct(reward)` (whether it means a correct answer; by default
+a reward of 1 or more does).
 """
 
 from __future__ import annotations

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from asyncrl import tasks
 from asyncrl.agents.multi_turn import MultiTurn
-from asyncrl.agents.self_play import SelfPlay
 from asyncrl.envs.env import EnvSpec
+from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.agent import agents
 from tests.fakes import tiny_config
@@ -23,7 +24,6 @@ GAMES: dict[str, dict[str, Any]] = {
 }
 MATCHES: dict[str, dict[str, Any]] = {
     "tictactoe": {"kind": "textarena", "name": "TicTacToe-v0", "params": {"players": 2}},
-    "nim": {"kind": "asyncrl.envs.toys:Nim", "name": "nim"},
 }
 
 
@@ -68,20 +68,43 @@ def test_system_message_comes_first(name: str) -> None:
         assert (question["role"], task.environment.make().begin(3).messages) == ("player-0", question["messages"])
 
 
-@pytest.mark.parametrize("name", MATCHES)
-def test_several_roles_are_played_by_self_play_and_one_by_itself(name: str) -> None:
-    for settings, kind in ((MATCHES[name], SelfPlay), (GAMES["2048"], MultiTurn)):
-        run = config(**settings)
-        played = agents(run, tasks.build_all(run), print)
-        assert isinstance(played[settings["name"]], kind)
+class Everyone(MultiTurn):
+    """Agent that is told the roles of its environment."""
+
+    def __init__(self, environments: EnvironmentPool, roles: Sequence[str], *, patience: int = 0) -> None:
+        super().__init__(environments)
+        self.roles = list(roles)
 
 
-def test_agents_of_games_take_agent_params_and_name_wrong_ones() -> None:
-    run = config(**MATCHES["nim"], agent_params={"fixed": {"player-2": {"function": "asyncrl.envs.toys:nim_expert"}}})
-    with pytest.raises(ConfigError, match=r"Must name some of \['player-0', 'player-1'\]"):
+def test_environment_of_one_role_is_played_turn_by_turn() -> None:
+    run = config(**GAMES["2048"])
+    assert isinstance(agents(run, tasks.build_all(run), print)["2048-v0"], MultiTurn)
+
+
+def test_environment_of_several_roles_is_played_by_an_agent_that_is_told_them() -> None:
+    run = config(**MATCHES["tictactoe"], agent=f"{__name__}:Everyone")
+    agent: Any = agents(run, tasks.build_all(run), print)["TicTacToe-v0"]
+    assert agent.roles == ["player-0", "player-1"]
+
+
+def test_environment_of_several_roles_needs_an_agent_of_its_own() -> None:
+    run = config(**MATCHES["tictactoe"])
+    with pytest.raises(ConfigError, match=r"plays the roles \['player-0', 'player-1'\]") as caught:
         agents(run, tasks.build_all(run), print)
-    run = config(**MATCHES["nim"], agent_params={"opponents": 1})
-    with pytest.raises(ConfigError, match="opponents") as caught:
+    assert caught.value.field == "task.agent"
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({**GAMES["digits"], "agent_params": {"opponents": 1}}, "opponents"),
+        ({**MATCHES["tictactoe"], "agent": f"{__name__}:Everyone", "agent_params": {"opponents": 1}}, "opponents"),
+        ({**MATCHES["tictactoe"], "agent": "asyncrl.agents.multi_turn:MultiTurn"}, "roles"),
+    ],
+)
+def test_what_an_agent_of_games_does_not_take_is_named(settings: dict[str, Any], wrong: str) -> None:
+    run = config(**settings)
+    with pytest.raises(ConfigError, match=f"unexpected keyword argument '{wrong}'") as caught:
         agents(run, tasks.build_all(run), print)
     assert caught.value.field == "task.agent_params"
 

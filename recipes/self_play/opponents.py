@@ -70,7 +70,7 @@ def opponent(settings: Mapping[str, Any], field: str) -> Opponent:
         function: Opponent = load(settings["function"], f"{field}.function")
         return function
     if not {"base_url", "model"} <= settings.keys() or "function" in settings:
-        remedy = "Must be {function: module:name}, or {base_url: …, model: …} of an endpoint (agents/opponents.py)."
+        remedy = "Must be {function: module:name}, or {base_url: …, model: …} of an endpoint (recipes/self_play)."
         raise ConfigError(field, dict(settings), remedy)
     try:
         return Endpoint(**settings)

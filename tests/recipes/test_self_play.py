@@ -8,14 +8,18 @@ from typing import Any, ClassVar
 
 import pytest
 
+from asyncrl import tasks
 from asyncrl.agents.linking import check
-from asyncrl.agents.self_play import SelfPlay
 from asyncrl.algo.table import build_table
+from asyncrl.config import load
 from asyncrl.envs.env import EnvSpec, Step
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.rollout.agent import agents
 from asyncrl.schema import Completion, Group, Prompt, Trajectory
+from asyncrl_recipes.self_play.agent import SelfPlay
 from tests.agents.talking import Talking, written
+from tests.fakes import compose_values
 
 QUESTION = {"messages": [{"role": "user", "content": "0"}], "turns": "010", "role": "player-0", "state": "s0"}
 PROMPT = Prompt("p", [12, 0, 11], QUESTION, "t")
@@ -165,3 +169,28 @@ def test_wrong_opponents_name_field_and_remedy(fixed: dict[str, Any], field: str
     with pytest.raises(ConfigError, match=remedy) as caught:
         SelfPlay(EnvironmentPool("table", EnvSpec(f"{__name__}:Table")), ROLES, fixed=fixed)
     assert caught.value.field == f"agent_params.{field}"
+
+
+@pytest.mark.parametrize(
+    ("params", "remedy"),
+    [
+        ({"fixed": {"player-2": {"function": "asyncrl_recipes.self_play.nim:nim_expert"}}}, "Must name some of"),
+        ({"opponents": 1}, "unexpected keyword argument 'opponents'"),
+    ],
+)
+def test_wrong_parameters_of_the_experiment_are_refused(params: dict[str, Any], remedy: str) -> None:
+    values = compose_values("experiment=self_play")
+    values["task"]["agent_params"] = params
+    run = load(values)
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        agents(run, tasks.build_all(run), print)
+    assert caught.value.field.startswith("agent_params" if "fixed" in params else "task.agent_params")
+
+
+def test_one_role_of_the_evaluation_set_is_an_expert() -> None:
+    """Its opponent is fixed, and the policy plays the other role alone."""
+    run = load(compose_values("experiment=self_play"))
+    found = agents(run, tasks.build_all(run), print)
+    assert {name: type(agent) for name, agent in found.items()} == {"nim": SelfPlay, "nim_expert": SelfPlay}
+    assert run.eval_sets["nim_expert"].agent_params["fixed"].keys() == {"player-1"}
+    assert not run.mixture["nim"].agent_params

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.agents.opponents import Endpoint, opponent
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl_recipes.self_play.opponents import Endpoint, opponent
 
 CHAT = [{"role": "user", "content": "Your move."}]
 

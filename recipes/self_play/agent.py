@@ -1,8 +1,8 @@
 """Agent for episodes with several roles: the policy plays all of them, or some against fixed opponents.
 
 Each role has its own conversation, and therefore its own samples and rewards. Siblings are compared within a role
-(algo/table.py), so the winner of a game is never compared with its loser. Simultaneous moves are requested one after
-the other, and revealed when all have been made.
+(asyncrl/algo/table.py), so the winner of a game is never compared with its loser. Simultaneous moves are requested one
+after the other, and revealed when all have been made.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.agents.chat import Chat
-from asyncrl.agents.opponents import Opponent, opponent
 from asyncrl.agents.playing import Player, awaited, chat_of, initial_state, messages_of, opened
 from asyncrl.envs.env import Step
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Generate, Message, Prompt, Trajectory, Turn
+from asyncrl_recipes.self_play.opponents import Opponent, opponent
 
 
 class SelfPlay(Player):
     """Agent that plays until the environment is done, an answer is truncated, or `max_turns` of all roles is reached.
 
-    fixed     opponents by role, which play in place of the policy (agents/opponents.py)
+    fixed     opponents by role, which play in place of the policy (opponents.py)
     cut_off   reward of a role whose answer was truncated; the environment does not see that answer. It must not exceed
               the reward of losing, or a losing role would gain by being truncated
     """
