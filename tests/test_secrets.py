@@ -119,7 +119,7 @@ def test_command_leaves_no_value_on_the_disk(tmp_path: Path) -> None:
     """In a job's script and folder, as its user gives it."""
     program = [sys.executable, "-m", "asyncrl.launch.main", "experiment=tiny", f"run.dir={tmp_path / 'run'}"]
     program += ["cluster=slurm", "cluster.gpus=0", "cluster.submit=false", "+agent_params.key=${oc.env:A_KEY}"]
-    program += ["agent=asyncrl.agents.openai_example:solve"]
+    program += ["agent=asyncrl_recipes.openai_agent.agent:solve"]
     done = subprocess.run(
         program, env={**os.environ, "A_KEY": VALUE}, cwd=tmp_path, capture_output=True, text=True, check=False
     )
