@@ -17,7 +17,7 @@ PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = PACKAGE.parent / "recipes"
 RECIPE_FILES = sorted(RECIPES.rglob("*.py"))
-RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo"}
+RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "ports", "imports", "routing", "leases"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from asyncrl import renamed
 from asyncrl.config import load, read
@@ -20,7 +21,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "algo.gae_lambda": (0.5, {"advantage": "gae"}),
     "algo.pass_k": (2, {"advantage": "pass_at_k"}),
     "algo.correct_above": (0.5, {"advantage": "pass_at_k"}),
-    "algo.step_weight": (0.5, {"advantage": "gigpo"}),
+    "algo.step_weight": (0.5, {"advantage": "{name: asyncrl_recipes.gigpo.advantage:gigpo, step_weight: 1.0}"}),
     "algo.critic_path": ("/critic", {}),
     "algo.critic_lr": (0.5, {}),
     "algo.critic_warmup": (3, {}),
@@ -89,6 +90,7 @@ def test_old_name_sets_the_new_field_on_the_command_line(name: str) -> None:
 @pytest.mark.parametrize("name", RENAMED)
 def test_old_name_sets_the_new_field_in_old_files(name: str) -> None:
     value, needs = other(name)
+    needs = {field: yaml.safe_load(one) if isinstance(one, str) else one for field, one in needs.items()}
     plain = tiny_config(**needs).model_dump(mode="json")
     old = json.loads(json.dumps(plain))
     place, _, setting = RENAMED[name].rpartition(".")

@@ -20,8 +20,8 @@ These are biased (tests/algo/test_unbiased.py shows it by enumeration):
     depends on when the episode stops, so that every further turn costs the mean reward of a turn (grpo_turn; MT-GRPO,
     arXiv 2505.11821; verl #7244)
     zero advantage if there is nothing to compare with, for single turns of a group that has other episodes
-    turns in one named state visited twice in one episode: the later return is credited to the earlier action (gigpo)
-    division by a standard deviation (grpo, gigpo)
+    turns in one named state visited twice in one episode: the later return is credited to the earlier action (GiGPO)
+    division by a standard deviation (grpo, GiGPO)
 
 The factor w makes the result the policy gradient of episodes that do not fork: two branches from one context count as
 half an episode each. The decision where to fork must not depend on what came after. All of this holds for discount 1.
@@ -34,8 +34,8 @@ import math
 from typing import TYPE_CHECKING
 
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
-from asyncrl.algo.siblings import EPSILON, centred, group_sum, standardised
-from asyncrl.settings import NonNegative, Share
+from asyncrl.algo.siblings import group_sum
+from asyncrl.settings import Share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,33 +79,6 @@ def turn_loo(table: TokenTable, *, discount: Share = 1.0) -> Tensor:
         else:
             found.append((totals[number] + known) / (counts[number] + 1))
     return credit.advantages(others.new_tensor(found))
-
-
-@ADVANTAGES.register()
-def gigpo(table: TokenTable, *, discount: Share = 1.0, step_weight: NonNegative = 1.0) -> Tensor:
-    """Return (R - mean) / std of the episode, plus `step_weight` times the same of the discounted returns over all
-    turns of the group in one state: GiGPO, arXiv 2505.10978, equations 3 to 8. A turn alone in its state has only the
-    first term.
-
-    Equals verl-agent's gigpo/core_gigpo.py with mean_std_norm, except that a single episode has no advantage, and that
-    the episode's mean is over episodes, as in the paper, not over all their turns.
-    """
-    return _gigpo(table, discount, step_weight, scale=True)
-
-
-@ADVANTAGES.register()
-def dr_gigpo(table: TokenTable, *, discount: Share = 1.0, step_weight: NonNegative = 1.0) -> Tensor:
-    """Return GiGPO's advantages without the division: the paper's F_norm = 1, verl-agent's mean_norm."""
-    return _gigpo(table, discount, step_weight, scale=False)
-
-
-def _gigpo(table: TokenTable, discount: float, step_weight: float, *, scale: bool) -> Tensor:
-    groups, turns = table.groups, table.turns
-    episode = groups.rewards - groups.mean()
-    episode = groups.spread(episode / (groups.deviation() + EPSILON) if scale else episode)
-    to_go = turns.to_go(turns.turn_rewards(), discount)
-    step = standardised(to_go, turns.state) if scale else centred(to_go, turns.state)
-    return episode + step_weight * (turns.share * step)[turns.of_token]
 
 
 class _Credit:

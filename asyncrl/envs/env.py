@@ -27,8 +27,8 @@ class Step:
     """If the episode ends here, the task's own reward function scores this text; the environment's rewards of the turns
     are added to that score."""
     state: str = ""
-    """Name of the state that was reached, if the same state may be reached again; used for step-level groups (gigpo).
-    """
+    """Name of the state that was reached, if the same state may be reached again; used for step-level groups
+    (recipes/gigpo)."""
     role: str = ""
     """In an episode with several roles (docs/agents.md): the role that reads the messages and acts next.
     The question's "role" begins, and reads the question and the messages of the reset."""

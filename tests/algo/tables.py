@@ -39,7 +39,7 @@ def loss(name: str, **settings: Any) -> Algorithm[LossTraits]:
 
 def advantage(name: str, **settings: Any) -> Algorithm[AdvantageTraits]:
     """The estimator with those of these settings that it has."""
-    own = settings.keys() & ADVANTAGES.settings_of(name)
+    own = settings if ":" in name else settings.keys() & ADVANTAGES.settings_of(name)
     return ADVANTAGES.find(Choice(name=name, **{one: settings[one] for one in own}))
 
 

@@ -18,7 +18,7 @@ from tests.algo.tables import advantage, few, last_rows, make, numbers, quarters
 
 WHITENED = ["reinforce_pp", "reinforce_pp_baseline", "gae"]
 RELATIVE = [name for name in ADVANTAGES if name not in (*WHITENED, "none")]
-TURNS = ["turn_discounted", "turn_loo", "gigpo", "dr_gigpo"]
+TURNS = ["turn_discounted", "turn_loo"]
 TOKENS = ["reinforce_pp", "gae", "grpo_turn", *TURNS]  # whose numbers differ within a sample
 positive = st.integers(0, 20).map(lambda n: n / 4)
 
@@ -58,8 +58,6 @@ HAND = {
     # single turns of one prompt: whole episodes
     "turn_discounted": [1.0] + [-1 / 3] * 4 + [3.0] + [-3.0] * 3,
     "turn_loo": [1.0] + [-1 / 3] * 4 + [3.0] + [-3.0] * 3,
-    "gigpo": [2 * 0.75 / SMALL] + [2 * -0.25 / SMALL] * 4 + [2 * 1.5 / LARGE] + [2 * -1.5 / LARGE] * 3,
-    "dr_gigpo": [1.5] + [-0.5] * 4 + [3.0] + [-3.0] * 3,
 }
 
 
@@ -158,7 +156,7 @@ def test_shift_of_all_rewards_changes_nothing(name: str, table: LossRows, shift:
     assert found(name, shifted) == pytest.approx(found(name, table), abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_turn", "grpo_passk", "maxrl", "pass_at_k", "gigpo", *WHITENED[:2]])
+@pytest.mark.parametrize("name", ["grpo", "grpo_turn", "grpo_passk", "maxrl", "pass_at_k", *WHITENED[:2]])
 @few
 @given(table=tables(rewards=positive), scale=st.sampled_from([0.5, 2.0, 8.0]))
 def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: LossRows, scale: float) -> None:
@@ -166,7 +164,7 @@ def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: LossR
     assert found(name, scaled) == pytest.approx(found(name, table), abs=1e-4)  # the epsilons do not scale
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "turn_discounted", "turn_loo", "dr_gigpo"])
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "turn_discounted", "turn_loo"])
 @few
 @given(table=tables(), scale=st.sampled_from([0.5, 2.0, 8.0]))
 def test_scale_of_rewards_stays_where_they_are_not(name: str, table: LossRows, scale: float) -> None:

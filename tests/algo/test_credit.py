@@ -1,21 +1,18 @@
-"""Turns beside turns: by hand, with forks, and GiGPO as its authors' code has it."""
+"""Turns beside turns: by hand, and with forks."""
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.advantage import gae_raw, whiten
 from asyncrl.algo.siblings import EPSILON
-from asyncrl.algo.table import build_table
-from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 from tests.algo.tables import advantage, few, make, numbers
 from tests.algo.test_turn_context import P, said, table_of
 
@@ -102,7 +99,7 @@ def test_whole_episodes_that_fork_are_rewarded_with_the_mean_over_their_ways(nam
     assert found(name, TREE, PLAIN, **params) == pytest.approx(found(name, *as_one, **params), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["turn_discounted", "turn_loo", "grpo_turn", "dr_gigpo", "rloo", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["turn_discounted", "turn_loo", "grpo_turn", "rloo", "reinforce_pp"])
 def test_rewards_of_tokens_count_for_their_turn(name: str) -> None:
     def episodes(*, apart: bool) -> list[Trajectory]:
         def turn(a: float, b: float, **more: Any) -> Turn:
@@ -123,7 +120,7 @@ def test_rewards_of_tokens_count_for_their_turn(name: str) -> None:
 
 # -- for every group -----------------------------------------------------------------------------------------------
 
-NAMES = ["turn_discounted", "turn_loo", "gigpo", "dr_gigpo"]
+NAMES = ["turn_discounted", "turn_loo"]
 
 
 @st.composite
@@ -193,88 +190,9 @@ def test_ways_that_are_all_worth_the_same_have_exactly_no_advantage(name: str, t
     assert not any(found(name, *even))
 
 
-# -- GiGPO -----------------------------------------------------------------------------------------------------------
-
-
-def reference(rows: list[dict[str, Any]], *, weight: float, gamma: float, scale: bool) -> list[float]:
-    """Equations 3 to 8 of the paper, as verl-agent computes them: one row for each step, its return by a loop from the
-    end, groups in dictionaries; the episodes' mean is over episodes (compute_mean_std_cross_steps=False)."""
-
-    def normal(values: dict[Any, float], group: dict[Any, Any]) -> dict[Any, float]:
-        of = defaultdict(list)
-        for key, value in values.items():
-            of[group[key]].append(value)
-        statistics = {}
-        for name, members in of.items():
-            mean = sum(members) / len(members)
-            variance = sum((m - mean) ** 2 for m in members) / max(1, len(members) - 1)
-            statistics[name] = mean, variance**0.5 + 1e-6 if scale and len(members) > 1 else 1.0
-        return {key: (v - statistics[group[key]][0]) / statistics[group[key]][1] for key, v in values.items()}
-
-    total: dict[Any, float] = defaultdict(float)
-    uid, returns, anchor = {}, {}, {}
-    for row in rows:
-        total[row["traj"]] += row["reward"]
-        uid[row["traj"]] = row["uid"]
-    running: dict[Any, float] = defaultdict(float)
-    for number in reversed(range(len(rows))):
-        row = rows[number]
-        running[row["traj"]] = row["reward"] + gamma * running[row["traj"]]
-        returns[number], anchor[number] = running[row["traj"]], (row["uid"], row["state"])
-    episode, step = normal(total, uid), normal(returns, anchor)
-    return [episode[row["traj"]] + weight * step[number] for number, row in enumerate(rows)]
-
-
-steps = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-4, 4)), min_size=1, max_size=4)
-
-
-@few
-@given(
-    st.lists(st.lists(steps, min_size=2, max_size=4), min_size=1, max_size=3),
-    st.sampled_from([0.5, 1.0, 2.0]),
-    st.sampled_from([0.9, 1.0]),
-    st.booleans(),
-)
-def test_gigpo_is_that_of_its_authors(sizes: list[Any], weight: float, gamma: float, scale: bool) -> None:
-    rows, groups = [], []
-    for number, episodes in enumerate(sizes):
-        trajectories = []
-        for n, episode in enumerate(episodes):
-            rows += [
-                {"uid": number, "traj": (number, n), "state": state, "reward": float(reward)}
-                for state, reward in episode
-            ]
-            turns = [
-                said(4, reward=float(reward), state=state, observation=[0] * (k > 0))
-                for k, (state, reward) in enumerate(episode)
-            ]
-            trajectories.append(Trajectory(turns, 0.0))
-        groups.append(Group(f"g{number}", number, P, trajectories, "t"))
-    estimator = advantage("gigpo" if scale else "dr_gigpo", discount=gamma, step_weight=weight)
-    ours = estimator(build_table(groups, 0))
-    theirs = numbers(reference(rows, weight=weight, gamma=gamma, scale=scale))
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-def test_turns_of_a_way_count_with_their_share_of_the_episode() -> None:
-    # episodes 8 and 5; first turns 8 5, behind the fork 2 12, and one alone
-    assert found("dr_gigpo", TREE, PLAIN) == [1.5 + 1.5, 1.5 - 5 / 2, 1.5 + 5 / 2, 1.5, -1.5 - 1.5]
-
-
-def test_states_that_are_not_named_are_contexts() -> None:
-    one = Trajectory([said(4), said(5, observation=[0], reward=1.0)])
-    other = Trajectory([said(4), said(6, observation=[0])])
-    assert found("dr_gigpo", one, other) == [0.5 + 0.5, 0.5 + 0.5, -0.5 - 0.5, -0.5 - 0.5]
-    apart = Trajectory([said(8), said(6, observation=[0])])
-    assert found("dr_gigpo", one, apart) == [0.5 + 0.5, 0.5, -0.5 - 0.5, -0.5]
-    assert found("dr_gigpo", one, apart, step_weight=0.0) == found("dr_grpo", one, apart)
-
-
-def test_difference_a_single_episode_has_no_advantage_where_verl_agent_gives_it_its_reward() -> None:
-    assert found("gigpo", Trajectory([said(4, reward=5.0)])) == [0.0]
-    empty = make([], [])
+def test_batch_without_a_sample_has_no_advantages() -> None:
     for name in NAMES:
-        assert advantage(name)(empty).tolist() == []
+        assert advantage(name)(make([], [])).tolist() == []
 
 
 def test_turns_of_several_tokens_and_roles_each_among_their_own() -> None:

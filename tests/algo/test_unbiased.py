@@ -76,7 +76,7 @@ def test_part_of_a_fork_that_is_left_out_trains_what_comes_behind_it_too_much() 
 # -- what is not ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_turn", "gigpo", "dr_gigpo", "opo"])
+@pytest.mark.parametrize("name", ["grpo", "grpo_turn", "opo"])
 def test_estimators_that_are_known_to_be_biased_are(name: str) -> None:
     of = groups(3, forgets=True)
     found, expected = of.mean(advantage(name)(of.table)), exact("contexts that come again")

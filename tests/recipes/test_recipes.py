@@ -24,7 +24,7 @@ def test_recipe_has_an_experiment_a_page_and_a_test(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", RECIPES, ids=lambda folder: folder.name)
-def test_experiment_names_an_agent_of_its_recipe_which_can_be_made(folder: Path) -> None:
+def test_experiment_uses_the_code_of_its_recipe_and_has_agents(folder: Path) -> None:
     config = load(compose_values(f"experiment={folder.name}"))
-    assert f'"agent":"asyncrl_recipes.{folder.name}.' in config.model_dump_json()
+    assert f'"asyncrl_recipes.{folder.name}.' in config.model_dump_json()
     assert agents(config, tasks.build_all(config), print).keys() == (config.mixture | config.eval_sets).keys()
