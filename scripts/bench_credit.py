@@ -32,15 +32,21 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageParams  # noqa: E402
+from asyncrl.algo.advantage import ADVANTAGES  # noqa: E402
 from asyncrl.algo.table import build_table  # noqa: E402
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
+from asyncrl.settings import Choice  # noqa: E402
 from scripts import machine  # noqa: E402
 
 RIGHT, WRONG, WORDS = 1, 2, 5000
 P_RIGHT, P_LOST, LUCK = 0.8, 0.4, 1.0
 REWARDS = ("end", "luck", "turns")
-ESTIMATORS = ("rloo", "turn_discounted", "turn_loo", "dr_gigpo")
+ESTIMATORS = {
+    "rloo": "rloo",
+    "turn_discounted": "turn_discounted",
+    "turn_loo": "turn_loo",
+    "dr_gigpo": "asyncrl_recipes.gigpo.advantage:dr_gigpo",
+}
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ def noise(toy: Toy, case: Case, groups: int, estimators: Estimators) -> dict[str
     group, exact = table.group[table.owner][1::2], toy.gradient()
     found = {}
     for name, estimate in estimators.items():
-        advantages = estimate(table, AdvantageParams())[1::2]  # of the second token, which acts
+        advantages = estimate(table)[1::2]  # of the second token, which acts
         single = torch.zeros(groups, *exact.shape, dtype=torch.float64)
         single.index_put_((group, turn, lost.long()), advantages * score / case.episodes, accumulate=True)
         mean = single.mean(0)
@@ -146,12 +152,13 @@ def main() -> None:
     this = machine.report()
     half = options.turns // 2
     cases = [Case(8, {}), Case(4, {half: 2}), Case(4, {half // 2: 1, half + half // 2: 1}), Case(2, {half: 6})]
+    estimators = {name: ADVANTAGES.find(Choice(name=path)) for name, path in ESTIMATORS.items()}
     console, result = Console(width=140), {}
     for rewards in REWARDS:
         toy = Toy(options.turns, rewards, options.seed)
         shown = Table("case", "turns", *ESTIMATORS, title=f"rewards={rewards}: noise (off)")
         for case in cases:
-            found = noise(toy, case, options.groups, {name: ADVANTAGES[name] for name in ESTIMATORS})
+            found = noise(toy, case, options.groups, estimators)
             shown.add_row(
                 str(case), str(case.written(options.turns)), *(f"{a:.2f} ({b:.2f})" for a, b in found.values())
             )
