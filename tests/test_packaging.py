@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -97,6 +98,17 @@ def test_wheel_carries_conf_recipes_lock_and_commands(wheel):
     assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/")) or "__pycache__" in name]
     assert "asyncrl-train = asyncrl.launch.main:main" in entry_points
     assert "asyncrl-install = asyncrl.install:main" in entry_points
+
+
+def test_sdist_carries_what_the_wheel_is_built_from(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    with tarfile.open(*tmp_path.glob("*.tar.gz")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    files = [
+        path for top in ("conf", "recipes") for path in (ROOT / top).rglob("*.*") if "__pycache__" not in path.parts
+    ]
+    assert {str(path.relative_to(ROOT)) for path in files if path.is_file()} <= names
 
 
 COMPOSE = """
