@@ -3,7 +3,6 @@ runs."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -12,25 +11,22 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl import config as configuration
 from asyncrl.addresses import STOP, STOPPED, Addresses
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import LaunchError, Paused, ProcessDied
-from asyncrl.launch import forecast, precision, resume, run_folder
-from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_model, check_sandboxes
-from asyncrl.launch.machine import count_gpus, this_node
-from asyncrl.launch.placement import Node, place, ports_wanted
+from asyncrl.launch import forecast, resume, run_folder
+from asyncrl.launch.checks import check_sandboxes
 from asyncrl.launch.plan import ProcessSpec, plan
+from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.processes import Supervisor
-from asyncrl.launch.replay import check_recording, differences
+from asyncrl.launch.replay import differences
 from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.run_folder import ERRORS, full
 from asyncrl.launch.stalls import Stalls
-from asyncrl.launch.teacher import check_teacher
 from asyncrl.metrics.console import Console
 from asyncrl.tls import Authority
 
@@ -50,15 +46,15 @@ def check(composed: list[tuple[Config, list[str]]]) -> int:
     from asyncrl.launch.preflight.findings import failed, rendered
     from asyncrl.launch.preflight.questions import check_questions
     from asyncrl.launch.preflight.run import preflight
-    from asyncrl.models import catalog
 
     wrong = 0
     for folder, (config, _) in zip(_folders(composed), composed, strict=True):
         job = _job(config)
-        findings = preflight(config, folder, job.probed(config) if job else None)
+        prepared = Preparation(config, folder, job.probed(config) if job else None)
+        findings = preflight(prepared, folder)
         wrong_here = [one.field for one in findings if one.level == "error"]
         if config.mode != "replay" and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
-            findings += check_questions(config, catalog.resolve(config.model.path))
+            findings += check_questions(config, prepared.folders["model"])
         print(rendered(findings), flush=True)
         wrong |= failed(findings)
     return int(wrong)
@@ -100,43 +96,24 @@ def _not_begun(number: int, _: object) -> None:
 
 def launch(config: Config, run_dir: Path, began: float) -> None:
     """Run one configuration to its end, on this machine or on those of the job. `began` is the time of the command."""
-    from asyncrl.models import catalog
-
     job = _job(config)
-    if job:
-        job = job.probed(config)
-    else:
-        check_devices(config, count_gpus(config.cluster.gpus))
-    key = run_key(config)
+    prepared = Preparation(config, run_dir, job.probed(config) if job else None)
     unprotected: list[str] = []
     if config.cluster.preflight:
         from asyncrl.launch.preflight.run import require
 
-        require(config, run_dir, job)
+        require(prepared, run_dir)
     else:
-        sandboxes = check_files(config)
+        prepared.all()
         if config.mode != "replay":
             unprotected = [
                 f"WARNING: code of the model runs without isolation here (allow_unsafe). {found}"
-                for found in check_sandboxes(sandboxes)
+                for found in check_sandboxes(prepared.sandboxes)
                 if not found.isolated
             ]
-        check_recording(config)
-        check_attached(config, key)
-    model = catalog.resolve(config.model.path)
-    check_model(config, _model_config(model))
-    teacher = catalog.resolve(config.teacher.model, "teacher.model") if config.teacher.model else None
-    if teacher:
-        check_teacher(config, model, teacher)
-    judge = catalog.resolve(config.judge.model, "judge.model") if config.judge.model else None
-    origin = resume.choose(config, run_dir)
-    nodes = job.nodes if job else [_this_node(config)]
-    placement = place(config, nodes)
-    gpus = max(len(node.gpus) for node in nodes)
-    before = origin.manifest.config if origin else precision.recorded(config, run_dir)
-    models, attached = _model_configs(model, teacher, judge), attached_dtype(config, key)
-    chosen = precision.resolve(config, models, placement, gpus, job=job, before=before, attached=attached)
-    config, expected = chosen.config, forecast.forecast(chosen.config, model, models["trainer"], chosen)
+    job, origin, placement, gpus = prepared.job, prepared.origin, prepared.placement, prepared.gpus
+    chosen, expected = prepared.chosen, prepared.expected
+    config = chosen.config
     goes_on = config.resume == "auto" and run_folder.is_run(run_dir) and (run_dir / "config.json").is_file()
     if not goes_on:
         resume.check_apart(run_dir, origin)
@@ -159,12 +136,12 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
         authority.sign(placement.listening())
     addresses = Addresses(
         run_id=secrets.token_hex(8),
-        api_key=key,
-        model=model,
+        api_key=prepared.key,
+        model=prepared.folders["model"],
         gpus=gpus,
         started_at=began,
-        teacher=teacher,
-        judge=judge,
+        teacher=prepared.folders.get("teacher"),
+        judge=prepared.folders.get("judge"),
         resume=origin.folder if origin else None,
         authority=authority.certificate if authority else "",
         attached=tuple(config.engine.urls) if config.mode != "replay" else (),
@@ -176,7 +153,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     reporting = [spec.name for spec in specs if spec.reports]
     stalls = Stalls(run_dir, reporting, config.cluster.stall_timeout) if config.cluster.stall_timeout else None
     if job:
-        mounts = [folder for folder in (run_dir, model, teacher, judge) if folder]
+        mounts = [run_dir, *prepared.folders.values()]
         specs = job.steps(specs, run_dir, addresses.run_id, mounts, Registry(run_dir).file_of_run, job.requeued())
     console = Console(config, run_dir)
     console.opening(
@@ -195,17 +172,6 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
             job.end_steps(addresses.run_id)
         os.close(held)
     console.closing()
-
-
-def _model_config(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return values
-
-
-def _model_configs(model: Path, teacher: Path | None, judge: Path | None) -> dict[str, dict[str, Any]]:
-    """Return config.json of the model of each part of the run."""
-    folders = {"trainer": model, "engine": model, "teacher": teacher, "judge": judge}
-    return {part: _model_config(folder) for part, folder in folders.items() if folder}
 
 
 def supervise(
@@ -242,8 +208,3 @@ def _job(config: Config) -> SlurmJob | None:
     from asyncrl.launch.slurm.job import SlurmJob
 
     return SlurmJob.found(config.cluster)
-
-
-def _this_node(config: Config) -> Node:
-    cluster = config.cluster
-    return this_node(cluster.host, cluster.interface, count_gpus(cluster.gpus), ports_wanted(config))

@@ -240,7 +240,7 @@ def test_run_ends_and_says_what_each_was_doing(
     def stop_one() -> None:
         told = tmp_path / FOLDER / "trainer-1.lease"
         if stopped and not acted and told.exists() and "micro-batch" in told.read_text():
-            (pid,) = carrying(b"NAME=trainer-1")
+            (pid,) = {*carrying(b"NAME=trainer-1")} & {*carrying(f"ASYNCRL_RUN_ID={run_id}".encode())}
             os.kill(pid, signal.SIGSTOP)
             acted.append(pid)
 

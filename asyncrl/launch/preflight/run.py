@@ -7,24 +7,19 @@ are skipped.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import Config, on_gpu
 from asyncrl.envs.sandbox import local
-from asyncrl.envs.sandbox.local import LocalSandboxes
 from asyncrl.envs.sandbox.protections import Protections
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch import forecast, precision
-from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_model, check_sandboxes
-from asyncrl.launch.machine import count_gpus, this_node
-from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
+from asyncrl.launch.checks import check_model, check_sandboxes
+from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.preflight import folders, network
 from asyncrl.launch.preflight.devices import check_gpus
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
@@ -34,11 +29,10 @@ from asyncrl.launch.preflight.model_files import check_model_files, read_model
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
 from asyncrl.launch.preflight.versions import check_versions, installed, pinned
 from asyncrl.launch.preflight.weights import check_shared, check_sync
-from asyncrl.launch.replay import check_recording
+from asyncrl.launch.prepare import ROLES, Preparation
 from asyncrl.launch.slurm.job import SlurmJob
-from asyncrl.models import catalog
+from asyncrl.launch.teacher import check_teacher
 from asyncrl.planner import memory as planner
-from asyncrl.planner.estimate import Estimate
 from asyncrl.planner.memory import Shape, Weight
 
 
@@ -46,103 +40,68 @@ from asyncrl.planner.memory import Shape, Weight
 class ModelFolder:
     """A complete model folder."""
 
-    hf: dict[str, Any]
-    """Contents of config.json."""
     weights: list[Weight]
     shape: Shape
 
 
-@dataclass
-class ClusterFacts:
-    """Known facts about the machines, and the placement of the run on them."""
-
-    nodes: Sequence[Node] = ()
-    machines: Sequence[MachineFacts] = ()
-    imagined: bool = False
-    placement: Placement | None = None
-
-    @property
-    def gpus(self) -> int:
-        """Return the number of GPUs per machine, as addresses.json will have it."""
-        return max((len(node.gpus) for node in self.nodes), default=0)
+def preflight(prepared: Preparation, run_dir: Path) -> list[Finding]:
+    """Take the steps of the preparation, and run all checks that are possible before anything is started."""
+    return list(_all(prepared, run_dir))
 
 
-def preflight(config: Config, run_dir: Path, job: SlurmJob | None = None) -> list[Finding]:
-    """Run all checks that are possible before anything is started. `job` has been probed; None means this machine, or a
-    job that has not started."""
-    return list(_all(config, run_dir, job))
-
-
-def require(config: Config, run_dir: Path, job: SlurmJob | None = None) -> None:
+def require(prepared: Preparation, run_dir: Path) -> None:
     """Run and print the preflight. Raises LaunchError if the run would fail."""
-    findings = preflight(config, run_dir, job)
+    findings = preflight(prepared, run_dir)
     print(rendered(findings), flush=True)
     if failed(findings):
         names = ", ".join(dict.fromkeys(one.field for one in findings if one.level == "error"))
         raise LaunchError(f"Preflight failed: {names} (cluster.preflight)")
 
 
-def _all(config: Config, run_dir: Path, job: SlurmJob | None) -> Iterator[Finding]:
-    sandboxes: list[LocalSandboxes] = []
-    yield from refused(lambda: sandboxes.extend(check_files(config)), "task")
-    yield from refused(partial(check_recording, config), "replay.from")
-    yield from refused(partial(check_attached, config, run_key(config)), "engine.urls")
-    seen = ClusterFacts()
-    problems = refused(partial(_look, config, job, seen), "cluster")
-    yield from problems
-    yield from _isolation(config, sandboxes, seen)
-    yield from check_versions(seen.machines or [this_machine("", installed())], pinned())
+def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
+    config = prepared.config
+    yield from refused(prepared.files, "task")
+    yield from refused(prepared.recording, "replay.from")
+    yield from refused(prepared.attached, "engine.urls")
+    yield from refused(prepared.place, "cluster")
+    yield from _isolation(prepared)
+    yield from check_versions(_machines(prepared) or [this_machine("", installed())], pinned())
     models: dict[str, ModelFolder] = {}
-    there: dict[str, Path] = {}
-    choices: list[precision.Precision] = []
-    for name, role in (("model.path", "model"), ("teacher.model", "teacher"), ("judge.model", "judge")):
-        yield from _model(config, name, role, models, there)
-    if not problems:
-        chosen = precision.Precision(precision.assumed(config, seen.gpus))
-        if not seen.imagined:
-            yield from refused(lambda: choices.append(_precision(config, run_dir, job, seen, models)), "trainer.dtype")
-            chosen = choices[0] if choices else chosen
-        yield from _told(config, chosen, models, there, seen)
-        config = chosen.config
-        yield from _on_machines(config, seen, models)
+    for role in ROLES:
+        yield from _model(prepared, role, models)
+    if {"model", "teacher"} <= prepared.hf.keys():
+        folders_of_both = prepared.folders["model"], prepared.folders["teacher"]
+        yield from refused(partial(check_teacher, config, *folders_of_both), "teacher.model")
+    yield from refused(prepared.choose_checkpoint, "resume")
+    prepared.chosen = precision.Precision(precision.assumed(config, prepared.gpus))
+    if prepared.is_placed:
+        yield from _precision(prepared, models)
+        yield from _on_machines(prepared, models)
     policy = models.get("model")
-    yield from _folders(config, run_dir, policy)
-    if job and len(job.nodes) > 1 and seen.placement:
-        yield from _network(config, run_dir, job, seen.placement, there)
+    yield from _folders(prepared.chosen.config, run_dir, policy)
+    if prepared.job and len(prepared.job.nodes) > 1 and prepared.is_placed:
+        yield from _network(prepared, prepared.job, run_dir)
 
 
 # -- the machines ------------------------------------------------------------------------------------------
 
 
-def _look(config: Config, job: SlurmJob | None, seen: ClusterFacts) -> None:
-    """Find the machines and place the run on them. Raises ConfigError."""
-    cluster = config.cluster
-    if job:
-        seen.nodes, seen.machines = job.nodes, job.machines
-    elif cluster.launcher == "slurm":
-        if cluster.gpus is None:
-            raise ConfigError(
-                "cluster.gpus", None, "Required for a job: the number of GPUs of each machine, 0 for none."
-            )
-        seen.imagined = True
-        seen.nodes = imagined(config, cluster.nodes or nodes_wanted(config, cluster.gpus), cluster.gpus)
-    else:
-        seen.machines = [this_machine("", installed())]
-        gpus = count_gpus(cluster.gpus)
-        seen.nodes = [this_node(cluster.host, cluster.interface, gpus, ports_wanted(config))]
-        check_devices(config, gpus)
-    seen.placement = place(config, seen.nodes)
+def _machines(prepared: Preparation) -> Sequence[MachineFacts]:
+    """Return the facts about the machines; nothing is known of those of a job that has not been submitted."""
+    if prepared.job:
+        return prepared.job.machines
+    return () if prepared.imagined or not prepared.nodes else [this_machine("", installed())]
 
 
-def _isolation(config: Config, sandboxes: Sequence[LocalSandboxes], seen: ClusterFacts) -> Iterator[Finding]:
+def _isolation(prepared: Preparation) -> Iterator[Finding]:
     """Check how a machine is protected from code that the model writes."""
-    if not sandboxes or config.mode == "replay":
+    if not prepared.sandboxes or prepared.config.mode == "replay":
         return
-    if seen.imagined:
+    if prepared.imagined:
         yield ok("sandbox", "checked on the job's machines when it starts")
         return
     found: list[Protections] = []
-    yield from refused(lambda: found.extend(check_sandboxes(sandboxes)), "sandbox")
+    yield from refused(lambda: found.extend(check_sandboxes(prepared.sandboxes)), "sandbox")
     for one in found:
         held = f"{one.kind}: {', '.join(one.holds)} protected"
         lacks = "; ".join(f"{name} not: {instead}" for name, instead in one.lacks.items())
@@ -153,62 +112,46 @@ def _isolation(config: Config, sandboxes: Sequence[LocalSandboxes], seen: Cluste
             yield warning("sandbox", text, f"{local.FOR_ISOLATION}.")
 
 
-def _on_machines(config: Config, seen: ClusterFacts, models: dict[str, ModelFolder]) -> Iterator[Finding]:
-    placement = seen.placement
-    assert placement
-    if seen.imagined:
-        yield ok("cluster.launcher", f"a job of {len(seen.nodes)} machine(s): its machines are checked when it starts")
+def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterator[Finding]:
+    config, machines = prepared.chosen.config, _machines(prepared)
+    if prepared.imagined:
+        text = f"a job of {len(prepared.nodes)} machine(s): its machines are checked when it starts"
+        yield ok("cluster.launcher", text)
     else:
-        yield from check_gpus(seen.nodes, seen.machines)
-        yield from network.check_ports(seen.nodes, ports_wanted(config))
-    needs = _needs(config, seen, models)
-    machines = {node.name: machine for node, machine in zip(seen.nodes, seen.machines, strict=False)}
-    yield from check_memory(placement, needs, machines)
+        yield from check_gpus(prepared.nodes, machines)
+        yield from network.check_ports(prepared.nodes, ports_wanted(config))
+    needs = _needs(config, prepared.gpus, models)
+    known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
+    yield from check_memory(prepared.placement, needs, known)
     if policy := models.get("model"):
-        yield from check_sync(config, placement, policy.weights, seen.gpus)
+        yield from check_sync(config, prepared.placement, policy.weights, prepared.gpus)
 
 
-def _precision(
-    config: Config, run_dir: Path, job: SlurmJob | None, seen: ClusterFacts, models: dict[str, ModelFolder]
-) -> precision.Precision:
-    """Resolve every dtype on the machines that will run the part."""
-    assert seen.placement
-    roles = {"trainer": "model", "engine": "model", "teacher": "teacher", "judge": "judge"}
-    configs = {part: models[role].hf for part, role in roles.items() if role in models}
-    before = precision.recorded(config, run_dir)
-    attached = attached_dtype(config, run_key(config))
-    return precision.resolve(config, configs, seen.placement, seen.gpus, job=job, before=before, attached=attached)
-
-
-def _told(
-    config: Config,
-    chosen: precision.Precision,
-    models: dict[str, ModelFolder],
-    there: dict[str, Path],
-    seen: ClusterFacts,
-) -> Iterator[Finding]:
+def _precision(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterator[Finding]:
     """Report the number format of each part, and the estimated duration of the run."""
-    for part in ("trainer", "engine") if seen.imagined else ():
+    config = prepared.config
+    if not prepared.imagined:
+        yield from refused(prepared.precision, "trainer.dtype")
+    for part in ("trainer", "engine") if prepared.imagined else ():
         section = getattr(config, part)
         if section.dtype == precision.AUTO:
             later = "auto: decided by the job's machines when it starts"
-            yield ok(f"{part}.dtype", "bfloat16, auto: it runs on GPUs" if on_gpu(section, seen.gpus) else later)
-    for choice in chosen.choices:
+            yield ok(f"{part}.dtype", "bfloat16, auto: it runs on GPUs" if on_gpu(section, prepared.gpus) else later)
+    for choice in prepared.chosen.choices:
         text = f"{choice.dtype}, {choice.why}"
         yield warning(choice.field, text, choice.remedy) if choice.remedy else ok(choice.field, text)
-    found: list[Estimate | None] = []
     if "model" in models:
-        folder, hf = there["model.path"], models["model"].hf
-        yield from refused(lambda: found.append(forecast.forecast(chosen.config, folder, hf, chosen)), "task")
-    for expected in filter(None, found):
-        yield ok("run.max_steps", f"{config.run.max_steps} steps; estimate: {forecast.summary_of(expected)}")
+        yield from refused(prepared.estimate, "task")
+    if prepared.expected:
+        text = f"{config.run.max_steps} steps; estimate: {forecast.summary_of(prepared.expected)}"
+        yield ok("run.max_steps", text)
 
 
-def _needs(config: Config, seen: ClusterFacts, models: dict[str, ModelFolder]) -> dict[str, MemoryNeed]:
+def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[str, MemoryNeed]:
     """Return the memory needs of each role."""
     needs: dict[str, MemoryNeed] = {}
     if (policy := models.get("model")) and config.mode != "rollout_only":
-        gpu = on_gpu(config.trainer, seen.gpus)
+        gpu = on_gpu(config.trainer, gpus)
         layout, training = layout_of(config.trainer), training_of(config, gpu=gpu)
         staged = 0
         if config.checkpoint.every:
@@ -229,32 +172,31 @@ def _needs(config: Config, seen: ClusterFacts, models: dict[str, ModelFolder]) -
                 tokens=section.max_total_tokens,
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
             )
-            needs[name] = MemoryNeed(parts, on_gpu(section, seen.gpus))
+            needs[name] = MemoryNeed(parts, on_gpu(section, gpus))
     return needs
 
 
 # -- model, folders, network -------------------------------------------------------------------------------
 
 
-def _model(
-    config: Config, name: str, role: str, models: dict[str, ModelFolder], there: dict[str, Path]
-) -> Iterator[Finding]:
-    """Check a model folder and record its path in `there`; a built-in model is created first. Teacher and judge are
-    only checked if this run starts them. For a family that the trainer does not know, only the files are checked."""
-    section = getattr(config, role)
-    path = config.model.path if role == "model" else section.model
-    if not path or (role != "model" and not section.started):
+def _model(prepared: Preparation, role: str, models: dict[str, ModelFolder]) -> Iterator[Finding]:
+    """Check a model folder. The files of teacher and judge are only checked if this run starts them. For a family that
+    the trainer does not know, only the files are checked."""
+    field = "model.path" if role == "model" else f"{role}.model"
+    yield from refused(partial(prepared.find, role), field)
+    if role not in prepared.folders:
         return
-    yield from refused(lambda: there.update({name: catalog.resolve(path, name)}), name)
-    if name not in there:
+    if role != "model" and not getattr(prepared.config, role).started:
+        yield from refused(partial(prepared.read, role), field)
         return
-    files = read_model(there[name], name)
-    yield from check_model_files(there[name], files, name)
+    folder = prepared.folders[role]
+    files = read_model(folder, field)
+    yield from check_model_files(folder, files, field)
     if files.problems:
         return
-    hf = json.loads((there[name] / "config.json").read_text())
+    hf = prepared.read(role)
     if role == "model":
-        problems = refused(partial(check_model, config, hf), name)
+        problems = refused(partial(check_model, prepared.config, hf), field)
         yield from problems
         if problems:
             return
@@ -262,7 +204,7 @@ def _model(
         shape = shape_of(hf)
     except (ConfigError, KeyError):
         return
-    models[role] = ModelFolder(hf, planner.counted(files.weights, shape), shape)
+    models[role] = ModelFolder(planner.counted(files.weights, shape), shape)
 
 
 def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Iterator[Finding]:
@@ -271,10 +213,11 @@ def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Itera
     yield from folders.check_folders(config, folders.room_of(config, elements), folders.look_at(run_dir), shared)
 
 
-def _network(
-    config: Config, run_dir: Path, job: SlurmJob, placement: Placement, models: dict[str, Path]
-) -> Iterator[Finding]:
-    """Check the network between the machines of a job. `models` maps the settings to the model folders."""
+def _network(prepared: Preparation, job: SlurmJob, run_dir: Path) -> Iterator[Finding]:
+    """Check the network between the machines of a job."""
+    config, placement = prepared.config, prepared.placement
+    names = {"model": "model.path", "teacher": "teacher.model", "judge": "judge.model"}
+    models = {names[role]: folder for role, folder in prepared.folders.items()}
     shared = Path(config.weights.folder).expanduser() if config.weights.folder else run_dir
     nearest = {path: next(one for one in (path, *path.parents) if one.is_dir()) for path in (run_dir, shared)}
     try:

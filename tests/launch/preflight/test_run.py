@@ -25,6 +25,7 @@ from asyncrl.launch.preflight.folders import look_at
 from asyncrl.launch.preflight.model_files import INDEX, read_model
 from asyncrl.launch.preflight.reach import Reach
 from asyncrl.launch.preflight.run import preflight, require
+from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.models import catalog
 from asyncrl.planner.memory import buckets
@@ -34,7 +35,7 @@ from tests.launch.preflight.worlds import TENSORS, job, machine, nodes, write_mo
 
 
 def found(config: Config, tmp_path: Path) -> dict[str, Finding]:
-    return {one.field: one for one in preflight(config, tmp_path / "run")}
+    return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", None), tmp_path / "run")}
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -136,7 +137,7 @@ def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
     assert remedy in findings[field].remedy
     assert findings["versions"].level == findings["run.dir"].level == "ok"
     with pytest.raises(LaunchError, match=field):
-        require(tiny_config(**changes), tmp_path / "run")
+        require(Preparation(tiny_config(**changes), tmp_path / "run", None), tmp_path / "run")
 
 
 def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -> None:
@@ -171,9 +172,14 @@ def test_without_trainers_nothing_is_said_of_them(tmp_path: Path) -> None:
     assert not {"trainer", "weights.transport", "checkpoint.every"} & findings.keys()
 
 
-def test_models_of_others_engines_are_not_looked_at_and_those_of_other_families_by_their_files(tmp_path: Path) -> None:
-    elsewhere = {"teacher.model": "/nowhere", "teacher.urls": ["http://10.0.0.9:1"]}
+def test_teacher_is_compared_wherever_its_engines_run(tmp_path: Path) -> None:
+    elsewhere = {"teacher.model": "builtin:tiny", "teacher.urls": ["http://10.0.0.9:1"]}
     assert "teacher.model" not in found(tiny_config(**elsewhere), tmp_path)
+    nowhere = found(tiny_config(**elsewhere | {"teacher.model": "/nowhere"}), tmp_path)
+    assert nowhere["teacher.model"].level == "error"
+
+
+def test_models_of_other_families_are_looked_at_by_their_files(tmp_path: Path) -> None:
     model = write_model(tmp_path / "judge")
     (model / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
     findings = found(tiny_config(**{"judge.model": str(model)}), tmp_path)
@@ -215,7 +221,7 @@ def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
     machines = [machine(f"node{number}") for number in range(count)]
     group = [one.name for one in machines]
     allocation = SlurmJob("3", [group], config.cluster, nodes(config, count, 0), machines)
-    return {one.field: one for one in preflight(config, tmp_path / "run", allocation)}
+    return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation), tmp_path / "run")}
 
 
 BOTH = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}

@@ -1,0 +1,154 @@
+"""What a run is made of, found once before anything starts: its sandboxes, machines, models, checkpoint and number
+formats. The preflight takes the same steps, and reports what each of them refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.envs.sandbox.local import LocalSandboxes
+from asyncrl.errors import ConfigError
+from asyncrl.launch import forecast, precision, resume
+from asyncrl.launch.attached import attached_dtype, check_attached, run_key
+from asyncrl.launch.checks import check_devices, check_files, check_model
+from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
+from asyncrl.launch.precision import Precision
+from asyncrl.launch.replay import check_recording
+from asyncrl.launch.resume import Resume
+from asyncrl.launch.slurm.job import SlurmJob
+from asyncrl.launch.teacher import check_teacher
+from asyncrl.models import catalog
+from asyncrl.planner.estimate import Estimate
+
+ROLES = ("model", "teacher", "judge")
+
+
+class Preparation:
+    """The steps that lead to a run that can start. Each step raises ConfigError, or another AsyncRLError, for what it
+    refuses; later steps need earlier ones."""
+
+    def __init__(self, config: Config, run_dir: Path, job: SlurmJob | None) -> None:
+        """`job` has been probed; None means this machine, or a job that has not been submitted."""
+        self.config, self.job, self._run_dir = config, job, run_dir
+        self.key = run_key(config)
+        self.sandboxes: list[LocalSandboxes] = []
+        self.nodes: Sequence[Node] = ()
+        self.imagined = False
+        """Whether placeholders stand in for the machines of a job that has not been submitted."""
+        self._placement: Placement | None = None
+        self.folders: dict[str, Path] = {}
+        """Model folders by role."""
+        self.hf: dict[str, dict[str, Any]] = {}
+        """Contents of their config.json."""
+        self.origin: Resume | None = None
+        """The checkpoint that the run resumes from."""
+        self.chosen = Precision(config)
+        self.expected: Estimate | None = None
+
+    def all(self) -> None:
+        """Take every step, and raise what the first of them refuses."""
+        for step in (self.files, self.recording, self.attached, self.place):
+            step()
+        for role in ROLES:
+            self.find(role)
+        self.models()
+        self.choose_checkpoint()
+        self.precision()
+        self.estimate()
+
+    @property
+    def placement(self) -> Placement:
+        """Which process runs where."""
+        assert self._placement
+        return self._placement
+
+    @property
+    def is_placed(self) -> bool:
+        """Return whether the machines are known and have room for the run."""
+        return self._placement is not None
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs per machine, as addresses.json will have it."""
+        return max((len(node.gpus) for node in self.nodes), default=0)
+
+    def files(self) -> None:
+        """Build the tasks and rewards, and find the sandboxes in which their code would run."""
+        self.sandboxes = check_files(self.config)
+
+    def recording(self) -> None:
+        """Check the recording that is replayed."""
+        check_recording(self.config)
+
+    def attached(self) -> None:
+        """Check the engines that run already."""
+        check_attached(self.config, self.key)
+
+    def place(self) -> None:
+        """Find the machines, and place the run on them."""
+        cluster = self.config.cluster
+        if self.job:
+            self.nodes = self.job.nodes
+        elif cluster.launcher == "slurm":
+            if cluster.gpus is None:
+                raise ConfigError(
+                    "cluster.gpus", None, "Required for a job: the number of GPUs of each machine, 0 for none."
+                )
+            self.imagined = True
+            machines = cluster.nodes or nodes_wanted(self.config, cluster.gpus)
+            self.nodes = imagined(self.config, machines, cluster.gpus)
+        else:
+            gpus = count_gpus(cluster.gpus)
+            self.nodes = [this_node(cluster.host, cluster.interface, gpus, ports_wanted(self.config))]
+            check_devices(self.config, gpus)
+        self._placement = place(self.config, self.nodes)
+
+    def find(self, role: str) -> None:
+        """Find the folder of a model; a built-in one is created first. Without a teacher or judge nothing happens."""
+        name = self.config.model.path if role == "model" else getattr(self.config, role).model
+        if name:
+            self.folders[role] = catalog.resolve(name, "model.path" if role == "model" else f"{role}.model")
+
+    def read(self, role: str) -> dict[str, Any]:
+        """Return the contents of a model's config.json."""
+        if role not in self.hf:
+            file = self.folders[role] / "config.json"
+            try:
+                self.hf[role] = json.loads(file.read_text())
+            except (OSError, ValueError) as error:
+                field = "model.path" if role == "model" else f"{role}.model"
+                raise ConfigError(field, str(file), f"It cannot be read ({error}): name a folder of HF.") from None
+        return self.hf[role]
+
+    def models(self) -> None:
+        """Check that the policy can be built, and that the teacher can score it."""
+        check_model(self.config, self.read("model"))
+        for role in self.folders:
+            self.read(role)
+        if "teacher" in self.folders:
+            check_teacher(self.config, self.folders["model"], self.folders["teacher"])
+
+    def choose_checkpoint(self) -> None:
+        """Choose the checkpoint to resume from."""
+        self.origin = resume.choose(self.config, self._run_dir)
+
+    def precision(self) -> None:
+        """Resolve every dtype, on the machines that will run the part."""
+        roles = {"trainer": "model", "engine": "model", "teacher": "teacher", "judge": "judge"}
+        measurable = {role: hf for role, hf in self.hf.items() if "hidden_size" in hf}  # not every judge's has one
+        models = {part: measurable[role] for part, role in roles.items() if role in measurable}
+        before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self._run_dir)
+        attached = attached_dtype(self.config, self.key)
+        self.chosen = precision.resolve(
+            self.config, models, self.placement, self.gpus, job=self.job, before=before, attached=attached
+        )
+
+    def estimate(self) -> None:
+        """Estimate the duration of the run."""
+        hf = self.read("model")
+        self.expected = forecast.forecast(self.chosen.config, self.folders["model"], hf, self.chosen)
