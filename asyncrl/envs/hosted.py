@@ -179,7 +179,7 @@ class HostedEnv:
 
     @property
     def alive(self) -> bool:
-        """Whether its process is alive."""
+        """Return whether its process is alive."""
         return self._host.alive
 
     async def make(self, spec: EnvSpec) -> None:

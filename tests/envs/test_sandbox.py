@@ -284,9 +284,9 @@ def test_closed_sandbox_fails_typed_and_may_be_closed_again(kind: Kind) -> None:
         await asyncio.sleep(0)
         await sandbox.close()
         await sandbox.close()
-        with pytest.raises(EpisodeFailed, match="sandbox: it was closed"):
+        with pytest.raises(EpisodeFailed, match="sandbox: the sandbox was closed"):
             await running
-        with pytest.raises(EpisodeFailed, match="sandbox: it was closed"):
+        with pytest.raises(EpisodeFailed, match="sandbox: the sandbox was closed"):
             await sandbox.run(["true"])
 
     with_a_sandbox(kind, test)
@@ -298,7 +298,7 @@ def test_demand_that_this_machine_cannot_meet_is_refused_with_what_there_is() ->
             with pytest.raises((ConfigError, EpisodeFailed)) as caught:
                 await asyncio.wait_for(opened.open(), DEADLINE)
             if isinstance(caught.value, ConfigError):  # else the Python of the tests is for root's eyes only
-                assert "No files here" in str(caught.value)
+                assert "This machine lacks files" in str(caught.value)
                 assert "NOT PROTECTED" in str(caught.value)
 
     asyncio.run(main())
@@ -317,7 +317,8 @@ def test_nothing_runs_without_isolation_unless_that_is_said() -> None:
     async def main() -> None:
         sandboxes = LocalSandboxes()
         with pytest.raises(
-            ConfigError, match=r"(?s)allow_unsafe: got False.* no isolation here: bubblewrap: .*allow_unsafe=true"
+            ConfigError,
+            match=r"(?s)allow_unsafe: got False.* cannot isolate code of the model: bubblewrap: .*allow_unsafe=true",
         ):
             await asyncio.wait_for(sandboxes.open(), DEADLINE)
         await sandboxes.close()
@@ -373,7 +374,7 @@ def test_closed_backend_takes_its_sandboxes_along_and_opens_none() -> None:
         await sandboxes.close()
         await sandboxes.close()
         assert processes() == {}
-        with pytest.raises(EpisodeFailed, match="sandbox: its backend was closed"):
+        with pytest.raises(EpisodeFailed, match="sandbox: the backend of the sandbox was closed"):
             await sandbox.run(["true"])
         with pytest.raises(EpisodeFailed, match="sandbox: the backend is closed"):
             await sandboxes.open()

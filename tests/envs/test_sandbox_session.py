@@ -207,7 +207,7 @@ def test_fault_of_the_sandbox_fails_the_episode_and_ends_it(how: str, monkeypatc
             await worker.hang_up()
         elif how == "closed":
             await sandbox.close()
-        expected = {"fault": "cannot start", "hang up": "it fell over", "silence": "not answered", "closed": "closed"}
+        expected = {"fault": "cannot start", "hang up": "it fell over", "silence": "did not answer", "closed": "closed"}
         with pytest.raises(EpisodeFailed, match=f"sandbox: .*{expected[how]}"):
             await running
         with pytest.raises(EpisodeFailed, match="sandbox: "):
@@ -245,7 +245,7 @@ def test_sandbox_that_does_not_come_up_is_removed(how: str, monkeypatch: pytest.
         elif how == "cancelled":
             await worker.connected()
             opening.cancel()
-        errors = {"hang up": "it fell over", "silence": "not come up for 0 s", "cancelled": None}
+        errors = {"hang up": "it fell over", "silence": "did not start within 0 s", "cancelled": None}
         with pytest.raises(asyncio.CancelledError if how == "cancelled" else EpisodeFailed, match=errors[how]):
             await asyncio.wait_for(opening, DEADLINE)
         await sandbox.close()

@@ -44,7 +44,7 @@ def test_a_run_that_executes_code_of_the_model_is_refused_with_the_remedy(
 ) -> None:
     code, text = command(tmp_path, *arguments)
     assert code != 0
-    for words in ("no isolation here", "bubblewrap: ", "allow_unsafe=true", "docs/sandbox.md"):
+    for words in ("cannot isolate code of the model", "bubblewrap: ", "allow_unsafe=true", "docs/sandbox.md"):
         assert words in text
     assert not (tmp_path / "run").exists()
 
@@ -54,4 +54,4 @@ def test_allowed_by_name_it_says_what_is_not_protected(tmp_path: Path) -> None:
     code, text = command(tmp_path, ALLOWED, "model=smollm2-135m", "--check")
     assert code == 0, text
     assert "warning sandbox no isolation (allow_unsafe=true)" in text
-    assert "files not: whatever its uid may read and write" in text
+    assert "programs can read and write what their uid may" in text

@@ -1,1 +1,1 @@
-"""Where code that a model wrote runs: protocol.py is the seam, local.py the backend of this machine."""
+"""Sandboxes that run code written by a model: protocol.py is the interface, local.py the backend on this machine."""

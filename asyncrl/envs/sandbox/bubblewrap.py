@@ -1,11 +1,11 @@
-"""Bubblewrap: where its program is, and the command line with which it builds a sandbox and starts the worker in it.
+"""Bubblewrap: finds its program, and builds the command line that makes a sandbox and starts the worker in it.
 
-What a program in the sandbox sees of the machine:
+A program in the sandbox sees these parts of the machine:
 
     /usr, /bin, /lib*, /sbin     read-only, the host's
-    the Python that runs us      read-only, where the host has it: its base and its virtual environment. Below /tmp or
-                                 /dev/shm, the folder there that leads to it is read-only too
-    /etc                         a few files of the dynamic linker, and accounts that are made up
+    the Python that runs us      read-only, at the host's path: its base and its virtual environment. If that is below
+                                 /tmp or /dev/shm, the folder that leads to it is read-only too
+    /etc                         a few files of the dynamic linker, and invented accounts
     /dev                         null, zero, full, random, urandom
     /proc                        that of its own pid namespace
     /sandbox                     writable, limited: home (where programs start), tmp (/tmp), shm (/dev/shm)
@@ -34,7 +34,7 @@ LINKS = {
     **{f"/dev/{name}": f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))},
 }
 UID = 1000
-"""Uid of programs, as they see it, where they do not have one of their own on the host."""
+"""Uid that programs see, unless they have a uid of their own on the host."""
 FILES = {
     "/etc/passwd": f"root:x:0:0::/:/bin/sh\nguest:x:{UID}:{UID}::{HOME}:/bin/sh\n",
     "/etc/group": f"root:x:0:\nguest:x:{UID}:\n",
@@ -46,20 +46,22 @@ ISOLATED = (
     *("--die-with-parent", "--as-pid-1", "--new-session", "--hostname", "sandbox", "--clearenv"),
 )
 ONE_USER = ("--unshare-user", "--uid", str(UID), "--gid", str(UID))
-"""Programs have the uid of the worker, which is that of the owner on the host."""
+"""Options that give programs the uid of the worker, which on the host is the uid of the owner."""
 CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "SYS_PTRACE")
 OWN_USERS = tuple(word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}"))
-"""For root: programs have a uid that nobody has. With these capabilities the worker starts them, ends them, counts
-them and has their files."""
+"""Options for root, under which programs have an unused uid. The worker needs these capabilities to start, kill and
+count the programs, and to access their files."""
 CODE = "/.worker"
-"""Where the worker finds its code in a sandbox: this folder alone."""
+"""Folder in a sandbox that holds the worker's code. It contains only the package asyncrl.envs.sandbox."""
 UNPACKED = "bubblewrap/usr/bin/bwrap"
-"""Where `make bubblewrap` puts the program, below the virtual environment."""
+"""Path of the program that `make bubblewrap` installs, relative to the virtual environment."""
 
 
 def find() -> tuple[str, dict[str, str]] | None:
-    """Return the path of bwrap and the environment that it needs: that of the virtual environment, or the one on PATH;
-    None if there is none."""
+    """Return the path of bwrap and the environment that it needs; None if bwrap is not installed.
+
+    The program in the virtual environment takes precedence over the one on PATH.
+    """
     unpacked = Path(sys.prefix, UNPACKED)
     if os.access(unpacked, os.X_OK):
         root = unpacked.parents[2]
@@ -70,7 +72,10 @@ def find() -> tuple[str, dict[str, str]] | None:
 
 
 def python(code: str) -> list[str]:
-    """Return the command that starts a worker whose code is below this folder; its settings are to be appended."""
+    """Return the command that starts a worker with the code in this folder.
+
+    The caller appends the worker's settings.
+    """
     start = f"import sys; sys.path.insert(0, {code!r}); from asyncrl.envs.sandbox.worker import main; main()"
     return [os.path.realpath(sys.executable), "-I", "-S", "-c", start]
 
@@ -78,19 +83,19 @@ def python(code: str) -> list[str]:
 def command(
     bwrap: str, users: Sequence[str], shown: Sequence[str], disk: int, *, files: Mapping[str, int], seccomp: int | None
 ) -> list[str]:
-    """Return the words that start a worker; its settings are to be appended.
+    """Return the command that starts a worker in a sandbox. The caller appends the worker's settings.
 
     users    ONE_USER, perhaps with --disable-userns, or OWN_USERS
-    shown    paths of the host (see `shown`)
-    disk     bytes of the writable part
-    files    descriptors from which FILES are read
-    seccomp  descriptor of the system-call filter
+    shown    paths of the host to mount (see `shown`)
+    disk     size of the writable part, in bytes
+    files    descriptors that hold the contents of FILES, by path
+    seccomp  descriptor of the system-call filter; None: no filter
     """
     words = [bwrap, *ISOLATED, *users]
     inside = nested(shown)
     outer = [path for path in shown if path not in {item.source for item in inside}]
     for folder in sorted(set().union(*map(folders_above, [*outer, *files, *LINKS]))):
-        words += ["--dir", folder]  # those that it makes unasked are for root alone
+        words += ["--dir", folder]  # bubblewrap would create missing parents for root only
     for path in outer:
         words += ["--ro-bind", path, path]
     for name in DEVICES:
@@ -117,33 +122,34 @@ def command(
 
 
 def shown() -> list[str]:
-    """Return files and folders of the host that are shown at their own place, none inside another."""
+    """Return the files and folders of the host that are mounted at their own paths. None lies inside another."""
     wanted = [path for path in (*SYSTEM, *ETC) if Path(path).exists() and path not in links()]
     wanted += sorted({os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)})
     return [path for path in wanted if not folders_above(path) & set(wanted)]
 
 
 def links() -> dict[str, str]:
-    """Return symbolic links, by place: those of the root that are links on the host (/bin to usr/bin), and LINKS."""
+    """Return targets of symbolic links by path: LINKS, and system folders that are links on the host (/bin to
+    usr/bin)."""
     return {path: os.readlink(path) for path in SYSTEM if Path(path).is_symlink()} | LINKS
 
 
 @dataclass(frozen=True)
 class Nested:
-    """A path of the host that is shown inside a writable folder, because the host has it below /tmp or /dev/shm.
+    """A path of the host that is mounted inside a writable folder, because on the host it is below /tmp or /dev/shm.
 
-    The first folder on the way to `target` is a mount of its own, and read-only. Otherwise a program, which owns the
+    The first folder on the way to `target` is a read-only mount of its own. Otherwise a program, which owns the
     writable folder, could rename it and put another Python in its place. (A program with its worker's uid can still
     rename the writable folder itself, and so change what later calls of its own sandbox run.)
     """
 
     source: str
     target: str  # below /sandbox
-    top: str  # the folder of the writable folder that holds it; `target` itself, if nothing is in between
+    top: str  # first folder on the way, below the writable folder; `target` if nothing is in between
 
 
 def nested(shown: Sequence[str]) -> list[Nested]:
-    """Return what has to be mounted inside the writable folders instead of at its own place."""
+    """Return the paths that must be mounted inside the writable folders instead of at their own paths."""
     found = []
     for path in shown:
         for link, folder in LINKS.items():
@@ -154,8 +160,10 @@ def nested(shown: Sequence[str]) -> list[Nested]:
 
 
 def environment(home: str = HOME, temporary: str = TEMPORARY) -> dict[str, str]:
-    """Return the environment of programs. Nothing of it comes from the host; libraries with a pool of threads start
-    one thread."""
+    """Return the environment of programs.
+
+    No variable is copied from the host. Libraries that have a thread pool are limited to one thread.
+    """
     return {
         "PATH": f"{os.path.realpath(sys.prefix)}/bin:/usr/local/bin:/usr/bin:/bin",
         "HOME": home,
@@ -169,5 +177,5 @@ def environment(home: str = HOME, temporary: str = TEMPORARY) -> dict[str, str]:
 
 
 def folders_above(path: str) -> set[str]:
-    """Return the folders that hold a path, without the root."""
+    """Return all folders above a path, except the root."""
     return {str(parent) for parent in Path(path).parents} - {"/"}

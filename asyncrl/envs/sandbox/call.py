@@ -1,8 +1,8 @@
-"""One call of a sandbox: runs a program, feeds and reads its pipes, and ends it at its limits.
+"""One call of a sandbox: runs a program, writes its stdin, reads its output, and kills it when it exceeds a limit.
 
-This is code of the worker (worker.py): it runs inside of the sandbox and imports Python's library alone.
+This module is part of the worker (worker.py). It runs inside the sandbox and imports only the standard library.
 
-waits for     the program's end, its output, room in its stdin, a word of the owner; at most TICK_SECONDS
+waits for     the program's end, its output, space in its stdin, a message of the owner; at most TICK_SECONDS
 on a hang     SIGKILL to everything in the sandbox after `seconds`
 """
 
@@ -19,7 +19,7 @@ from asyncrl.envs.sandbox.program import MIB, WRITABLE, Settings, become, kill, 
 
 TICK_SECONDS = 0.05
 BYTES_PER_FILE = 4096
-"""A file counts as so many bytes of disk_mb, because empty ones take memory too."""
+"""Bytes of disk_mb that each file counts for, because even empty files take memory."""
 _CHUNK = 65536
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
@@ -29,11 +29,14 @@ class Fault(Exception):
 
 
 class Meter:
-    """What the processes of a call use together: the limits that no rlimit holds. With a control group the kernel
-    counts, and kills for memory itself; without one the processes in /proc are added up."""
+    """Resource use of all processes of a call, for the limits that rlimits cannot enforce.
+
+    With a control group, the kernel counts and enforces the memory limit itself. Without one, the meter sums over the
+    processes in /proc.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        """Begin a call. Bounds are None where the kernel holds them, or nobody."""
+        """Begin a call. A bound is None if the kernel enforces it, or if nothing can."""
         limits, self._alone, self._oom, self._cpu = settings.limits, settings.alone, settings.oom, settings.cpu
         self._cpu_seconds = limits["cpu_seconds"]
         self._memory = limits["memory_mb"] * MIB if self._oom is None else None
@@ -43,7 +46,7 @@ class Meter:
         self._cpu_before = _cpu_of(self._cpu) if self._cpu is not None else 0.0
 
     def broken(self) -> str | None:
-        """Return the limit that is broken now."""
+        """Return the name of a limit that the call exceeds now; None if it exceeds none."""
         if self.out_of_memory():
             return "memory"
         if self._cpu is not None and _cpu_of(self._cpu) - self._cpu_before > self._cpu_seconds:
@@ -67,7 +70,7 @@ class Meter:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Return those of a process and of its children that have ended."""
+    """Return the CPU seconds of a process and of its children that have ended."""
     return sum(map(int, stat(pid)[11:15])) / _TICKS
 
 
@@ -76,7 +79,7 @@ def _ooms(descriptor: int) -> int:
 
 
 def _cpu_of(descriptor: int) -> float:
-    """Return the CPU seconds of a group's processes, also of those that have ended."""
+    """Return the CPU seconds of a control group, including those of processes that have ended."""
     text = os.pread(descriptor, 4096, 0)
     return _entry(text, b"usage_usec") / 1e6 if b"usage_usec" in text else int(text) / 1e9
 
@@ -86,7 +89,7 @@ def _entry(text: bytes, name: bytes) -> int:
 
 
 def _memory(pids: Sequence[int], most: int) -> int:
-    """Return resident bytes. What processes share counts once (proportional set size), if the sum would be too much."""
+    """Return resident bytes. If their sum exceeds `most`, count shared memory once (proportional set size)."""
     resident = {pid: int(proc_file(pid, "statm", "0 0").split()[1]) * _PAGE for pid in pids}
     if sum(resident.values()) <= most:
         return sum(resident.values())
@@ -103,7 +106,10 @@ class _Output:
         self.end, self.most, self.data = end, most, bytearray()
 
     def take(self) -> bool | None:
-        """Read some of what is there. Return None when nothing is, False when nothing will be or it is too much."""
+        """Read a chunk.
+
+        Return True if data was read, None if there is none yet, False at the end or above the limit.
+        """
         try:
             chunk = os.read(self.end, _CHUNK)
         except BlockingIOError:
@@ -117,7 +123,7 @@ class _Output:
 
 
 class Ended(NamedTuple):
-    """How a call ended; see protocol.Outcome."""
+    """Result of a call; see protocol.Outcome."""
 
     reason: str
     exit_code: int | None
@@ -126,7 +132,7 @@ class Ended(NamedTuple):
 
 
 class Call:
-    """A program that runs."""
+    """A running program."""
 
     def __init__(
         self,
@@ -139,8 +145,11 @@ class Call:
         stdin: bytes = b"",
         ends: Sequence[int] = (),
     ) -> None:
-        """Start it in the folder of the descriptor `home`, with `ends` as its descriptors 0, 1, 2, ...; without `ends`
-        it reads `stdin`, and its output is kept. Raises OSError when it cannot be started."""
+        """Start the program in the folder of the descriptor `home`. Raises OSError if it cannot be started.
+
+        `ends` become the program's descriptors 0, 1, 2, ... Without `ends`, the program reads `stdin`, and its output
+        is collected.
+        """
         self._meter, self._alone = Meter(settings), settings.alone
         self._fault, fault = os.pipe()
         self._feed, self._outputs = -1, []
@@ -165,7 +174,8 @@ class Call:
         self._status: int | None = None
 
     def wait(self, interrupts: Collection[int]) -> str:
-        """Wait until the call has to end, and return why: "killed" when one of the `interrupts` can be read."""
+        """Wait until the call must end, and return the reason: "killed" when one of the `interrupts` becomes
+        readable."""
         poll = select.poll()
         outputs = {output.end: output for output in self._outputs}
         for end in (self._alive, *interrupts, *outputs):
@@ -198,13 +208,15 @@ class Call:
                 next_tick = time.monotonic() + TICK_SECONDS
 
     def end(self, reason: str) -> Ended:
-        """Kill all of the sandbox's processes, and take what they still had to say. Raises Fault when the program never
-        began."""
+        """Kill all processes of the sandbox and read their remaining output.
+
+        Raises Fault if the program could not be set up.
+        """
         kill(self._alone)
         while self._reap(0):
             while self._reap(os.WNOHANG):
                 pass
-            kill(self._alone)  # whoever began meanwhile: nobody can where the kernel kills all at once
+            kill(self._alone)  # processes that were forked meanwhile; in a pid namespace there are none
         seconds = time.monotonic() - self._began
         for output in self._outputs:
             while output.take():
@@ -231,7 +243,7 @@ class Call:
         return ("exited" if code >= 0 else "killed"), code
 
     def _reap(self, flags: int) -> bool:
-        """Reap a process, if there is one; orphans come to the worker too."""
+        """Reap one process, which may be an orphan. Return whether one was reaped."""
         try:
             pid, status = os.waitpid(-1, flags)
         except ChildProcessError:
@@ -241,7 +253,7 @@ class Call:
         return pid != 0
 
     def _pour(self) -> bool:
-        """Write to stdin. Return whether there is more to write, and somebody to read it."""
+        """Write to stdin. Return whether data is left to write and the program still reads it."""
         try:
             self._stdin = self._stdin[os.write(self._feed, self._stdin[:_CHUNK]) :] if self._stdin else self._stdin
         except BlockingIOError:

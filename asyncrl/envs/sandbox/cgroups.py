@@ -1,8 +1,8 @@
-"""Control groups, which bound the memory and the processes of a sandbox as a whole, and what dead runs leave of them.
+"""Control groups that bound the memory and the processes of a sandbox as a whole, and the cleanup after dead runs.
 
 Version 1 has a hierarchy for each controller, version 2 has one for all. In version 2 a group that has processes cannot
 have children with controllers, so a sibling of our group is tried too (a systemd user session, a scope with
-Delegate=yes). A group's name, and that of a folder, says whose it is, so that what a dead process left is removed:
+Delegate=yes). The name of a group or folder identifies its owner, so that leftovers of a dead process can be removed:
 
     asyncrl-sandbox-NAMESPACE-PID-STARTED-NUMBER        STARTED: clock ticks after boot (field 22 of /proc/PID/stat)
 
@@ -36,12 +36,12 @@ class Marker:
 
     @classmethod
     def mine(cls) -> Marker:
-        """Return that of this process."""
+        """Return the marker of this process."""
         return cls(_namespace(), os.getpid(), started(os.getpid()))
 
     @classmethod
     def of(cls, name: str) -> Marker | None:
-        """Return whose a name is, or None for names that are not ours."""
+        """Return the owner that a name identifies; None if the name is not of this form."""
         match = _NAME.fullmatch(name)
         return cls(*map(int, match.groups())) if match else None
 
@@ -50,12 +50,15 @@ class Marker:
         return f"{PREFIX}-{self.namespace}-{self.pid}-{self.started}-{number}"
 
     def alive(self) -> bool:
-        """Return whether the process runs; one of another namespace, of which nothing is known here, counts as such."""
+        """Return whether the process is running.
+
+        A process of another namespace cannot be seen, and counts as running.
+        """
         return self.namespace != _namespace() or started(self.pid) == self.started
 
 
 def started(pid: int) -> int:
-    """Return when a process began; -1 if it has ended."""
+    """Return the start time of a process in clock ticks after boot; -1 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -69,19 +72,19 @@ def _namespace() -> int:
 
 @dataclass(frozen=True)
 class Bases:
-    """Folders in which groups may be made."""
+    """Folders in which control groups can be created."""
 
     version_1: Mapping[str, Path] = field(default_factory=dict)  # by controller: memory, pids, cpuacct
     version_2: tuple[Path, ...] = ()  # in the order in which they are tried
 
     @property
     def all(self) -> set[Path]:
-        """All of them."""
+        """The folders of both versions."""
         return {*self.version_1.values(), *self.version_2}
 
 
 def bases(process: Path = Path("/proc/self")) -> Bases:
-    """Return those of this process, from its mountinfo and cgroup (proc(5), cgroups(7))."""
+    """Return the bases for a process, read from its mountinfo and cgroup files (proc(5), cgroups(7))."""
     mine: dict[str, str] = {}
     for line in (process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -102,20 +105,22 @@ def bases(process: Path = Path("/proc/self")) -> Bases:
 
 
 def _below(target: str, root: str, path: str) -> Path | None:
-    """Return where a group with this path is seen, in a hierarchy that is mounted from its group `root`."""
+    """Return the folder of the group `path` in a hierarchy whose group `root` is mounted at `target`; None if
+    outside."""
     relative = os.path.relpath(path, root)
     return None if relative.startswith("..") else Path(target, relative)
 
 
 class ControlGroup:
-    """The groups of one sandbox. Its programs join them through the descriptors `joins`, which the worker inherits."""
+    """The control groups of one sandbox. Its programs join them through the descriptors `joins`, which the worker
+    inherits."""
 
     def __init__(self, bases: Bases, name: str, *, memory: int, processes: int) -> None:
-        """Make groups with these bounds, in bytes and tasks. `bounds` says which of them hold here."""
+        """Create groups with these bounds, in bytes and tasks. `bounds` names the bounds that are enforced here."""
         self._folders: list[Path] = []
         self.bounds: set[str] = set()
         self.joins: list[int] = []
-        self.oom: int | None = None  # descriptors of files to be read again and again
+        self.oom: int | None = None  # descriptors of files that the worker reads repeatedly
         self.cpu: int | None = None
         memory_1 = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
         for controller, base in bases.version_1.items():
@@ -127,7 +132,7 @@ class ControlGroup:
                 break
 
     def _make(self, folder: Path, limits: Mapping[str, Mapping[str, int]], needed: str, *, oom: str, cpu: str) -> bool:
-        """Make a group, unless the controller that is needed is missing. Return whether there is one now."""
+        """Create a group unless the controller `needed` is missing. Return whether the group exists now."""
         opened: list[int] = []
 
         def open_file(name: str, flags: int) -> int:
@@ -154,24 +159,26 @@ class ControlGroup:
 
     @property
     def descriptors(self) -> list[int]:
-        """All descriptors that are open."""
+        """All open descriptors."""
         return [*self.joins, *(fd for fd in (self.oom, self.cpu) if fd is not None)]
 
     def release(self) -> None:
-        """Close the descriptors; workers have theirs."""
+        """Close the descriptors. Workers have inherited copies of them."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.joins, self.oom, self.cpu = [], None, None
 
     def remove(self) -> bool:
-        """Kill what still runs in the groups and remove them. Return whether nothing is left; what has just been killed
-        may need another call."""
+        """Kill all processes in the groups and remove the groups. Return whether all groups are gone.
+
+        Processes that were just killed may need a moment to end; call again then.
+        """
         self._folders = [folder for folder in self._folders if not _removed(folder)]
         return not self._folders
 
 
 def _set(file: Path, value: int) -> bool:
-    """Write a bound. Return whether it holds: swap cannot be bounded, and need not be, where the kernel has none."""
+    """Write a bound. Return whether it is enforced. A missing swap file counts as enforced: the kernel has no swap."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -184,7 +191,7 @@ def _set(file: Path, value: int) -> bool:
 
 
 def _removed(folder: Path) -> bool:
-    """Kill what runs in a group, and remove it. Return whether it is gone; what has just been killed takes a moment."""
+    """Kill the processes in a group and remove the group. Return whether it is gone; killed processes take a moment."""
     with suppress(OSError):
         for pid in (folder / "cgroup.procs").read_text().split():
             if pid != "0":  # a process of another pid namespace
@@ -195,7 +202,7 @@ def _removed(folder: Path) -> bool:
 
 
 def sweep(bases: Bases) -> None:
-    """Remove the groups and folders that dead processes left, and what still runs in the groups."""
+    """Remove the groups and folders of dead processes, and kill the processes that still run in the groups."""
     temporary = Path(tempfile.gettempdir())
     for path in (path for parent in (*bases.all, temporary) for path in parent.glob(f"{PREFIX}-*")):
         marker = Marker.of(path.name)
@@ -203,5 +210,5 @@ def sweep(bases: Bases) -> None:
             if path.parent == temporary:
                 shutil.rmtree(path, ignore_errors=True)
             elif not _removed(path):
-                time.sleep(0.01)  # what was killed ends
+                time.sleep(0.01)  # killed processes need a moment to end
                 _removed(path)

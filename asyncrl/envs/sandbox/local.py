@@ -1,7 +1,7 @@
-"""Sandboxes on this machine: made by bubblewrap, or none.
+"""The backend of sandboxes on this machine, which are made by bubblewrap.
 
-Where bubblewrap cannot run, `allow_unsafe` allows programs without isolation: under resource limits and the system-call
-filter alone, and if the owner is root with a uid of their own.
+Where bubblewrap cannot run, `allow_unsafe` lets programs run without isolation: with only resource limits and the
+system-call filter, and, if the owner is root, with a uid of their own.
 
 waits for     its sandboxes (session.py)
 """
@@ -20,19 +20,19 @@ from asyncrl.envs.sandbox.session import LocalSandbox
 from asyncrl.envs.sandbox.start import SandboxStarter, ways
 from asyncrl.errors import ConfigError, EpisodeFailed
 
-FOR_ISOLATION = "Install bubblewrap (or run `make bubblewrap`) and let this user make namespaces (docs/sandbox.md)"
+FOR_ISOLATION = "Install bubblewrap (or run `make bubblewrap`) and let this user create namespaces (docs/sandbox.md)"
 REMEDY = (
-    f"{FOR_ISOLATION}, or set allow_unsafe=true in the sandbox_params of what runs the code: little more than resource "
-    "limits then protects the machine from it."
+    f"{FOR_ISOLATION}, or set allow_unsafe=true in the sandbox_params of the task or tool that runs the code: then "
+    "little more than resource limits protects the machine from it."
 )
 OPENING = 32
-"""Sandboxes that are being made at once."""
+"""Number of sandboxes that may be starting at the same time."""
 _noted: ContextVar[list[LocalSandboxes] | None] = ContextVar("noted", default=None)
 
 
 @contextmanager
 def noted() -> Iterator[list[LocalSandboxes]]:
-    """Collect the backends that are made within: what a run's settings want of the machine."""
+    """Collect the backends that are created in this context, to check what a run's settings require of the machine."""
     found: list[LocalSandboxes] = []
     token = _noted.set(found)
     try:
@@ -42,7 +42,7 @@ def noted() -> Iterator[list[LocalSandboxes]]:
 
 
 class LocalSandboxes:
-    """A backend (protocol.SandboxBackend), of one event loop."""
+    """Sandbox backend (protocol.SandboxBackend) that belongs to one event loop."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class LocalSandboxes:
         allow_unsafe: bool = False,
         nested: bool = False,
     ) -> None:
-        """Configure it.
+        """Configure the backend.
 
         warm          number of sandboxes that are kept ready
-        require       names of protections.NAMES without which there is none
+        require       protections (protections.NAMES) without which no sandbox is opened
         allow_unsafe  run programs without isolation where bubblewrap cannot run
-        nested        programs may have others started in a sandbox beside theirs (worker.py)
+        nested        let programs start other programs in a second sandbox beside their own (worker.py)
         """
         if (found := _noted.get()) is not None:
             found.append(self)
@@ -72,9 +72,9 @@ class LocalSandboxes:
         self._closed = False
 
     async def describe(self) -> Protections:
-        """Return what is in force here, and begin to fill the warm pool.
+        """Return the protections that hold on this machine, and begin to fill the warm pool.
 
-        Raises ConfigError when that is less than `require`, or no isolation; EpisodeFailed when nothing works.
+        Raises ConfigError if a required protection or isolation is missing; EpisodeFailed if no sandbox works.
         """
         starter = await self._chosen()
         self._refill(starter)
@@ -84,7 +84,7 @@ class LocalSandboxes:
         """See protocol.SandboxBackend; also raises ConfigError, as `describe` does."""
         starter = await self._chosen()
         while self._ready and not self._ready[0].usable:
-            self._ready.popleft().kill("it died while it was waited for")
+            self._ready.popleft().kill("the worker died before the sandbox was used")
         sandbox = self._ready.popleft() if self._ready else await self._make(starter)
         self._refill(starter)
         return sandbox
@@ -97,18 +97,18 @@ class LocalSandboxes:
                 task.cancel()
             await asyncio.gather(*self._filling, return_exceptions=True)
             for sandbox in self._all:
-                sandbox.kill("its backend was closed")
+                sandbox.kill("the backend of the sandbox was closed")
             await asyncio.gather(*(sandbox.close() for sandbox in self._all), return_exceptions=True)
 
     async def _chosen(self) -> SandboxStarter:
         async with self._choosing:
             if self._closed:
-                raise EpisodeFailed("sandbox", "the backend is closed")
+                raise EpisodeFailed("sandbox", "the backend is closed; it opens no more sandboxes")
             self._starter = self._starter or await self._choose()
             return self._starter
 
     async def _choose(self) -> SandboxStarter:
-        """Return a starter that works: Python has run in one of its sandboxes."""
+        """Return the first starter that works, tested by running Python in one of its sandboxes."""
         found, why = ways(self._allow_unsafe)
         refusals = [f"bubblewrap: {why}"] if why else []
         for way in found:
@@ -118,19 +118,19 @@ class LocalSandboxes:
                 outcome = await run_python(first, "")
                 if not outcome.ok:
                     said = outcome.stderr.decode(errors="replace").strip()
-                    raise EpisodeFailed("sandbox", f"Python does not run in it ({outcome.reason}): {said}")
+                    raise EpisodeFailed("sandbox", f"Python does not run in the sandbox ({outcome.reason}): {said}")
             except EpisodeFailed as error:
                 refusals.append(f"{way.kind}: {error}")
                 continue
             if missing := starter.protections.missing(self._require):
-                remedy = f"No {' and no '.join(missing)} here:\n{starter.protections}\n" + "\n".join(refusals)
+                remedy = f"This machine lacks {', '.join(missing)}:\n{starter.protections}\n" + "\n".join(refusals)
                 raise ConfigError("require", list(self._require), remedy)
             self._ready.append(first)
             return starter
         why = "; ".join(refusals)
         if self._allow_unsafe:
-            raise EpisodeFailed("sandbox", f"no sandbox works here: {why}")
-        raise ConfigError("allow_unsafe", False, f"Code of the model has no isolation here: {why}. {REMEDY}")
+            raise EpisodeFailed("sandbox", f"no sandbox works on this machine: {why}")
+        raise ConfigError("allow_unsafe", False, f"This machine cannot isolate code of the model: {why}. {REMEDY}")
 
     async def _make(self, starter: SandboxStarter) -> LocalSandbox:
         async with self._opening:
@@ -145,5 +145,5 @@ class LocalSandboxes:
             task.add_done_callback(self._filling.discard)
 
     async def _fill(self, starter: SandboxStarter) -> None:
-        with suppress(EpisodeFailed):  # the next open fails by itself, and says why
+        with suppress(EpisodeFailed):  # the next `open` fails with the same reason
             self._ready.append(await self._make(starter))

@@ -1,6 +1,6 @@
-"""A program in a sandbox: what it may use, how it starts, and how it is killed together with all that it started.
+"""Programs in a sandbox: sets their limits, starts them, and kills them together with all processes they started.
 
-This is code of the worker (worker.py): it runs inside of the sandbox and imports Python's library alone.
+This module is part of the worker (worker.py). It runs inside the sandbox and imports only the standard library.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, NoReturn
 
 MIB = 1024 * 1024
 WRITABLE = "/sandbox"
-"""Where programs may write, in a sandbox by bubblewrap."""
+"""Folder in which programs may write, in a sandbox made by bubblewrap."""
 FILES = 512
-"""Open files of a process."""
+"""Limit of open files per process (RLIMIT_NOFILE)."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 _ABOVE = 32
-"""Descriptors below are the program's."""
+"""First descriptor for files that the program must not inherit. Lower numbers belong to the program."""
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
@@ -42,7 +42,10 @@ class _Filter(ctypes.Structure):
 
 
 def install_filter(descriptor: int) -> None:
-    """Install the system-call filter in a file, for this process and its descendants, for ever. Raises OSError."""
+    """Install the system-call filter read from a file, permanently for this process and its descendants.
+
+    Raises OSError.
+    """
     with open(descriptor, "rb") as file:
         code = file.read()
     filter_ = _Filter(len(code) // 8, code)
@@ -51,26 +54,29 @@ def install_filter(descriptor: int) -> None:
 
 
 class Settings(NamedTuple):
-    """What a worker is told by its owner, as JSON. (Importing `dataclasses` would take it longer than all the rest.)"""
+    """Settings of a worker, which it receives from its owner as JSON.
+
+    This is a NamedTuple because importing `dataclasses` would take longer than the rest of the worker's start.
+    """
 
     limits: dict[str, Any]  # the fields of protocol.Limits
-    environment: dict[str, str]  # of programs
-    folder: str  # where they start
-    uid: int | None  # their uid and gid; None: the worker's
+    environment: dict[str, str]  # environment of programs
+    folder: str  # working directory of programs
+    uid: int | None  # uid and gid of programs; None: those of the worker
     alone: bool  # whether the worker is process 1 of a pid namespace, and the folder on a tmpfs
-    rlimit_memory: bool  # whether the memory of each process is bounded, because no group bounds that of all
-    rlimit_processes: bool  # whether their number is: not where the kernel counts those of other sandboxes too
-    owner: int  # descriptor of a stream socket
-    joins: Sequence[int]  # descriptors of control groups
-    oom: int | None  # and of their files
-    cpu: int | None
-    asks: int | None = None  # descriptor of a socket over which programs have others started in the sandbox beside
-    serves: int | None = None  # and its other end, in that sandbox
+    rlimit_memory: bool  # whether to bound the memory of each process, because no group bounds their sum
+    rlimit_processes: bool  # whether to bound their number; False if the kernel counts other sandboxes too
+    owner: int  # descriptor of the stream socket to the owner
+    joins: Sequence[int]  # descriptors through which programs join the control groups
+    oom: int | None  # descriptor of the group's file that counts kills for memory
+    cpu: int | None  # descriptor of the group's file of CPU time
+    asks: int | None = None  # socket over which programs have others started in the sandbox beside theirs
+    serves: int | None = None  # other end of that socket, for the worker of the sandbox beside it
     filter: int | None = None  # descriptor of a system-call filter that bubblewrap has not installed
 
     @property
     def descriptors(self) -> set[int]:
-        """Those that the worker inherits."""
+        """Descriptors that the worker inherits."""
         own = {self.owner, self.oom, self.cpu, self.asks, self.serves, self.filter, *self.joins}
         return {descriptor for descriptor in own if descriptor is not None}
 
@@ -78,10 +84,10 @@ class Settings(NamedTuple):
 def become(
     settings: Settings, home: int, command: Sequence[str], env: dict[str, str], ends: Sequence[int], fault: int
 ) -> NoReturn:
-    """Run the command in this process, which has just been forked, with `ends` as its descriptors 0, 1, 2, ...
+    """Run the command in this process, which was just forked, with `ends` as its descriptors 0, 1, 2, ...
 
-    What cannot be set up is written to `fault`; that a command cannot be run is said on stderr, as a shell does. What
-    an earlier program can have spoilt (its folder, the memory of its control group) is no fault.
+    A failed setup is written to `fault`. A command that cannot be run is reported on stderr, as by a shell; so is
+    damage that an earlier program can have caused (to its folder, or to the memory of its control group).
     """
     confined = False
     try:
@@ -105,20 +111,20 @@ def become(
             os._exit(1)
         os.write(2, f"{command[0]}: {getattr(error, 'strerror', None) or error}\n".encode(errors="surrogateescape"))
         os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
-    finally:  # an error of ours: never back into the worker's code
+    finally:  # an unexpected error: the child must not return into the worker's code
         os.write(fault, traceback.format_exc().encode(errors="replace"))
         os._exit(1)
 
 
 def _confine(settings: Settings, joins: Sequence[int]) -> None:
     prctl(PR_SET_DUMPABLE, 1)  # without it a process may not write its own files in /proc
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # a machine without memory kills these first
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # the OOM killer takes these first
         file.write("1000")
     os.umask(0o022)
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored stays so
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and programs would inherit that
         signal.signal(ignored, signal.SIG_DFL)
     limits, most = settings.limits, settings.limits["processes"]
-    if settings.uid is None:  # others that have the same uid
+    if settings.uid is None:  # other processes have the same uid
         most += 1 if settings.alone else _tasks_of(os.getuid()) - 1
     cpu = math.ceil(limits["cpu_seconds"])
     wanted = {
@@ -137,11 +143,11 @@ def _confine(settings: Settings, joins: Sequence[int]) -> None:
         hard = hard if there == resource.RLIM_INFINITY else min(hard, there)
         resource.setrlimit(kind, (min(soft, hard), hard))
     for descriptor in joins:
-        os.write(descriptor, b"0")  # the process that writes it
+        os.write(descriptor, b"0")  # 0 stands for the process that writes
 
 
 def _tasks_of(uid: int) -> int:
-    """Return the number of a user's threads, of those processes that can be seen."""
+    """Return the number of threads of a user's processes, as far as these are visible."""
     count = 0
     for pid in _all_pids():
         with suppress(OSError):  # it has ended
@@ -151,8 +157,10 @@ def _tasks_of(uid: int) -> int:
 
 
 def others(alone: bool) -> list[int]:
-    """Return the pids of all processes of the sandbox but this one. Without a pid namespace these are its descendants,
-    with those that wait to be reaped."""
+    """Return the pids of all processes of the sandbox except this one.
+
+    Without a pid namespace these are its descendants, including those that wait to be reaped.
+    """
     if alone:
         return [pid for pid in _all_pids() if pid != 1]
     children: dict[int, list[int]] = {}
@@ -168,9 +176,11 @@ def others(alone: bool) -> list[int]:
 
 
 def kill(alone: bool) -> None:
-    """Send SIGKILL to all of them. In a pid namespace the kernel does it at once; elsewhere a process that forks
-    meanwhile needs another call."""
-    if alone and os.getpid() == 1:  # anywhere else -1 is everybody
+    """Send SIGKILL to all processes of the sandbox except this one.
+
+    In a pid namespace the kernel kills all at once. Elsewhere, a process that was forked meanwhile needs another call.
+    """
+    if alone and os.getpid() == 1:  # outside of a pid namespace, -1 means every process of the user
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         return
@@ -184,7 +194,7 @@ def _all_pids() -> list[int]:
 
 
 def stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on (proc(5))."""
+    """Return the fields of /proc/PID/stat, beginning with the state (proc(5))."""
     return proc_file(pid, "stat", "").rpartition(")")[2].split()
 
 
@@ -193,5 +203,5 @@ def proc_file(pid: int, file: str, absent: str) -> str:
     try:
         with open(f"/proc/{pid}/{file}", errors="replace") as text:
             return text.read()
-    except OSError:  # it has ended, or hides
+    except OSError:  # it has ended, or is not visible
         return absent

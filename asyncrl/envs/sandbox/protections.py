@@ -1,4 +1,4 @@
-"""What protects the machine from the programs of a backend, and what does not."""
+"""Protections of the machine against the programs of a backend: which hold, and which do not."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ Kind = Literal["bubblewrap", "unsafe"]
 NAMES = ("network", "files", "secrets", "signals", "kill", "memory", "processes", "disk", "syscalls")
 """
 network     nothing outside of the sandbox can be reached
-files       of the host only what a program needs can be read, nothing can be written, and no process be seen
+files       programs can read only the files of the host that they need, write none, and see no other process
 secrets     the environment and the memory of the run's processes cannot be read
 signals     processes outside of the sandbox can be neither signalled nor traced
-kill        whatever a call started ends with it, and with the run, at once and as a whole
-memory      of all processes of a sandbox together is bounded
-processes   their number is bounded
-disk        what a sandbox can write is bounded
-syscalls    much of the kernel is out of reach
+kill        all processes that a call started are killed at once when the call or the run ends
+memory      the memory of all processes of a sandbox together is bounded
+processes   the number of its processes is bounded
+disk        the total size of the files that a sandbox writes is bounded
+syscalls    a filter refuses system calls that programs do not need
 """
 _OF_NAMESPACES = {
-    "network": "a network namespace with a loopback and nothing else",
-    "files": "a root of its own: /usr and Python read-only, its own /proc and /dev",
-    "secrets": "nothing of the run's environment, and no process of it can be seen",
+    "network": "a network namespace that has only a loopback interface",
+    "files": "a root directory of its own: /usr and Python read-only, its own /proc and /dev",
+    "secrets": "programs see neither the environment nor the processes of the run",
     "signals": "a pid namespace of its own",
     "kill": "the kernel ends a pid namespace as a whole",
-    "disk": "a tmpfs of that size",
+    "disk": "a tmpfs of limited size",
 }
 _INSTEAD = {
-    "network": "it has the machine's",
-    "files": "whatever its uid may read and write, and all processes can be seen",
-    "secrets": "the environment of every process of this user can be read",
-    "signals": "every process of this user can be signalled and traced",
+    "network": "programs have the network of the machine",
+    "files": "programs can read and write what their uid may, and see all processes",
+    "secrets": "programs can read the environment of every process of this user",
+    "signals": "programs can signal and trace every process of this user",
     "kill": "descendants are found and killed one by one",
-    "memory": "each process is bounded (RLIMIT_DATA), all of them only by looking every 50 ms",
-    "processes": "RLIMIT_NPROC counts all processes of this user, so they are looked at every 50 ms",
-    "disk": "the size of each file is bounded (RLIMIT_FSIZE), not that of all together",
-    "syscalls": "AF_VSOCK, keyrings, namespaces can be had",
+    "memory": "RLIMIT_DATA bounds each process; their sum is only checked every 50 ms",
+    "processes": "RLIMIT_NPROC would count all processes of this user, so their number is only checked every 50 ms",
+    "disk": "RLIMIT_FSIZE bounds the size of each file, but nothing bounds their sum",
+    "syscalls": "programs can use AF_VSOCK, keyrings and new namespaces",
 }
 
 
 @dataclass(frozen=True)
 class Protections:
-    """Those of one backend on one machine."""
+    """Protections of one backend on one machine."""
 
     kind: Kind
-    holds: Mapping[str, str]  # by name: how
-    lacks: Mapping[str, str]  # by name: what is there instead
+    holds: Mapping[str, str]  # by name: what provides it
+    lacks: Mapping[str, str]  # by name: what applies instead
 
     @property
     def isolated(self) -> bool:
-        """Return whether what a program does stays within its sandbox."""
+        """Return whether programs are confined to their sandbox."""
         return {"network", "files", "secrets", "signals", "kill"} <= self.holds.keys()
 
     def missing(self, required: Collection[str]) -> list[str]:
-        """Return those required that do not hold. Raises ValueError for a name that is none."""
+        """Return the required protections that do not hold. Raises ValueError for an unknown name."""
         if unknown := set(required) - set(NAMES):
-            raise ValueError(f"unknown protections {sorted(unknown)}; there are {', '.join(NAMES)}")
+            raise ValueError(f"unknown protections {sorted(unknown)}; known are {', '.join(NAMES)}")
         return [name for name in NAMES if name in required and name not in self.holds]
 
     def __str__(self) -> str:
@@ -66,28 +66,28 @@ class Protections:
 
 
 def in_force(kind: Kind, *, own_uid: bool, counted: bool, bounds: Collection[str], unfiltered: str) -> Protections:
-    """Return what holds.
+    """Return the protections that hold and those that do not.
 
-    own_uid     whether programs have a uid that nobody else has
+    own_uid     whether programs have a uid that no other process has
     counted     whether the kernel counts the processes of one sandbox for RLIMIT_NPROC
-    bounds      what control groups bound
+    bounds      the resources that control groups bound: memory, pids
     unfiltered  why there is no system-call filter, if there is none
     """
     isolated = kind == "bubblewrap"
     holds = dict(_OF_NAMESPACES) if isolated else {}
     if not isolated and not unfiltered:
-        holds["network"] = "no socket can be made"
+        holds["network"] = "programs cannot create sockets"
     if not isolated and own_uid:
-        holds |= dict.fromkeys(("secrets", "signals"), "a uid of its own")
+        holds |= dict.fromkeys(("secrets", "signals"), "programs have a uid of their own")
     if "memory" in bounds:
-        holds["memory"] = "by a control group"
+        holds["memory"] = "a control group"
     if "pids" in bounds:
-        holds["processes"] = "by a control group"
+        holds["processes"] = "a control group"
     elif counted and (own_uid or isolated):
-        holds["processes"] = "by RLIMIT_NPROC of a uid or user namespace of its own"
+        holds["processes"] = "RLIMIT_NPROC of a uid or user namespace of its own"
     if not unfiltered:
-        holds["syscalls"] = "by a seccomp filter"
-    lacks = {**_INSTEAD, "syscalls": f"{_INSTEAD['syscalls']}, for there is no filter: {unfiltered}"}
+        holds["syscalls"] = "a seccomp filter"
+    lacks = {**_INSTEAD, "syscalls": f"{_INSTEAD['syscalls']}, because there is no filter: {unfiltered}"}
     return Protections(
         kind,
         {name: holds[name] for name in NAMES if name in holds},

@@ -1,8 +1,9 @@
-"""The system calls that programs in a sandbox are refused: a filter for seccomp(2), which libseccomp makes.
+"""The seccomp(2) filter that refuses system calls to programs in a sandbox; libseccomp builds it.
 
 Namespaces already refuse most of these calls. The filter refuses the parts of the kernel that namespaces do not divide
 (AF_VSOCK reaches the host of a virtual machine from any network namespace; keyrings), new namespaces (the source of
-most of the kernel's recent holes), and calls that would affect the worker, which is process 1 and may have their uid.
+most recent vulnerabilities of the kernel), and calls that would affect the worker, which is process 1 and may have the
+same uid.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ MACHINES = ("x86_64", "aarch64")
 CLONE_NEW = [1 << bit for bit in (17, 25, 26, 27, 28, 29, 30)]
 """Flags of clone(2) for new namespaces: mount, cgroup, UTS, IPC, user, pid, network."""
 _LOW_HALF = 0xFFFFFFFF
-"""The kernel reads 32 bits of an argument that is an int, so the others must not decide."""
+"""The kernel reads 32 bits of an argument that is an int, so the upper half is masked out."""
 
 
 class Unavailable(Exception):
-    """No filter can be made on this machine. The message says why."""
+    """Raised if the filter cannot be built on this machine. The message says why."""
 
 
 def program(*, sockets: bool, unseen_memory: bool, machine: str | None = None) -> bytes:
     """Return the filter as a BPF program. Raises Unavailable.
 
-    sockets        whether sockets may be made: not where programs would have the network of the host
-    unseen_memory  whether memory that belongs to no process may be had (memfd): not where nobody can count it
+    sockets        whether programs may create sockets; False where they would reach the network of the host
+    unseen_memory  whether programs may allocate memory that no process owns (memfd); False where it cannot be counted
     machine        "x86_64" or "aarch64"; None: this machine
     """
     if (machine or platform.machine()) not in MACHINES:
-        raise Unavailable(f"there is none for {machine or platform.machine()}")
+        raise Unavailable(f"no filter is defined for the processor {machine or platform.machine()}")
     try:
         import pyseccomp as libseccomp
-    except (ImportError, RuntimeError) as error:  # the package, or the library that it loads
-        raise Unavailable(f"pyseccomp or libseccomp.so.2 is missing ({error})") from None
+    except (ImportError, RuntimeError) as error:  # the package is missing, or the library that it loads
+        raise Unavailable(f"pyseccomp or libseccomp.so.2 is not installed ({error})") from None
     arg, refuse = libseccomp.Arg, libseccomp.ERRNO
     rules = libseccomp.SyscallFilter(libseccomp.ALLOW)
     if machine:
@@ -82,4 +83,4 @@ def program(*, sockets: bool, unseen_memory: bool, machine: str | None = None) -
             file.seek(0)
             return file.read()
     except OSError as error:
-        raise Unavailable(f"this libseccomp is too old ({error})") from None
+        raise Unavailable(f"the installed libseccomp is too old ({error})") from None

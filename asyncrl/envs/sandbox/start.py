@@ -1,4 +1,4 @@
-"""Starts the sandboxes of a backend, by bubblewrap or unsafely, and removes what they leave on the machine."""
+"""Starts the sandboxes of a backend, with bubblewrap or without isolation, and removes what they leave behind."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from asyncrl.envs.sandbox.session import LocalSandbox, WorkerProcess
 from asyncrl.errors import EpisodeFailed
 
 REMOVAL_SECONDS = 2.0
-"""A control group whose last process has just ended may still be busy."""
+"""Time for removing a control group, which may stay busy for a moment after its last process has ended."""
 _COUNTED_BY_NAMESPACE = (5, 14)
-"""Before this Linux RLIMIT_NPROC counts the processes of a user on the machine, whatever the namespace."""
+"""First version of Linux in which RLIMIT_NPROC counts per user namespace instead of per user of the machine."""
 _HIGHEST_UID = 2_100_000_000
-"""Above the ranges that distributions hand out to users and containers."""
+"""Upper end of the uids for programs, above the ranges that distributions assign to users and containers."""
 _UIDS, _UIDS_OF_A_PROCESS = 1 << 25, 1 << 10
 _numbers = count(1)
-"""Numbers of the sandboxes of this process, whatever their backend."""
+"""Numbers of the sandboxes of this process, over all of its backends."""
 _ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
 class Way:
-    """How sandboxes are made on this machine."""
+    """One method of starting sandboxes on this machine."""
 
     kind: Kind
-    bwrap: str = ""  # its path
-    environment: Mapping[str, str] = field(default_factory=dict)  # of its process
-    users: Sequence[str] = ()  # its options (bubblewrap.command)
-    own_uid: str = ""  # which of its processes have a uid that nobody has: none, "programs" or "all"
+    bwrap: str = ""  # path of bubblewrap
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment of bubblewrap
+    users: Sequence[str] = ()  # options of bubblewrap for users (bubblewrap.command)
+    own_uid: str = ""  # which processes have an unused uid: "" (none), "programs" or "all"
 
     @property
     def counted(self) -> bool:
-        """Return whether RLIMIT_NPROC counts the processes of one sandbox alone."""
+        """Return whether RLIMIT_NPROC counts only the processes of one sandbox."""
         release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
         return bool(self.own_uid) or (self.kind == "bubblewrap" and release >= _COUNTED_BY_NAMESPACE)
 
 
 def ways(allow_unsafe: bool) -> tuple[list[Way], str]:
-    """Return what to try, in this order, and why none of it is bubblewrap."""
+    """Return the methods to try, in order, and the reason why bubblewrap is not among them (else an empty string)."""
     bwrap, own_uids, found, why = bubblewrap.find(), guest_uid(0) is not None, [], ""
     if bwrap is None:
         why = "the program bwrap is neither in the virtual environment nor on PATH"
-    elif not own_uids and _is_root_of_host():  # which owns the files of /proc/sys, whatever its capabilities
-        why = "this process is root, and has no other uid to give to programs"
+    elif not own_uids and _is_root_of_host():  # it owns the files of /proc/sys, whatever its capabilities
+        why = "this process is root of the host and has no other uid for programs (see docs/sandbox.md)"
     else:
         one_user = [[*bubblewrap.ONE_USER, "--disable-userns"], bubblewrap.ONE_USER]
         found = [Way("bubblewrap", *bwrap, bubblewrap.OWN_USERS, "programs")] if own_uids else []
@@ -67,7 +67,7 @@ def ways(allow_unsafe: bool) -> tuple[list[Way], str]:
 
 
 class SandboxStarter:
-    """Starts sandboxes in one way."""
+    """Starts sandboxes by one method."""
 
     def __init__(self, way: Way, limits: Limits, *, nested: bool) -> None:
         self.way, self._limits, self._nested = way, limits, nested
@@ -86,12 +86,15 @@ class SandboxStarter:
         )
 
     def start(self) -> LocalSandbox:
-        """Start a sandbox, and the one beside it if it is nested, in one control group. Raises EpisodeFailed."""
+        """Start a sandbox in its own control group; a nested one with a second sandbox beside it.
+
+        Raises EpisodeFailed.
+        """
         group = self._group()
         beside: LocalSandbox | None = None
         try:
             if not self._bounds <= group.bounds:
-                raise OSError("its control group cannot be made")
+                raise OSError("its control group cannot be created")
             if not self._nested:
                 return self._worker(group)
             asks, serves = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -100,9 +103,9 @@ class SandboxStarter:
                 return self._worker(group, asks=asks, beside=beside)
         except OSError as error:
             if beside:
-                beside.kill("the one beside it cannot be started")
+                beside.kill("the other sandbox of its pair cannot be started")
             group.remove()
-            raise EpisodeFailed("sandbox", f"it cannot be started: {error}") from None
+            raise EpisodeFailed("sandbox", f"a sandbox cannot be started: {error}") from None
         finally:
             group.release()
 
@@ -118,7 +121,7 @@ class SandboxStarter:
         serves: socket.socket | None = None,
         beside: LocalSandbox | None = None,
     ) -> LocalSandbox:
-        """Start one worker. `asks` and `serves`: see Settings. Raises OSError."""
+        """Start one worker. For `asks` and `serves` see Settings. Raises OSError."""
         number, isolated = next(_numbers), self.way.kind == "bubblewrap"
         own_uid = guest_uid(number) if self.way.own_uid else None
         uid = own_uid if self.way.own_uid == "programs" else None
@@ -127,7 +130,7 @@ class SandboxStarter:
         async def remove() -> None:
             if folder:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            tries = 0 if serves else int(100 * REMOVAL_SECONDS)  # the group is removed with the one beside this
+            tries = 0 if serves else int(100 * REMOVAL_SECONDS)  # the other sandbox of the pair removes the group
             while tries and not group.remove():
                 tries -= 1
                 await asyncio.sleep(0.01)
@@ -171,7 +174,7 @@ class SandboxStarter:
 
 
 def _holding(content: bytes, opened: ExitStack) -> int:
-    """Return a descriptor from which this can be read, until `opened` is left."""
+    """Return a descriptor from which the content can be read until `opened` is closed."""
     descriptor = os.memfd_create("sandbox")
     opened.callback(os.close, descriptor)
     os.write(descriptor, content)
@@ -180,7 +183,7 @@ def _holding(content: bytes, opened: ExitStack) -> int:
 
 
 def _folder(name: str, uid: int | None) -> Path:
-    """Make the folder of an unsafe sandbox."""
+    """Create the folder of a sandbox without isolation."""
     folder = Path(tempfile.gettempdir(), name)
     for path in (folder, folder / "home", folder / "tmp"):
         path.mkdir(mode=0o700)
@@ -190,8 +193,11 @@ def _folder(name: str, uid: int | None) -> Path:
 
 
 def guest_uid(number: int, maps: Path = Path("/proc/self")) -> int | None:
-    """Return a uid, also gid, that nobody has, for the programs of a sandbox; None unless this process is root and has
-    some to give. Root of a container has those of the container's map (user_namespaces(7))."""
+    """Return an unused uid, which also serves as gid, for the programs of a sandbox.
+
+    Return None unless this process is root and has uids to assign. Root of a container has those of the container's
+    map (user_namespaces(7)).
+    """
     if os.geteuid():
         return None
     first, end = 0, _HIGHEST_UID
@@ -199,11 +205,11 @@ def guest_uid(number: int, maps: Path = Path("/proc/self")) -> int | None:
         ranges = [tuple(map(int, line.split())) for line in (maps / name).read_text().splitlines()]
         inside, _, size = max(ranges, key=lambda found: found[2])
         first, end = max(first, inside), min(end, inside + size)
-    uids = min(_UIDS, (end - first) // 2)  # the upper ones
+    uids = min(_UIDS, (end - first) // 2)  # take the upper ones
     return end - 1 - (os.getpid() * _UIDS_OF_A_PROCESS + number % _UIDS_OF_A_PROCESS) % uids if uids > 1 else None
 
 
 def _is_root_of_host() -> bool:
-    """Return whether this process is root, perhaps of a container, and may be so on the host."""
+    """Return whether this process is root, and its uid 0 may be uid 0 of the host."""
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return os.geteuid() == 0 and any(inside == outside == "0" for inside, outside, _ in ranges)

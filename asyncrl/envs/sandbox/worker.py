@@ -1,26 +1,28 @@
-"""The worker: the first process in a sandbox, a small Python that stays warm and forks the program of every call.
+"""The worker: the first process in a sandbox, a small Python process that forks the program of every call.
 
-It runs inside of the sandbox (in its own pid namespace it is process 1) and serves its owner, the rollout process, over
-a socket (session.py). Only Python's library is imported: nothing else can be seen from there.
+It runs inside the sandbox (in its own pid namespace it is process 1) and serves its owner, the rollout process, over a
+socket (session.py). It imports only the standard library, because nothing else is visible in the sandbox.
 
 Programs cannot harm it. As process 1 it gets no signal from inside, it cannot be traced (not dumpable), it has another
-uid if the owner is root, and the system-call filter refuses what is left (seccomp.py). When it ends, the kernel kills
-everything in the namespace.
+uid if the owner is root, and the system-call filter refuses the remaining ways (seccomp.py). When it ends, the kernel
+kills everything in the namespace.
 
-Over the socket pass frames, in both directions:
+Both directions of the socket carry frames:
 
     4 bytes length of the header | 4 bytes length of the body | header (JSON object) | body
 
-Programs of a *nested* sandbox can have others started that cannot reach them: in a second sandbox beside theirs, whose
-worker listens at the other end of a socket. Its descriptor is BESIDE in their environment. To each message
+Programs of a *nested* sandbox can start other programs that cannot reach them: in a second sandbox beside theirs, whose
+worker listens at the other end of a socket. The variable BESIDE of their environment holds its descriptor. For each
+message
 
     {"command": [...], "env": {...}}, with descriptors: one end of a stream socket, then what becomes 0, 1, 2, 3, ...
 
-that worker starts a program. Over the stream comes {"code": exit code, or the signal's negative number} or {"fault":
-why it could not be started}. The program is killed when the other end of the stream is closed. One runs at a time.
+that worker starts a program. It answers on the stream with {"code": exit code, or the signal's negative number} or
+{"fault": why the program could not be started}. The program is killed when the other end of the stream is closed. One
+program runs at a time.
 
-waits for     requests of its owner; during a call see call.py
-on a hang     the owner kills it; it ends when the owner's end of the socket is closed
+waits for     requests of its owner; for waits during a call see call.py
+on a hang     the owner kills the worker; it ends when the owner's end of the socket is closed
 """
 
 from __future__ import annotations
@@ -56,13 +58,13 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def frame(header: Header, body: bytes = b"") -> bytes:
-    """Return one message."""
+    """Return a message as bytes."""
     head = json.dumps(header).encode()
     return LENGTHS.pack(len(head), len(body)) + head + body
 
 
 def receive(connection: socket.socket) -> tuple[Header, bytes] | None:
-    """Return the next message of a blocking socket; None when the other end has gone."""
+    """Return the next message of a blocking socket; None if the other end was closed."""
     lengths = connection.recv(LENGTHS.size, socket.MSG_WAITALL)
     if len(lengths) < LENGTHS.size:
         return None
@@ -72,7 +74,7 @@ def receive(connection: socket.socket) -> tuple[Header, bytes] | None:
 
 
 class SandboxWorker:
-    """Serves the owner of one sandbox."""
+    """Server of one sandbox's owner."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -81,7 +83,7 @@ class SandboxWorker:
         self._folder = Folder(settings.folder, settings.uid)
 
     def serve(self) -> None:
-        """Serve until the owner has gone."""
+        """Serve until the owner closes its end of the socket."""
         self._owner.sendall(frame({"ready": True}))
         poll = select.poll()
         poll.register(self._owner, select.POLLIN)
@@ -92,7 +94,7 @@ class SandboxWorker:
             if self._settings.owner in ready:
                 if (message := receive(self._owner)) is None:
                     return
-                if message[0]["do"] != "stop":  # or it comes too late
+                if message[0]["do"] != "stop":  # a stop can arrive after its call has ended
                     self._owner.sendall(frame(*self._answer(*message)))
             elif self._serves and not self._run_beside(self._serves):
                 poll.unregister(self._serves)
@@ -120,12 +122,12 @@ class SandboxWorker:
         reason = call.wait([self._settings.owner])
         ended = call.end(reason)
         if reason == "killed":
-            receive(self._owner)  # the word to stop: nothing else is said during a call
+            receive(self._owner)  # the stop message; the owner sends nothing else during a call
         answer = {"reason": ended.reason, "exit_code": ended.exit_code, "seconds": ended.seconds}
         return {**answer, "split": len(ended.outputs[0])}, b"".join(ended.outputs)
 
     def _run_beside(self, asked: socket.socket) -> bool:
-        """Run what a program of the other sandbox asks for. Return whether that sandbox is still there."""
+        """Run a program that the other sandbox requests. Return whether that sandbox still exists."""
         data, ends, _, _ = socket.recv_fds(asked, _MESSAGE, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
@@ -143,7 +145,7 @@ class SandboxWorker:
                 answer: Header = {"code": -signal.SIGKILL if code is None else code}
             except (Fault, OSError) as error:
                 answer = {"fault": str(error)}
-            with suppress(OSError):  # nobody waits for it
+            with suppress(OSError):  # the requester may have ended
                 stream.sendall(json.dumps(answer).encode() + b"\n")
         return True
 
@@ -152,24 +154,30 @@ class SandboxWorker:
 
 
 def parts(path: str) -> list[str]:
-    """Return the names of a relative path. Raises ValueError for any other."""
+    """Return the components of a relative path. Raises ValueError for any other path."""
     names = [name for name in path.split("/") if name not in ("", ".")]
     if not names or path.startswith("/") or ".." in names or "\0" in path or path.endswith("/"):
-        raise ValueError(f"{path!r} is no path of a file inside the sandbox's folder")
+        raise ValueError(f"{path!r} is not a relative path of a file inside the sandbox's folder")
     return names
 
 
 class Folder:
-    """Files of the sandbox's folder, for its owner. No path leaves the folder, no link is followed, nothing is waited
-    for. Programs do not run meanwhile, but have made the folder what it is: links, pipes, folders instead of files."""
+    """Access of the owner to the files of the sandbox's folder.
+
+    No path leaves the folder, links are not followed, and no operation blocks. Programs do not run meanwhile, but may
+    have left links, pipes, or folders in place of files.
+    """
 
     def __init__(self, path: str, owner: int | None) -> None:
-        """Open it before programs run: later the path may lead elsewhere. `owner`: uid and gid of new files."""
+        """Open the folder before programs run, because they may change where the path leads.
+
+        `owner` is the uid and gid of new files.
+        """
         self.descriptor = os.open(path, _FOLDER)
         self._owner = owner
 
     def write(self, path: str, data: bytes) -> None:
-        """Make or replace a file. Raises ValueError for links, OSError."""
+        """Create or replace a file. Raises ValueError for links, OSError."""
         with self._parent(path, make=True) as (folder, name):
             with suppress(FileNotFoundError):
                 _check(name, folder, path)
@@ -185,18 +193,21 @@ class Folder:
                 os.close(descriptor)
 
     def read(self, path: str, most: int) -> bytes:
-        """Return a file. Raises ValueError for links, for what is no file, and for more bytes than `most`; OSError."""
+        """Return the content of a file.
+
+        Raises ValueError for links, other non-files and more than `most` bytes; OSError.
+        """
         with self._parent(path, make=False) as (folder, name):
             _check(name, folder, path)
-            # without O_NONBLOCK a pipe would be waited for
+            # without O_NONBLOCK, opening a pipe would block
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(name, flags, dir_fd=folder)
             try:
                 found = os.fstat(descriptor)
                 if stat.S_ISREG(found.st_mode) and found.st_size > most:
-                    raise ValueError(f"{path!r} has {found.st_size} bytes, more than {most}")
+                    raise ValueError(f"{path!r} has {found.st_size} bytes, more than the limit of {most}")
                 if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-                    raise ValueError(f"{path!r} is no file")
+                    raise ValueError(f"{path!r} is not a regular file")
                 with open(descriptor, "rb", closefd=False) as file:  # raises IsADirectoryError
                     return file.read(most)
             finally:
@@ -204,7 +215,7 @@ class Folder:
 
     @contextmanager
     def _parent(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
-        """Open the folder that holds the last name of a path; with that name."""
+        """Open the parent folder of a path. Yield its descriptor and the last component of the path."""
         *folders, name = parts(path)
         here = os.dup(self.descriptor)
         try:
@@ -238,20 +249,20 @@ def _check(name: str, folder: int, path: str) -> None:
         raise ValueError(f"{path!r} goes through a link")
 
 
-# --- the beginning -------------------------------------------------------------------------------------------
+# --- start ---------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Serve the sandbox that the first argument describes."""
     settings = Settings(**json.loads(sys.argv[1]))
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # that of the listing itself
+        with suppress(OSError):  # the descriptor of the listing itself
             if descriptor > 2 and descriptor not in settings.descriptors:
                 os.close(descriptor)
             elif descriptor > 2:
                 os.set_inheritable(descriptor, False)
     os.umask(0o022)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as process 1: never
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 receives none
     if settings.alone and settings.uid is not None:
         for name in WRITABLE_FOLDERS:
             os.chown(f"{WRITABLE}/{name}", settings.uid, settings.uid)
@@ -259,6 +270,6 @@ def main() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if settings.filter is not None:
         install_filter(settings.filter)
-    with suppress(BrokenPipeError, ConnectionResetError):  # the owner has gone
+    with suppress(BrokenPipeError, ConnectionResetError):  # the owner closed its end
         SandboxWorker(settings).serve()
-    os._exit(0)  # at once
+    os._exit(0)  # without cleanup by the interpreter

@@ -104,7 +104,7 @@ def _isolation(prepared: Preparation) -> Iterator[Finding]:
     yield from refused(lambda: found.extend(check_sandboxes(prepared.sandboxes)), "sandbox")
     for one in found:
         held = f"{one.kind}: {', '.join(one.holds)} protected"
-        lacks = "; ".join(f"{name} not: {instead}" for name, instead in one.lacks.items())
+        lacks = "; ".join(f"{name} not protected: {instead}" for name, instead in one.lacks.items())
         if one.isolated:
             yield ok("sandbox", f"{held}; {lacks}" if lacks else held)
         else:
