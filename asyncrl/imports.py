@@ -18,7 +18,9 @@ def load(path: str, field: str) -> Any:
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ConfigError(field, path, f"Must be an import path, module:name ({error}).") from None
     except (Exception, SystemExit) as error:
-        remedy = f"The import of {module} raised {type(error).__name__}: {error}. It must do without."
+        remedy = (
+            f"The import of {module} raised {type(error).__name__}: {error}. Fix the module so that it can be imported."
+        )
         raise ConfigError(field, path, remedy) from error
 
 
@@ -42,5 +44,5 @@ def made(kind: Callable[..., Any], params: Mapping[str, Any], field: str, path: 
     except AsyncRLError:
         raise
     except (Exception, SystemExit) as error:
-        remedy = f"Making it with {dict(params)!r} raised {type(error).__name__}: {error}."
+        remedy = f"Creating it with {dict(params)!r} raised {type(error).__name__}: {error}."
         raise ConfigError(field, path, remedy) from error

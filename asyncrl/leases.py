@@ -59,7 +59,7 @@ class Lease:
             jsonl.replace(self._path, {"number": self._number, **self._facts, **facts})
         except OSError as error:
             if not self._failing:
-                print(f"asyncrl: cannot renew {self._path}: {error}; tried again", file=sys.stderr, flush=True)
+                print(f"asyncrl: cannot renew {self._path}: {error}; retrying", file=sys.stderr, flush=True)
             self._failing = True
         else:
             self._failing = False

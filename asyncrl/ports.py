@@ -63,7 +63,9 @@ def _folder() -> Path:
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return folder
-    raise AsyncRLError(f"{folder} and all before it are not this user's alone: remove them, or set TMPDIR")
+    raise AsyncRLError(
+        f"{folder} and the folders with lower numbers are not private to this user: remove them, or set TMPDIR"
+    )
 
 
 def _free(host: str, held: list[socket.socket], leases: Path) -> int:

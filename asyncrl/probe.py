@@ -75,7 +75,7 @@ class Rates:
             rates = [one[dtype] for one in (found.train, found.generate) for dtype in DTYPES]
             positive = min(*rates, found.cores, found.two) > 0
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"these are no rates: {text[:200]!r}") from error
+            raise ValueError(f"these are not measured rates: {text[:200]!r}") from error
         if not positive:
             raise ValueError(f"these rates are not positive: {text[:200]!r}")
         return found
@@ -105,7 +105,7 @@ def rates(hidden: int, inner: int) -> Rates:
         partial.write_text(found.line())
         partial.rename(file)
     except OSError as error:  # without a cache, probing is only slower
-        print(f"asyncrl.probe: cannot keep the rates in {file.parent}: {error}", file=sys.stderr)
+        print(f"asyncrl.probe: cannot save the measured rates in {file.parent}: {error}", file=sys.stderr)
     return found
 
 

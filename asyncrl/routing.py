@@ -63,7 +63,7 @@ def compact(told: bytes, shape: RoutingShape) -> bytes:
     chosen = slice(first, last) if contiguous else list(shape.sparse)
     rows = np.frombuffer(told, "<u4").reshape(-1, shape.layers, shape.topk)[:, chosen]  # unsigned: -1 is out of range
     if rows.size and (largest := int(rows.max())) >= shape.experts:
-        raise ValueError(f"expert {largest} of a model with {shape.experts}")
+        raise ValueError(f"expert {largest} of a model with only {shape.experts} experts")
     return rows.astype(f"<u{shape.itemsize}").tobytes()
 
 

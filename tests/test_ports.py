@@ -71,7 +71,7 @@ def test_no_folder_of_ours_is_an_error_in_words(temporary: Path, monkeypatch: py
     monkeypatch.setattr(ports, "FOLDERS", 2)
     for name in ("", "-1"):
         (temporary / f"asyncrl-ports-{os.getuid()}{name}").touch()
-    with pytest.raises(AsyncRLError, match="not this user's alone: remove them, or set TMPDIR"):
+    with pytest.raises(AsyncRLError, match="not private to this user: remove them, or set TMPDIR"):
         free_port("127.0.0.1")
 
 

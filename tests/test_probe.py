@@ -92,7 +92,7 @@ def test_cache_that_cannot_be_written_costs_only_time(
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(probe, "measure", lambda *_: RATES)
     assert probe.rates(64, 128) == RATES
-    assert "cannot keep the rates" in capsys.readouterr().err
+    assert "cannot save the measured rates" in capsys.readouterr().err
 
 
 def test_large_weights_are_shortened_and_small_ones_are_the_models_own() -> None:

@@ -85,7 +85,7 @@ def test_settings_that_are_no_parameters_have_the_value_itself(key: str, monkeyp
 def test_variable_that_is_missing_is_named() -> None:
     values = compose_values()
     values["task"]["reward_params"] = {"key": {"env": "NO_SUCH"}}
-    expected = "task.reward_params.key: got {env: NO_SUCH}. The environment has no variable NO_SUCH: export it"
+    expected = "task.reward_params.key: got {env: NO_SUCH}. The environment variable NO_SUCH is not set: export it"
     with pytest.raises(ConfigError, match=re.escape(expected)):
         load(values)
 

@@ -79,7 +79,7 @@ def read(folder: Path) -> Manifest:
     except (msgspec.DecodeError, ValueError) as error:
         raise RecordError(f"{folder / NAME} is damaged: {error}") from None
     if manifest.format != FORMAT:
-        raise RecordError(f"{folder} is of format {manifest.format}, and this version reads {FORMAT}")
+        raise RecordError(f"{folder} has format {manifest.format}, but this version of asyncrl reads {FORMAT}")
     return manifest
 
 
@@ -89,7 +89,7 @@ def verified(folder: Path) -> Manifest:
     manifest = read(folder)
     outside = [name for name in manifest.files if name.startswith("/") or ".." in Path(name).parts]
     if outside:
-        raise RecordError(f"{folder / NAME} is damaged: it names {outside[0]}")
+        raise RecordError(f"{folder / NAME} is damaged: it lists {outside[0]}, which is outside of the folder")
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         checks = [pool.submit(_check, folder, name, entry) for name, entry in manifest.files.items()]
         for check in checks:
@@ -101,7 +101,7 @@ def _check(folder: Path, name: str, entry: FileEntry) -> None:
     try:
         size = (folder / name).stat().st_size
         if size != entry.bytes:
-            raise RecordError(f"{folder / name} is damaged: {size} bytes, and {entry.bytes} were written")
+            raise RecordError(f"{folder / name} is damaged: it has {size} bytes instead of {entry.bytes}")
         if _entry(folder / name) != entry:
             raise RecordError(f"{folder / name} is damaged: its checksum differs")
     except OSError as error:

@@ -36,7 +36,7 @@ class CheckpointStore:
             try:
                 return self.path(version), manifest.verified(self.path(version))
             except RecordError as error:
-                tell(f"checkpoint {version} is refused: {error}")
+                tell(f"checkpoint {version} is skipped: {error}")
         return None
 
     def lacks(self, size: int) -> str | None:
@@ -45,7 +45,7 @@ class CheckpointStore:
         free = shutil.disk_usage(self.folder).free
         if free >= size + SPARE_BYTES:
             return None
-        return f"it takes {size / 1e9:.2f} GB, and the disk of {self.folder} has {free / 1e9:.2f} GB left"
+        return f"it takes {size / 1e9:.2f} GB, but the disk of {self.folder} has only {free / 1e9:.2f} GB left"
 
     def make_room(self, version: int) -> Path:
         """Create an empty folder for this version. An existing one was rolled back or never completed, and is

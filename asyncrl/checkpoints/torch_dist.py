@@ -96,7 +96,7 @@ class _Unpickler(pickle.Unpickler):
             return _DTYPES[name]
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed there")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which this format does not allow")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -117,7 +117,7 @@ def parse(data: bytes) -> Metadata:
     except _DAMAGED as error:
         raise RecordError(f"{type(error).__name__}: {error}") from None
     if not isinstance(found, Metadata):
-        raise RecordError(f"it holds a {type(found).__name__}")
+        raise RecordError(f"it holds a {type(found).__name__} instead of the metadata of a checkpoint")
     return found
 
 

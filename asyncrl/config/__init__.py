@@ -146,8 +146,8 @@ class Config(Section):
             raise ConfigError(
                 "rollout.max_staleness",
                 self.rollout.max_staleness,
-                "Under deterministic=true no weights change while engines write: set 0, or record an asynchronous run "
-                "(record=true) and replay it.",
+                "With deterministic=true, weights must not change while engines generate: set 0, or record an "
+                "asynchronous run (record=true) and replay it.",
             )
         if self.mode == "rollout_only" and not self.record:
             raise ConfigError("record", False, "mode=rollout_only produces nothing but a recording: set record=true.")
@@ -156,7 +156,7 @@ class Config(Section):
             raise ConfigError("replay.from", self.replay.source, remedy)
         if self.resume is not None and (self.mode == "rollout_only" or self.replay.schedule):
             what = "mode=rollout_only" if self.mode == "rollout_only" else "replay.schedule"
-            raise ConfigError("resume", self.resume, f"{what} starts from its beginning: remove it.")
+            raise ConfigError("resume", self.resume, f"{what} always starts from the beginning: remove this setting.")
         if self.checkpoint.every and self.mode == "rollout_only":
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
         self._check_sets()
@@ -205,8 +205,8 @@ class Config(Section):
             raise ConfigError(
                 "rollout.temperature",
                 self.rollout.temperature,
-                "SGLang gives the log-probabilities of given tokens at temperature 1, whatever a request asks for: at "
-                f"another, {what} would be wrong (algo/distill.py). Set 1.0, or disable it.",
+                "SGLang always computes the log-probabilities of given tokens at temperature 1, so at another one "
+                f"{what} would be wrong (algo/distill.py). Set 1.0, or disable it.",
             )
         for url in teacher.urls:
             if not url.startswith(("http://", "https://")):
@@ -243,7 +243,8 @@ def load(values: dict[str, Any]) -> Config:
     for field, secret in secrets(config):
         if secret.missing:
             remedy = (
-                f"The environment has no variable {', '.join(secret.missing)}: export it, where the command is given."
+                f"The environment variable {', '.join(secret.missing)} is not set: export it before you start "
+                "the command."
             )
             raise ConfigError(field, secret, remedy)
     return config

@@ -56,7 +56,7 @@ class EngineConfig(Section):
             if not url.startswith("http://"):
                 raise ConfigError("engine.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
         if len(set(self.urls)) < len(self.urls):
-            raise ConfigError("engine.urls", self.urls, "It names an engine twice: remove one.")
+            raise ConfigError("engine.urls", self.urls, "It lists an engine twice: remove one of the two.")
         return self
 
 

@@ -69,7 +69,8 @@ class CheckpointReader:
                 leading = tuple(self._tensors[address.key].size[: len(address.counts)])
                 if leading != address.counts:
                     raise WeightsError(
-                        f"{address.key} in {self._folder} stacks {leading} tensors, config.json says {address.counts}"
+                        f"{address.key} in {self._folder} stacks {leading} tensors, but config.json requires "
+                        f"{address.counts}"
                     )
                 return address
         raise WeightsError(f"{parameter.name} is missing in {self._folder}")
@@ -168,7 +169,8 @@ class CheckpointWriter:
         if (entry.size, entry.properties.dtype) != (size, tensor.dtype):
             one, other = (tuple(entry.size), entry.properties.dtype), (tuple(size), tensor.dtype)
             raise WeightsError(
-                f"{parameter.name} is {other} when stacked, those before it are {one}; --dtype makes one"
+                f"{parameter.name} has the stacked shape and dtype {other}, but the tensors before it have {one}. "
+                "If the dtypes differ, pass --dtype."
             )
         offsets = torch.Size(address.index + (0,) * tensor.ndim)
         entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(ones + tuple(tensor.shape))))

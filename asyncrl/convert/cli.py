@@ -57,7 +57,10 @@ def _rollouts(arguments: argparse.Namespace) -> int:
             print(f"{rollouts.export(arguments.run, arguments.out)} trajectories")
         else:
             taken, left = rollouts.from_slime(arguments.dumps, arguments.out, reward_key=arguments.reward_key)
-            print(f"{taken} samples, {left} left out; asyncrl-train mode=replay replay.from={arguments.out}")
+            print(
+                f"{taken} samples, {left} left out; to train on them: asyncrl-train mode=replay "
+                f"replay.from={arguments.out}"
+            )
     except (AsyncRLError, OSError) as error:
         print(visible(f"asyncrl-convert: error: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -81,15 +84,17 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--dtype", choices=["bfloat16", "float16", "float32"], help="cast to this type (default: unchanged)"
         )
-        command.add_argument("--shard-gb", type=_positive, default=5.0, metavar="N", help="size of a file (default: 5)")
-        command.add_argument("--overwrite", action="store_true", help="replace OUT when it exists")
+        command.add_argument(
+            "--shard-gb", type=_positive, default=5.0, metavar="N", help="maximum size of a file (default: 5)"
+        )
+        command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     slime = commands.add_parser(
-        "from-slime", help="slime's rollout dumps into a recording, without running their pickles"
+        "from-slime", help="convert slime's rollout dumps to a recording, without executing their pickles"
     )
     slime.add_argument("dumps", type=Path, nargs="+", metavar="DUMP", help="files of --save-debug-rollout-data")
-    slime.add_argument("out", type=Path, metavar="OUT", help="folder that gets records/")
-    slime.add_argument("--reward-key", metavar="NAME", help="where rewards are dicts")
-    table = commands.add_parser("export", help="a recording's trajectories as .jsonl or .parquet")
+    slime.add_argument("out", type=Path, metavar="OUT", help="folder in which records/ is created")
+    slime.add_argument("--reward-key", metavar="NAME", help="key of the reward, if rewards are dicts")
+    table = commands.add_parser("export", help="write the trajectories of a recording as .jsonl or .parquet")
     table.add_argument("run", type=Path, metavar="RUN", help="folder of a recorded run")
     table.add_argument("out", type=Path, metavar="OUT", help="a new file")
     return parser

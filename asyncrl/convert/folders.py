@@ -25,7 +25,7 @@ def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
     if not out.exists():
         return
     if not overwrite:
-        raise ConfigError("OUT", str(out), "It exists already: name a new folder, or pass --overwrite.")
+        raise ConfigError("OUT", str(out), "It already exists: choose a new folder, or pass --overwrite.")
     if not out.is_dir() or (any(out.iterdir()) and not any((out / name).is_file() for name in MARKS)):
         raise ConfigError("OUT", str(out), "It is not a converted folder: --overwrite does not delete it.")
 
@@ -63,7 +63,7 @@ def check_space(folder: Path, nbytes: int) -> None:
     """Raise WeightsError if the disk of `folder` has less than `nbytes` free."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        raise WeightsError(f"{folder} needs {nbytes / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB left")
+        raise WeightsError(f"{folder} needs {nbytes / 1e9:.2f} GB, but its disk has only {free / 1e9:.2f} GB left")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def from_slime(dumps: Sequence[Path], out: Path, *, reward_key: str | None = Non
     """Write a recording to OUT/records, with one batch per dump. Returns how many samples were converted and left out.
     Raises RecordError for a dump that is damaged, or that holds what a recording cannot."""
     if (out / RECORDS).exists():
-        raise ConfigError("OUT", str(out), "It holds a recording: name another folder.")
+        raise ConfigError("OUT", str(out), "It already holds a recording: choose another folder.")
     order = sorted(dumps, key=lambda dump: _load(dump)[0])  # holds one dump in memory at a time
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".records-") as folder:
@@ -129,7 +129,9 @@ def _turns(sample: dict[str, Any], version: int) -> list[Turn]:
     ids, logprobs = list(sample["tokens"][-length:]), sample.get("rollout_log_probs")
     mask = sample.get("loss_mask") or [1] * length
     if logprobs is None or len(logprobs) != length or len(mask) != length:
-        raise ValueError(f"{length} tokens need as many rollout_log_probs, and a loss_mask of that length or none")
+        raise ValueError(
+            f"a sample of {length} tokens needs that many rollout_log_probs, and a loss_mask of that length or none"
+        )
     finish = "length" if sample.get("status") == "truncated" else "stop"
     turns: list[Turn] = []
     observation: list[int] = []
@@ -144,7 +146,7 @@ def _turns(sample: dict[str, Any], version: int) -> list[Turn]:
         turns.append(Turn(observation, answer))
         observation = []
     if not turns:
-        raise ValueError("a sample whose loss_mask is empty")
+        raise ValueError("the loss_mask of a sample selects no token")
     return turns
 
 
@@ -158,9 +160,9 @@ def export(run: Path, out: Path) -> int:
     `logprobs` and `versions` are those of the written tokens, and null elsewhere.
     """
     if out.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError("OUT", str(out), "Name a .jsonl or a .parquet file.")
+        raise ConfigError("OUT", str(out), "The name of the file must end in .jsonl or .parquet.")
     if out.exists():
-        raise ConfigError("OUT", str(out), "It exists already: name another file.")
+        raise ConfigError("OUT", str(out), "It already exists: choose another file.")
     recording, count = Recording(run), 0
     part = out.with_name(f".{out.name}.part")
     with part.open("wb") as file:

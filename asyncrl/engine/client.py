@@ -305,7 +305,11 @@ class GenerationClient:
         for future in futures:
             if not future.done():
                 refused = isinstance(error, EngineError)
-                failure = EngineError(f"generation failed: {error}") if refused else AsyncRLError(f"a bug: {error!r}")
+                failure = (
+                    EngineError(f"generation failed: {error}")
+                    if refused
+                    else AsyncRLError(f"a bug in asyncrl: {error!r}")
+                )
                 failure.__cause__ = error
                 future.set_exception(failure)
 
@@ -370,7 +374,8 @@ class _Patience:
             self._fruitless, self._since = 0, now
         elif now - self._since > self._seconds:
             raise EngineError(
-                f"no token came for {now - self._since:.0f} s, in {self._fruitless + 1} attempts; the last: {reason}"
+                f"no token arrived for {now - self._since:.0f} s in {self._fruitless + 1} attempts; the last one "
+                f"failed: {reason}"
             )
         self._fruitless += 1
         if self._fruitless > 1:

@@ -50,11 +50,11 @@ def apply(model: Any, order: dict[str, Any]) -> None:
     if held == version and base is not None:
         raise DeltaMismatch(f"version {version} is already applied")
     if base is not None and held != base:
-        raise DeltaMismatch(f"the changes are relative to version {base}, this engine holds {held}")
+        raise DeltaMismatch(f"the changes are relative to version {base}, but this engine holds {held}")
     files = sorted(Path(order["folder"]).glob("*.safetensors"))
     headers = [_checked(file) for file in files]
     if base is None and any(header["kind"] != "full" for header in headers):
-        raise DeltaMismatch("a full update contains only changes")
+        raise DeltaMismatch("a full update contains files with changes only")
     model.asyncrl_version = None  # unknown until the last tensor is in place
     for file, header in zip(files, headers, strict=True):
         if header["kind"] == "full":
@@ -74,9 +74,7 @@ def _checked(file: Path) -> dict[str, str]:
         content.seek(8 + int.from_bytes(content.read(8), "little"))
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != header["sha256"]:
-        raise DeltaMismatch(
-            f"{file.name} is damaged: its checksum is {digest[:12]}, written was {header['sha256'][:12]}"
-        )
+        raise DeltaMismatch(f"{file.name} is damaged: its checksum is {digest[:12]} instead of {header['sha256'][:12]}")
     return header
 
 

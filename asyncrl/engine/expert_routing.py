@@ -50,7 +50,7 @@ class ExpertRoutingAssembler:
         try:
             rows = compact(part.last.routed_experts, self._shape)
         except ValueError as error:
-            raise EngineError(f"the engine's routed experts are not the model's: {error}") from None
+            raise EngineError(f"the engine returned routed experts that do not fit the model: {error}") from None
         self._rows += rows[(self.end - part.routed_from) * self._shape.width :]
 
     def into(self, completion: Completion, prompt: int, last: PartialCompletion) -> Completion:

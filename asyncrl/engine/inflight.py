@@ -205,7 +205,9 @@ class InFlight:
         try:
             async for chunk in stream_chunks(self._http, request, samples[0].session.group or request["rid"]):
                 if not 0 <= chunk.index < len(answers):
-                    raise EngineError(f"the engine answered sample {chunk.index} of a request for {len(answers)}")
+                    raise EngineError(
+                        f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"
+                    )
                 sample, answer = samples[chunk.index], answers[chunk.index]
                 new = answer.add(chunk)
                 self._count(sample.session, new)

@@ -83,7 +83,7 @@ class PartialCompletion:
         Somebody restarted the engine, and the weights that generated the tokens are unknown.
         """
         self.token_ids, self.logprobs, self.last = [], [], None
-        self.broken = "its engine has no weights of this run"
+        self.broken = "the engine has no weights of this run"
 
     @classmethod
     def recalled(cls, completion: Completion, routed_from: int) -> PartialCompletion:

@@ -58,7 +58,7 @@ async def stream_chunks(
     except httpx.HTTPError as error:
         raise StreamBroken(f"{type(error).__name__} {error}".strip()) from None
     except msgspec.DecodeError as error:
-        raise StreamBroken(f"no event from an engine: {error}") from None
+        raise StreamBroken(f"the stream of an engine has an invalid event: {error}") from None
     raise StreamBroken("the stream ended without its last event")
 
 

@@ -68,7 +68,7 @@ class Breaker:
         if now - self._opened > self._patience:
             raise AsyncRLError(
                 f"{self._name} has failed {self._failures} times in a row, for {now - self._opened:.0f} s "
-                f"(task.environments.patience); the last: {detail}"
+                f"(task.environments.patience); the last failure: {detail}"
             )
         self._next_try, self._trying = now + self._pause, False
         self._pause = min(LONGEST_PAUSE, 2 * self._pause)

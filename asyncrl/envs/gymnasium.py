@@ -90,7 +90,7 @@ class _Actions:
         words = words or [str(number) for number in range(int(space.n))]
         named = {str(word).lower(): int(space.start) + place for place, word in enumerate(words)}
         if len(named) != space.n:
-            raise ConfigError("task.params.actions", list(words), f"It needs {space.n} words, each another.")
+            raise ConfigError("task.params.actions", list(words), f"It needs {space.n} different words.")
         self._numbers = named
         self.help = f"Answer with one of: {', '.join(words)}."
         longest_first = sorted(map(re.escape, named), key=len, reverse=True)
@@ -112,7 +112,9 @@ def _made(name: str, params: Mapping[str, Any]) -> Any:
     try:
         return gymnasium.make(name, disable_env_checker=True, **params)
     except (gymnasium.error.Error, ImportError, TypeError, ValueError, AssertionError) as error:
-        raise ConfigError("task.name / task.params.make", (name, dict(params)), f"gymnasium refuses: {error}") from None
+        raise ConfigError(
+            "task.name / task.params.make", (name, dict(params)), f"gymnasium rejects it: {error}"
+        ) from None
 
 
 def _name(observation: Any) -> str:

@@ -70,7 +70,7 @@ class HostedInstance:
         if inspect.isawaitable(found):
             found = self._runner.run(_awaited(found))
         if method == "step" and not isinstance(found, Step):
-            raise TypeError(f"step returned {type(found).__name__} in the place of a Step")
+            raise TypeError(f"step returned {type(found).__name__} instead of a Step")
         if isinstance(found, Step):
             return found.plain()
         if method == "finish":

@@ -94,7 +94,7 @@ class Host:
                     await self._writer.drain()
                 return await answer
         except TimeoutError:
-            failed = EpisodeFailed("environment_timeout", f"{method} has not returned for {seconds:g} s ({limit})")
+            failed = EpisodeFailed("environment_timeout", f"{method} did not return within {seconds:g} s ({limit})")
             self._kill(EpisodeFailed("environment_died", "another environment in its process hung"))
             raise failed from None
         except ConnectionError:
@@ -117,7 +117,7 @@ class Host:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 if length > OVERSIZED:
                     why = EpisodeFailed(
-                        "environment_oversized", f"an answer of {length} bytes; {OVERSIZED} are allowed"
+                        "environment_oversized", f"its answer has {length} bytes, more than the limit of {OVERSIZED}"
                     )
                     break
                 self._settle(*msgspec.msgpack.decode(await self._reader.readexactly(length), type=tuple[int, str, Any]))
@@ -129,7 +129,7 @@ class Host:
         code = await self._process.wait()
         if not why.detail:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._end = EpisodeFailed("environment_died", f"its process ended by {how}{self._last_lines()}")
+            self._end = EpisodeFailed("environment_died", f"its process ended with {how}{self._last_lines()}")
         self._writer.close()
         for answer in self._asked.values():
             if not answer.done():
@@ -157,7 +157,7 @@ class Host:
             self._printed.append(line.decode(errors="replace"))
 
     def _last_lines(self) -> str:
-        return "; it printed last:\n" + "\n".join(self._printed) if self._printed else ""
+        return "; its last output:\n" + "\n".join(self._printed) if self._printed else ""
 
     def _kill(self, why: EpisodeFailed) -> None:
         """Kill the process and everything that it started."""

@@ -186,7 +186,7 @@ class _Guarded:
         """Call the environment's step."""
         found = await self._call("step", self._settings.step_timeout, "step_timeout", action)
         if not isinstance(found, Step):
-            raise EpisodeFailed("environment_error", f"step returned {type(found).__name__} in the place of a Step")
+            raise EpisodeFailed("environment_error", f"step returned {type(found).__name__} instead of a Step")
         with raised_by("environment_error", retry=True):
             return found.plain()
 
@@ -204,7 +204,7 @@ class _Guarded:
                 with raised_by("environment_error", retry=True):
                     return await _awaited(getattr(self._env, method)(*arguments))
         except TimeoutError:
-            detail = f"{method} has not returned for {seconds:g} s (task.environments.{limit})"
+            detail = f"{method} did not return within {seconds:g} s (task.environments.{limit})"
             raise EpisodeFailed("environment_timeout", detail) from None
 
 

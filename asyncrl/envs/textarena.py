@@ -55,7 +55,7 @@ class Game:
         first = name.split("-")[0]
         self._name, self._draws, self._state = name, random.Random(seed), STATES.get(first)
         if first in BROKEN:
-            raise ConfigError("task.name", name, "This game is broken in textarena 0.7.4: take another.")
+            raise ConfigError("task.name", name, "This game is broken in textarena 0.7.4: choose another.")
         try:
             with self._its_turn(), _nothing_downloaded():
                 self._game = _made(name, params)
@@ -98,7 +98,7 @@ class Game:
         try:
             return {player: float(reward) for player, reward in found.items()}
         except (AttributeError, ValueError, TypeError):
-            raise EpisodeFailed("environment_error", f"{self._name} gives {found!r} as rewards") from None
+            raise EpisodeFailed("environment_error", f"{self._name} returned invalid rewards: {found!r}") from None
 
     @property
     def state(self) -> str:
@@ -253,4 +253,4 @@ def _refusal(name: str, params: Mapping[str, Any], players: int, error: Exceptio
         return ConfigError("task.kind", "textarena", 'It is not installed: pip install "asyncrl[agents]".')
     given = f"{players} player(s)" + (f" and {dict(params)}" if params else "")
     why = str(error).strip(" .") or type(error).__name__
-    return ConfigError("task.name / task.params", name, f"textarena refuses it for {given}: {why}.")
+    return ConfigError("task.name / task.params", name, f"textarena rejects it for {given}: {why}.")

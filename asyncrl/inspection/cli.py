@@ -90,7 +90,7 @@ def _overview(recording: Recording, options: argparse.Namespace, console: Consol
     console.print(render.steps_table(steps, _trained(options.run)))
     console.print("groups: " + render.reasons_line(groups))
     if recording.torn:
-        console.print(f"{recording.torn} bytes at the end were not written out, and are left out")
+        console.print(f"{recording.torn} bytes at the end belong to an incomplete frame and are ignored")
 
 
 def _trained(run: Path) -> dict[int, dict[str, float]]:
@@ -106,7 +106,7 @@ def _bounds(text: str) -> Bounds:
     try:
         bounds = (float(low) if low else None, float(high) if high else None)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range: write 0.5:1, 0.5: or :1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range: write 0.5:1, 0.5: or :1") from None
     return bounds if colon else (bounds[0], bounds[0])
 
 
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="asyncrl-inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a recorded run")
-    parser.add_argument("--step", type=int, help="groups of this batch")
+    parser.add_argument("--step", type=int, help="show only groups of this batch")
     parser.add_argument("--uid", help="groups whose uid begins so")
     parser.add_argument("--reason", help="groups that were rejected for this reason, or are `ready`")
     parser.add_argument("--task", help="groups of this task")

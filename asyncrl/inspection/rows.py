@@ -93,7 +93,9 @@ def rows_of(recording: Recording) -> tuple[list[GroupRow], list[StepRow]]:
             oldest[group.uid] = [trajectory.oldest_version for trajectory in group.trajectories]
         elif isinstance(event, Taken):
             if missing := [uid for uid in event.uids if uid not in groups]:
-                raise RecordError(f"{recording.folder}: batch {event.step} names groups that it lacks: {missing[:4]}")
+                raise RecordError(
+                    f"{recording.folder}: batch {event.step} names groups that the recording lacks: {missing[:4]}"
+                )
             taken = [groups[uid] for uid in event.uids]
             for row in taken:
                 row.place = str(event.step)

@@ -47,7 +47,7 @@ def attached_dtype(config: Config, key: str) -> str | None:
         if dtype in (None, "auto"):
             continue
         if found not in (None, dtype):
-            remedy = f"Its dtype is {dtype}, and engine.dtype or another engine says {found}: start it with that."
+            remedy = f"Its dtype is {dtype}, but engine.dtype or another engine has {found}: start it with that dtype."
             raise ConfigError(FIELD, url, remedy)
         found = str(dtype)
     return found if config.engine.urls else None

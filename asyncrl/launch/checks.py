@@ -163,7 +163,7 @@ def check_files(config: Config) -> list[LocalSandboxes]:
         rewards(config, tasks.build_all(config))
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
-        raise ConfigError("model.chat_template", template, "There is no such file: name a jinja file.")
+        raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")
     return sandboxes
 
 

@@ -87,10 +87,10 @@ class _Run:
         self.registry = Registry(self.folder)
         lease = self.lease()
         if lease is None:
-            raise ConfigError("RUN", str(folder), "No run is running there: start it first.")
+            raise ConfigError("RUN", str(folder), "No run is active in this folder: start it first.")
         self.launcher, self.job = str(lease["host"]), str(lease["job"])
         if self.config.mode != "train":
-            remedy = "Engines can join only a run that trains."
+            remedy = "Engines can only join a run that trains."
             raise ConfigError("mode", self.config.mode, remedy)
 
     def lease(self) -> dict[str, object] | None:
@@ -127,7 +127,10 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
         lease = run.registry.file_of(keeper.urls[0])
         specs = job.steps(specs, run.folder, mine.run_id, [run.folder, mine.model], lease, ours)
     policy = restart_policy(run.folder, mine, specs, job.has if job else None, f"{word}-")
-    _say(f"{len(seats)} engine(s) for {run.folder}: {', '.join(keeper.urls)}; logs/engine-{word}-*.log there")
+    _say(
+        f"{len(seats)} engine(s) for {run.folder}: {', '.join(keeper.urls)}; logs: logs/engine-{word}-*.log in "
+        "that folder"
+    )
     supervisor = Supervisor(specs, run.folder, mine.run_id, cluster.stop_grace, policy, keeper.asked_to_stop)
     try:
         supervisor.run(keeper.each_poll)
@@ -164,7 +167,10 @@ class EngineKeeper:
         if self._stopping:
             raise Stopped(number)
         self._stopping = True
-        _say(f"{signal.Signals(number).name}: waiting for the run to release the engines; again to stop at once")
+        _say(
+            f"{signal.Signals(number).name}: waiting for the run to release the engines; repeat the signal to "
+            "stop them at once"
+        )
         for url in self.urls:
             self._run.registry.ask_to_leave(url)
 
@@ -182,10 +188,14 @@ def check_reach(run: _Run, node: Node) -> None:
     hosts = {*addresses.trainers, httpx.URL(addresses.router).host}
     local = hosts <= LOOPBACK
     if local and run.launcher != socket.gethostname():
-        remedy = f"The run listens on the loopback of {run.launcher} alone: start it with an address that others reach."
+        remedy = (
+            f"The run listens only on the loopback of {run.launcher}: start it with an address that others can reach."
+        )
         raise ConfigError("cluster.host", config.cluster.host, remedy)
     if not local and node.address in LOOPBACK:
-        raise ConfigError("--host", node.address, "The run is on other machines: name an address that they reach.")
+        raise ConfigError(
+            "--host", node.address, "The run is on other machines: set an address of this machine that they can reach."
+        )
     trainer = addresses.trainers[0] if len(addresses.trainers) == 1 else ""
     gpu = on_gpu(config.trainer, addresses.gpus)
     known = (*addresses.engines, *addresses.attached)
@@ -205,7 +215,7 @@ def remove(run: _Run, urls: Sequence[str]) -> None:
     known = [*addresses.engines, *addresses.attached, *joined]
     for url in urls:
         if url not in known:
-            raise ConfigError("URL", url, f"The run has {sorted(known)}: name one of them.")
+            raise ConfigError("URL", url, f"The engines of the run are {sorted(known)}: choose among them.")
     for url in urls:
         run.registry.ask_to_leave(url)
     waiting, deadline = set(urls), time.monotonic() + LEAVE_SECONDS + TOLD_SECONDS
@@ -218,7 +228,7 @@ def remove(run: _Run, urls: Sequence[str]) -> None:
                 f"{sorted(waiting)} to leave", LEAVE_SECONDS, "they are stopped by the process that started them"
             )
         time.sleep(1.0)
-    _say(f"{', '.join(urls)}: left")
+    _say(f"engines that left the run: {', '.join(urls)}")
 
 
 def _has_left(run: _Run, url: str) -> bool:
@@ -271,13 +281,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="asyncrl-engines", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, help_ in (("add", "start engines for a run"), ("remove", "have some leave"), ("list", "who is there")):
+    for name, help_ in (
+        ("add", "start engines for a run"),
+        ("remove", "make engines leave a run"),
+        ("list", "list the engines of a run"),
+    ):
         command = commands.add_parser(name, help=help_)
         command.add_argument("run", type=Path, metavar="RUN")
         if name == "add":
-            command.add_argument("--count", type=int, help="engines; unset: as many as the GPUs hold")
-            command.add_argument("--gpus", type=int, help="GPUs of each machine; unset: all")
-            command.add_argument("--host", help="address of this machine; unset: as cluster.host and .interface say")
+            command.add_argument("--count", type=int, help="number of engines (default: as many as fit the GPUs)")
+            command.add_argument("--gpus", type=int, help="number of GPUs per machine (default: all)")
+            command.add_argument(
+                "--host", help="address of this machine (default: from cluster.host and cluster.interface)"
+            )
         if name == "remove":
             command.add_argument("urls", nargs="+", metavar="URL")
     return parser

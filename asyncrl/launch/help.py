@@ -32,8 +32,8 @@ Trains a language model with asynchronous RL: Megatron trainers and SGLang engin
   asyncrl-train                                    the default run: SmolLM2-135M on CPU
   asyncrl-train experiment=tiny                    0.13M parameters, a minute
   asyncrl-train experiment=tiny trainer.tensor_parallel=2 engine.count=2 rollout.max_staleness=4
-  asyncrl-train --cfg job                          print the composed values, run nothing
-  asyncrl-train --check ...                        tell what would be wrong with a run, start nothing
+  asyncrl-train --cfg job                          print the composed settings without a run
+  asyncrl-train --check ...                        report problems of a run without starting it
   eval "$(asyncrl-train -sc install=bash)"         shell completion (also zsh, fish)
 """
 

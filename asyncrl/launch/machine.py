@@ -50,7 +50,11 @@ def _address(interface: str | None) -> tuple[str, str]:
     }
     if interface is not None:
         if interface not in known:
-            raise ConfigError("cluster.interface", interface, f"{socket.gethostname()} has {sorted(known)}: name one.")
+            raise ConfigError(
+                "cluster.interface",
+                interface,
+                f"{socket.gethostname()} has the interfaces {sorted(known)}: choose one of them.",
+            )
         return known[interface], interface
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end, suppress(OSError):
         end.connect((ELSEWHERE, 9))  # sends nothing, only asks the kernel for the route

@@ -44,7 +44,7 @@ def main() -> None:
                 sys.exit(run.check(loaded))
             run.start(loaded, STARTED_AT)
     except (ConfigError, CompositionError) as error:
-        _fail(2, f"wrong setting\n{error}")
+        _fail(2, f"invalid setting\n{error}")
     except AsyncRLError as error:
         _fail(1, str(error))
     except Paused as paused:

@@ -105,7 +105,9 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
     working = rooms[config.cluster.cpu_nodes :]
     if not working:
         rollouts = config.cluster.cpu_nodes
-        remedy = f"cluster.cpu_nodes={rollouts} of them are for rollouts: no machine is left for other processes."
+        remedy = (
+            f"cluster.cpu_nodes={rollouts} reserves all machines for rollouts; other processes need at least one more."
+        )
         raise ConfigError("cluster.nodes", len(nodes), remedy)
     each = len(working[0].node.gpus)
     head = rooms[0]
@@ -164,9 +166,9 @@ def _trainers(config: Config, rooms: list[_Room], each: int) -> list[Seat]:
         raise ConfigError(
             "cluster.trainer_nodes" if wanted else "cluster.nodes",
             wanted or len(rooms),
-            f"{world} trainer ranks must be shared evenly by nodes of the job"
-            + (f", {each} GPUs each" if gpu else "")
-            + ": change it, or trainer.*_parallel.",
+            f"{world} trainer ranks must be divided evenly among machines of the job"
+            + (f" with {each} GPUs each" if gpu else "")
+            + ": change this number, or trainer.*_parallel.",
         )
     seats: list[Seat] = []
     for room in rooms[:count]:
@@ -188,8 +190,8 @@ def _on_gpus(name: str, section: EngineConfig | AuxiliaryModelConfig, rooms: lis
     raise ConfigError(
         f"{name}.count × {name}.tensor_parallel",
         f"{section.count} × {ranks}",
-        f"No machine is left with {ranks} GPUs ({free} are free in all): lower it, or take more or other "
-        "cluster.nodes, cluster.gpus or trainer ranks.",
+        f"No machine has {ranks} free GPUs ({free} are free in total): lower it, use more machines "
+        "(cluster.nodes) or GPUs (cluster.gpus), or change the number of trainer ranks.",
     )
 
 

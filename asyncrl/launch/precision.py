@@ -97,7 +97,11 @@ def resolve(
     except LaunchError as error:
         if any(getattr(config, part).dtype == AUTO for part in measured):
             raise
-        print(f"asyncrl: no estimate, and no warning of a slow dtype: {error}", file=sys.stderr, flush=True)
+        print(
+            f"asyncrl: there is no time estimate and no warning about a slow dtype: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         wanted = {}
     choices = []
     for part in parts:
@@ -216,7 +220,7 @@ def _ask(wanted: Iterable[tuple[str, Sequence[str]]], job: SlurmJob | None) -> d
         said = "\n".join(output[-1000:] for output in outputs)
         raise LaunchError(
             f"the speed of {missing} could not be measured within {PROBE_SECONDS:.0f} s: set trainer.dtype, "
-            f"engine.dtype, teacher.dtype and judge.dtype to do without. The probe printed:\n{said}"
+            f"engine.dtype, teacher.dtype and judge.dtype, so that no measurement is needed. The probe printed:\n{said}"
         )
     return found
 

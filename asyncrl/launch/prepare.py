@@ -97,7 +97,7 @@ class Preparation:
         elif cluster.launcher == "slurm":
             if cluster.gpus is None:
                 raise ConfigError(
-                    "cluster.gpus", None, "Required for a job: the number of GPUs of each machine, 0 for none."
+                    "cluster.gpus", None, "A Slurm job requires the number of GPUs of each machine; set 0 for none."
                 )
             self.imagined = True
             machines = cluster.nodes or nodes_wanted(self.config, cluster.gpus)

@@ -114,7 +114,7 @@ class Supervisor:
         for name in [*self._policy.given_up(self._specs.values()), *self._policy.hanging()]:
             self._kill(name)
         for name in self._policy.may_stop(spec for name, spec in self._specs.items() if name not in self._gone):
-            self._give_up(name, f"{name} has left")
+            self._give_up(name, f"{name} has left the run")
             self._policy.stopped(self._specs[name])
         codes = {name: child.poll() for name, child in self._children.items() if name not in self._gone}
         dead = {name: code for name, code in codes.items() if code is not None}
@@ -127,7 +127,10 @@ class Supervisor:
             left = self._engines() - whole
             if self._engines() & whole and left - dead.keys():
                 node = self._specs[name].node
-                self._give_up(name, f"{name} is lost with {node}: the run continues with {len(left)} engines")
+                self._give_up(
+                    name,
+                    f"{name} was lost together with the machine {node}; the run continues with {len(left)} engines",
+                )
                 wrong = {other: code for other, code in wrong.items() if other not in whole}
         final = {
             name: code for name, code in wrong.items() if name in lost or not self._policy.allows(self._specs[name])
@@ -197,8 +200,8 @@ class Supervisor:
         lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
         text = f"{who} died: {end}\nlast lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines or ["(empty)"])
         restarted = self._policy.count(name)
-        text += f"\nit had been restarted {restarted} times (cluster.max_restarts)" if restarted else ""
-        text += f"\nafter it died: {', '.join(others)}" if others else ""
+        text += f"\n{name} had been restarted {restarted} times (cluster.max_restarts)" if restarted else ""
+        text += f"\nended afterwards: {', '.join(others)}" if others else ""
         return "\n".join([text, *full([self._run_dir, Path(tempfile.gettempdir()), SHARED])])
 
     def _describe(self, stalls: Stalls, stalled: Sequence[Stalled]) -> str:

@@ -32,7 +32,7 @@ def check_recording(config: Config) -> None:
     for field, named in (("from", config.replay.source), ("compare", config.replay.compare)):
         folder = Path(named).expanduser() if named else None
         if folder and not (folder / "records").is_dir() and not list(folder.glob("*.frames")):
-            remedy = "No recording there: name the folder of a run with record=true."
+            remedy = "This folder has no recording: choose the folder of a run with record=true."
             raise ConfigError(f"replay.{field}", named, remedy)
     if config.mode != "replay":
         return
@@ -40,7 +40,7 @@ def check_recording(config: Config) -> None:
 
     steps = Recording(config.replay.folder).steps
     if not steps:
-        raise ConfigError("replay.from", config.replay.source, "Its recording holds no batch.")
+        raise ConfigError("replay.from", config.replay.source, "Its recording holds no batch: choose another run.")
     for field, step in (("first", config.replay.first), ("last", config.replay.last)):
         if step is not None and step not in steps:
             remedy = f"The recording holds batches {steps[0]} to {steps[-1]}."

@@ -130,7 +130,7 @@ class RestartPolicy:
         found = [name for name, watch in self._watches.items() if watch.hangs()]
         for name in found:
             self._watches[name].forget()
-            print(f"asyncrl: {name} is running but does not answer: it is killed", file=sys.stderr, flush=True)
+            print(f"asyncrl: {name} is running but does not answer; killing it", file=sys.stderr, flush=True)
         return found
 
     def incarnation(self, name: str) -> str:

@@ -55,14 +55,18 @@ def choose(config: Config, run_dir: Path) -> Resume | None:
     if config.resume == "auto":
         found = CheckpointStore(run_dir).newest(_tell)
         if not found and CheckpointStore(run_dir).versions():
-            problem = "no checkpoint is complete: move them away to start over, or name another run's with resume=PATH"
+            problem = (
+                "no checkpoint is complete: move them away to start over, or resume another run's with resume=PATH"
+            )
             raise RecordError(f"{CheckpointStore(run_dir).folder}: {problem}")
     else:
         named = Path(config.resume).expanduser().absolute()
         if (named / manifest.NAME).is_file():
             found = named, manifest.verified(named)
         elif not (found := CheckpointStore(named).newest(_tell)):
-            remedy = "It is neither a checkpoint nor a run with a complete one: name such a folder, or set resume=auto."
+            remedy = (
+                "It is neither a checkpoint nor a run with a complete one: choose such a folder, or set resume=auto."
+            )
             raise ConfigError("resume", config.resume, remedy)
     resume = Resume(*found) if found else None
     if resume:
@@ -82,7 +86,7 @@ def _check(config: Config, resume: Resume) -> None:
         before, now = (getattr(getattr(one, section), name) for one in (then, config))
         if before != now:
             field = "rollout.lead" if name == "effective_lead" else field
-            remedy = f"The checkpoint's unfinished groups were started with {before!r}: resume with that."
+            remedy = f"The checkpoint's unfinished groups were started with {before!r}: resume with that value."
             raise ConfigError(field, now, remedy)
     if missing := sorted(then.mixture.keys() - config.mixture.keys()):
         raise ConfigError(

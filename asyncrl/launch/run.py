@@ -91,7 +91,7 @@ def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
 
 
 def _not_begun(number: int, _: object) -> None:
-    raise Paused("was asked to stop before it had started")
+    raise Paused("the run was asked to stop before it started")
 
 
 def launch(config: Config, run_dir: Path, began: float) -> None:
@@ -107,7 +107,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
         prepared.all()
         if config.mode != "replay":
             unprotected = [
-                f"WARNING: code of the model runs without isolation here (allow_unsafe). {found}"
+                f"WARNING: code of the model runs without isolation on this machine (allow_unsafe=true). {found}"
                 for found in check_sandboxes(prepared.sandboxes)
                 if not found.isolated
             ]
@@ -121,7 +121,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     run_folder.take(run_dir)
     held = resume.lock(run_dir)
     if goes_on and (reason := resume.finished(config, run_dir, origin)):
-        print(f"asyncrl: {run_dir} is done: {reason}")
+        print(f"asyncrl: the run in {run_dir} is complete: {reason}")
         os.close(held)
         return
     if goes_on or origin:

@@ -37,7 +37,7 @@ def prepare(config: Config, run_dir: Path) -> None:
     """Check that the run may use this folder, and empty it if run.overwrite is set. A folder is never emptied if it is
     not a run's, if a run is in progress there, or if it holds inputs of this run. Raises ConfigError."""
     if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError("run.dir", str(run_dir), "This is a file: name a folder.")
+        raise ConfigError("run.dir", str(run_dir), "This is a file: choose a folder.")
     if not run_dir.exists() or {path.name for path in run_dir.iterdir()} <= AT_ONCE:
         return
     if not config.run.overwrite:
@@ -45,7 +45,7 @@ def prepare(config: Config, run_dir: Path) -> None:
             "run.dir", str(run_dir), "The folder is not empty: choose another, or set run.overwrite=true."
         )
     if not is_run(run_dir):
-        remedy = f"{run_dir} has no {MARK}, so it is not a run folder: empty it yourself if you mean to."
+        remedy = f"{run_dir} has no {MARK}, so it is not a run folder: to use it anyway, empty it yourself."
         raise ConfigError("run.overwrite", True, remedy)
     _check_apart(config, run_dir)
     os.close(resume.lock(run_dir))  # a run may be in progress there

@@ -52,14 +52,16 @@ def _check_vocabulary(named: str, model: Path, teacher: Path) -> None:
     mine, its = (_tokens(folder) for folder in (model, teacher))
     if mine is None or its is None:
         folder = model if mine is None else teacher
-        raise ConfigError(FIELD, named, f"{folder} has no tokenizer.json, and both are compared: put it there.")
+        raise ConfigError(
+            FIELD, named, f"{folder} has no tokenizer.json, which is needed to compare the vocabularies: add it."
+        )
     differing = sorted(number for number in mine.keys() | its.keys() if mine.get(number) != its.get(number))
     if differing:
         some = "; ".join(f"{n} is {mine.get(n)!r} and {its.get(n)!r}" for n in differing[:NAMED])
         raise ConfigError(
             FIELD,
             named,
-            f"Its tokenizer.json must have the model's vocabulary, and {len(differing)} token ids differ ({some}): "
+            f"Its tokenizer.json must have the model's vocabulary, but {len(differing)} token ids differ ({some}): "
             "take a teacher of the same family.",
         )
 

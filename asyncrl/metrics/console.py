@@ -49,9 +49,9 @@ class Console:
             )
         self._print(f"[bold]{escape(c.run.name)}[/]: {escape(c.model.path)} {what}")
         for line in differences:
-            self._print(f"not as before  {escape(line)}")
+            self._print(f"changed setting  {escape(line)}")
         if resumed:
-            self._print(f"goes on from {escape(resumed)}")
+            self._print(f"resuming from {escape(resumed)}")
         for line in notes:
             self._print(escape(line))
         self._print(f"run folder {escape(str(self._run_dir))}")

@@ -57,7 +57,7 @@ class GapWatch:
         elif mean > FACTOR * self._usual:
             self._warn(
                 f"the log-probabilities of engine and trainer are {mean:.3f} nats apart (mean of {WINDOW} steps), "
-                f"{mean / self._usual:.1f} times what was usual. Compare logprob_gap/lag0, which is numerics alone, "
+                f"{mean / self._usual:.1f} times the usual value. Compare logprob_gap/lag0, which is numerics alone, "
                 "with the greater lags, which are staleness: lower rollout.max_staleness or trainer.optimizer.lr, or "
                 "set a correction (algo.correction, algo.mask).",
                 record["version"],

@@ -122,7 +122,9 @@ def megatron_arguments(hf: HF) -> Arguments:
     try:
         return ARCHITECTURES[hf["architectures"][0]](hf)
     except KeyError as error:
-        raise ConfigError("model.path", f"no {error.args[0]}", "config.json lacks this field: copy it anew.") from None
+        raise ConfigError(
+            "model.path", f"no {error.args[0]}", "config.json lacks this field: copy the file again."
+        ) from None
 
 
 def routing_shape(hf: HF) -> RoutingShape | None:
@@ -174,7 +176,7 @@ def _unsupported(name: str, hf: HF) -> Iterator[tuple[str, str]]:
         if hf.get(field):
             yield f"{field}=true", "Models with biases are not supported yet, except on queries, keys and values."
     if hf.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act={hf['hidden_act']}", "Only gated MLPs with silu are supported yet."
+        yield f"hidden_act={hf['hidden_act']}", "Only gated MLPs with silu are supported so far."
     if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
         yield f"sliding_window={hf['sliding_window']}", "Sliding-window attention is not supported yet."
     if hf.get("quantization_config"):

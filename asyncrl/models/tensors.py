@@ -18,7 +18,11 @@ def tensors(hf: HF) -> Iterator[Tensor]:
     describe."""
     family, hidden, vocab = hf["architectures"][0], hf["hidden_size"], hf["vocab_size"]
     if family not in FAMILIES:
-        raise ConfigError("model.path", family, f"Shapes are told of {', '.join(FAMILIES)}: name a folder with files.")
+        raise ConfigError(
+            "model.path",
+            family,
+            f"Shapes can be derived only for {', '.join(FAMILIES)}: choose a folder with weight files.",
+        )
     yield "model.embed_tokens.weight", (vocab, hidden)
     for layer in range(hf["num_hidden_layers"]):
         for name, shape in (*_attention(hf, family), *_mlp(hf, family)):

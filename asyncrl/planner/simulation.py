@@ -182,7 +182,7 @@ class _Run:
         due, timer = engine.next_time(), self._timers[0][0] if self._timers else math.inf
         time = min(due, timer)
         if time == math.inf:
-            raise RuntimeError(f"nothing will happen any more: {self._buffer.waiting_for()}")
+            raise RuntimeError(f"the simulation cannot continue: {self._buffer.waiting_for()}")
         self._in_play_seconds += self._in_play * (time - self.now)
         self.now = time
         if timer <= due:

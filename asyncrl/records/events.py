@@ -217,6 +217,6 @@ def _floats(values: list[float]) -> bytes:
 def _floats_of(data: bytes, count: int) -> list[float]:
     """Return `count` numbers, or none."""
     if len(data) not in (0, 4 * count, 8 * count):
-        raise ValueError(f"{len(data)} bytes for {count} numbers")
+        raise ValueError(f"{len(data)} bytes do not fit {count} numbers")
     found: list[float] = np.frombuffer(data, "<f4" if len(data) == 4 * count else "<f8").tolist()
     return found

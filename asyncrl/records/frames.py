@@ -59,7 +59,7 @@ def files(folder: Path) -> list[int]:
 def encode(data: bytes) -> bytes:
     """Encode `data` as a frame."""
     if len(data) > MAX_RAW:
-        raise RecordError(f"a frame of {len(data)} bytes: at most {MAX_RAW} can be written")
+        raise RecordError(f"a frame has {len(data)} bytes, more than the limit of {MAX_RAW}")
     stored: bytes = _codec.compress(data, asbytes=True)
     lengths = struct.pack("<II", len(stored), len(data))
     return lengths + struct.pack("<I", zlib.crc32(stored, zlib.crc32(lengths))) + stored
@@ -96,7 +96,7 @@ class Frames:
             if last and size < len(MAGIC):
                 self.torn = size
                 return
-            raise RecordError(f"{path} is no recording of asyncrl, or one of another version")
+            raise RecordError(f"{path} is not a recording of asyncrl, or has another format version")
         offset = max(len(MAGIC), self._start.offset if number == self._start.file else 0)
         while offset < size:
             try:
@@ -121,13 +121,13 @@ def _read(file: BinaryIO, path: Path, number: int, offset: int) -> Frame:
     file.seek(offset)
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
-        raise RecordError(f"{path}: no whole frame at byte {offset}")
+        raise RecordError(f"{path}: no complete frame at byte {offset}")
     stored, raw, crc = _HEADER.unpack(header)
     if stored > MAX_RAW or raw > MAX_RAW:
         raise RecordError(f"{path}: the frame at byte {offset} is damaged")
     data = file.read(stored)
     if len(data) < stored:
-        raise RecordError(f"{path}: no whole frame at byte {offset}")
+        raise RecordError(f"{path}: no complete frame at byte {offset}")
     if zlib.crc32(data, zlib.crc32(header[:8])) != crc:
         raise RecordError(f"{path}: the frame at byte {offset} is damaged (its checksum differs)")
     try:

@@ -109,7 +109,7 @@ class Recording:
             found[group.uid] = values[start : start + group.num_tokens]
             start += group.num_tokens
         if start != len(values):
-            raise RecordError(f"{folder}: batch {step} has {start} tokens, and {len(values)} were scored")
+            raise RecordError(f"{folder}: batch {step} has {start} tokens, but {len(values)} were scored")
         return found
 
     # -- internals -----------------------------------------------------------------------------------------

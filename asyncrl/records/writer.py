@@ -74,7 +74,7 @@ class Writer:
 
     def _wait_until(self, true: Callable[[], bool]) -> None:
         if not self._changed.wait_for(lambda: true() or self.failed, PATIENCE):
-            problem = f"the disk of {self._folder} did not take what waited for it within {PATIENCE:.0f} s"
+            problem = f"the disk of {self._folder} did not accept the waiting data within {PATIENCE:.0f} s"
             self._fail(RecordError(f"{problem}: recording ends here"))
 
     # -- in the thread --------------------------------------------------------------------------------------

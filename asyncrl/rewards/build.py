@@ -69,7 +69,7 @@ def build(use: str, params: Mapping[str, Any] | None = None, field: str = "rewar
         return _reward(_made(found, params, use, field), use, field)
     if hasattr(found, "inline") and hasattr(found, "pure") and not inspect.isroutine(found):
         if params:
-            raise ConfigError(below, params, f"{use} is a reward already: it takes none.")
+            raise ConfigError(below, params, f"{use} is already a reward and takes no params: remove them.")
         return _reward(found, use, field)
     positional = _required_positional(found, use, field)
     if positional == 2:
@@ -88,7 +88,7 @@ def part(spec: Spec | Reward, field: str) -> Reward:
         raise ConfigError(field, dict(spec), "Must be a mapping of use and params.")
     use, params = spec["use"], spec.get("params") or {}
     if not isinstance(use, str) or not isinstance(params, Mapping):
-        raise ConfigError(field, dict(spec), "use must be a name, params a mapping.")
+        raise ConfigError(field, dict(spec), "use must be a name, and params a mapping.")
     return build(use, params, field)
 
 

@@ -34,7 +34,7 @@ class CachedReward:
         """`reward` is a pure reward, or its {"use", "params"}. `size` is the number of scores that are kept."""
         self._reward = part(reward, "reward")
         if not self._reward.pure:
-            raise ConfigError("reward", reward, "It is not pure: its scores must not be kept.")
+            raise ConfigError("reward", reward, "It is not pure: its scores must not be cached.")
         self.inline, self.pure = self._reward.inline, True
         self._size = size
         self._kept: OrderedDict[bytes, Score] = OrderedDict()

@@ -244,7 +244,7 @@ def protect() -> str:
     """Make this process inaccessible to the code. Returns the reason if that fails, else an empty string."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    return "" if libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 0 else "the harness cannot be made not dumpable"
+    return "" if libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) == 0 else "the harness cannot be made non-dumpable"
 
 
 def confine() -> None:

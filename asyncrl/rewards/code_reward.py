@@ -43,8 +43,8 @@ MARGIN_SECONDS = 10.0
 HARNESS_MB = 256
 HARMLESS = "pass"
 FAULTS = {
-    "unsupported": "hands the code what is no plain data",
-    "invalid": "is no Python, or imports what is not in the sandbox",
+    "unsupported": "passes the code something other than plain data",
+    "invalid": "is not valid Python, or imports a module that the sandbox lacks",
 }
 
 
@@ -106,7 +106,7 @@ class CodeReward:
                 await self._results(HARMLESS, tests)
             except _NoVerdictError as error:
                 raise EpisodeFailed(
-                    "sandbox", f"no verdict of the tests, also of code that does nothing: {error}"
+                    "sandbox", f"the tests gave no verdict, even on code that does nothing: {error}"
                 ) from None
         return Score(0.0, parts=_parts(code=1.0, no_verdict=1.0))
 

@@ -75,7 +75,7 @@ def _pairs(found: Any, key: str) -> list[dict[str, str]]:
         pairs = zip(found["inputs"], found["outputs"], strict=True) if isinstance(found, Mapping) else _both(found)
         return [{"input": _text(given), "output": _text(expected)} for given, expected in pairs]
     except (KeyError, TypeError, ValueError):
-        raise EpisodeFailed("reward_error", f"{key!r} of the record holds no pairs of input and output") from None
+        raise EpisodeFailed("reward_error", f"{key!r} of the record has no pairs of input and output") from None
 
 
 def _both(found: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Any]]:

@@ -59,7 +59,7 @@ class Endpoints:
         """`urls` may be empty until the servers are known. `api_key_env` is the environment variable that holds the
         key."""
         if api_key_env and not os.environ.get(api_key_env):
-            raise ConfigError("api_key_env", api_key_env, "No such environment variable, or it is empty.")
+            raise ConfigError("api_key_env", api_key_env, "This environment variable is not set, or empty.")
         access = Access(os.environ[api_key_env] if api_key_env else "", authority)
         self._servers = EquivalentServers(urls)
         self._reason, self._deadline = reason, deadline
@@ -84,14 +84,14 @@ class Endpoints:
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Return a server's answer. Raises EpisodeFailed, or its subclass RefusedError."""
         if not self.urls:
-            raise ConfigError("urls", self.urls, "No server is known that could be asked.")
+            raise ConfigError("urls", self.urls, "No server is set.")
         content = msgspec.json.encode(body, enc_hook=str)  # a row of parquet may hold dates, bytes and more
         failures: list[str] = []
         try:
             async with asyncio.timeout(self._deadline):
                 return await self._post(path, content, failures)
         except TimeoutError:
-            last = f"; the last: {failures[-1]}" if failures else ""
+            last = f"; the last one: {failures[-1]}" if failures else ""
             detail = f"no answer within {self._deadline:g} s, after {len(failures)} failed attempts{last}"
             raise EpisodeFailed(self._reason, detail) from None
 

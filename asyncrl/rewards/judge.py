@@ -165,7 +165,9 @@ class JudgeReward:
             text = _text(await self._servers.post("/chat/completions", request))
             if (vote := self._verdicts.read(text)) is not None:
                 return vote, attempt
-        raise EpisodeFailed(REASON, f"no vote could be read, {self._attempts} times; the last ends in {text[-200:]!r}")
+        raise EpisodeFailed(
+            REASON, f"no vote could be read in {self._attempts} attempts; the last answer ends in {text[-200:]!r}"
+        )
 
 
 def asked(answer: RewardInput) -> str:
@@ -180,9 +182,7 @@ def _text(found: Any) -> str:
     try:
         content = found["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise EpisodeFailed(
-            REASON, f"it answered with something other than a chat completion: {repr(found)[:200]}"
-        ) from None
+        raise EpisodeFailed(REASON, f"the answer is not a chat completion: {repr(found)[:200]}") from None
     return content if isinstance(content, str) else ""  # empty if it was cut off while still thinking
 
 

@@ -78,7 +78,7 @@ def judge(request: dict[str, Any], tell: Callable[[dict[str, str]], None], error
     limit(request["seconds"])
     gold = gold_answer(request["gold"])
     if not gold:
-        return tell({"verdict": "gold", "detail": errors.last or "it is not read, or does not equal itself"})
+        return tell({"verdict": "gold", "detail": errors.last or "it cannot be parsed, or does not equal itself"})
     tell({"stage": "answer"})
     errors.last = ""
     limit(request["seconds"])

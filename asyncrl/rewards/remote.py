@@ -118,7 +118,7 @@ class RewardModel:
         if self._form in BATCHED:
             rewards = found.get("rewards") if isinstance(found, dict) else None
             if not isinstance(rewards, list) or len(rewards) != count:
-                raise EpisodeFailed(REASON, f"it answered no {count} rewards, but {_cut(found)}")
+                raise EpisodeFailed(REASON, f"instead of {count} rewards, the server returned {_cut(found)}")
             return rewards
         if isinstance(found, dict):
             return [found.get(self._reward_key if self._form == "slime" else "reward")]
@@ -127,7 +127,7 @@ class RewardModel:
 
 def _reward(value: object) -> float | EpisodeFailed:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return EpisodeFailed(REASON, f"it answered with something other than a finite number: {_cut(value)}")
+        return EpisodeFailed(REASON, f"the server returned something other than a finite number: {_cut(value)}")
     return float(value)
 
 

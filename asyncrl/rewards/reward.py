@@ -90,7 +90,7 @@ def checked(value: Score | float, answer: RewardInput) -> Score:
     except (TypeError, ValueError, AttributeError) as error:
         raise EpisodeFailed("reward_error", str(error)) from None
     if turns and len(turns) != len(answer.texts):
-        detail = f"rewards of {len(turns)} turns for {len(answer.texts)}"
+        detail = f"the reward function returned rewards for {len(turns)} turns, but the answer has {len(answer.texts)}"
         raise EpisodeFailed("reward_error", detail)
     return Score(reward, turns or (), parts)
 

@@ -225,7 +225,7 @@ class CohortBuffer:
         now = self._clock()
         oldest = max((now - playing.since for playing in self._running.values()), default=0.0)
         return (
-            f"step {self.step} needs {self.batch_groups} ready groups and has {len(self._ready)}; "
+            f"step {self.step} needs {self.batch_groups} ready groups, but has {len(self._ready)}; "
             f"due but not ready: slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; "
             f"version {self.version}"
         )
@@ -272,7 +272,7 @@ class CohortBuffer:
         others = {slot: played.group for slot, played in sorted(self._ready.items()) if slot not in due}
         chosen = [group.slot for group in self._select(list(others.values()), count)] if count else []
         if len(set(chosen)) != count or not set(chosen) <= others.keys():
-            raise ValueError(f"select must choose {count} of the ready slots {sorted(others)}, and chose {chosen}")
+            raise ValueError(f"select must choose {count} of the ready slots {sorted(others)}, but chose {chosen}")
         return chosen
 
     def _dismiss(self, cohort: int) -> None:

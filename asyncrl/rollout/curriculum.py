@@ -112,11 +112,15 @@ class Mixer:
         if not isinstance(weights, Mapping):
             raise ConfigError("rollout.curriculum", weights, "Must return a mapping of task names to weights.")
         if unknown := sorted(weights.keys() - self._streams.keys()):
-            raise ConfigError("rollout.curriculum", unknown[0], f"No such task: it may name {sorted(self._streams)}.")
+            raise ConfigError(
+                "rollout.curriculum", unknown[0], f"There is no such task; choose among {sorted(self._streams)}."
+            )
         in_order = [weights.get(name, 0.0) for name in self._streams]
         positive = all(isinstance(weight, Real) and weight >= 0 for weight in in_order)
         if not positive or not 0 < sum(in_order) < math.inf:
             raise ConfigError(
-                "rollout.curriculum", dict(weights), "Weights are finite numbers, not negative, not all zero."
+                "rollout.curriculum",
+                dict(weights),
+                "Weights must be finite and not negative, and at least one must be above 0.",
             )
         return in_order

@@ -72,8 +72,8 @@ class Episode:
     async def play(self, agent: Agent, prompt: Prompt, score: Score, teach: Teach | None = None) -> Trajectory:
         """Play the episode, then score it while the teacher scores it too. Raises EpisodeFailed, or the EngineError
         that the agent let through."""
-        async with _within(self._limits.episode, "episode_timeout", "it has not ended"):
-            async with _within(self._limits.agent, "agent_timeout", "its agent has made no request") as self._silence:
+        async with _within(self._limits.episode, "episode_timeout", "the episode did not end"):
+            async with _within(self._limits.agent, "agent_timeout", "the agent made no request") as self._silence:
                 try:
                     self._rest()
                     with raised_by("agent_error"):
@@ -102,12 +102,12 @@ class Episode:
             reward = None if played is None else number(played, "its reward")
             trajectory = Trajectory(link(prompt.token_ids, asked), reward)
         else:
-            raise ValueError("it made no request to the model")
+            raise ValueError("the agent made no request to the model")
         if not trajectory.num_tokens:
             detail = "the model's context has no room for an answer to the agent's request"
             raise EpisodeFailed("no_room", detail, retry=False)
         if not math.isfinite(trajectory.total):
-            raise ValueError(f"its rewards add up to {trajectory.total}")
+            raise ValueError(f"the rewards of the episode add up to {trajectory.total}")
         return trajectory
 
     def _rest(self) -> None:
@@ -145,4 +145,4 @@ async def _within(seconds: float | None, reason: str, detail: str) -> AsyncItera
         async with scope:
             yield scope
     except TimeoutError:
-        raise EpisodeFailed(reason, f"{detail} for {seconds:.0f} s (rollout.{reason})", retry=False) from None
+        raise EpisodeFailed(reason, f"{detail} within {seconds:.0f} s (rollout.{reason})", retry=False) from None

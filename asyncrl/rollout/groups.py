@@ -150,7 +150,7 @@ class GroupLifecycle:
         async with self._changed:
             while (batch := self._take(version)) is None:
                 if version != self._buffer.step:
-                    raise WrongBatch(f"the next batch is {self._buffer.step}, not {version}")
+                    raise WrongBatch(f"batch {version} was requested, but the next one is {self._buffer.step}")
                 self._waited = True
                 await self._changed.wait()
         await self._wake()  # wakes other readers, and `unwanted` for groups that the batch left behind

@@ -91,10 +91,13 @@ class Prompts:
         become too long."""
         size = self._tasks[task].size if task in self._tasks else 0
         if size is not None and index >= size:
-            remedy = f"Unfinished in the checkpoint: question {index} of task {task}. Resume with its tasks."
+            remedy = (
+                f"The checkpoint has an unfinished group on question {index} of task {task}. Resume with the "
+                "same tasks."
+            )
             raise ConfigError("resume", task, remedy)
         if (rendered := self._render(task, index)) is None:
-            what = f"Unfinished in the checkpoint: question {index} of task {task}, which is too long now."
+            what = f"The checkpoint has an unfinished group on question {index} of task {task}, which is too long now."
             remedy = f"{what} Resume with the original settings."
             raise ConfigError("rollout.max_new_tokens", self._longest, remedy)
         token_ids, question = rendered
@@ -111,7 +114,7 @@ class Prompts:
             raise ConfigError(
                 "eval.questions",
                 self._questions,
-                f"Task {name} has {task.size} questions; none would be left for training.",
+                f"Task {name} has {task.size} questions, so that none would be left for training: lower it.",
             )
         return first, task.size
 
@@ -135,7 +138,8 @@ class Prompts:
             raise ConfigError(
                 "eval.questions",
                 self._questions,
-                f"Task {name} has only {len(prompts)} distinct questions of up to {self._longest} tokens to hold out.",
+                f"Task {name} has only {len(prompts)} distinct questions of up to {self._longest} tokens to hold "
+                "out: lower it.",
             )
         return list(prompts.values())
 
@@ -152,8 +156,8 @@ class Prompts:
                     raise ConfigError(
                         "eval.questions",
                         self._questions,
-                        f"{MAX_SKIPS} training questions of {name} in a row are evaluation questions, or longer than "
-                        f"{self._longest} tokens: it is too small.",
+                        f"{MAX_SKIPS} training questions of {name} in a row are evaluation questions or longer than "
+                        f"{self._longest} tokens: lower it, or use a larger task.",
                     )
                 continue
             skipped = 0
@@ -192,7 +196,7 @@ class Prompts:
             longest = max(found.values())
             text = (
                 f"{len(found)} of the {task.size} questions of {name} are longer than the {self._longest} tokens that "
-                f"rollout.max_new_tokens leaves of the model's length; the longest has {longest}, the first is number "
+                f"rollout.max_new_tokens leaves for a prompt; the longest has {longest}, the first is number "
                 f"{min(found)}"
             )
             if self._refuses or len(found) == task.size:
@@ -208,7 +212,10 @@ class Prompts:
         ids = self._template.begin(question["messages"], question.get("tools", ()))
         if len(ids) <= self._longest:
             return ids, question
-        text = f"Question {index} of {name} has {len(ids)} tokens; rollout.max_new_tokens leaves {self._longest}"
+        text = (
+            f"Question {index} of {name} has {len(ids)} tokens, but rollout.max_new_tokens leaves only "
+            f"{self._longest} for a prompt"
+        )
         if self._refuses:
             raise ConfigError("rollout.overlong_prompts", "refuse", f"{text}.")
         if not self.left_out[name]:
@@ -239,7 +246,7 @@ def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenize
         tokenizer.chat_template = Path(chat_template).expanduser().read_text()
     if tokenizer.chat_template is None:
         raise ConfigError(
-            "model.chat_template", None, f"The tokenizer in {model} has no chat template: name a jinja file."
+            "model.chat_template", None, f"The tokenizer in {model} has no chat template: set the path of a jinja file."
         )
     return tokenizer
 

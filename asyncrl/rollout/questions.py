@@ -41,9 +41,9 @@ def look(config: Config, model: Path) -> Iterator[Told]:
         yield "warning", "rollout.overlong_prompts", text, "Shorten them, or lower rollout.max_new_tokens."
     for name in config.mixture | config.eval_sets:
         size = played[name].size
-        count = "questions without an end" if size is None else f"{size} questions"
+        count = "unlimited questions" if size is None else f"{size} questions"
         held = len(prompts.held_out.get(name, ()))
-        begins = f"; the first to train on has {len(first[name].token_ids)} tokens" if name in first else ""
+        begins = f"; the first one for training has {len(first[name].token_ids)} tokens" if name in first else ""
         yield "ok", config.field_of(name), f"{count}, {held} held out for evaluation{begins}", ""
 
 

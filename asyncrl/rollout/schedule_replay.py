@@ -96,7 +96,7 @@ class ScheduleReplay(GroupLifecycle):
         batch = super()._take(version)
         if batch is None and self._taking and version == self._buffer.step:
             raise RecordError(
-                f"batch {version} was recorded as taken here, and the buffer gives none: {self.waiting_for()}"
+                f"batch {version} was taken here in the recorded run, but the buffer has none: {self.waiting_for()}"
             )
         return batch
 
@@ -124,7 +124,7 @@ class ScheduleReplay(GroupLifecycle):
                 case Published():
                     await self._publish_again(event)
                 case Began() if event.version > self._buffer.version:
-                    problem = f"begins at version {event.version}: what led there is in another run's recording"
+                    problem = f"begins at version {event.version}: the steps before are in another run's recording"
                     raise RecordError(f"{self._recording.folder} {problem}")
         self._over = True  # the run was ended before it published its last batch
         await self._wake()
@@ -132,7 +132,7 @@ class ScheduleReplay(GroupLifecycle):
     def _admit(self, event: Admitted) -> None:
         ticket = self._buffer.admit()
         if ticket != Ticket(event.slot, event.attempt, event.born, event.cohort):
-            raise RecordError(f"the buffer admits {ticket}, where {event} was recorded")
+            raise RecordError(f"the buffer admits {ticket}, but the recording has {event}")
         self._tickets[event.slot, event.attempt] = ticket
         self._sessions[ticket] = [_Session() for _ in range(event.trajectories)]
         prompt = self.draw(lambda: Prompt(event.prompt, [], {}, ""))
@@ -161,7 +161,7 @@ class ScheduleReplay(GroupLifecycle):
         self._taking = False
         uids = [group.uid for group in self._buffer.training]
         if uids != event.uids:
-            raise RecordError(f"batch {event.step} is {uids}, where {event.uids} was recorded")
+            raise RecordError(f"batch {event.step} has the groups {uids}, but the recording has {event.uids}")
 
     async def _publish_again(self, event: Published) -> None:
         tokens = event.ledger["tokens"]
@@ -178,8 +178,8 @@ class ScheduleReplay(GroupLifecycle):
         for part in BALANCED:
             if found[part] != event.ledger[part]:
                 raise RecordError(
-                    f"at version {event.version} the ledger's {part} are {found[part]}, where {event.ledger[part]} was "
-                    "recorded"
+                    f"at version {event.version} the ledger's {part} are {found[part]}, but the recording "
+                    f"has {event.ledger[part]}"
                 )
 
 

@@ -63,7 +63,7 @@ class Scorer:
             raise self._too_late() from None
 
     def _too_late(self) -> EpisodeFailed:
-        detail = f"no reward for {self._timeout:.0f} s (rollout.reward_timeout)"
+        detail = f"the reward function did not return within {self._timeout:.0f} s (rollout.reward_timeout)"
         return EpisodeFailed("reward_timeout", detail, retry=False)
 
     def _in_a_thread(self, reward: Reward, answer: RewardInput) -> asyncio.Future[Result]:

@@ -81,7 +81,9 @@ class RolloutServer:
         version = int(request.query_params["version"])
         reader, readers = int(request.query_params.get("reader", 0)), int(request.query_params.get("readers", 1))
         if not 0 <= reader < readers:
-            return PlainTextResponse(f"reader {reader} of {readers}: they are numbered from 0", status_code=400)
+            return PlainTextResponse(
+                f"there is no reader {reader} among {readers}: readers are numbered from 0", status_code=400
+            )
         try:
             async with asyncio.timeout(POLL_SECONDS):
                 batch = await self._groups.batch(version)
@@ -119,7 +121,7 @@ class RolloutServer:
         """Return the whole rollout state, after everything recorded so far is flushed."""
         version = int((await request.json())["version"])
         if self._save is None or not self._groups.between_batches(version):
-            return PlainTextResponse(f"it is no moment between version {version} and its batch", status_code=409)
+            return PlainTextResponse(f"version {version} is not the newest, or its batch has begun", status_code=409)
         data = self._save(self._groups.state())
         await self._groups.saved(version)
         return Response(data, media_type="application/msgpack")

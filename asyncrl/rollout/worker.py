@@ -132,7 +132,7 @@ class Worker:
         if self._rejections_in_a_row >= self._patience.max_rejections:
             raise AsyncRLError(
                 f"rollout.accept rejected {self._rejections_in_a_row} groups in a row, the last with {reason!r}: the "
-                "task is too hard or too easy for the model, or rollout.max_rejections too low"
+                "task is too hard or too easy for the model, or rollout.max_rejections is too low"
             )
 
     async def _fail(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError]) -> None:

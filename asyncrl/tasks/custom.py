@@ -40,7 +40,7 @@ class CustomTask:
     def score(self, answer: str, question: dict[str, Any]) -> float:
         """Return the score that the class gives. Raises TypeError if it has none."""
         if not hasattr(self._made, "score"):
-            raise TypeError(f"{type(self._made).__name__} has no score, and its episode came without a reward")
+            raise TypeError(f"{type(self._made).__name__} has no method score, and the episode returned no reward")
         return float(self._made.score(answer, question))
 
     def correct(self, reward: float) -> bool:

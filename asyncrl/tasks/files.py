@@ -70,7 +70,7 @@ def _rows(field: str, path: str) -> list[dict[str, Any]]:
     """Return the rows of a file. Raises ConfigError for whatever is wrong with it, with the line."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(field, path, "No such file.")
+        raise ConfigError(field, path, "There is no such file.")
     if file.suffix == ".parquet":
         found = _of_parquet(field, path, file)
     elif file.suffix in (".jsonl", ".json"):

@@ -39,7 +39,7 @@ class ReasoningGym:
             shots = made(max(1, config.shots), SHOT_SEED)
         except (ValueError, TypeError, AssertionError) as error:
             raise ConfigError(
-                "task.name / task.params", (config.name, config.params), f"reasoning-gym refuses: {error}"
+                "task.name / task.params", (config.name, config.params), f"reasoning-gym rejects it: {error}"
             ) from None
         examples = (shots[i] for i in range(config.shots))
         self._head = head(config.system, ((one["question"], str(one["answer"])) for one in examples))

@@ -77,6 +77,6 @@ def fill(flat: Tensor, bucket: Bucket, stream: Iterator[tuple[str, Pieces]]) -> 
     places = views(flat, bucket)
     for _ in bucket:
         name, pieces = next(stream)
-        assert name in places, f"the stream gave {name}, which is not planned for this bucket"
+        assert name in places, f"the stream yielded {name}, which is not planned for this bucket"
         pieces.copy_to(places[name])
     return places

@@ -219,7 +219,7 @@ def parse(answer: dict[str, Any]) -> Checksums:
         by_rank[place["tp_rank"]] = rank["checksums"]
     if not by_rank or sorted(by_rank) != list(range(len(answer["ranks"]))):
         raise EngineError(
-            f"/weights_checker answered with checksums of the ranks {sorted(by_rank)}: {str(answer)[:200]}"
+            f"/weights_checker returned checksums of an invalid set of ranks: {sorted(by_rank)}: {str(answer)[:200]}"
         )
     return [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -231,7 +231,7 @@ def differing(expected: Checksums, answered: Checksums) -> list[str]:
     """
     if len(expected) != len(answered):
         raise WeightsError(
-            f"checksums are expected of {len(expected)} tensor-parallel ranks and the engine has {len(answered)}"
+            f"checksums of {len(expected)} tensor-parallel ranks are expected, but the engine reported {len(answered)}"
         )
     return sorted(
         {

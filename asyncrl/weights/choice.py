@@ -18,7 +18,9 @@ def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool) -> tup
     here = hosts <= LOOPBACK | {host}
     if setting == "tensor" and not here:
         raise ConfigError(
-            "weights.transport", setting, f"Engines are on {sorted(hosts)}: shared memory ends at the host; use auto."
+            "weights.transport",
+            setting,
+            f"The engines are on the hosts {sorted(hosts)}, but shared memory works only within one host: set auto.",
         )
     if setting != "auto":
         return setting, "as configured"

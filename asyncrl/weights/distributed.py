@@ -64,7 +64,7 @@ class DistributedTransport(Transport):
                 problem = broken or "; ".join(str(found) for found in problems.values())
             self._disconnect()
             self._fleet.lose_the_dead()
-        raise EngineError(f"{ATTEMPTS} broadcasts of a bucket failed though the engines live: {problem}")
+        raise EngineError(f"{ATTEMPTS} broadcasts of a bucket failed although the engines are alive: {problem}")
 
     def _broadcast(self, flat: Tensor) -> str:
         """Broadcast, and return why it broke, or "". A broken group is left at once, because it would block the other

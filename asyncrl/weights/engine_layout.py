@@ -81,7 +81,7 @@ def _slice(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
 def _heads(tensor: Tensor, dim: int, total: int, index: int, count: int) -> Tensor:
     """Return the index-th group of `count` heads of `total`."""
     if tensor.shape[dim] % total:
-        raise ValueError(f"its dimension {dim} of {tensor.shape[dim]} does not hold {total} heads")
+        raise ValueError(f"its dimension {dim} has size {tensor.shape[dim]}, which {total} heads do not divide")
     return _slice(tensor, dim, index, count * (tensor.shape[dim] // total))
 
 

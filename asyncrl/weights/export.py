@@ -45,7 +45,7 @@ def save_hf(
     for name, bucket in files[dist.get_rank()]:
         write_stream(building / name, bucket, stream)
     rest = [name for name, _ in stream]  # ranks that export nothing still take part in every gather
-    assert not rest, f"the stream gave more than was planned: {rest}"
+    assert not rest, f"the stream yielded tensors that were not planned: {rest}"
     dist.barrier()
     if parallel.is_first:
         write_index(building, {name: bucket for of_rank in files for name, bucket in of_rank})

@@ -183,7 +183,7 @@ class Publisher:
                 torch.cuda.current_stream().synchronize()  # another thread sends the bucket
             yield flat, bucket
         rest = [name for name, _ in stream]  # ranks that export nothing still take part in every gather
-        assert not rest, f"the stream gave more than was planned: {rest}"
+        assert not rest, f"the stream yielded tensors that were not planned: {rest}"
 
     def _deliver(self, version: int) -> None:
         """Deliver the version until the engines have taken it. They may ask for the full weights."""

@@ -83,7 +83,7 @@ def test_manifest_of_another_format_or_that_names_files_outside_is_refused(tmp_p
         with pytest.raises(RecordError, match="it names"):
             manifest.verified(folder)
     manifest.commit(folder, msgspec.structs.replace(whole, format=99))
-    with pytest.raises(RecordError, match="of format 99, and this version reads 1"):
+    with pytest.raises(RecordError, match="has format 99, but this version of asyncrl reads 1"):
         manifest.verified(folder)
 
 
@@ -168,7 +168,7 @@ class Run:
 
 def test_pickle_that_names_anything_else_is_refused_and_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Run(tmp_path / "mark")))
-    with pytest.raises(RecordError, match=r"it names posix\.mkdir, which is not allowed there"):
+    with pytest.raises(RecordError, match=r"it names posix\.mkdir, which this format does not allow"):
         torch_dist.read_metadata(tmp_path)
     assert not (tmp_path / "mark").exists()
     (tmp_path / ".metadata").write_bytes(pickle.dumps([1, 2]))

@@ -54,7 +54,7 @@ def changed(folder: Path, **new: Tensor | None) -> None:
         ("model.layers.1.self_attn.q_proj.bias", torch.ones(32), "has no place for"),
         ("model.layers.1.self_attn.k_proj.weight", torch.ones(24, 32), "do not fit config.json"),
         ("model.embed_tokens.weight", torch.ones(98, 32), "do not fit config.json"),
-        ("model.layers.2.mlp.down_proj.weight", torch.ones(32, 44, dtype=torch.bfloat16), "when stacked"),
+        ("model.layers.2.mlp.down_proj.weight", torch.ones(32, 44, dtype=torch.bfloat16), "has the stacked shape"),
     ],
 )
 def test_a_tensor_that_does_not_belong_is_named(
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(llama: Path, capsy
     arguments = ["to-hf", str(between), str(back)]
     whole = (between / "hf" / "config.json").read_text()
     for fields, said in (
-        ({"num_hidden_layers": 2}, "stacks (3,) tensors, config.json says (2,)"),
+        ({"num_hidden_layers": 2}, "stacks (3,) tensors, but config.json requires (2,)"),
         ({"tie_word_embeddings": True}, "no place for: output_layer.weight"),
         ({"vocab_size": 98}, "embedding.word_embeddings.weight"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "decoder.layers.0.self_attention.q_layernorm.weight is missing"),

@@ -73,7 +73,7 @@ class Harm:
     ("samples", "told"),
     [
         ([sample(0, 0, metadata=Harm())], "more than numbers, texts and tensors"),
-        ([sample(0, 0, rollout_log_probs=None)], "as many rollout_log_probs"),
+        ([sample(0, 0, rollout_log_probs=None)], "needs that many rollout_log_probs"),
         ([sample(0, 0), sample(0, 1, tokens=[1, 5, 0, 7, 8, 9])], "different prompts"),
         ([sample(0, 0, reward={"math": 1.0})], "group 0"),
         ([sample(0, 0, loss_mask=[0, 0])], "is empty"),
@@ -115,5 +115,5 @@ def test_exported_rows_hold_every_token_with_its_log_probability_and_version(tmp
     assert (lines[1]["prompt_ids"], lines[1]["place"]) == ([1, 2, 0], "0")
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.jsonl")]) == 2
-    assert "It exists already" in capsys.readouterr().err
+    assert "It already exists" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.csv")]) == 2

@@ -194,7 +194,7 @@ NEVER: dict[str, tuple[Reply, str]] = {
     "unreachable": (httpx.ConnectError("refused"), "the last: ConnectError refused"),
     "silent": (httpx.ReadTimeout("600 s"), "the last: ReadTimeout 600 s"),
     "no engines": (httpx.Response(503, text="no workers"), "the last: the router answered 503: no workers"),
-    "no JSON": (b"data: {oops\n\n", "the last: no event from an engine: .*JSON"),
+    "no JSON": (b"data: {oops\n\n", "the last one failed: the stream of an engine has an invalid event: .*JSON"),
 }
 
 
@@ -209,7 +209,7 @@ def test_answer_that_never_comes_is_an_engine_error_with_the_time_the_attempts_a
 
     found = asked(engine, play)
     assert [type(one) for one in found] == [EngineError, EngineError]
-    assert re.search(f"generation failed: no token came for \\d s, in .* attempts; {reason}", str(found[0]))
+    assert re.search(f"generation failed: no token arrived for \\d s in .* attempts; {reason}", str(found[0]))
     assert len(engine.requests) > 2
 
 

@@ -131,11 +131,11 @@ def test_what_is_not_discrete_is_printed_and_has_no_state() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "field", "remedy"),
     [
-        ("FrozenLak-v1", {}, "task.name / task.params.make", "gymnasium refuses: .*FrozenLake"),
+        ("FrozenLak-v1", {}, "task.name / task.params.make", "gymnasium rejects it: .*FrozenLake"),
         ("FrozenLake-v1", {"make": {"size": 3}}, "task.name / task.params.make", "size"),
         ("Pendulum-v1", {}, "task.name", "Only environments with Discrete or Text actions"),
         ("FrozenLake-v1", {"actions": ["a", "b"]}, "task.params.actions", "It needs 4 words"),
-        ("FrozenLake-v1", {"actions": ["a", "b", "c", "A"]}, "task.params.actions", "each another"),
+        ("FrozenLake-v1", {"actions": ["a", "b", "c", "A"]}, "task.params.actions", "4 different words"),
         ("FrozenLake-v1", {"describe": "nowhere:it"}, "task.params.describe", "Must be an import path"),
     ],
 )

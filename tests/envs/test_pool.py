@@ -28,7 +28,7 @@ EXPECTED = {
     "hangs": ("environment_timeout", " s (task.environments."),
     "dies": ("environment_died", "its process ended by signal SIGKILL"),
     "leaves a child": ("environment_died", "its process ended by signal SIGKILL"),
-    "exits": ("environment_died", "its process ended by exit code 3; it printed last:\nthe last line"),
+    "exits": ("environment_died", "its process ended with exit code 3; its last output:\nthe last line"),
     "garbage": ("environment_garbage", "its process sent an invalid answer"),
     "oversized": ("environment_oversized", "an answer of 104857"),
     "no step": ("environment_error", "step returned str in the place of a Step"),
@@ -201,7 +201,7 @@ def test_environment_that_cannot_be_made_is_typed() -> None:
 def test_async_environment_that_hangs_is_given_up_in_the_event_loop() -> None:
     async def script(environments: EnvironmentPool) -> None:
         assert not environments._hosted
-        with pytest.raises(EpisodeFailed, match=r"environment_timeout: step has not returned for 0.2 s"):
+        with pytest.raises(EpisodeFailed, match=r"environment_timeout: step did not return within 0.2 s"):
             await play(environments, where="step", fault="hangs")
 
     run(script, kind="AsyncFaulty", step_timeout=0.2)
@@ -391,8 +391,8 @@ def test_failures_that_are_not_the_environments_do_not_open_its_breaker() -> Non
 @pytest.mark.parametrize(
     ("action", "how"),
     [
-        ("long", r"exit code 3; it printed last:\n(x+the end of the line|x+)$"),
-        ("unended", r"exit code 0; it printed last:\nno end of the line$"),
+        ("long", r"exit code 3; its last output:\n(x+the end of the line|x+)$"),
+        ("unended", r"exit code 0; its last output:\nno end of the line$"),
     ],
 )
 def test_last_words_are_kept_within_bounds(action: str, how: str) -> None:

@@ -173,7 +173,7 @@ def test_players_take_turns_read_each_other_and_are_rewarded_at_the_end() -> Non
     [
         ("Guess-v0", {}, "it has no such game"),
         ("Nim-v9", {}, r"it has no such game, but \['Nim-v0'"),
-        ("Nim-v0", {}, "refuses it for 1 player"),
+        ("Nim-v0", {}, "rejects it for 1 player"),
         ("GuessTheNumber-v0", {"highest": 3}, "highest"),
         (f"{BROKEN[0]}-v0", {}, "broken in textarena 0.7.4"),
     ],

@@ -112,7 +112,7 @@ def test_buffer_with_another_rule_comes_to_something_else_and_that_is_told(live:
     with start(tmp_path / "other", *SMALL, *other) as process:
         code, text = finish(process, tmp_path / "other")
     assert code == 1
-    assert "was recorded" in text
+    assert "but the recording has" in text
 
 
 @pytest.mark.campaign
@@ -203,7 +203,7 @@ def test_batch_of_a_recording_is_the_one_that_was_trained(live: Path, tmp_path: 
         assert sum(rewards) / len(rewards) == pytest.approx(record["reward/mean"], rel=1e-12)
     for overrides, told in (
         (["mode=replay"], "replay.from"),
-        (["mode=replay", f"replay.from={tmp_path}"], "No recording there"),
+        (["mode=replay", f"replay.from={tmp_path}"], "This folder has no recording"),
         (["mode=replay", f"replay.from={live}", "replay.first=9"], "holds batches 0 to 5"),
     ):
         with start(tmp_path / "refused", *SMALL, *overrides, "run.overwrite=true") as process:

@@ -168,11 +168,11 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     Blow("trainer", 5, 0.15).strike(run_dir, *layout)
     first = max(CheckpointStore(run_dir).versions(), default=0)
     text = Blow("rollout", max(first, 6) + 2, 0.0).strike(run_dir, *layout)
-    assert f"goes on from {CheckpointStore(run_dir).path(first)}" in text
+    assert f"resuming from {CheckpointStore(run_dir).path(first)}" in text
     assert len(lines(run_dir / "metrics.jsonl")) < STEPS
     second = max(CheckpointStore(run_dir).versions())
     text = go_on_to_the_end(run_dir, *layout)
-    assert f"goes on from {CheckpointStore(run_dir).path(second)}" in text
+    assert f"resuming from {CheckpointStore(run_dir).path(second)}" in text
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)
     check_conversion(run_dir, tmp_path)

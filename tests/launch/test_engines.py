@@ -36,7 +36,7 @@ def test_folder_without_a_run_that_is_under_way_is_refused(tmp_path: Path, capsy
     run_dir = under_way(tmp_path / "run")
     (run_dir / "leases" / "run.lease").unlink()
     assert main(["add", str(run_dir)]) == 2
-    assert "No run is running there" in capsys.readouterr().err
+    assert "No run is active in this folder" in capsys.readouterr().err
     Registry(run_dir).lease_of_run(run_id="another life, with another key", host=HERE).renew()
     assert main(["add", str(run_dir)]) == 2
 

@@ -61,7 +61,7 @@ def test_an_engine_that_does_not_fit_takes_whole_nodes() -> None:
 
 
 def test_engines_of_a_teacher_stand_on_one_machine() -> None:
-    with pytest.raises(ConfigError, match=r"teacher.count × teacher.tensor_parallel.*No machine is left with 8 GPUs"):
+    with pytest.raises(ConfigError, match=r"teacher.count × teacher.tensor_parallel.*No machine has 8 free GPUs"):
         placed(4, 4, **{"teacher.model": "/t", "teacher.tensor_parallel": 8})
     assert len(placed(2, 8, **{"teacher.model": "/t", "teacher.tensor_parallel": 8}).teachers[0].gpus) == 8
 

@@ -149,7 +149,7 @@ def test_machine_that_does_not_answer_the_probe_is_named_with_the_remedy(capsys:
     explicit = tiny_config(**{"cluster.launcher": "slurm", "trainer.dtype": "bfloat16"})
     found = precision.resolve(explicit, MODELS, place(explicit, nodes), 0, job=machines)
     assert dtypes(found.config) == ("bfloat16", "float32")
-    assert "no estimate" in capsys.readouterr().err
+    assert "there is no time estimate" in capsys.readouterr().err
 
 
 def test_job_that_is_yet_to_come_is_assumed_to_take_the_larger_format() -> None:

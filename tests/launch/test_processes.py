@@ -148,7 +148,7 @@ def test_those_that_a_death_dragged_along_are_named_after_it(
             spec(run_id, "trainer-0", FOREVER, ends=True),
         )
     assert str(caught.value).startswith("engine-0 died: killed by SIGSEGV")
-    assert str(caught.value).endswith("after it died: rollout")
+    assert str(caught.value).endswith("ended afterwards: rollout")
 
 
 def test_death_of_another_is_named_before_those_who_say_that_it_failed_them(run_id: str, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_death_of_another_is_named_before_those_who_say_that_it_failed_them(run_
     text = str(caught.value)
     assert text.startswith("rollout died: exit code 1")
     assert "KeyError: 'unforeseen'" in text
-    assert text.endswith("after it died: trainer-0")
+    assert text.endswith("ended afterwards: trainer-0")
 
 
 def test_one_that_says_that_another_failed_is_named_when_no_other_dies(
@@ -488,7 +488,9 @@ def test_engine_that_is_lost_with_its_machine_is_missed_as_long_as_another_serve
     trainer = spec(run_id, "trainer-0", "import time; time.sleep(1.0)", ends=True)
     policy = RestartPolicy(tmp_path, has_machine=lambda node: node in machines - {"node3"})
     Supervisor([*engines, trainer], tmp_path, run_id, 1.0, policy).run(lambda: None)
-    assert "engine-1 is lost with node3: the run continues with 1 engines" in capsys.readouterr().err
+    assert (
+        "engine-1 was lost together with the machine node3; the run continues with 1 engines" in capsys.readouterr().err
+    )
 
     alone = RestartPolicy(tmp_path, has_machine=lambda node: False)
     with pytest.raises(ProcessDied, match="engine-1 on node3 died"):

@@ -31,7 +31,7 @@ def test_tensors_are_those_of_a_folder(arch: str, tied: bool, tmp_path: Path) ->
 
 
 def test_a_family_that_is_not_told_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Shapes are told of"):
+    with pytest.raises(ConfigError, match="Shapes can be derived only for"):
         list(tensors({"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 1, "vocab_size": 1}))
 
 

@@ -114,7 +114,7 @@ def test_record_is_the_row_of_a_file_and_else_the_question() -> None:
         (f"{HERE}:A_NUMBER", {}, "use", f"{HERE}:A_NUMBER", "it is a int"),
         (f"{HERE}:no_reward", {}, "use", f"{HERE}:no_reward", "callable with an answer"),
         (f"{HERE}:three", {}, "use", f"{HERE}:three", "takes 3 positional"),
-        (f"{HERE}:ready", {"value": 1.0}, "params", {"value": 1.0}, "a reward already"),
+        (f"{HERE}:ready", {"value": 1.0}, "params", {"value": 1.0}, "already a reward"),
         (f"{HERE}:length", {"fctor": 2.0}, "params.fctor", 2.0, r"Unknown parameter: the function takes \['factor'\]"),
         (f"{HERE}:length", {"factor": "2"}, "params.factor", "2", "valid number"),
         (f"{HERE}:length", {"text": "x"}, "params.text", "x", "Unknown"),
@@ -143,8 +143,8 @@ def test_what_is_wrong_is_named_with_its_field(
         ("1 / 0", "The import of {module} raised ZeroDivisionError: division by zero"),
         ("import no_such_module_at_all", "Must be an import path"),
         ("def reward(", "The import of {module} raised SyntaxError"),
-        ("class reward:\n  def __init__(self): raise KeyError('x')", "Making it with {{}} raised KeyError: 'x'"),
-        ("class reward:\n  def __init__(self): raise SystemExit(3)", "Making it with {{}} raised SystemExit: 3"),
+        ("class reward:\n  def __init__(self): raise KeyError('x')", "Creating it with {{}} raised KeyError: 'x'"),
+        ("class reward:\n  def __init__(self): raise SystemExit(3)", "Creating it with {{}} raised SystemExit: 3"),
     ],
 )
 def test_module_that_raises_or_exits_is_refused_in_words(

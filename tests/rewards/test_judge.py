@@ -137,7 +137,7 @@ def test_urls_may_be_set_later_and_none_at_all_ends_the_run_and_not_the_episode(
 
     async def main() -> Score:
         judge = JudgeReward("m", transport=httpx.MockTransport(engine))
-        with pytest.raises(ConfigError, match="No server is known"):
+        with pytest.raises(ConfigError, match="No server is set"):
             await judge(ask("a"))
         judge.urls = [f"{URL}/"]
         return await judge(ask("a"))
@@ -210,7 +210,7 @@ def failed(engine: Engine, **params: Any) -> EpisodeFailed:
 
 def test_judge_whose_votes_cannot_be_read_has_failed_and_no_answer_gets_0_for_it() -> None:
     engine = Engine("I would rather not.")
-    assert "no vote could be read, 3 times; the last ends in 'I would rather not.'" in str(failed(engine))
+    assert "no vote could be read in 3 attempts; the last answer ends in 'I would rather not.'" in str(failed(engine))
     assert len(engine.requests) == 3
 
 

@@ -143,7 +143,7 @@ def test_key_comes_from_the_environment_and_a_missing_one_is_named(monkeypatch: 
 
     assert asyncio.run(main()) == 1.0
     assert heard == ["Bearer secret"]
-    with pytest.raises(ConfigError, match="No such environment variable"):
+    with pytest.raises(ConfigError, match="This environment variable is not set"):
         RewardModel(URLS, api_key_env="NO_SUCH_KEY")
 
 

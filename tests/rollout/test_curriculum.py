@@ -75,10 +75,10 @@ def test_task_without_weight_is_not_drawn() -> None:
 @pytest.mark.parametrize(
     ("weights", "problem"),
     [
-        ({"sort": 1.0, "sums": 1.0}, r"got 'sums'. No such task: it may name \['copy', 'sort', 'sum'\]"),
-        ({"sort": 1.0, "sum": -0.5}, "Weights are finite numbers, not negative"),
-        ({"sort": 0.0}, "not all zero"),
-        ({}, "not all zero"),
+        ({"sort": 1.0, "sums": 1.0}, r"got 'sums'. There is no such task; choose among \['copy', 'sort', 'sum'\]"),
+        ({"sort": 1.0, "sum": -0.5}, "Weights must be finite and not negative"),
+        ({"sort": 0.0}, "at least one must be above 0"),
+        ({}, "at least one must be above 0"),
         ({"sort": float("nan"), "sum": 1.0}, "finite"),
         ({"sort": float("inf"), "sum": 1.0}, "finite"),
         ({"sort": 1e308, "sum": 1e308}, "finite"),

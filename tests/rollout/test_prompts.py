@@ -75,7 +75,8 @@ def test_question_that_is_no_more_is_no_part_of_a_resumed_run(tokenizer: Any, fi
     prompts = build(tokenizer, **file, **{"eval.questions": 4})
     for task, index in ((next(iter(prompts.training)), 10**9), ("other", 0)):
         with pytest.raises(
-            ConfigError, match=f"resume: got '{task}'. Unfinished in the checkpoint: question {index} of task {task}"
+            ConfigError,
+            match=f"resume: got '{task}'. The checkpoint has an unfinished group on question {index} of task {task}",
         ):
             prompts.again("p0", task, index)
 
@@ -104,7 +105,7 @@ def test_task_with_nothing_left_to_train_on_is_refused_not_searched_for_ever(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SKIPS", 500)
-    with pytest.raises(ConfigError, match="it is too small") as caught:
+    with pytest.raises(ConfigError, match="use a larger task") as caught:
         first(build(tokenizer, **{"task.params": {"digits": 1}, "eval.questions": 10}), 1)
     assert (caught.value.field, caught.value.value) == ("eval.questions", 10)
 
@@ -161,7 +162,7 @@ def test_evaluation_file_keeps_all_of_the_training_file_but_repeated_questions(
 
 @pytest.mark.parametrize("questions", [12, 40])
 def test_finite_task_with_no_training_questions_left_is_refused(tokenizer: Any, file: dict, questions: int) -> None:
-    with pytest.raises(ConfigError, match="Task copy3 has 12 questions; none would be left") as caught:
+    with pytest.raises(ConfigError, match="Task copy3 has 12 questions, so that none would be left") as caught:
         build(tokenizer, **file, **{"eval.questions": questions})
     assert (caught.value.field, caught.value.value) == ("eval.questions", questions)
 
@@ -236,7 +237,7 @@ def test_prompt_without_room_for_its_answer_is_refused_where_that_is_asked(token
     refuse = {"rollout.overlong_prompts": "refuse"}
     assert build(tokenizer, length=8, **refuse).held_out  # 5 tokens and an answer of 3
     with pytest.raises(
-        ConfigError, match=r"Question \d+ of copy3 has 5 tokens; rollout.max_new_tokens leaves 4"
+        ConfigError, match=r"Question \d+ of copy3 has 5 tokens, but rollout.max_new_tokens leaves only 4"
     ) as caught:
         build(tokenizer, length=7, **refuse)
     assert caught.value.field == "rollout.overlong_prompts"
@@ -300,7 +301,7 @@ def test_chat_template_can_be_replaced_and_must_exist(model: Path, tmp_path: Pat
                 values.pop("chat_template", None)
                 text = json.dumps(values).encode()
             (bare / part.name).write_bytes(text)
-    with pytest.raises(ConfigError, match="has no chat template: name a jinja file"):
+    with pytest.raises(ConfigError, match="has no chat template: set the path of a jinja file"):
         load_tokenizer(bare, None)
 
 

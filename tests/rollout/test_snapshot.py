@@ -183,7 +183,7 @@ def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
                 pass
             answer = await source.post("/snapshot", json={"version": 0})
             assert answer.status_code == 409
-            assert "no moment between version 0 and its batch" in answer.text
+            assert "version 0 is not the newest, or its batch has begun" in answer.text
             working.cancel()
         await site.client.close()
 

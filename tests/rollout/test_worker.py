@@ -155,7 +155,7 @@ def test_several_failed_siblings_are_one_rejection() -> None:
 
 def test_engine_that_fails_a_request_for_good_costs_its_group_alone() -> None:
     async def main() -> None:
-        site = Site(Failing(lambda n: EngineError("no token came") if n == 4 else None))
+        site = Site(Failing(lambda n: EngineError("no token arrived") if n == 4 else None))
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         assert site.ledger().groups.rejected == {"engine": 1}
 

@@ -146,7 +146,7 @@ def test_script_is_written_and_nothing_is_submitted(tmp_path: Path, monkeypatch:
     ("sbatch", "told"),
     [
         ("echo '17;cluster'", r"submitted job 17; its output: .*/slurm/17_\*\.out, "),
-        ("echo 'Invalid account' >&2; exit 1", "sbatch refuses .*job.sbatch: Invalid account"),
+        ("echo 'Invalid account' >&2; exit 1", "sbatch rejected .*job.sbatch: Invalid account"),
         ("exec sleep 60", "sbatch did not answer within 1 s; the script is .*job.sbatch"),
     ],
 )

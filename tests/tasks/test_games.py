@@ -136,9 +136,9 @@ def test_environments_can_be_made_in_another_process(settings: dict[str, Any]) -
     ("settings", "field", "remedy"),
     [
         ({"kind": "textarena", "name": "Nope-v0"}, "task.name", "no such game"),
-        ({"kind": "textarena", "name": "Nim-v0"}, "task.name", "refuses it for 1 player"),
+        ({"kind": "textarena", "name": "Nim-v0"}, "task.name", "rejects it for 1 player"),
         ({"kind": "textarena", "name": "Nim-v0", "params": {"players": "2"}}, "task.params.players", "number from 1"),
-        ({"kind": "gymnasium", "name": "Nope-v0"}, "task.name", "gymnasium refuses"),
+        ({"kind": "gymnasium", "name": "Nope-v0"}, "task.name", "gymnasium rejects it"),
         ({"kind": "gymnasium", "name": "Taxi-v4", "params": {"colour": 1}}, "task.params", "colour"),
         ({"kind": "gymnasium", "name": "Taxi-v4", "params": {"solved": "1"}}, "task.params.solved", "a number"),
     ],

@@ -173,7 +173,7 @@ def test_unreadable_files_name_field_value_and_remedy(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "rows.csv").write_text("prompt,answer\n")
     for name, remedy in {
-        "missing.jsonl": "No such file",
+        "missing.jsonl": "There is no such file",
         "broken.jsonl": "Not JSON",
         "empty.jsonl": "The file has no rows",
         "rows.csv": "Must end in .jsonl, .json or .parquet",
@@ -250,7 +250,7 @@ def test_generator_rewards_are_0_or_1_whatever_partial_credit_it_gives() -> None
 
 @pytest.mark.parametrize("changes", [{"name": "no_such_generator"}, {"params": {"no_such": 1}}])
 def test_what_reasoning_gym_refuses_names_the_setting(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="reasoning-gym refuses") as caught:
+    with pytest.raises(ConfigError, match="reasoning-gym rejects it") as caught:
         gym(**changes)
     assert caught.value.field == "task.name / task.params"
 

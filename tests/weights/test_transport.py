@@ -35,7 +35,9 @@ def test_auto_takes_what_reaches_the_engines_and_says_why(setting, engines, gpu,
 
 
 def test_shared_memory_to_another_host_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"weights.transport: got 'tensor'. Engines are on \['10.0.0.7'\]"):
+    with pytest.raises(
+        ConfigError, match=r"weights.transport: got 'tensor'. The engines are on the hosts \['10.0.0.7'\]"
+    ):
         choose("tensor", [THERE], "10.0.0.1", gpu=False)
 
 

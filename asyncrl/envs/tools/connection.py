@@ -45,7 +45,7 @@ class Connection:
         self._client: Client | None = None
         self._owner: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
-        self.why = "it has hung up"
+        self.why = "it closed the connection"
         """Reason for its end."""
 
     @property
@@ -61,10 +61,10 @@ class Connection:
             async with asyncio.timeout(seconds):
                 await asyncio.shield(self._ready)
         except TimeoutError:
-            await self.end(f"it has not come up within {seconds:g} s")
+            await self.end(f"it did not start within {seconds:g} s")
             raise self._failed() from None
         except asyncio.CancelledError:
-            await self.end("nobody waits for it any more")
+            await self.end("its start was cancelled")
             raise
 
     async def tools(self) -> list[Tool]:
@@ -133,7 +133,7 @@ class Connection:
             self._probe()
             raise EpisodeFailed("tool", f"the MCP server {self._name} failed: {error.message}") from None
         except (pydantic.ValidationError, RuntimeError) as error:
-            raise EpisodeFailed("tool", f"the MCP server {self._name} answered what it must not: {error}") from None
+            raise EpisodeFailed("tool", f"the MCP server {self._name} sent an invalid answer: {error}") from None
 
     def _failed(self) -> EpisodeFailed:
         said = str(self._said)
@@ -152,7 +152,7 @@ class Connection:
                 await self._client.list_tools()
         except (TimeoutError, MCPError, pydantic.ValidationError, RuntimeError) as error:
             if self.alive:
-                self.why = f"it does not answer any more ({type(error).__name__}: {error})"
+                self.why = f"it no longer answers ({type(error).__name__}: {error})"
             self._stop.set()
 
 

@@ -56,7 +56,7 @@ class ToolEnv:
     def _take(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) != len(tools):
-            raise ValueError(f"two tools of one name: {sorted(tool.name for tool in tools)}")
+            raise ValueError(f"several tools have the same name: {sorted(tool.name for tool in tools)}")
 
     async def reset(self, question: Question) -> None:
         """Open the tools that need it."""
@@ -122,13 +122,13 @@ class ToolEnv:
                 with raised_by("tool"):
                     found = await tool.call(arguments)
         except TimeoutError:
-            raise EpisodeFailed("tool", f"{tool.name} has not answered for {seconds:g} s") from None
+            raise EpisodeFailed("tool", f"{tool.name} did not answer within {seconds:g} s") from None
         except EpisodeFailed as failed:
             if failed.reason != "tool":
                 raise
             raise EpisodeFailed("tool", f"{tool.name}: {failed.detail}", retry=failed.retry) from failed.__cause__
         if not isinstance(found, str):
-            raise EpisodeFailed("tool", f"{tool.name} returned {type(found).__name__} in the place of a text")
+            raise EpisodeFailed("tool", f"{tool.name} returned {type(found).__name__} instead of a string")
         return found
 
     def _refuse(self, why: str) -> str:
@@ -144,7 +144,9 @@ def mismatch(arguments: dict[str, Any], tool: Tool) -> str:
     try:
         error = best_match(Draft202012Validator(tool.parameters, registry=Registry()).iter_errors(arguments))
     except Unresolvable as unresolved:
-        raise EpisodeFailed("tool", f"the schema of {tool.name}: {unresolved}", retry=False) from None
+        raise EpisodeFailed(
+            "tool", f"the schema of {tool.name} has an unknown reference: {unresolved}", retry=False
+        ) from None
     if error is None:
         return ""
     place = f"argument {'.'.join(map(str, error.absolute_path))}" if error.absolute_path else "arguments"

@@ -81,14 +81,14 @@ def _parameters(function: Callable[..., Any], name: str, told: Mapping[str, str]
     fields: dict[str, Any] = {}
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{name}: its parameter {parameter} cannot be given by name")
+            raise ValueError(f"{name}: its parameter {parameter} cannot be passed by keyword")
         kind = hints.get(parameter.name, Any)
         fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]
     try:
         adapter = TypeAdapter(TypedDict(name, fields))  # type: ignore[operator]
         schema = _untitled(adapter.json_schema())
     except PydanticSchemaGenerationError as error:
-        raise ValueError(f"{name}: a parameter has a type that no JSON makes: {error}") from None
+        raise ValueError(f"{name}: a parameter has a type that JSON cannot represent: {error}") from None
     properties: dict[str, Schema] = schema.setdefault("properties", {})
     for parameter in signature.parameters.values():
         if text := told.get(parameter.name):

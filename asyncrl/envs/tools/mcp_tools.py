@@ -63,7 +63,7 @@ class McpSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
         for part in ("env", "headers"):
             for name, value in getattr(self, part).items():
                 if value.startswith("$") and value[1:] not in os.environ:
-                    raise ConfigError(f"{field}.{part}.{name}", value, "There is no such environment variable.")
+                    raise ConfigError(f"{field}.{part}.{name}", value, "This environment variable is not set.")
 
     def listed(self, field: str) -> Sequence[Tool]:
         """See ToolSource.listed."""
@@ -140,18 +140,18 @@ async def ask(spec: McpSpec, field: str) -> list[mcp_types.Tool]:
         await session.start(spec.start_timeout)
         found = {tool.name: tool for tool in await session.tools()}
     except EpisodeFailed as failed:
-        raise ConfigError(field, spec.name, f"It gives no tools: {failed.detail}") from None
+        raise ConfigError(field, spec.name, f"Its tools could not be listed: {failed.detail}") from None
     finally:
         await session.end("its tools are known")
     if missing := [name for name in spec.only if name not in found]:
-        raise ConfigError(f"{field}.only", missing, f"{spec.name} has {', '.join(sorted(found))}.")
+        raise ConfigError(f"{field}.only", missing, f"The tools of {spec.name} are {', '.join(sorted(found))}.")
     wanted = [found[name] for name in spec.only or found]
     for tool in wanted:
         try:
             Draft202012Validator.check_schema(tool.input_schema)
         except SchemaError as error:
             raise ConfigError(
-                field, spec.name, f"The schema of its tool {tool.name} is none: {error.message}."
+                field, spec.name, f"The schema of its tool {tool.name} is invalid: {error.message}."
             ) from None
     return wanted
 

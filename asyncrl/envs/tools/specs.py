@@ -103,7 +103,9 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
             check_arguments(found, self.params, f"{field}.params", self.use)
             return lambda: _tool(found(**self.params), self.use, field)
         if self.params:
-            raise ConfigError(f"{field}.params", self.params, f"{self.use} is no class: nothing takes them.")
+            raise ConfigError(
+                f"{field}.params", self.params, f"{self.use} is not a class and takes no params: remove them."
+            )
         if inspect.isroutine(found):
             made = _function(found, self.timeout, self.on_fault, field)
             return lambda: made
@@ -134,7 +136,7 @@ def source(spec: Mapping[str, Any], field: str) -> ToolSource:
 
 def _tool(found: Any, path: str, field: str) -> Tool:
     if missing := [part for part in PARTS if not hasattr(found, part)]:
-        raise ConfigError(f"{field}.use", path, f"Must be a function, or a tool: it has no {', '.join(missing)}.")
+        raise ConfigError(f"{field}.use", path, f"Must be a function or a tool: it lacks {', '.join(missing)}.")
     tool: Tool = found
     return tool
 

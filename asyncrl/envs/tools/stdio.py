@@ -27,7 +27,7 @@ from asyncrl.errors import EpisodeFailed
 
 MOST_BYTES = 4 << 20
 """Maximum size of a message in bytes."""
-TOO_LARGE = f"the answer is larger than {MOST_BYTES >> 20} MiB"
+TOO_LARGE = f"an answer is larger than {MOST_BYTES >> 20} MiB"
 GRACE_SECONDS = 1.0
 _REAP_SECONDS = 2.0
 _TAIL = 2000
@@ -47,7 +47,7 @@ class ServerOutput:
         self.text = (self.text + data[-_TAIL:].decode(errors="replace"))[-_TAIL:]
 
     def __str__(self) -> str:
-        said = f"; it said last:\n{self.text.strip()}" if self.text.strip() else ""
+        said = f"; its last output:\n{self.text.strip()}" if self.text.strip() else ""
         return f"{self.ended}{said}"
 
 
@@ -162,5 +162,5 @@ def _close(process: asyncio.subprocess.Process) -> None:
 
 def _end(code: int | None) -> str:
     if code is None:
-        return "it does not end"
+        return "its process does not end"
     return f"it was ended by signal {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"

@@ -37,8 +37,8 @@ class ThreadRunner:
         own."""
         if self.hanging >= MOST_HANGING:
             raise AsyncRLError(
-                f"{self.hanging} calls of the tool {self._name} have not returned in time and still run: what do they "
-                "wait for?"
+                f"{self.hanging} calls of the tool {self._name} have not returned in time and are still running: "
+                "check what they wait for"
             )
         async with self._room:
             loop = asyncio.get_running_loop()

@@ -50,5 +50,5 @@ def functions(specs: Sequence[Spec], field: str = "tools") -> list[Message]:
     found = [function(tool) for place, spec in places for tool in source(spec, place).listed(place)]
     names = [one["function"]["name"] for one in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(field, twice, "Several tools have this name: an MCP server's `only` leaves some out.")
+        raise ConfigError(field, twice, "Several tools have this name: use `only` of an MCP server to leave some out.")
     return found

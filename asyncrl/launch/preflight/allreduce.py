@@ -66,7 +66,7 @@ def _sum(told: AllReduce, me: str) -> float:
     import torch  # imported before the deadline starts: on a slow file system it may take long
     import torch.distributed as dist
 
-    end_after(told.seconds + GRACE_SECONDS, {"node": me, "problem": f"no end after {told.seconds:.0f} s"})
+    end_after(told.seconds + GRACE_SECONDS, {"node": me, "problem": f"it did not finish within {told.seconds:.0f} s"})
     rank = told.names.index(me)
     left = timedelta(seconds=told.seconds)
     stores.bind()
@@ -86,7 +86,7 @@ def _sum(told: AllReduce, me: str) -> float:
         found, right = float(numbers[0]), sum(range(1, len(told.names) + 1))  # reading the value waits for the device
         seconds = time.monotonic() - began
         if found != right:
-            raise ValueError(f"the sum is {found}, not {right}")
+            raise ValueError(f"the sum is {found} instead of {right}")
     return seconds
 
 

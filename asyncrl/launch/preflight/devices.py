@@ -13,8 +13,8 @@ def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[
     """Check the GPUs of each machine. `nodes` and `machines` are in the same order."""
     if not any(node.gpus for node in nodes):
         idle = sum(len(machine.gpus) for machine in machines)
-        note = f"; {idle} that are there are left alone" if idle else ""
-        return [ok("cluster.gpus", f"none is used{note}")]
+        note = f"; the {idle} visible GPUs stay unused" if idle else ""
+        return [ok("cluster.gpus", f"no GPU is used{note}")]
     found, models = [], set()
     for node, machine in zip(nodes, machines, strict=True):
         if not node.gpus:
@@ -31,10 +31,12 @@ def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[
     if len(models) > 1:
         kinds = ", ".join(sorted(f"{name} ({memory >> 20} MiB)" for name, memory in models))
         remedy = "The slowest GPU sets the pace and the smallest the memory: use machines of one kind."
-        found.append(warning("cluster.gpus", f"of different kinds: {kinds}", remedy))
+        found.append(warning("cluster.gpus", f"the GPUs are of different kinds: {kinds}", remedy))
     each = max(len(node.gpus) for node in nodes)
     kind = next(iter(sorted(models)), ("unknown", 0))[0]
-    return found or [ok("cluster.gpus", f"{each} on each of {sum(bool(n.gpus) for n in nodes)} machine(s): {kind}")]
+    return found or [
+        ok("cluster.gpus", f"{each} GPU(s) on each of {sum(bool(n.gpus) for n in nodes)} machine(s): {kind}")
+    ]
 
 
 def _named(machine: MachineFacts) -> str:

@@ -104,15 +104,18 @@ def check_folders(config: Config, room: SpaceNeeded, run: FolderState, shared: F
     here = {
         "checkpoints": max(0, room.checkpoints - run.checkpoints),
         "weights as HF folders": room.weights,
-        "weights on their way": 0 if shared else room.published,
+        "weights in transit": 0 if shared else room.published,
     }
     found = _check(run, "run.dir", here, room.recorded)
     if shared:
-        found += _check(shared, "weights.folder", {"weights on their way": room.published}, 0)
+        found += _check(shared, "weights.folder", {"weights in transit": room.published}, 0)
     if config.checkpoint.every and not run.problem and room.checkpoint:
         seconds = room.checkpoint / run.speed
-        text = f"one takes {_gb(room.checkpoint)} GB, about {seconds:.1f} s at {run.speed / 1e6:.0f} MB/s of one writer"
-        remedy = "Raise checkpoint.timeout, or use a faster file system: the write would be abandoned."
+        text = (
+            f"a checkpoint takes {_gb(room.checkpoint)} GB: {seconds:.1f} s for one writer at "
+            f"{run.speed / 1e6:.0f} MB/s"
+        )
+        remedy = "Raise checkpoint.timeout, or use a faster file system: a slower write is abandoned."
         slow = seconds > config.checkpoint.timeout * config.trainer.world_size
         found.append(warning("checkpoint.timeout", text, remedy) if slow else ok("checkpoint.every", text))
     return found
@@ -125,7 +128,7 @@ def _check(folder: FolderState, name: str, parts: dict[str, int], recorded: int)
     told = ", ".join(f"{what} {_gb(size)}" for what, size in parts.items() if size)
     told += f", recordings up to {_gb(recorded)}" if recorded else ""
     text = f"{folder.path}: {_gb(folder.free)} GB free, {folder.speed / 1e6:.0f} MB/s"
-    text += f"; the run takes (GB) {told}" if told else ""
+    text += f"; the run needs (GB): {told}" if told else ""
     if needed > folder.free:
         return [error(name, text, f"{_gb(needed)} GB are needed. {FREE_UP}")]
     if needed + recorded > folder.free:

@@ -96,7 +96,7 @@ def _of_device(role: str, need: MemoryNeed, seats: Sequence[Seat], machines: Map
         for one in machines[seat.node.name].visible(seat.node.gpus[place] for place in seat.gpus)
     ]
     if not sizes:
-        return ok(role, f"{what}: {_gb(need.total)} GB of a GPU whose memory is not known here{parts}")
+        return ok(role, f"{what}: {_gb(need.total)} GB of a GPU whose memory size is unknown{parts}")
     return _judged(f"{role}.tensor_parallel", what, need.total, need.certain, min(sizes), role, parts)
 
 

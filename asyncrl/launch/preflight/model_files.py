@@ -47,7 +47,7 @@ def read_model(folder: Path, name: str) -> ModelFiles:
     for shard in listed:
         found |= _read_shard(shard, name, files)
     if (missing := sorted(named - found)) and not files.problems:
-        text = f"{len(missing)} tensors of {INDEX} are in no file, such as {missing[0]}"
+        text = f"{len(missing)} tensors that {INDEX} lists are in no file, such as {missing[0]}"
         files.problems.append(error(name, text, COPY))
     return files
 
@@ -104,7 +104,7 @@ def _read_shard(path: Path, name: str, files: ModelFiles) -> set[str]:
         files.problems.append(error(name, f"{path} has no header of a .safetensors file", COPY))
         return set()
     if size != start + nbytes:
-        text = f"{path} has {size} bytes, its header says {start + nbytes}"
+        text = f"{path} has {size} bytes, but its header requires {start + nbytes}"
         files.problems.append(error(name, text, COPY))
     files.weights += weights
     files.nbytes += nbytes

@@ -73,9 +73,9 @@ def check_reach(reach: Reach, answers: Mapping[str, Mapping[str, Any]]) -> list[
         answer = answers.get(name)
         problem = answer["problem"] if answer else "no answer"
         if problem:
-            found.append(error("cluster.interface", f"{name} to {where}: {problem}", OPEN))
+            found.append(error("cluster.interface", f"{name} does not reach {where}: {problem}", OPEN))
     if not found and (problem := answers.get(reach.listener, {"problem": "no answer"})["problem"]):
-        found.append(error("cluster.interface", f"{where}: {problem}", OPEN))
+        found.append(error("cluster.interface", f"not all machines reach {where}: {problem}", OPEN))
     return found or [ok("network", f"{len(reach.others)} machine(s) reach {where}")]
 
 
@@ -106,11 +106,11 @@ def check_allreduce(told: AllReduce, answers: Mapping[str, Mapping[str, Any]]) -
         for name in told.names
         if name not in answers or answers[name]["problem"]
     }
-    used = ", ".join(f"{name} by {told.interfaces.get(name) or 'its own choice'}" for name in told.names)
+    used = ", ".join(f"{name}: {told.interfaces.get(name) or 'its own choice'}" for name in told.names)
     if problems:
         said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        text = f"no all-reduce over {told.backend} between {', '.join(told.names)}: {said}"
-        remedy = f"Set cluster.interface to a network that all of them are on ({told.backend} used: {used})."
+        text = f"all-reduce over {told.backend} failed between {', '.join(told.names)}: {said}"
+        remedy = f"Set cluster.interface to a network that connects all of them ({told.backend} used: {used})."
         return [error("cluster.interface", text, remedy)]
     slowest = max(float(answers[name]["seconds"]) for name in told.names)
     text = f"4 MiB over {told.backend} between {len(told.names)} machines in {slowest * 1000:.1f} ms ({used})"

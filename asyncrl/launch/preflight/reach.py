@@ -54,7 +54,7 @@ def main(reach: Reach) -> None:
     unseen = [folder for folder, file in reach.folders.items() if not _sees(Path(file))]
     unseen += [folder for folder, size in reach.models.items() if _size(Path(folder, "config.json")) != size]
     answer: dict[str, Any] = {"node": me, "unseen": unseen}
-    late = f"no end after {reach.seconds:.0f} s"
+    late = f"the check did not finish within {reach.seconds:.0f} s"
     end_after(reach.seconds + GRACE_SECONDS, {**answer, "problem": late})
     try:
         if me == reach.listener:
@@ -98,13 +98,13 @@ def _listen(reach: Reach, deadline: float) -> str:
                 except OSError:
                     continue  # if it was a machine of the job, it retries
                 missing.discard(name.decode(errors="replace"))
-    return f"nothing came from {sorted(missing)}" if missing else ""
+    return f"no connection came from {sorted(missing)}" if missing else ""
 
 
 def _connect(reach: Reach, name: bytes, deadline: float) -> str:
     """Connect until the echo is correct, or until the deadline, because the listener may start later. Return the
     problem, or ""."""
-    problem = "no time was left"
+    problem = "the time limit was reached before the first attempt"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((reach.address, reach.port), timeout=min(left, ONE_SECONDS)) as end:

@@ -63,8 +63,8 @@ def _against_pins(versions: Mapping[str, str], pins: Mapping[str, str]) -> list[
     for name, pin in pins.items():
         mine = versions.get(name)
         if mine is None:
-            found.append(error("versions", f"{name} is not installed; {pin} is needed", INSTALL))
+            found.append(error("versions", f"{name} is not installed, but asyncrl requires {pin}", INSTALL))
         elif mine.partition("+")[0] != pin:  # 2.13.0+cpu is a build of 2.13.0
             tell = error if name in MUST_MATCH else warning
-            found.append(tell("versions", f"{name} is {mine}; made for {pin}", INSTALL))
+            found.append(tell("versions", f"{name} {mine} is installed, but asyncrl requires {pin}", INSTALL))
     return found

@@ -41,6 +41,6 @@ def check_shared(
         for path in paths:
             by_files = path == folder and config.weights.transport in ("disk", "delta")
             field = models.get(path) or ("weights.folder" if by_files else "run.dir")
-            text = f"{machine} does not see {path} as it is on the first machine"
-            found.append(error(field, text, "Name a folder on a file system that all machines of the job share."))
+            text = f"on {machine}, {path} is not the folder that the first machine sees"
+            found.append(error(field, text, "Choose a folder on a file system that all machines of the job share."))
     return found

@@ -61,7 +61,9 @@ class SlurmJob:
         groups = [_output("scontrol", "show", "hostnames", names).split() for names in lists]
         wanted = settings.nodes
         if wanted is not None and wanted != sum(map(len, groups)):
-            remedy = f"The job has {sum(map(len, groups))} machines: leave it out, or ask for as many."
+            remedy = (
+                f"The job has {sum(map(len, groups))} machines: leave this setting unset, or set it to that number."
+            )
             raise ConfigError("cluster.nodes", wanted, remedy)
         return cls(env["SLURM_JOB_ID"], groups, settings)
 
@@ -253,7 +255,7 @@ def _finished(process: subprocess.Popen[str], seconds: float) -> str:
             return process.communicate(timeout=patience)[0]
         except subprocess.TimeoutExpired:
             end()
-    raise LaunchError(f"srun does not end, {seconds + COMMAND_SECONDS:.0f} s after its start: it was killed")
+    raise LaunchError(f"srun did not end within {seconds + COMMAND_SECONDS:.0f} s of its start and was killed")
 
 
 def _output(*argv: str) -> str:

@@ -45,7 +45,7 @@ class Script:
         """Return the script. Raises ConfigError if cluster.sbatch sets an option that is derived from the run."""
         for option in self.cluster.sbatch:
             if option.replace("_", "-") in OURS:
-                remedy = "It follows from the run and the other fields of cluster: remove it."
+                remedy = "asyncrl derives this option from the run and the other fields of cluster: remove it."
                 raise ConfigError(f"cluster.sbatch.{option}", self.cluster.sbatch[option], remedy)
         lines = ["#!/bin/bash", f"# {self.name}: made by {self.command} cluster=slurm", *self._header(), ""]
         folder = '"$SLURM_SUBMIT_DIR"' if self.folder is None else shlex.quote(str(self.folder))

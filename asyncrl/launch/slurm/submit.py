@@ -25,7 +25,7 @@ def script(
     of the job could not hold the run."""
     cluster = config.cluster
     if cluster.gpus is None:
-        remedy = "Required for a job: the number of GPUs of each machine, 0 for none."
+        remedy = "A Slurm job requires the number of GPUs of each machine; set 0 for none."
         raise ConfigError("cluster.gpus", None, remedy)
     if cluster.requeues and not config.checkpoint.every:
         remedy = "A requeued job resumes from a checkpoint: set checkpoint.every."
@@ -45,7 +45,7 @@ def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:
         (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     if not config.cluster.submit:
-        return f"wrote {path}; sbatch {path} submits it"
+        return f"wrote {path}; submit it with: sbatch {path}"
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=SBATCH_SECONDS, check=False
@@ -56,7 +56,7 @@ def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:
     except subprocess.TimeoutExpired:
         raise LaunchError(f"sbatch did not answer within {SBATCH_SECONDS:.0f} s; the script is {path}") from None
     if done.returncode:
-        raise LaunchError(f"sbatch refuses {path}: {done.stderr.strip()}")
+        raise LaunchError(f"sbatch rejected {path}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
     output = f"{number}_*.out" if len(runs) > 1 else f"{number}.out"  # one per task of an array
     return f"submitted job {number}; its output: {path.parent}/{output}, its script: {path}"

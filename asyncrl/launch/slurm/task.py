@@ -140,7 +140,11 @@ def main(path: Path) -> int:
 def _orphaned(task: SlurmTask, folder: Path) -> None:
     """Run the command `orphaned`. Only one of the job's tasks does so, once per incarnation of the job."""
     life = f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    print(f"asyncrl: nobody has renewed {task.lease} for {task.lost_timeout:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"asyncrl: the launcher has not renewed the lease {task.lease} for {task.lost_timeout:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         os.close(os.open(folder / f"orphaned-{life}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:

@@ -347,5 +347,5 @@ def test_tools_are_opened_and_all_of_them_closed_even_if_one_does_not() -> None:
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two tools of one name"):
+    with pytest.raises(ValueError, match="several tools have the same name"):
         ToolEnv([Acts("a", echo), Acts("a", echo)])

@@ -114,8 +114,8 @@ def test_what_a_server_reports_is_for_the_model(tool: str, arguments: dict[str, 
 @pytest.mark.parametrize(
     ("tool", "detail"),
     [
-        ("die", "is gone: it has hung up, it ended with exit code 1; it said last:\na last word"),
-        ("nonsense", "answered what it must not"),
+        ("die", "is gone: it closed the connection, it ended with exit code 1; its last output:\na last word"),
+        ("nonsense", "sent an invalid answer"),
         ("internal", "failed: out of order"),
     ],
 )
@@ -169,7 +169,7 @@ def test_server_that_answers_nobody_any_more_is_ended_and_started_anew(monkeypat
         tools = await opened(servers)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(tools["stall"].call({}), 0.05)
-        with pytest.raises(EpisodeFailed, match=r"is gone: it does not answer any more \(TimeoutError"):
+        with pytest.raises(EpisodeFailed, match=r"is gone: it no longer answers \(TimeoutError"):
             await tools["echo"].call({"text": "into the void"})
         return await tools["echo"].call({"text": "again"})
 
@@ -272,7 +272,7 @@ def test_server_that_does_not_come_up_is_tried_anew_within_bounds(tmp_path: Path
     async def main() -> None:
         (tmp_path / "marker").touch()
         starter = Starter("s", connect, start_timeout=30.0, restarts=2, delay=0.001)
-        with pytest.raises(EpisodeFailed, match=r"is gone: .*it ended with exit code 1; it said last:\nalready"):
+        with pytest.raises(EpisodeFailed, match=r"is gone: .*it ended with exit code 1; its last output:\nalready"):
             await starter.start()
         assert len(starts) == 3
         (tmp_path / "marker").unlink()
@@ -298,7 +298,7 @@ def test_program_that_cannot_be_started_is_not_tried_again() -> None:
 
 def test_silent_server_is_given_up_and_its_process_ended() -> None:
     async def main() -> None:
-        with pytest.raises(EpisodeFailed, match=r"it has not come up within 0.3 s, it was ended by signal SIGKILL"):
+        with pytest.raises(EpisodeFailed, match=r"it did not start within 0.3 s, it was ended by signal SIGKILL"):
             await connection(spec("--silent")).start(0.3)
 
     asyncio.run(main())
@@ -307,7 +307,9 @@ def test_silent_server_is_given_up_and_its_process_ended() -> None:
 def test_program_that_is_none_is_refused_by_its_field() -> None:
     async def main() -> None:
         missing = McpSpec(use="mcp", command=["no-such-program"])
-        with pytest.raises(ConfigError, match=r"tools.0: got 'no-such-program'. It gives no tools: .* cannot be start"):
+        with pytest.raises(
+            ConfigError, match=r"tools.0: got 'no-such-program'. Its tools could not be listed: .* cannot be start"
+        ):
             await ask(missing, "tools.0")
 
     asyncio.run(main())

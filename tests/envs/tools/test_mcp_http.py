@@ -77,7 +77,7 @@ def test_server_over_http_answers_hangs_goes_away_and_comes_back(options: dict[s
     spec = McpSpec(use="mcp", url=f"http://127.0.0.1:{port}/mcp", restarts=0)
 
     async def main() -> None:
-        with pytest.raises(ConfigError, match=r"It gives no tools: .* is gone: ConnectError"):
+        with pytest.raises(ConfigError, match=r"Its tools could not be listed: .* is gone: ConnectError"):
             await ask(spec, "tools.0")
         servers = McpServers(spec)
         async with asyncio.timeout(60):
@@ -126,7 +126,7 @@ def test_server_that_needs_a_key_gets_it_in_a_header(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         spec = McpSpec(use="mcp", url=f"http://127.0.0.1:{port}/mcp", headers={"Authorization": "$ASYNCRL_TEST_KEY"})
         async with served(refuses, port):
-            with pytest.raises(ConfigError, match="It gives no tools"):
+            with pytest.raises(ConfigError, match="Its tools could not be listed"):
                 await ask(spec, "tools.0")
 
     asyncio.run(main())

@@ -107,12 +107,12 @@ def test_server_of_each_episode_starts_from_nothing() -> None:
         ({"use": "mcp", "command": ["x"], "url": "http://x"}, "tools.0", "an MCP server has a command or a url"),
         (SERVER | {"env": {"A": "$NO_SUCH_NAME"}}, "tools.0.env.A", "There is no such environment variable"),
         ({"use": f"{OWN}:nothing"}, "tools.0.use", "Must be an import path"),
-        ({"use": f"{OWN}:broken"}, "tools.0.use", "cannot be given by name"),
+        ({"use": f"{OWN}:broken"}, "tools.0.use", "cannot be passed by keyword"),
         ({"use": f"{OWN}:NOTHING"}, "tools.0.use", "it has no name, description, parameters, call"),
         ({"use": f"{OWN}:Counter", "params": {"end": 1}}, "tools.0.params", "rejects them"),
         ({"use": f"{OWN}:Counter", "timeout": 5.0}, "tools.0.timeout", "applies to functions"),
         ({"use": f"{OWN}:COUNTER", "on_fault": "model"}, "tools.0.on_fault", "sets its own attribute"),
-        ({"use": f"{OWN}:double", "params": {"x": 1}}, "tools.0.params", "is no class: nothing takes them"),
+        ({"use": f"{OWN}:double", "params": {"x": 1}}, "tools.0.params", "is not a class and takes no params"),
     ],
 )
 def test_wrong_specification_is_refused_by_its_field(spec: dict[str, Any], field: str, remedy: str) -> None:

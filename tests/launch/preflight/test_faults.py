@@ -117,7 +117,7 @@ def too_many_ranks() -> list[Finding]:
 FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     "a wrong version of what we reach into": (
         lambda _: versions(sglang="0.4.0"),
-        *("versions", "sglang is 0.4.0; made for", "asyncrl-install"),
+        *("versions", "sglang 0.4.0 is installed, but asyncrl requires", "asyncrl-install"),
     ),
     "a package that is missing": (
         lambda _: check_versions([machine()], {**pinned(), "xgrammar": "1.0"}),
@@ -133,11 +133,11 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "a shard that was cut short": (
         lambda tmp: files(tmp, lambda model: cut(model / "model-1-of-2.safetensors")),
-        *(MODEL, "its header says", "again"),
+        *(MODEL, "its header requires", "again"),
     ),
     "a shard that is longer than it says": (
         lambda tmp: files(tmp, lambda model: grow(model / "model-1-of-2.safetensors")),
-        *(MODEL, "bytes, its header says", "again"),
+        *(MODEL, "bytes, but its header requires", "again"),
     ),
     "a shard whose header is of another kind": (
         lambda tmp: files(tmp, lambda model: header_of(model / "model.safetensors", {"a": {"shape": 3}}), 1),
@@ -217,7 +217,7 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "more ranks than GPUs": (
         lambda _: too_many_ranks(),
-        *("cluster.nodes", "1", "trainer ranks must be shared evenly"),
+        *("cluster.nodes", "1", "trainer ranks must be divided evenly"),
     ),
     "a folder that cannot be written": (
         lambda _: folder(100, problem="/runs: Permission denied"),
@@ -251,12 +251,12 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
         *("cluster.interface", "over gloo between node0, node1: node1: Connection refused", "node1 by ib0"),
     ),
     "an all-reduce that never ends": (
-        lambda _: summed(node0="no end after 60 s", node1=None),
-        *("cluster.interface", "node0: no end after 60 s; node1: no answer", "cluster.interface"),
+        lambda _: summed(node0="it did not finish within 60 s", node1=None),
+        *("cluster.interface", "node0: it did not finish within 60 s; node1: no answer", "cluster.interface"),
     ),
     "shared memory between machines": (
         lambda _: sync("tensor", 2),
-        *("weights.transport", "tensor", "use auto"),
+        *("weights.transport", "tensor", "set auto"),
     ),
     "a folder for weights that is not shared": (
         lambda _: check_shared(job(**{"weights.transport": "disk"}), {"node1": ["/scratch"]}, "/scratch", {}),
@@ -360,12 +360,12 @@ def test_what_may_go_wrong_is_a_warning_with_a_remedy(case: str, tmp_path: Path)
 
 def test_a_fault_of_one_machine_is_told_once() -> None:
     """Where others cannot reach the first, what the first says of it is no second fault."""
-    assert len(reached(node0="nothing came from ['node2']", node2="timed out")) == 1
+    assert len(reached(node0="no connection came from ['node2']", node2="timed out")) == 1
 
 
 def test_what_is_used_of_the_gpus_is_told() -> None:
-    assert [one.value for one in gpus(shown=0, used=0)] == ["none is used"]
-    assert [one.value for one in gpus(shown=4, used=0)] == ["none is used; 4 that are there are left alone"]
+    assert [one.value for one in gpus(shown=0, used=0)] == ["no GPU is used"]
+    assert [one.value for one in gpus(shown=4, used=0)] == ["no GPU is used; the 4 visible GPUs stay unused"]
     (two,) = check_gpus([*nodes(job(), 1, 0), *nodes(job(), 2, 2)], [machine(), *[machine(gpus=2)] * 2])
     assert two.value == "2 on each of 2 machine(s): NVIDIA H100 80GB HBM3"
 

@@ -180,7 +180,7 @@ def test_a_port_that_nobody_listens_on_is_told_within_the_deadline() -> None:
 def test_a_machine_that_never_comes_is_told_by_the_first_and_waited_for_no_longer_than_said() -> None:
     told = reach(seconds=1.0)
     found = answers(told, "a")
-    assert found["a"]["problem"] == "nothing came from ['b']"
+    assert found["a"]["problem"] == "no connection came from ['b']"
     (finding,) = check_reach(told, found)
     assert "b to a" in finding.value
     assert "no answer" in finding.value

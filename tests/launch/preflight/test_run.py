@@ -51,7 +51,7 @@ def test_the_command_tells_and_leaves_nothing(tmp_path: Path) -> None:
     assert "preflight: 0 error(s)" in done.stdout
     for field in ("versions", "model.path", "memory", "run.dir", "weights.transport", "task"):
         assert f"ok       {field}" in done.stdout
-    assert "100 held out for evaluation; the first to train on has 5 tokens" in " ".join(done.stdout.split())
+    assert "100 held out for evaluation; the first one for training has 5 tokens" in " ".join(done.stdout.split())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,9 +75,17 @@ class Game:
     [
         ((), 0, "4 of the 40 questions of file are longer than the 61 tokens"),
         (("rollout.overlong_prompts=refuse",), 1, "error rollout.overlong_prompts refuse"),
-        (("eval.questions=40",), 1, "error eval.questions 40 -> Task file has 40 questions; none would be left"),
+        (
+            ("eval.questions=40",),
+            1,
+            "error eval.questions 40 -> Task file has 40 questions, so that none would be left",
+        ),
         (("task.train_file=same.jsonl",), 1, "error eval.questions 2 -> Task file has only 1 distinct questions"),
-        (("task.train_file=one.jsonl",), 1, "error eval.questions 2 -> Task file has 1 questions; none would be left"),
+        (
+            ("task.train_file=one.jsonl",),
+            1,
+            "error eval.questions 2 -> Task file has 1 questions, so that none would be left",
+        ),
         (
             ("task.kind=breaks:Game", "task.train_file=null", "task.reward=null"),
             1,
@@ -123,8 +131,8 @@ def test_jobs_look_by_themselves_and_runs_on_this_machine_only_when_asked() -> N
         ({"trainer.tensor_parallel": 3}, "trainer.tensor_parallel", "Must divide"),
         ({"model.path": "/nowhere"}, "model.path", "Give a folder"),
         ({"trainer.device": "cuda"}, "trainer.device", "use cpu or auto"),
-        ({"cluster.interface": "nosuch0", "cluster.host": None}, "cluster.interface", "name one"),
-        ({"model.chat_template": "/nowhere"}, "model.chat_template", "name a jinja file"),
+        ({"cluster.interface": "nosuch0", "cluster.host": None}, "cluster.interface", "choose one"),
+        ({"model.chat_template": "/nowhere"}, "model.chat_template", "path of a jinja file"),
         ({"engine.max_total_tokens": 10**12}, "memory", "engine.max_total_tokens"),
         ({"mode": "replay", "replay.from": "/nowhere"}, "replay.from", "record=true"),
     ],
