@@ -134,6 +134,6 @@ def _write(fd: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides the order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides the order
     main(int(sys.argv[1]))
-    os._exit(0)  # threads of environments that still run are not waited for
+    os._exit(0)  # do not wait for threads of environments that still run

@@ -98,7 +98,7 @@ class Host:
             self._kill(EpisodeFailed("environment_died", "another environment in its process hung"))
             raise failed from None
         except ConnectionError:
-            await asyncio.wait(self._tasks[:1])  # it tells why
+            await asyncio.wait(self._tasks[:1])  # until the listener has set the reason
             raise self._end from None
         finally:
             self._asked.pop(number, None)
@@ -124,7 +124,7 @@ class Host:
         except (msgspec.DecodeError, ValueError) as error:
             why = EpisodeFailed("environment_garbage", f"its process sent an invalid answer: {error}")
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the stream has ended: the process has, or is about to
+            pass  # the stream has ended, because the process has ended or is about to
         self._kill(why)
         code = await self._process.wait()
         if not why.detail:
@@ -138,7 +138,7 @@ class Host:
     def _settle(self, number: int, outcome: str, value: Any) -> None:
         answer = self._asked.get(number)
         if answer is None or answer.done():
-            return  # nobody waits any more
+            return  # its caller no longer waits
         if outcome == VALUE:
             answer.set_result(value)
         else:

@@ -29,7 +29,7 @@ OUTSIDE = ("environment_", "tool", "sandbox")
 class PoolSettings:
     """Limits of the environments of a task; times are in seconds."""
 
-    hosted: bool | None = None  # in processes; None: those whose steps are not async
+    hosted: bool | None = None  # run environments in processes; None: only those whose steps are not async
     per_process: int = 8
     concurrency: int | None = None
     warm: int = 0
@@ -101,7 +101,7 @@ class EnvironmentPool:
         await asyncio.gather(*self._warming, return_exceptions=True)
         while self._ready:
             self._later(self._end(self._ready.popleft()), self._ending)
-        await asyncio.gather(*self._ending)  # each within reset_timeout
+        await asyncio.gather(*self._ending)  # each ends within reset_timeout
         await asyncio.gather(*(host.close() for host in self._hosts))
 
     # -- one after the other -------------------------------------------------------------------------------
@@ -125,9 +125,8 @@ class EnvironmentPool:
         try:
             self._ready.append(await self._make())
         except EpisodeFailed as failed:
-            self._tell(
-                f"environment {self.name} could not be created ahead of time: {failed}"
-            )  # who needs one tries anew
+            # the next episode that needs an environment tries again
+            self._tell(f"environment {self.name} could not be created ahead of time: {failed}")
         finally:
             self._making -= 1
 
@@ -200,7 +199,9 @@ class _Guarded:
 
     async def _call(self, method: str, seconds: float, limit: str, *arguments: Any) -> Any:
         try:
-            async with asyncio.timeout(None if isinstance(self._env, HostedEnv) else seconds):  # a host has its own
+            async with asyncio.timeout(
+                None if isinstance(self._env, HostedEnv) else seconds
+            ):  # hosts apply their own limit
                 with raised_by("environment_error", retry=True):
                     return await _awaited(getattr(self._env, method)(*arguments))
         except TimeoutError:

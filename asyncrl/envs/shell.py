@@ -107,7 +107,7 @@ class ShellEnv:
         try:
             for path, text in tests.items():
                 await sandbox.write(path, text.encode())
-        except (ValueError, OSError):  # a link or a folder in its place, no space left
+        except (ValueError, OSError):  # the model put a link or a folder there, or filled the disk
             return 0.0
         return sum([await self._passes(check) for check in checks]) / len(checks)
 

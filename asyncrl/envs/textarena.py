@@ -43,7 +43,7 @@ BROKEN = ("Countdown", "Cryptarithm", "Slitherlink")
 kind, and a reason in place of the reward."""
 
 _playing: ContextVar[random.Random | None] = ContextVar("_playing", default=None)
-_drawing: set[str] = set()  # modules of games that draw from it
+_drawing: set[str] = set()  # modules of games that use it
 
 
 class Game:
@@ -87,7 +87,7 @@ class Game:
                 lines.append(rules)
             elif kind is not ObservationType.PLAYER_ACTION:
                 lines.append(text)
-            elif sender not in (player, GAME_ID):  # games for one player take the move for the game's
+            elif sender not in (player, GAME_ID):  # games for one player label the move as the game's
                 lines.append(f"[Player {sender}] {text}")
         return "\n".join(line.strip("\n") for line in lines)
 

@@ -116,18 +116,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a recorded run")
     parser.add_argument("--step", type=int, help="show only groups of this batch")
-    parser.add_argument("--uid", help="groups whose uid begins so")
-    parser.add_argument("--reason", help="groups that were rejected for this reason, or are `ready`")
-    parser.add_argument("--task", help="groups of this task")
-    for name, what in (("reward", "reward"), ("length", "tokens"), ("staleness", "staleness in versions")):
+    parser.add_argument("--uid", help="show only groups whose uid begins with this")
+    parser.add_argument("--reason", help="show only groups that were rejected for this reason, or that are `ready`")
+    parser.add_argument("--task", help="show only groups of this task")
+    for name, what in (("reward", "reward"), ("length", "length in tokens"), ("staleness", "staleness in versions")):
         parser.add_argument(
-            f"--{name}", type=_bounds, default=(None, None), metavar="A:B", help=f"with a trajectory of such {what}"
+            f"--{name}",
+            type=_bounds,
+            default=(None, None),
+            metavar="A:B",
+            help=f"show only groups with a trajectory whose {what} is in this range",
         )
-    parser.add_argument("--limit", type=int, default=100, help="groups at most (default 100)")
-    parser.add_argument("--text", action="store_true", help="with their text, or under --json with all of it")
+    parser.add_argument("--limit", type=int, default=100, help="maximum number of groups (default: 100)")
+    parser.add_argument(
+        "--text", action="store_true", help="also show the text of the groups; with --json, all of their content"
+    )
     parser.add_argument("--gap", action="store_true", help="colour the text by the gap between trainer and engine")
-    parser.add_argument("--json", action="store_true", help="lines of JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained HTML page")
     return parser
 
 

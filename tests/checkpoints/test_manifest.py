@@ -69,7 +69,7 @@ def test_damaged_one_is_refused_with_the_reason_and_the_one_before_used(
     version, told = newest(store)
     assert version == 3
     (text,) = told
-    assert text.startswith("checkpoint 4 is refused: ")
+    assert text.startswith("checkpoint 4 is skipped: ")
     assert reason in text
 
 
@@ -80,7 +80,7 @@ def test_manifest_of_another_format_or_that_names_files_outside_is_refused(tmp_p
     for name in ("../../../secret", str(tmp_path / "secret")):
         files = manifest.describe(tmp_path, ["secret"])
         manifest.commit(folder, msgspec.structs.replace(whole, files={name: files["secret"]}))
-        with pytest.raises(RecordError, match="it names"):
+        with pytest.raises(RecordError, match="it lists"):
             manifest.verified(folder)
     manifest.commit(folder, msgspec.structs.replace(whole, format=99))
     with pytest.raises(RecordError, match="has format 99, but this version of asyncrl reads 1"):

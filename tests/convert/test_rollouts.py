@@ -76,7 +76,7 @@ class Harm:
         ([sample(0, 0, rollout_log_probs=None)], "needs that many rollout_log_probs"),
         ([sample(0, 0), sample(0, 1, tokens=[1, 5, 0, 7, 8, 9])], "different prompts"),
         ([sample(0, 0, reward={"math": 1.0})], "group 0"),
-        ([sample(0, 0, loss_mask=[0, 0])], "is empty"),
+        ([sample(0, 0, loss_mask=[0, 0])], "selects no token"),
     ],
 )
 def test_what_no_recording_can_hold_is_refused_and_nothing_is_run(samples, told: str, tmp_path: Path, capsys) -> None:

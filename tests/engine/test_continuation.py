@@ -189,11 +189,11 @@ def test_each_sibling_goes_on_by_itself() -> None:
 
 
 NEVER: dict[str, tuple[Reply, str]] = {
-    "aborted": (stream(pieces(Completion([], [], [], "abort"))), "the last: aborted"),
-    "cut": (b"", "the last: the stream ended without its last event"),
-    "unreachable": (httpx.ConnectError("refused"), "the last: ConnectError refused"),
-    "silent": (httpx.ReadTimeout("600 s"), "the last: ReadTimeout 600 s"),
-    "no engines": (httpx.Response(503, text="no workers"), "the last: the router answered 503: no workers"),
+    "aborted": (stream(pieces(Completion([], [], [], "abort"))), "the last one failed: aborted"),
+    "cut": (b"", "the last one failed: the stream ended without its last event"),
+    "unreachable": (httpx.ConnectError("refused"), "the last one failed: ConnectError refused"),
+    "silent": (httpx.ReadTimeout("600 s"), "the last one failed: ReadTimeout 600 s"),
+    "no engines": (httpx.Response(503, text="no workers"), "the last one failed: the router answered 503: no workers"),
     "no JSON": (b"data: {oops\n\n", "the last one failed: the stream of an engine has an invalid event: .*JSON"),
 }
 

@@ -133,7 +133,7 @@ FAULTS: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
     "none told": (lambda _: None, "reported the experts of 0 of 4 tokens"),
     "too few": (lambda rows: rows[: 2 * SHAPE.told], "reported the experts of 2 of 4 tokens"),
     "another shape": (lambda rows: rows[:-4], "do not fit the model: .*not rows of 4 x 2"),
-    "another model": (lambda rows: b"\x09\0\0\0" * (len(rows) // 4), "are not the model's: expert 9 of"),
+    "another model": (lambda rows: b"\x09\0\0\0" * (len(rows) // 4), "do not fit the model: expert 9 of"),
 }
 
 

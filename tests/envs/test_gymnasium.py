@@ -134,7 +134,7 @@ def test_what_is_not_discrete_is_printed_and_has_no_state() -> None:
         ("FrozenLak-v1", {}, "task.name / task.params.make", "gymnasium rejects it: .*FrozenLake"),
         ("FrozenLake-v1", {"make": {"size": 3}}, "task.name / task.params.make", "size"),
         ("Pendulum-v1", {}, "task.name", "Only environments with Discrete or Text actions"),
-        ("FrozenLake-v1", {"actions": ["a", "b"]}, "task.params.actions", "It needs 4 words"),
+        ("FrozenLake-v1", {"actions": ["a", "b"]}, "task.params.actions", "It needs 4 different words"),
         ("FrozenLake-v1", {"actions": ["a", "b", "c", "A"]}, "task.params.actions", "4 different words"),
         ("FrozenLake-v1", {"describe": "nowhere:it"}, "task.params.describe", "Must be an import path"),
     ],

@@ -26,12 +26,12 @@ MARK = f"ASYNCRL_RUN_ID=pool-{os.getpid()}"
 EXPECTED = {
     "raises": ("environment_error", "KeyError: 'on purpose'"),
     "hangs": ("environment_timeout", " s (task.environments."),
-    "dies": ("environment_died", "its process ended by signal SIGKILL"),
-    "leaves a child": ("environment_died", "its process ended by signal SIGKILL"),
+    "dies": ("environment_died", "its process ended with signal SIGKILL"),
+    "leaves a child": ("environment_died", "its process ended with signal SIGKILL"),
     "exits": ("environment_died", "its process ended with exit code 3; its last output:\nthe last line"),
     "garbage": ("environment_garbage", "its process sent an invalid answer"),
-    "oversized": ("environment_oversized", "an answer of 104857"),
-    "no step": ("environment_error", "step returned str in the place of a Step"),
+    "oversized": ("environment_oversized", "its answer has 104857"),
+    "no step": ("environment_error", "step returned str instead of a Step"),
     "cannot be sent": ("environment_error", "it returned a value that cannot be sent"),
     "not finite": ("environment_error", "ValueError: the reward of a step is nan: it must be a finite number"),
 }

@@ -221,5 +221,8 @@ def test_rewards_that_are_no_numbers_cost_the_episode(monkeypatch: pytest.Monkey
     game = TextArenaGame("GuessTheNumber-v0", {"max_number": 1})
     game.begin(0)
     monkeypatch.setattr(SinglePlayerState, "close", lambda _: ({0: "Bad move."}, {}))
-    with pytest.raises(EpisodeFailed, match=re.escape("environment_error: GuessTheNumber-v0 gives {0: 'Bad move.'}")):
+    with pytest.raises(
+        EpisodeFailed,
+        match=re.escape("environment_error: GuessTheNumber-v0 returned invalid rewards: {0: 'Bad move.'}"),
+    ):
         game.step("[1]")

@@ -50,7 +50,10 @@ def test_run_that_trains_nothing_gives_no_weights(tmp_path: Path, capsys: pytest
 def test_engine_that_the_run_does_not_have_cannot_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = under_way(tmp_path / "run")
     assert main(["remove", str(run_dir), "http://elsewhere:1"]) == 2
-    assert "URL: got 'http://elsewhere:1'. The run has ['http://127.0.0.1:20000']" in capsys.readouterr().err
+    assert (
+        "URL: got 'http://elsewhere:1'. The engines of the run are ['http://127.0.0.1:20000']"
+        in capsys.readouterr().err
+    )
     assert Registry(run_dir).leaving() == set()
 
 

@@ -82,7 +82,7 @@ def test_task_without_weight_is_not_drawn() -> None:
         ({"sort": float("nan"), "sum": 1.0}, "finite"),
         ({"sort": float("inf"), "sum": 1.0}, "finite"),
         ({"sort": 1e308, "sum": 1e308}, "finite"),
-        ({"sort": "1", "sum": 1.0}, "finite numbers"),
+        ({"sort": "1", "sum": 1.0}, "must be finite"),
         (None, "Must return a mapping of task names to weights"),
     ],
 )

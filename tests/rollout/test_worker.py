@@ -178,7 +178,7 @@ def test_every_token_that_engines_wrote_is_accounted_for() -> None:
 
 def test_error_of_ours_ends_the_worker() -> None:
     async def main() -> None:
-        error = AsyncRLError("a bug: KeyError()")
+        error = AsyncRLError("a bug in asyncrl: KeyError()")
         site = Site(Failing(lambda n: error if n == 4 else None))
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
@@ -195,7 +195,7 @@ def test_bug_in_the_client_is_no_fault_of_the_agent(monkeypatch: pytest.MonkeyPa
         client = FakeEngine(echo()).client()
         monkeypatch.setattr(client.inflight, "_request", broken)
         episode = Episode(client.generate(), LIMITS, FakeTemplate())
-        with pytest.raises(AsyncRLError, match=r"a bug: KeyError\('ours'\)") as caught:
+        with pytest.raises(AsyncRLError, match=r"a bug in asyncrl: KeyError\('ours'\)") as caught:
             await episode.play(SingleTurn(), Prompt("p0", [1], {}, "length"), no_score)
         assert type(caught.value) is AsyncRLError
         assert isinstance(caught.value.__cause__, KeyError)

@@ -88,7 +88,7 @@ def _pythonic(text: str) -> tuple[str, list[_Call]]:
         if not isinstance(listed, ast.List) or not listed.elts:
             return text, []
         return "", [_python_call(node) for node in listed.elts]
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # what ast may raise on a strange text
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # errors of ast on malformed text
         return text, []
 
 
@@ -96,7 +96,7 @@ def _python_call(node: ast.expr) -> _Call:
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError("not a call by keywords")
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    return ast.unparse(node.func), json.loads(json.dumps(arguments, allow_nan=False))  # sets and bytes are refused
+    return ast.unparse(node.func), json.loads(json.dumps(arguments, allow_nan=False))  # rejects sets and bytes
 
 
 def _call(value: Any, arguments: str) -> _Call:
@@ -106,7 +106,7 @@ def _call(value: Any, arguments: str) -> _Call:
     given = value.get(arguments, {})
     if not isinstance(given, dict):
         raise ValueError("arguments that are no object")
-    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # infinities (1e999), halves of surrogate pairs
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # rejects infinities (1e999) and lone surrogates
     return value["name"], given
 
 

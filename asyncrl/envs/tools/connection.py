@@ -113,9 +113,9 @@ class Connection:
             self.why = "; ".join(f"{type(one).__name__}: {one}" for one in leaves)
         self._stop.set()
         if not self._ready.done():
-            own = [one for one in leaves if isinstance(one, EpisodeFailed)]  # the program cannot be started
+            own = [one for one in leaves if isinstance(one, EpisodeFailed)]  # the program could not be started
             self._ready.set_exception(own[0] if own else self._failed())
-            self._ready.exception()  # whoever waited may be gone
+            self._ready.exception()  # mark as retrieved: the waiter may have been cancelled
 
     async def _ask(self, ask: Callable[[Client], Any]) -> Any:
         if not self.alive or self._client is None:
@@ -128,7 +128,7 @@ class Connection:
             if error.code == INVALID_PARAMS:
                 raise ToolError(error.message) from None
             if self._stop.is_set() and self._owner:
-                await asyncio.wait({self._owner}, timeout=END_SECONDS)  # it learns how the process ended
+                await asyncio.wait({self._owner}, timeout=END_SECONDS)  # it collects how the process ended
                 raise self._failed() from None
             self._probe()
             raise EpisodeFailed("tool", f"the MCP server {self._name} failed: {error.message}") from None

@@ -49,7 +49,7 @@ class FunctionTool:
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Return the function's result: text unchanged, anything else as JSON."""
-        values = self._arguments.validate_python(arguments)  # into the types of its signature
+        values = self._arguments.validate_python(arguments)  # converts to the types of the signature
         if inspect.iscoroutinefunction(self._function):
             return _text(await self._function(**values))
         return await self._threads.call(lambda: _text(self._function(**values)))

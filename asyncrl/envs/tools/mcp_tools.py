@@ -41,17 +41,17 @@ class McpSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
     """A server, and how its tools are used. A value "$NAME" in `env` and `headers` is taken from the environment."""
 
     use: str
-    command: list[str] = []  # `python` is the one that runs this
+    command: list[str] = []  # "python" stands for the interpreter of this process
     url: str = ""
     env: dict[str, str] = {}
-    folder: str | None = None  # where the command starts
+    folder: str | None = None  # working directory of the command
     headers: dict[str, str] = {}
     only: list[str] = []  # names of tools; empty: all
-    per_episode: bool = False  # a server of its own for each; else one that all share, which must be stateless
-    warm: int = 0  # with per_episode: servers that are started ahead
+    per_episode: bool = False  # one server per episode; otherwise all share one, which must be stateless
+    warm: int = 0  # with per_episode: number of servers started ahead of time
     start_timeout: float = 30.0  # seconds
-    restarts: int = 3  # further attempts when it does not come up
-    timeout: float | None = None  # of one call; else the environment's
+    restarts: int = 3  # further attempts if it does not start
+    timeout: float | None = None  # limit of one call in seconds; None: that of the environment
     on_fault: OnFault | None = None
 
     def __post_init__(self) -> None:

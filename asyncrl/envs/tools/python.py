@@ -60,7 +60,7 @@ class PythonTool:
         "required": ["code"],
         "additionalProperties": False,
     }
-    timeout = math.inf  # the sandbox bounds a program's time, and no call's wait for its turn is held against it
+    timeout = math.inf  # the sandbox limits the time of a program; the wait for its turn does not count
 
     def __init__(
         self,
@@ -100,6 +100,6 @@ class PythonTool:
     async def _run(self, sandbox: Sandbox, code: bytes) -> str:
         try:
             outcome = await sandbox.run(["python", "-c", RUNNER], stdin=code, seconds=self._seconds)
-        except ValueError as error:  # more bytes than a file may have
+        except ValueError as error:  # the program is larger than file_mb
             raise ToolError(str(error)) from None
         return shown(outcome, self._output_chars)

@@ -173,7 +173,7 @@ class PerEpisode:
     def _filled(self, task: asyncio.Task[None]) -> None:
         self._filling.discard(task)
         if not task.cancelled():
-            task.exception()  # the next episode starts one itself, and hears why it cannot
+            task.exception()  # mark as retrieved: the next episode starts a server itself and gets the error
 
 
 class _Own:

@@ -128,7 +128,7 @@ def source(spec: Mapping[str, Any], field: str) -> ToolSource:
         raise ConfigError(f"{field}.use", use, "Must be python, mcp, or an import path, module:name.")
     try:
         made: ToolSource = msgspec.convert(dict(spec), kind)
-    except ValueError as error:  # msgspec's own is one
+    except ValueError as error:  # includes msgspec's ValidationError
         raise ConfigError(field, dict(spec), f"{error}.") from None
     made.check(field)
     return made

@@ -27,7 +27,7 @@ from asyncrl.errors import EpisodeFailed
 
 MOST_BYTES = 4 << 20
 """Maximum size of a message in bytes."""
-TOO_LARGE = f"an answer is larger than {MOST_BYTES >> 20} MiB"
+TOO_LARGE = f"the answer is larger than {MOST_BYTES >> 20} MiB"
 GRACE_SECONDS = 1.0
 _REAP_SECONDS = 2.0
 _TAIL = 2000
@@ -83,7 +83,7 @@ async def stdio(
 
     async def write() -> None:
         assert process.stdin
-        with suppress(OSError):  # it has closed its stdin
+        with suppress(OSError):  # the server has closed its stdin
             async with outgoing:
                 async for sent in outgoing:
                     data = sent.message.model_dump_json(by_alias=True, exclude_unset=True)

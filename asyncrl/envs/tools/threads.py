@@ -58,7 +58,7 @@ class ThreadRunner:
                         settled = result.set_result, function()
                 except AsyncRLError as error:
                     settled = result.set_exception, error
-                with suppress(RuntimeError):  # the loop was closed meanwhile: nobody listens
+                with suppress(RuntimeError):  # the loop was closed meanwhile
                     loop.call_soon_threadsafe(ended, *settled)
 
             run = partial(contextvars.copy_context().run, work)

@@ -73,7 +73,7 @@ def check_reach(reach: Reach, answers: Mapping[str, Mapping[str, Any]]) -> list[
         answer = answers.get(name)
         problem = answer["problem"] if answer else "no answer"
         if problem:
-            found.append(error("cluster.interface", f"{name} does not reach {where}: {problem}", OPEN))
+            found.append(error("cluster.interface", f"no connection from {name} to {where}: {problem}", OPEN))
     if not found and (problem := answers.get(reach.listener, {"problem": "no answer"})["problem"]):
         found.append(error("cluster.interface", f"not all machines reach {where}: {problem}", OPEN))
     return found or [ok("network", f"{len(reach.others)} machine(s) reach {where}")]

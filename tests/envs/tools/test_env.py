@@ -212,7 +212,7 @@ def test_hanging_tool_is_a_fault_and_ends_the_calls_beside_it() -> None:
             raise
 
     tools = [Acts("t", hang, timeout=0.05), Acts("other", other)]
-    with pytest.raises(EpisodeFailed, match=r"tool: t has not answered for 0.05 s"):
+    with pytest.raises(EpisodeFailed, match=r"tool: t did not answer within 0.05 s"):
         step(called("t") + called("other"), *tools)
     assert cancelled == ["other"]
 
@@ -225,7 +225,7 @@ def test_model_is_told_of_a_fault_where_the_tool_or_the_environment_says_so(by_t
     if by_tool:
         tool.on_fault = slow.on_fault = "model"
     found = told(called("t") + called("slow"), tool, slow, **options)
-    assert found == ["Error: t: OSError: gone", "Error: slow has not answered for 0.05 s"]
+    assert found == ["Error: t: OSError: gone", "Error: slow did not answer within 0.05 s"]
 
 
 def test_tool_may_insist_that_its_fault_is_the_episode_s() -> None:
@@ -239,7 +239,7 @@ def test_what_is_no_text_is_the_tool_s_fault() -> None:
     async def number(arguments: dict[str, Any]) -> Any:
         return 7
 
-    with pytest.raises(EpisodeFailed, match="t returned int in the place of a text"):
+    with pytest.raises(EpisodeFailed, match="t returned int instead of a string"):
         step(called("t"), Acts("t", number))
 
 
@@ -247,7 +247,9 @@ def test_schema_that_refers_elsewhere_is_a_fault_and_fetches_nothing(monkeypatch
     fetched: list[Any] = []
     monkeypatch.setattr("urllib.request.urlopen", fetched.append)
     tool = Acts("t", echo, parameters={"$ref": "http://127.0.0.1:1/schema.json"})
-    with pytest.raises(EpisodeFailed, match=r"tool: the schema of t: .*127.0.0.1:1/schema.json"):
+    with pytest.raises(
+        EpisodeFailed, match=r"tool: the schema of t has an unknown reference: .*127.0.0.1:1/schema.json"
+    ):
         step(called("t"), tool)
     assert fetched == []
 

@@ -85,7 +85,7 @@ def test_tools_of_a_server_are_called_at_once_and_answer_each_its_own() -> None:
 def test_listed_tool_is_what_the_server_says_and_only_takes_some() -> None:
     async def script() -> Any:
         (tool,) = await ask(spec(only=["echo"]), "tools.0")
-        with pytest.raises(ConfigError, match=r"tools.0.only: got \['nope'\]. .* has big, count, die"):
+        with pytest.raises(ConfigError, match=r"tools.0.only: got \['nope'\]. The tools of .* are big, count, die"):
             await ask(spec(only=["nope"]), "tools.0")
         return tool
 
@@ -345,7 +345,9 @@ def test_secrets_reach_a_server_by_name_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("ASYNCRL_TEST_KEY", "secret")
     given = spec(env={"KEY": "$ASYNCRL_TEST_KEY", "MODE": "fast"})
     given.check("tools.0")
-    with pytest.raises(ConfigError, match=r"tools.0.env.KEY: got '\$NO_SUCH_KEY'. There is no such"):
+    with pytest.raises(
+        ConfigError, match=r"tools.0.env.KEY: got '\$NO_SUCH_KEY'. This environment variable is not set"
+    ):
         spec(env={"KEY": "$NO_SUCH_KEY"}).check("tools.0")
     seen: dict[str, str] = {}
 

@@ -240,15 +240,19 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "a machine that does not reach the first": (
         lambda _: reached(node2="cannot reach 10.0.0.0:20000: timed out"),
-        *("cluster.interface", "node2 to node0 (10.0.0.0:20000): cannot reach", "cluster.interface"),
+        *("cluster.interface", "no connection from node2 to node0 (10.0.0.0:20000): cannot reach", "cluster.interface"),
     ),
     "a machine that does not answer": (
         lambda _: reached(node1=None),
-        *("cluster.interface", "node1 to node0 (10.0.0.0:20000): no answer", "cluster.interface"),
+        *("cluster.interface", "no connection from node1 to node0 (10.0.0.0:20000): no answer", "cluster.interface"),
     ),
     "an all-reduce that fails": (
         lambda _: summed(node1="Connection refused"),
-        *("cluster.interface", "over gloo between node0, node1: node1: Connection refused", "node1 by ib0"),
+        *(
+            "cluster.interface",
+            "all-reduce over gloo failed between node0, node1: node1: Connection refused",
+            "node1: ib0",
+        ),
     ),
     "an all-reduce that never ends": (
         lambda _: summed(node0="it did not finish within 60 s", node1=None),
@@ -260,15 +264,15 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "a folder for weights that is not shared": (
         lambda _: check_shared(job(**{"weights.transport": "disk"}), {"node1": ["/scratch"]}, "/scratch", {}),
-        *("weights.folder", "node1 does not see /scratch", "all machines"),
+        *("weights.folder", "on node1, /scratch is not the folder", "all machines"),
     ),
     "a model that one machine lacks": (
         lambda _: check_shared(job(), {"node1": ["/models/it"]}, "/tmp", {"/models/it": "model.path"}),
-        *("model.path", "node1 does not see /models/it", "all machines"),
+        *("model.path", "on node1, /models/it is not the folder", "all machines"),
     ),
     "a run folder that is not shared beside weights that are": (
         lambda _: check_shared(job(**{"weights.transport": "disk"}), {"node1": ["/runs"]}, "/scratch", {}),
-        *("run.dir", "node1 does not see /runs", "all machines"),
+        *("run.dir", "on node1, /runs is not the folder", "all machines"),
     ),
     "a first machine that could not listen": (
         lambda _: reached(node0="Address already in use"),
@@ -276,11 +280,11 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     ),
     "a first machine that does not answer": (
         lambda _: reached(node0=None),
-        *("cluster.interface", "node0 (10.0.0.0:20000): no answer", "cluster.interface"),
+        *("cluster.interface", "not all machines reach node0 (10.0.0.0:20000): no answer", "cluster.interface"),
     ),
     "a run folder that is not shared": (
         lambda _: check_shared(job(), {"node1": ["/tmp"]}, "/tmp", {}),
-        *("run.dir", "node1 does not see /tmp", "all machines"),
+        *("run.dir", "on node1, /tmp is not the folder", "all machines"),
     ),
 }
 
@@ -367,7 +371,7 @@ def test_what_is_used_of_the_gpus_is_told() -> None:
     assert [one.value for one in gpus(shown=0, used=0)] == ["no GPU is used"]
     assert [one.value for one in gpus(shown=4, used=0)] == ["no GPU is used; the 4 visible GPUs stay unused"]
     (two,) = check_gpus([*nodes(job(), 1, 0), *nodes(job(), 2, 2)], [machine(), *[machine(gpus=2)] * 2])
-    assert two.value == "2 on each of 2 machine(s): NVIDIA H100 80GB HBM3"
+    assert two.value == "2 GPU(s) on each of 2 machine(s): NVIDIA H100 80GB HBM3"
 
 
 def test_slowest_machine_of_a_sum_is_told_and_addresses_of_ports_are_bounded() -> None:

@@ -153,7 +153,7 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
     findings = found(config, tmp_path)
     assert not failed(list(findings.values()))
     assert "a job of 2 machine(s)" in findings["cluster.launcher"].value
-    assert "not known here" in findings["trainer"].value
+    assert "memory size is unknown" in findings["trainer"].value
     assert "distributed" in findings["weights.transport"].value
     assert found(job(), tmp_path)["cluster.gpus"].level == "error"
 
