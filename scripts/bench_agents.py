@@ -1,15 +1,16 @@
-"""What episodes of many turns cost beside their engines and their tools.
+"""Benchmark of the cost of multi-turn episodes, without the time of engines and tools.
 
     python scripts/bench_agents.py [--quick]
 
-    engine_busy_over_ideal   a thousand episodes in play, log-normal tools (sigma 1.2), through the product's client,
-                             episode, agent and environments to a stub engine that takes the time of a decode step: the
-                             time that a simulation without any cost of ours takes for it, over the time that it took
-    turns_per_s              of that run
+    engine_busy_over_ideal   ideal time / measured time of a run with a thousand concurrent episodes and log-normal tool
+                             times (sigma 1.2). Measured: asyncrl's client, episode, agent and environments with a stub
+                             engine that takes the time of a decode step. Ideal: a simulation in which only engine and
+                             tools take time
+    turns_per_s              turns per second in the measured run
     turn_overhead_us         processor time of a turn: episode, agent, chat template and environment, without an engine
-    proxy_overhead_us        the same of a call through the OpenAI proxy, beyond it (scripts/bench_proxy.py)
-    sandbox_start_ms         median of taking a sandbox that is warm; sandbox_cold_ms: of making one
-    sandbox_call_ms          median of running /bin/true in it; sandbox_python_ms: of python -c pass
+    proxy_overhead_us        additional processor time of a call through the OpenAI proxy (scripts/bench_proxy.py)
+    sandbox_start_ms         median time to take a warm sandbox; sandbox_cold_ms: to start one
+    sandbox_call_ms          median time of /bin/true in a sandbox; sandbox_python_ms: of python -c pass
 
 The last line is JSON.
 """
@@ -54,21 +55,21 @@ LIMITS = EpisodeTimeouts(agent=600.0, reward=60.0, episode=None)
 
 
 def tools(number: int) -> list[float]:
-    """Seconds between the turns of an episode."""
+    """Return the seconds between the turns of an episode."""
     draw = random.Random(number)
     centre = -(TOOL_SIGMA**2) / 2
     return [min(TOOL_LONGEST, TOOL_SECONDS * draw.lognormvariate(centre, TOOL_SIGMA)) for _ in range(TURNS - 1)]
 
 
 class Sleeping:
-    """Its tools take their time, and nothing else."""
+    """Environment whose tools only take time."""
 
     async def reset(self, question: dict[str, Any]) -> None:
-        """The seconds of this episode."""
+        """Set the tool times of this episode."""
         self._seconds = list(question["seconds"])
 
     async def step(self, action: str) -> Step:
-        """After the tool."""
+        """Wait for the duration of the tool."""
         if not self._seconds:
             return Step(done=True)
         await asyncio.sleep(self._seconds.pop(0))
@@ -76,12 +77,13 @@ class Sleeping:
 
 
 async def score(trajectory: Trajectory) -> Trajectory:
-    """The environment has."""
+    """Return the trajectory unchanged, because the environment gives the reward."""
     return trajectory
 
 
 def ideal(count: int, in_play: int) -> float:
-    """Seconds until all but the last `in_play` episodes have ended, where nothing but engine and tools takes time."""
+    """Return the simulated seconds until all but the last `in_play` episodes have ended, if only engine and tools take
+    time."""
     engine = SimulatedEngine(EngineShape(PACE, 1e-9, 1 << 20))
     waiting: list[tuple[float, int, list[float]]] = []
     running: dict[SimulatedRequest, tuple[int, list[float]]] = {}
@@ -113,7 +115,7 @@ def ideal(count: int, in_play: int) -> float:
 
 
 async def measured(template: ChatTemplate, url: str, count: int, in_play: int) -> float:
-    """Seconds that they take, likewise."""
+    """Return the measured seconds until all but the last `in_play` episodes have ended."""
     setattr(Chat, "ended", False)  # noqa: B010  the stub ends all of its answers by length
     client, room = bench_rollout.client(url, TOKENS), asyncio.Semaphore(in_play)
     agent = MultiTurn(EnvironmentPool("bench", EnvSpec("scripts.bench_agents:Sleeping"), PoolSettings()))
@@ -136,14 +138,14 @@ async def measured(template: ChatTemplate, url: str, count: int, in_play: int) -
 
 
 async def turn_overhead(template: ChatTemplate, episodes: int) -> float:
-    """Microseconds of processor time."""
+    """Return the processor time of a turn in microseconds."""
     agent = MultiTurn(EnvironmentPool("bench", EnvSpec("scripts.bench_agents:Sleeping"), PoolSettings()))
     generate: Any = bench_proxy.Instant(template, TOKENS)
     question = {"messages": [{"role": "user", "content": "5"}], "seconds": [0.0] * (TURNS - 1)}
     prompt = Prompt("p", template.begin(question["messages"]), question, "bench")
 
     class Session:
-        """An engine that costs nothing."""
+        """Session of an engine that costs no time."""
 
         trained_at = 1.0
 
@@ -151,7 +153,7 @@ async def turn_overhead(template: ChatTemplate, episodes: int) -> float:
             return await generate(token_ids)
 
         def wait_for(self, event: str) -> None:
-            """Nobody asks."""
+            """No-op."""
 
     session: Any = Session()
     began = time.process_time()
@@ -161,7 +163,7 @@ async def turn_overhead(template: ChatTemplate, episodes: int) -> float:
 
 
 async def proxy_overhead(template: ChatTemplate, episodes: int) -> float:
-    """Microseconds of processor time of a call, beyond that of Chat."""
+    """Return the microseconds of processor time that a proxy call takes in addition to a Chat call."""
     proxy = Proxy()
     proxy.start()
     async with AsyncOpenAI(base_url=proxy.base_url, api_key="x", http_client=DefaultAioHttpClient()) as client:
@@ -172,7 +174,7 @@ async def proxy_overhead(template: ChatTemplate, episodes: int) -> float:
 
 
 async def sandboxes(count: int) -> dict[str, float]:
-    """Medians in milliseconds."""
+    """Return the median times of sandboxes in milliseconds."""
     found: dict[str, list[float]] = {}
 
     async def timed(name: str, work: Any) -> Any:
@@ -188,13 +190,13 @@ async def sandboxes(count: int) -> dict[str, float]:
             await timed("sandbox_call_ms", sandbox.run(["/bin/true"]))
             await timed("sandbox_python_ms", sandbox.run(["python3", "-c", "pass"]))
             await sandbox.close()
-            await asyncio.sleep(0.3)  # the next one is made meanwhile
+            await asyncio.sleep(0.3)  # the next sandbox starts meanwhile
         await backend.close()
     return {name: statistics.median(values) for name, values in found.items()}
 
 
 async def main() -> None:
-    """All of it."""
+    """Run all measurements and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer of everything")
     quick = parser.parse_args().quick

@@ -1,19 +1,20 @@
-"""Synchronous against asynchronous: what asynchrony gives, beside what arithmetic and a simulation say that it can.
+"""Benchmark of asynchronous against synchronous training, compared with a bound and a simulation.
 
     python scripts/bench_async.py [--quick] [--workloads NAME ...] [--modes NAME ...] [--steps N] [--scale N]
     python scripts/bench_async.py --real [--quick] [--steps N] [OVERRIDE ...]
 
-On a time-dilated engine (scripts/dilated_run.py): a published calibration scaled down in state and time. 8 devices,
-each an engine or an eighth of the trainer; 16 groups of 8 answers a batch; lengths as of reasoning models (log-normal,
-sigma 0.9), with a heavier tail (1.3), and of an agent with slow tools. The baseline is colocated: all devices generate,
-then all train, and the change costs time. Each mode runs with the split of devices that the simulation finds best, and
-all on the same groups. Time is scaled down by --scale, 80: what a request costs us stays what it is, and weighs more
-then.
+By default the engines are time-dilated stubs (scripts/dilated_run.py) with a published calibration, scaled down in
+state and time. There are 8 devices, each an engine or an eighth of the trainer, and 16 groups of 8 answers per batch.
+Lengths are those of reasoning models (log-normal, sigma 0.9), with a heavier tail (1.3), or of an agent with slow
+tools. The baseline is colocated: all devices generate, then all train, and switching costs time. Each mode uses the
+split of devices that is fastest in the simulation; all modes train on the same groups. Time is scaled down by --scale
+(default 80). The cost of asyncrl per request is not scaled, so it weighs more than in a real run.
 
 --real runs `experiment=count_bits` (8 prompts x 8 samples of at most 6 tokens) on the real engine and trainer instead,
-with rollout.max_staleness=0 and then with the configured bound, three times in turn. Beside the ratio stands the
-largest that this machine allows, from the synchronous runs' own seconds and from what two processes do over one
-(scripts/machine.py, overlap_bound). --quick: fewer steps, one workload, the tiny model. The last line is JSON.
+alternately with rollout.max_staleness=0 and with the configured bound, three times each. It prints the ratio and the
+largest ratio that this machine allows, computed from the times of the synchronous runs and from the rate of two
+processes over that of one (scripts/machine.py, overlap_bound). --quick uses fewer steps, one workload and the tiny
+model. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools")
 
 
 def lengths(workload: str, scale: float) -> Lengths:
-    """Of its episodes."""
+    """Return the distribution of episode lengths of a workload."""
     tools = {"turns": 8.0, "tool_seconds": 10 / scale, "tool_sigma": 1.5, "tool_longest": 600 / scale}
     sigma = 1.3 if workload == "sigma 1.3" else 0.9
     more = tools if workload == "slow tools" else {}
@@ -75,7 +76,7 @@ def lengths(workload: str, scale: float) -> Lengths:
 
 @dataclass(frozen=True)
 class Mode:
-    """A row of the table."""
+    """A mode, which is one row of the table."""
 
     name: str
     max_staleness: int
@@ -84,7 +85,7 @@ class Mode:
     colocated: bool = False
 
     def setting(self, engines: int, scale: float) -> Setting:
-        """With so many of the devices generating."""
+        """Return the setting in which this many devices generate."""
         return Setting(
             DEVICES if self.colocated else engines,
             RATE * (DEVICES if self.colocated else DEVICES - engines),
@@ -114,7 +115,7 @@ MODES = [
 def dilated(
     name: str, modes: Sequence[Mode], steps: int, scale: float, console: Console
 ) -> dict[str, dict[str, float]]:
-    """Every mode on one workload: what was measured, against the baseline, the law and the simulation."""
+    """Measure every mode on one workload, and compare it with the baseline, the law and the simulation."""
     run = DilatedRun(lengths(name, scale), BATCH)
     try:
         workload = run.workload()
@@ -159,7 +160,7 @@ def dilated(
 def best_split(
     mode: Mode, workload: SimulatedWorkload, steps: int, warm: int, scale: float
 ) -> tuple[Setting, SimulationResult]:
-    """The number of engines with which the simulation is fastest."""
+    """Return the split of devices that is fastest in the simulation, and its result."""
     settings = [mode.setting(engines, scale) for engines in range(1, 2 if mode.colocated else DEVICES)]
     outcomes = [simulate(workload, setting, steps, warm) for setting in settings]
     best = max(range(len(settings)), key=lambda i: outcomes[i].tokens_per_s)
@@ -167,7 +168,7 @@ def best_split(
 
 
 def real(options: argparse.Namespace, two_over_one: float, console: Console) -> dict[str, Any]:
-    """The real engine and trainer."""
+    """Compare both modes on the real engine and trainer."""
     experiment, runs, steps = ("tiny", 1, 60) if options.quick else ("count_bits", options.runs, options.steps or 40)
     settings = [f"experiment={experiment}", f"run.max_steps={steps}", "eval.questions=0", *options.overrides]
     found: dict[str, list[dict[str, float]]] = {"lead 0": [], "async": []}
@@ -195,14 +196,14 @@ def real(options: argparse.Namespace, two_over_one: float, console: Console) -> 
 
 
 def machine_bound(synchronous: dict[str, float], two_over_one: float) -> float | None:
-    """The largest ratio that the machine allows; None where overlap_bound does not hold."""
+    """Return the largest ratio that the machine allows; None if overlap_bound does not apply."""
     if synchronous["processes"] != 2:
         return None
     return machine.overlap_bound(synchronous["generate_s"], synchronous["train_s"], two_over_one)
 
 
 def bound_line(ratio: float, bound: float | None, synchronous: dict[str, float], two_over_one: float) -> str:
-    """For reading."""
+    """Return a readable line about the ratio and its bound."""
     if bound is None:
         return f"asynchronous over synchronous {ratio:.2f}; no bound: it is for one engine and one trainer on CPUs"
     return (
@@ -213,8 +214,10 @@ def bound_line(ratio: float, bound: float | None, synchronous: dict[str, float],
 
 
 def measure(settings: list[str]) -> dict[str, float]:
-    """One run's figures, from its metrics.jsonl. The first steps consume what was generated while the trainer started:
-    they are left out."""
+    """Run a training and return its figures from metrics.jsonl.
+
+    The first steps are excluded, because their batches were generated while the trainer started.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [
@@ -236,8 +239,8 @@ def measure(settings: list[str]) -> dict[str, float]:
     return {
         "samples_per_s": sum(step["samples/generated"] for step in steady) / seconds,
         "step_s": seconds / len(steady),
-        "generate_s": waiting / len(steady),  # of a synchronous run: the trainer waits for the whole batch
-        "train_s": (seconds - waiting) / len(steady),  # publishing too: it is the trainer's, and engines pause
+        "generate_s": waiting / len(steady),  # in a synchronous run, the trainer waits for the whole batch
+        "train_s": (seconds - waiting) / len(steady),  # includes publishing, during which the engines pause
         "trainer_idle": waiting / seconds,
         "processes": float(processes),
         "engine_busy": sum(step["time/engine_busy"] for step in steady) / seconds,
@@ -247,7 +250,7 @@ def measure(settings: list[str]) -> dict[str, float]:
 
 
 def busy_processes(config: Config) -> int:
-    """Processes of engines and trainers; 0 where they are not all on this machine's CPU."""
+    """Return the number of engine and trainer processes; 0 if not all of them run on this machine's CPU."""
     engine, trainer = config.engine, config.trainer
     if config.engine.urls or config.cluster.launcher != "local" or count_gpus(config.cluster.gpus):
         return 0
@@ -255,14 +258,14 @@ def busy_processes(config: Config) -> int:
 
 
 def rounded(value: Any) -> Any:
-    """For reading."""
+    """Return the value with all numbers rounded for display."""
     if isinstance(value, dict):
         return {name: rounded(one) for name, one in value.items()}
     return round(value, 4) if isinstance(value, float) else value
 
 
 def main() -> None:
-    """Measure, print tables, then one line of JSON."""
+    """Measure, and print tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps of few modes, or the tiny model")
     parser.add_argument("--real", action="store_true", help="the real engine and trainer")

@@ -1,10 +1,11 @@
-"""How many episodes at once: rollout.max_running_groups=auto against fixed numbers, in simulated time.
+"""Benchmark of rollout.max_running_groups=auto against fixed numbers of episodes, in simulated time.
 
     python scripts/bench_concurrency.py [--quick]
 
-Worlds of very different kinds, at the size of the published calibration of bench_async.py (engines of 12 ms + 0.12 ms a
-request, 32 groups of 16 or 8 answers a batch, bound 4): the rule is asyncrl/rollout/concurrency.py, the world
-asyncrl/planner. Prints a table and one line of JSON. Exact and repeatable: no process is started, no clock is read.
+It simulates very different workloads at the size of the published calibration of bench_async.py (engines of 12 ms +
+0.12 ms per request, 32 groups of 16 or 8 answers per batch, bound 4). The rule under test is
+asyncrl/rollout/concurrency.py, and the simulation is asyncrl/planner. It prints a table and one line of JSON. Results
+are exact and repeatable: it starts no process and reads no clock.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TALKER = Lengths(1600, 0.9, 8_000, 8, turns=8, tool_seconds=10, tool_sigma=1.2)
 
 @dataclass(frozen=True)
 class World:
-    """What differs."""
+    """Parameters of one simulated workload."""
 
     episodes: Callable[[int], Sequence[SimulatedEpisode]]
     engines: int = 4
@@ -46,13 +47,13 @@ class World:
 
 
 def growing(steps: int) -> Callable[[int], Sequence[SimulatedEpisode]]:
-    """Answers that are eight times as long in the second half."""
+    """Return a workload whose answers are eight times as long in the second half."""
     short, long = (Lengths(mean, 0.9, 54_000, 16).episodes() for mean in (1000, 8000))
     return lambda number: short(number) if number < BATCH * (WARM + steps // 2) else long(number)
 
 
 def worlds(steps: int) -> dict[str, World]:
-    """By name."""
+    """Return all workloads by name."""
     return {
         "small caches": World(ANSWERS.episodes()),
         "answers grow": World(growing(steps)),
@@ -64,7 +65,7 @@ def worlds(steps: int) -> dict[str, World]:
 
 
 def played(world: World, in_play: int | None, steps: int) -> SimulationResult:
-    """One run."""
+    """Simulate one run; with `in_play=None` the rule sets the number of episodes."""
     setting = Setting(
         world.engines,
         world.train_rate,
@@ -78,7 +79,7 @@ def played(world: World, in_play: int | None, steps: int) -> SimulationResult:
 
 
 def main() -> None:
-    """Simulate, print a table, then one line of JSON."""
+    """Simulate, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps = 6 if parser.parse_args().quick else 20

@@ -1,16 +1,17 @@
-"""Noise of the policy gradient by estimator, with and without forks, at the same number of written turns.
+"""Benchmark of the noise of policy-gradient estimators, with and without forks, at the same number of generated turns.
 
     python scripts/bench_credit.py [--groups N] [--turns 8] [--seed 0]
 
-A toy agent: in each of its turns it does the right thing or not, and what is not right loses the task with some chance,
-for good. The reward is 1 at the end of a task that was not lost (`end`); that, and what the environment's luck adds or
-takes, which the agent is told after its first turn (`luck`); or a part with every right turn (`turns`). Every turn also
-says a word of thousands, so that no two episodes meet in one context but where they fork. The policy has one number for
-each turn and state, so that its gradient is known.
+A toy agent acts right or wrong in each turn. A wrong turn loses the task for good with some probability. The reward is
+1 at the end of a task that was not lost (`end`); the same plus or minus the luck of the environment, which the agent
+learns after its first turn (`luck`); or a part of the reward with every right turn (`turns`). Every turn also says one
+of thousands of words, so that episodes share a context only where they fork. The policy has one parameter for each turn
+and state, so its exact gradient is known.
 
-noise is the variance of the gradient of one group, summed over these numbers, over the square of the gradient; in
-parentheses the distance of its mean over the groups, over the gradient: where that does not fall with their number the
-estimator is biased, or of another scale. The last line is JSON: noise by case and estimator.
+`noise` is the variance of one group's gradient, summed over the parameters, divided by the squared gradient. The number
+in parentheses is the distance of the mean over all groups from the gradient, divided by the gradient: if it does not
+fall with the number of groups, the estimator is biased or has another scale. The last line is JSON: noise by case and
+estimator.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ ESTIMATORS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Groups of one shape."""
+    """Shape of the groups of one case."""
 
     episodes: int
-    forks: dict[int, int]  # ways beside the first, by the turn before which they begin
+    forks: dict[int, int]  # number of additional branches, by the turn before which they begin
 
     def written(self, turns: int) -> int:
-        """Turns of a group."""
+        """Return the number of generated turns in a group."""
         return self.episodes * (turns + sum(ways * (turns - at) for at, ways in self.forks.items()))
 
     def __str__(self) -> str:
@@ -66,25 +67,28 @@ class Case:
 
 
 class Toy:
-    """The world and its policy."""
+    """The toy environment and its policy."""
 
     def __init__(self, turns: int, rewards: str, seed: int) -> None:
         self.turns, self.rewards, self._random = turns, rewards, random.Random(seed)
 
     def gradient(self) -> Tensor:
-        """[turns, lost or not] of the expected reward, by the logit of doing right."""
+        """Return the gradient of the expected reward by the logits of acting right, [turns, lost or not]."""
         found = torch.zeros(self.turns, 2, dtype=torch.float64)
         keeps, slope = P_RIGHT + (1 - P_RIGHT) * (1 - P_LOST), P_RIGHT * (1 - P_RIGHT)
         for turn in range(self.turns):
             left = self.turns - turn - 1
             gain = P_LOST * keeps**left
-            if self.rewards == "turns":  # right turns count, of a task that is not lost
+            if self.rewards == "turns":  # right turns of a task that is not lost are rewarded
                 gain = (1 + P_LOST * P_RIGHT * sum(keeps**n for n in range(left))) / self.turns
             found[turn, 0] = keeps**turn * slope * gain
         return found
 
     def way(self, turn: int, lost: bool, luck: float) -> tuple[list[tuple[bool, int, float]], list[bool]]:
-        """(right, word, reward) of each turn from there on, and whether the task is lost after each."""
+        """Play from this turn on.
+
+        Return (right, word, reward) of each turn, and whether the task is lost after each.
+        """
         found, states = [], []
         for at in range(turn, self.turns):
             right = self._random.random() < P_RIGHT
@@ -97,7 +101,7 @@ class Toy:
         return found, states
 
     def trajectory(self, forks: dict[int, int]) -> tuple[Trajectory, list[tuple[int, bool, bool]]]:
-        """One episode, and (turn, lost before it, right) of its turns."""
+        """Return one episode, and (turn, lost before it, right) of each of its turns."""
         luck = self._random.choice([-LUCK, LUCK]) if self.rewards == "luck" else 0.0
         trunk, after = self.way(0, False, luck)
         before = [False, *after]
@@ -122,7 +126,7 @@ Estimators = dict[str, Callable[..., Tensor]]
 
 
 def noise(toy: Toy, case: Case, groups: int, estimators: Estimators) -> dict[str, tuple[float, float]]:
-    """(variance of one group's gradient, distance of the mean) over the gradient, by estimator."""
+    """Return (variance of one group's gradient, distance of the mean) relative to the gradient, by estimator."""
     played = [[toy.trajectory(case.forks) for _ in range(case.episodes)] for _ in range(groups)]
     made = [Group(f"g{n}", n, [0], [one for one, _ in of], "toy") for n, of in enumerate(played)]
     table = build_table(made, 0)
@@ -132,7 +136,7 @@ def noise(toy: Toy, case: Case, groups: int, estimators: Estimators) -> dict[str
     group, exact = table.group[table.owner][1::2], toy.gradient()
     found = {}
     for name, estimate in estimators.items():
-        advantages = estimate(table)[1::2]  # of the second token, which acts
+        advantages = estimate(table)[1::2]  # only the second token of a turn acts
         single = torch.zeros(groups, *exact.shape, dtype=torch.float64)
         single.index_put_((group, turn, lost.long()), advantages * score / case.episodes, accumulate=True)
         mean = single.mean(0)
@@ -143,7 +147,7 @@ def noise(toy: Toy, case: Case, groups: int, estimators: Estimators) -> dict[str
 
 
 def main() -> None:
-    """Every case."""
+    """Measure every case, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=8)

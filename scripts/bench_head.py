@@ -1,18 +1,19 @@
-"""Memory and time of log-probabilities and their gradient over the vocabulary: in chunks of rows, and all rows at once.
+"""Benchmark of log-probabilities and their gradient over the vocabulary: memory and time in chunks and for all rows.
 
     python scripts/bench_head.py [--quick] [--entropy] [--dtype bfloat16] [--chunk-rows 1024] [--repeats N]
 
-One rank, the head of SmolLM2-135M (49,152 tokens of width 576), random hidden states, a token to predict in each row,
-forward and backward, the weight's gradient added to a float32 buffer as Megatron's data parallelism has it. `all rows`
-is the same by autograd: float32 logits, log-sum-exp, the chosen ones. Times are medians of runs taken in turn; memory
-is the peak of what the process held, less what it held before. The last line is JSON:
+It runs forward and backward on one rank with the head of SmolLM2-135M (49,152 tokens of width 576), random hidden
+states and one token to predict per row. The weight's gradient is added to a float32 buffer, as in Megatron's data
+parallelism. `all rows` computes the same with autograd: float32 logits, log-sum-exp, and the logits of the chosen
+tokens. Times are medians of alternating runs; memory is the peak of the process minus what it held before. The last
+line is JSON:
 
     chunked_peak_bytes            by the number of rows
-    all_rows_peak_bytes           likewise
-    one_chunk_peak_over_all_rows  where the rows are one chunk
-    peak_growth                   chunked, most rows over those of one chunk
-    one_chunk_over_all_rows       seconds, where the rows are one chunk
-    many_chunks_over_all_rows     seconds, at four times as many
+    all_rows_peak_bytes           by the number of rows
+    one_chunk_peak_over_all_rows  ratio of the peaks if the rows are one chunk
+    peak_growth                   chunked: peak at the most rows over that at one chunk
+    one_chunk_over_all_rows       ratio of the times if the rows are one chunk
+    many_chunks_over_all_rows     ratio of the times at four times as many rows
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ALONE: Any = SimpleNamespace(cp=1, tp=1, tp_rank=0)
 
 
 class Bench:
-    """One weight and its buffer."""
+    """Weight of the head and its gradient buffer."""
 
     def __init__(self, settings: argparse.Namespace) -> None:
         self.settings, self.dtype = settings, getattr(torch, settings.dtype)
@@ -60,13 +61,13 @@ class Bench:
         self.buffer = torch.zeros(vocab, WIDTH)
 
     def case(self, rows: int) -> tuple[Tensor, Any]:
-        """Hidden states, and which token follows each."""
+        """Return hidden states, and the token that follows each."""
         targets = torch.randint(0, len(self.weight), (rows,))
         hidden = torch.randn(rows, WIDTH).to(self.dtype).requires_grad_()
         return hidden, SimpleNamespace(row_of_target=torch.arange(rows), targets=targets)
 
     def chunked(self, hidden: Tensor, pack: Any) -> None:
-        """As the trainer does it."""
+        """Compute in chunks, as the trainer does."""
         self.weight.main_grad = self.buffer  # type: ignore[attr-defined]
         head = Head(hidden, self.weight, len(self.weight), self.settings.chunk_rows, ALONE)
         logprobs, entropy = head.score(pack, TEMPERATURE, entropy=self.settings.entropy)
@@ -74,7 +75,7 @@ class Bench:
         assert self.weight.grad is None
 
     def all_rows(self, hidden: Tensor, pack: Any) -> None:
-        """By autograd, from logits of every row."""
+        """Compute with autograd, from the logits of all rows."""
         scaled = (hidden @ self.weight.t()).float() / TEMPERATURE
         log_z = torch.logsumexp(scaled, -1)
         total = (scaled[pack.row_of_target, pack.targets] - log_z).sum()
@@ -87,7 +88,7 @@ class Bench:
         self.weight.grad = None
 
     def peak(self, way: Callable[[Tensor, Any], None], rows: int) -> int:
-        """Most bytes held in a run, beyond those before it."""
+        """Return the peak memory of a run in bytes, minus what was held before it."""
         hidden, pack = self.case(rows)
         before = memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # Linux: sets the high-water mark back
@@ -95,7 +96,7 @@ class Bench:
         return memory("VmHWM") - before
 
     def seconds(self, rows: int) -> tuple[float, float]:
-        """Medians, chunked and all rows."""
+        """Return the median times in chunks and for all rows."""
         found: dict[str, list[float]] = {"chunked": [], "all_rows": []}
         for _ in range(self.settings.repeats):
             for name, times in found.items():
@@ -107,7 +108,7 @@ class Bench:
 
 
 def memory(field: str) -> int:
-    """Bytes, of this process's status."""
+    """Return a field of this process's /proc status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -115,7 +116,7 @@ def memory(field: str) -> int:
 
 
 def main() -> None:
-    """Measure, print a table, then one line of JSON."""
+    """Measure, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="an eighth of the vocabulary and of the rows")
     parser.add_argument("--entropy", action="store_true", help="the entropy and its gradient too")
@@ -124,12 +125,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each way (default 5)")
     settings = parser.parse_args()
     this = machine.report()
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MiB)  # glibc: what is freed leaves the process, so that peaks show
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MiB)  # glibc returns freed memory, so that peaks are visible
     if settings.quick:
         settings.chunk_rows //= 8
     one = settings.chunk_rows
     bench = Bench(settings)
-    bench.seconds(one)  # first touches
+    bench.seconds(one)  # warm-up
     sizes = [one // 2, one, 2 * one, 4 * one, 8 * one]
     times = {rows: bench.seconds(rows) for rows in (one, 4 * one)}
     chunked = {rows: bench.peak(bench.chunked, rows) for rows in sizes}

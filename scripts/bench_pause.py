@@ -1,8 +1,9 @@
-"""What an update does to the requests around it, by pause mode and prefix-cache key, on a multi-turn workload.
+"""Benchmark of the effect of updates on running requests of multi-turn episodes, by pause mode and prefix-cache key.
 
 A real engine (SmolLM2-135M) answers episodes of several turns while versions are published; each line gives tokens per
-second, the pause, what was computed anew or thrown away, and by how much the engine's log-probabilities differ from
-those that the weights of a token's version give in transformers. Prints a table and one line of JSON.
+second, the pause, the tokens that were computed again or thrown away, and the difference between the engine's
+log-probabilities and those that transformers computes with the weights of each token's version. It prints a table and
+one line of JSON.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ WAYS = (
 )
 TURNS, TOKENS, OBSERVATION = 3, 32, 8
 CHANGED = 2e-4
-"""Share of the weights that a version changes."""
+"""Fraction of the weights that a version changes."""
 
 
 @dataclass
 class Heard:
-    """What the episodes of one way brought."""
+    """Results of the episodes of one configuration."""
 
     turns: list[tuple[list[int], Completion]] = field(default_factory=list)
     received: int = 0
@@ -57,7 +58,7 @@ class Heard:
 
 
 async def episodes(client: GenerationClient, heard: Heard, stop: asyncio.Event, seed: int) -> None:
-    """One after the other, each of several turns, with something observed between."""
+    """Play episodes one after the other, each of several turns with observations in between, until `stop` is set."""
     draw = random.Random(seed)
     number = 0
     while not stop.is_set():
@@ -74,7 +75,7 @@ async def episodes(client: GenerationClient, heard: Heard, stop: asyncio.Event, 
 async def publish_every(
     seconds: float, count: int, first: int, publisher: Publisher, client: GenerationClient, drain: bool, heard: Heard
 ) -> None:
-    """`count` versions, each so many seconds after the one before."""
+    """Publish `count` versions, each `seconds` after the previous one."""
     loop = asyncio.get_running_loop()
 
     held_at = 0.0
@@ -101,7 +102,7 @@ async def publish_every(
 async def measured(
     fleet: Engines, weights: SeededWeights, mode: str, key: Any, first: int, options: Any
 ) -> dict[str, Any]:
-    """One way, for a while."""
+    """Measure one configuration."""
     config = fleet.config.model_copy(
         update={"weights": fleet.config.weights.model_copy(update={"pause_mode": mode, "transport": "tensor"})}
     )
@@ -148,7 +149,7 @@ async def measured(
 def gap(
     fleet: Engines, weights: SeededWeights, turns: list[tuple[list[int], Completion]], count: int
 ) -> dict[str, float]:
-    """Mean absolute difference of log-probabilities: of turns that one version wrote, and of those that several did."""
+    """Return the mean absolute difference of log-probabilities, for turns by one version and for turns by several."""
     model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=getattr(torch, fleet.config.engine.dtype))
     chosen = {
         "gap_one": [turn for turn in turns if len(turn[1].versions) == 1],
@@ -173,7 +174,7 @@ def gap(
 
 
 def main() -> None:
-    """Measure every way, print a table and a line of JSON."""
+    """Measure every configuration, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=16, help="episodes at once")
     parser.add_argument("--publishes", type=int, default=8, help="versions published")

@@ -1,9 +1,9 @@
-"""CPU time that a call through the OpenAI proxy costs the rollout process, beyond the same call through Chat.
+"""Benchmark of the OpenAI proxy: CPU time of a call in the rollout process, minus that of the same call through Chat.
 
     python scripts/bench_proxy.py [--turns 8] [--episodes 96]
 
-The engine answers at once. Clients are in another process and send requests that were made beforehand, so that what is
-measured is the proxy alone; then OpenAI's client is in the same process, as with agents.proxied:Proxied.
+The engine answers immediately. First, clients in another process send prepared requests, so that only the proxy is
+measured; then OpenAI's client runs in the same process, as with agents.proxied:Proxied.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ asyncio.run(main())
 
 
 class Instant:
-    """The same answer at once, whatever is asked."""
+    """Engine that gives the same answer to every request immediately."""
 
     temperature = 1.0
 
@@ -69,7 +69,7 @@ class Instant:
 
 
 class Bench:
-    """Episodes of so many turns, in messages of so many tokens."""
+    """Benchmark with episodes of a given number of turns, in messages of a given number of tokens."""
 
     def __init__(self, template: Template, turns: int, tokens: int, proxy: Proxy, client: AsyncOpenAI) -> None:
         self._generate, self._proxy, self._client = Instant(template, tokens), proxy, client
@@ -78,7 +78,8 @@ class Bench:
         self._histories: list[Any] = [[*[said, answered] * turn, said] for turn in range(turns)]
 
     async def measure(self, play: Callable[[int], Awaitable[None]], episodes: int) -> float:
-        """Microseconds of CPU for a call, the least of three times: others use this machine's caches too."""
+        """Return the CPU time of a call in microseconds: the minimum of three runs, to exclude the influence of other
+        processes."""
         found = []
         for _ in range(3):
             began = time.process_time()

@@ -1,19 +1,19 @@
-"""What a recording and a checkpoint cost, and how fast a recording is replayed.
+"""Benchmark of the cost of recordings and checkpoints, and of the speed of a replay.
 
     python scripts/bench_replay.py [--quick] [OVERRIDE ...]
 
-A real run (experiment=count_bits; --quick: tiny) that is recorded, and its replay; then long answers of made-up tokens,
-written and read in one process. The last line is JSON:
+It records a real run (experiment=count_bits; --quick: tiny) and replays it. Then it writes and reads long answers of
+random tokens in one process. The last line is JSON:
 
     recording_overhead    processor seconds of the recording / seconds of the steps
-    bytes_per_token       of the run, on disk, with prompts and everything
-    long_bytes_per_token  of groups of 16 answers of 4,096 random tokens
-    long_us_per_token     processor time for one of these, packing, compressing and writing together
-    read_us_per_token     to read it back as a batch
+    bytes_per_token       size of the run's recording on disk per token, including prompts
+    long_bytes_per_token  the same for groups of 16 answers of 4,096 random tokens
+    long_us_per_token     processor time for one of these tokens: packing, compressing and writing
+    read_us_per_token     processor time to read it back as a batch
     replay_over_step      seconds of the replay's steps / seconds of training in them
-    save_stall            seconds that a checkpoint keeps the trainer / seconds to copy as many bytes in memory
-    save_stall_s          the same in seconds
-    checkpoint_gb         bytes of weights and moments
+    save_stall            seconds that a checkpoint blocks the trainer / seconds to copy as many bytes in memory
+    save_stall_s          seconds that a checkpoint blocks the trainer
+    checkpoint_gb         size of weights and moments in GB
     train_beside_write    seconds of training while a checkpoint is written / while none is
 """
 
@@ -44,7 +44,7 @@ GROUPS, SAMPLES, TOKENS = 8, 16, 4096
 
 
 def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """The steps of a run, but the first two."""
+    """Run a training and return its steps except the first two."""
     command = [sys.executable, "-m", "asyncrl.launch.main", f"run.dir={folder}", "eval.questions=0", *overrides]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -53,12 +53,12 @@ def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def total(steps: list[dict[str, Any]], name: str) -> float:
-    """Of all steps."""
+    """Return the sum of a metric over all steps."""
     return float(sum(step[name] for step in steps))
 
 
 def recorded(folder: Path, *overrides: str) -> dict[str, float]:
-    """A run and its replay."""
+    """Measure a recorded run and its replay."""
     settings = [*overrides, "run.max_steps=14"]
     live = run(folder / "live", *settings, "record=true")
     again = run(folder / "again", *settings, "mode=replay", f"replay.from={folder / 'live'}")
@@ -70,10 +70,12 @@ def recorded(folder: Path, *overrides: str) -> dict[str, float]:
 
 
 def saved(folder: Path, *overrides: str) -> dict[str, float]:
-    """A run with checkpoints."""
+    """Measure a run with checkpoints."""
     every = 4
     settings = [*overrides, "run.max_steps=17", f"checkpoint.every={every}", "checkpoint.keep_last=1"]
-    steps = run(folder, *settings, "rollout.max_staleness=0")  # engines idle while it trains, with or without writing
+    steps = run(
+        folder, *settings, "rollout.max_staleness=0"
+    )  # engines are idle during training, with or without writing
     stalls = [step["time/save"] for step in steps if "time/save" in step]
     behind = [step["time/train"] for step in steps if "time/save" in step]
     others = [step["time/train"] for step in steps if (step["step"] - 1) % every > 1]
@@ -88,7 +90,7 @@ def saved(folder: Path, *overrides: str) -> dict[str, float]:
 
 
 def copying(size: int) -> float:
-    """Seconds for so many bytes, into memory that was touched before, in one thread as the trainer's."""
+    """Return the seconds to copy this many bytes into memory touched before, in one thread like the trainer."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     taken = []
     for _ in range(5):
@@ -99,7 +101,7 @@ def copying(size: int) -> float:
 
 
 def made_up() -> list[Group]:
-    """Long answers; ids as a tokenizer's, log-probabilities as an engine's."""
+    """Return groups of long answers with realistic token ids and log-probabilities."""
     draw, noise = random.Random(0), np.random.default_rng(0)
 
     def answer() -> Trajectory:
@@ -113,9 +115,9 @@ def made_up() -> list[Group]:
 
 
 def long_answers(folder: Path) -> dict[str, float]:
-    """Written and read."""
+    """Measure writing and reading long answers."""
     groups, tokens = made_up(), GROUPS * SAMPLES * TOKENS
-    started = time.process_time()  # of both threads
+    started = time.process_time()  # CPU time of both threads
     writer = Writer(folder)
     for group in groups:
         writer.write(Committed(group.slot, 0, packed(group), 0))
@@ -133,7 +135,7 @@ def long_answers(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, then one line of JSON."""
+    """Measure, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the tiny model")
     parser.add_argument("overrides", nargs="*", help="further settings of the runs, such as trainer.dtype=float32")

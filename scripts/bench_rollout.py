@@ -1,8 +1,8 @@
-"""What the rollout side itself costs, against a stub engine that streams as SGLang does (scripts/stub_engine.py).
+"""Benchmark of the rollout process with a stub engine that streams like SGLang (scripts/stub_engine.py).
 
-Trajectories in flight on one core, CPU per request and per streamed piece against a bare aiohttp client that does the
-same, memory per trajectory, event-loop lag; CPU per token of a long answer against short ones; buffer operations by
-size. Prints tables and one line of JSON.
+It measures the trajectories in flight on one core, the CPU time per request and per streamed chunk compared with a
+plain aiohttp client, the memory per trajectory, the event-loop lag, the CPU time per token of long and of short
+answers, and buffer operations by size. It prints tables and one line of JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LONG = 32_768
 
 @contextmanager
 def stub(*, tokens: int, interval: int, pace: float) -> Iterator[str]:
-    """A stub engine in a process and on a core of its own, `pace` seconds a token; its URL."""
+    """Run a stub engine with `pace` seconds per token in its own process and on its own core. Yield its URL."""
     port = free_port("127.0.0.1")
     shape = {"per_token": max(pace, 1e-9), "per_request": 0.0, "max_running": 1 << 20}
     flags = [f"--tokens={tokens}", f"--interval={interval}", f"--shape={json.dumps(shape)}"]
@@ -70,7 +70,7 @@ def stub(*, tokens: int, interval: int, pace: float) -> Iterator[str]:
 
 
 def client(url: str, tokens: int) -> GenerationClient:
-    """As the rollout process makes it."""
+    """Return a client configured as in the rollout process."""
     return GenerationClient(
         url,
         run="bench",
@@ -85,13 +85,13 @@ def client(url: str, tokens: int) -> GenerationClient:
 
 
 class Lag:
-    """How late the event loop wakes a sleeper, every 10 ms."""
+    """Lag of the event loop, sampled every 10 ms."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Sample the lag until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + 0.01
@@ -99,12 +99,12 @@ class Lag:
             self.seconds.append(loop.time() - due)
 
     def quantile(self, share: float) -> float:
-        """Milliseconds."""
+        """Return a quantile of the lag in milliseconds."""
         return sorted(self.seconds)[int(share * (len(self.seconds) - 1))] * 1e3
 
 
 async def in_flight(url: str, count: int, tokens: int) -> dict[str, float]:
-    """`count` single-sample answers at once, through the client."""
+    """Measure `count` concurrent single-sample requests through the client."""
     made, lag = client(url, tokens), Lag()
     gc.collect()
     before, cpu = resident(), time.process_time()
@@ -131,7 +131,7 @@ async def in_flight(url: str, count: int, tokens: int) -> dict[str, float]:
 
 
 async def bare(url: str, count: int, tokens: int) -> dict[str, float]:
-    """The same by aiohttp alone: the events are decoded as JSON, and their tokens kept."""
+    """Measure the same with aiohttp only, which decodes the events as JSON and keeps their tokens."""
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": tokens, "n": 1}, "stream": True}
     decode = msgspec.json.Decoder().decode
     cpu = time.process_time()
@@ -155,7 +155,7 @@ async def bare(url: str, count: int, tokens: int) -> dict[str, float]:
 
 
 async def answers(url: str, count: int, tokens: int) -> float:
-    """CPU seconds of `count` answers, one after the other."""
+    """Return the CPU seconds of `count` answers, requested one after the other."""
     made = client(url, tokens)
     await made.generate()(PROMPT)
     cpu = time.process_time()
@@ -167,7 +167,7 @@ async def answers(url: str, count: int, tokens: int) -> float:
 
 
 def buffer_seconds(groups: int) -> float:
-    """Seconds per group from admission to its end, with `groups` of them under way at any time."""
+    """Return the seconds per group from admission to its end, with `groups` groups in flight at any time."""
     buffer = CohortBuffer(groups // 10, 9)
     answer = Completion([1], [-0.5], [VersionSpan(0, 0, 1)], "stop")
     started, issued, ended = time.process_time(), 0, 0
@@ -185,17 +185,17 @@ def buffer_seconds(groups: int) -> float:
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def main() -> None:
-    """Measure, print tables, then one line of JSON."""
+    """Measure, and print tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer trajectories")
     parser.add_argument("--in-flight", type=int, default=10_000, help="trajectories at once (default 10,000)")
     options = parser.parse_args()
-    this = machine.report()  # before this process keeps to one core
+    this = machine.report()  # before this process is pinned to one core
     count = 500 if options.quick else options.in_flight
     tokens, interval = 64, 8
     pieces = tokens // interval

@@ -1,16 +1,16 @@
-"""How long a newcomer waits: for `--help`, for the first step, for the end of the default run; and was that foretold?
+"""Benchmark of a first use: time of `--help`, of start-up and of the default run, and the error of the time estimate.
 
     python scripts/bench_start.py [--quick] [--hide-bfloat16] [SETTING=VALUE ...]
 
-Times the commands as a user gives them, in processes of their own. `--quick` shortens the default run to four steps and
+It times the commands as a user runs them, each in its own process. `--quick` shortens the default run to four steps and
 eight evaluation questions. `--hide-bfloat16` hides AVX-512 and AMX from torch and oneDNN, so that a newer machine
-behaves as one with AVX2 alone. Prints a table and one line of JSON:
+behaves like one with AVX2 only. It prints a table and one line of JSON:
 
     help_s          asyncrl-train --help, median of 5
-    start_up_s      from the command to the first batch, the first evaluation included
-    default_run_s   from the command to its end
+    start_up_s      time from the command to the first batch, including the first evaluation
+    default_run_s   time from the command to its end
     estimate_error  the launcher's estimate of the run over its real time, minus 1
-    accuracy        on held-out questions, before and after
+    accuracy        accuracy on held-out questions, before and after
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from scripts import machine  # noqa: E402
 
 QUICK = ["run.max_steps=4", "eval.questions=8"]
 HIDDEN = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-"""What torch's own kernels, and oneDNN, may use at most."""
+"""Instruction sets to which torch's own kernels and oneDNN are limited."""
 DEADLINE = 3600.0
-"""Seconds for the default run."""
+"""Time limit of the default run in seconds."""
 
 
 def command(*arguments: str) -> list[str]:
-    """asyncrl-train of this environment."""
+    """Return the command of asyncrl-train in this environment."""
     return [sys.executable, "-m", "asyncrl.launch.main", *arguments]
 
 
 def help_seconds(env: dict[str, str], runs: int = 5) -> float:
-    """Median time of --help."""
+    """Return the median time of --help."""
     found = []
     for _ in range(runs):
         began = time.perf_counter()
@@ -57,7 +57,7 @@ def help_seconds(env: dict[str, str], runs: int = 5) -> float:
 
 
 def default_run(env: dict[str, str], settings: list[str]) -> dict[str, Any]:
-    """Run it in a temporary folder; its summary, with the time of the whole command."""
+    """Run the default run in a temporary folder. Return its summary and the time of the whole command."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-start-") as folder:
         began = time.perf_counter()
         subprocess.run(command(f"run.dir={folder}/run", *settings), env=env, check=True, timeout=DEADLINE)
@@ -67,7 +67,7 @@ def default_run(env: dict[str, str], settings: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print a table, then one line of JSON."""
+    """Measure, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="four steps")
     parser.add_argument("--hide-bfloat16", action="store_true", help="as on a CPU with AVX2 alone")

@@ -1,22 +1,23 @@
-"""How fast the trainer's step is: padding, packing, shared beginnings, and plain transformers with padding.
+"""Benchmark of the trainer's step with padding, packing and shared prefixes, and of plain transformers with padding.
 
     python scripts/bench_train.py [--quick] [--dtype float32|bfloat16] [--large-dtype float32|bfloat16]
 
-One random Llama (SmolLM2's proportions, smaller), one thread. Every step is whole: forward, backward, gradient norm,
-clipping, AdamW. Each case runs in a process of its own, which also tells its peak memory; rates are per CPU-second, of
-trained tokens and of samples. Ratios are taken within this run. The last line is JSON:
+The model is a random Llama with SmolLM2's proportions, but smaller; it runs in one thread. Every step is complete:
+forward, backward, gradient norm, clipping, AdamW. Each case runs in its own process, which also reports its peak
+memory. Rates are trained tokens and samples per CPU-second. Ratios compare measurements of this run. The last line is
+JSON:
 
     packed_over_padded_longtail        rate of our step with packing / with padding, log-normal lengths, groups of 8
-    shared_prefix_over_packed_128_4    rate with shared beginnings / packing: prompts of 128, answers of 4, groups of 8
+    shared_prefix_over_packed_128_4    rate with shared prefixes / packing: prompts of 128, answers of 4, groups of 8
     shared_prefix_over_tokens_64_64    the same ratio at 64/64, over the ratio of tokens that go through the model
     shared_prefix_over_tokens_512_512  the same at 512/512
     packed_over_padded_worst           the smallest ratio of packing to padding over all cases
     ours_over_hf                       rate of our step / transformers', equal padded rows; geometric mean of all cases
     per_parameter_over_adamw           CPU-seconds of all work per parameter in a step / those of one fused AdamW pass
     partition_s                        CPU-seconds to share 100,000 samples out over 1,024 ranks
-    partition_imbalance                largest load / mean - 1 there
+    partition_imbalance                largest load / mean - 1 in that partition
     partition_imbalance_64_8           the same for 64 samples over 8 ranks, mean of 20 draws
-    karmarkar_karp_imbalance_64_8      by the largest differencing method
+    karmarkar_karp_imbalance_64_8      the same by the largest differencing method
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from asyncrl.launch.plan import KEEP_MEMORY  # noqa: E402
 from scripts import machine  # noqa: E402
 
 BUDGET = 8192
-"""Tokens of a micro-batch, padding counted."""
+"""Tokens of a micro-batch, including padding."""
 WAYS = ("transformers", "padded", "packed", "shared")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Groups of one step. Lengths are fixed, or the medians of log-normal ones."""
+    """Shape of the groups of one step. Lengths are fixed, or medians of log-normal distributions."""
 
     name: str
     prompt: int
@@ -80,7 +81,7 @@ SHAPES = {
 
 
 def groups_of(shape: Shape, siblings: int, vocab: int) -> list[list[Sample]]:
-    """Groups of random tokens; siblings share their prompt, and nothing else but by chance."""
+    """Return groups of random tokens. Siblings share their prompt, and other tokens only by chance."""
     rng = random.Random(0)
 
     def length(median: int) -> int:
@@ -105,7 +106,7 @@ def groups_of(shape: Shape, siblings: int, vocab: int) -> list[list[Sample]]:
 
 
 def case(folder: Path, way: str, shape: Shape, siblings: int, seconds: float) -> dict[str, float]:
-    """CPU-seconds of a step (the best of some), what it trained, and the peak of memory."""
+    """Return the minimum CPU-seconds of a step, the number of trained tokens and samples, and the peak memory."""
     hf = json.loads((folder / "config.json").read_text())
     groups = groups_of(shape, siblings, hf["vocab_size"])
     runner: Any = transformers_step if way == "transformers" else our_step
@@ -126,19 +127,19 @@ def case(folder: Path, way: str, shape: Shape, siblings: int, seconds: float) ->
 
 
 def cpu_seconds(action: Callable[[], object]) -> float:
-    """Of this process."""
+    """Return the CPU-seconds that an action takes in this process."""
     started = time.process_time()
     action()
     return time.process_time() - started
 
 
 def peak_memory() -> int:
-    """Bytes that this process has held at most."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def padded(groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-    """Micro-batches in order, that hold the budget when all samples of one are as long as its longest."""
+    """Return micro-batches in order that stay within the budget when all samples are padded to the longest."""
     batches: list[list[Sample]] = [[]]
     for sample in (sample for group in groups for sample in group):
         longest = max(s.num_inputs for s in [*batches[-1], sample])
@@ -149,7 +150,7 @@ def padded(groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
 
 
 class Model:
-    """Megatron with our packs, on one rank."""
+    """Megatron model with asyncrl's packs, on one rank."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         from asyncrl.trainer import cpu
@@ -176,7 +177,7 @@ class Model:
         self.optimizer = NetworkOptimizer(config.trainer, self.network, 1000)
 
     def step(self, packs: list[Any], weights: Any) -> None:
-        """Gradient and update of the weighted sum of log-probabilities."""
+        """Compute the gradient of the weighted sum of log-probabilities, and update the weights."""
 
         def visit(head: Any, pack: Any) -> Any:
             logprobs, _ = head.score(pack, 1.0)
@@ -188,7 +189,7 @@ class Model:
 
 
 def our_step(folder: Path, groups: list[list[Sample]], way: str) -> tuple[Callable[[], None], int]:
-    """A step of the trainer, and how many tokens go through the model."""
+    """Return a step of the trainer, and the number of tokens that go through the model."""
     dtype = json.loads((folder / "config.json").read_text())["dtype"]
     model = Model(folder, dtype)
     import torch
@@ -214,7 +215,10 @@ def our_step(folder: Path, groups: list[list[Sample]], way: str) -> tuple[Callab
 
 
 def lengthened(batch: list[Sample]) -> list[Sample]:
-    """All as long as the longest. What is added must predict something to run at all: one token, without weight."""
+    """Extend all samples to the length of the longest.
+
+    The padding predicts one token of weight 0, or it would be skipped.
+    """
     longest = max(s.num_inputs for s in batch)
     found = []
     for s in batch:
@@ -225,7 +229,10 @@ def lengthened(batch: list[Sample]) -> list[Sample]:
 
 
 def transformers_step(folder: Path, groups: list[list[Sample]], _: str) -> tuple[Callable[[], None], int]:
-    """The same with transformers' model and torch's AdamW; only the answers' rows become logits, as here."""
+    """Return the same step with transformers' model and torch's AdamW.
+
+    Only rows of answers become logits, as in asyncrl.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -247,7 +254,7 @@ def transformers_step(folder: Path, groups: list[list[Sample]], _: str) -> tuple
                 targets += s.token_ids
             hidden = model.model(
                 input_ids=ids, use_cache=False
-            ).last_hidden_state  # padding comes last: causal is enough
+            ).last_hidden_state  # padding comes last, so the causal mask is enough
             logits = model.lm_head(hidden.flatten(0, 1)[torch.tensor(rows)])
             loss = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(targets), reduction="sum") / total
             loss.backward()
@@ -258,7 +265,8 @@ def transformers_step(folder: Path, groups: list[list[Sample]], _: str) -> tuple
 
 
 def per_parameter(folder: Path) -> dict[str, float]:
-    """A step of one token with float32 masters, but forward and backward of the layers; one AdamW pass."""
+    """Measure a step of one token with float32 masters, without forward and backward of the layers, and one AdamW
+    pass."""
     import torch
 
     model = Model(folder, json.loads((folder / "config.json").read_text())["dtype"])
@@ -270,8 +278,8 @@ def per_parameter(folder: Path) -> dict[str, float]:
     inner = list(model.network.parameters())
 
     def plain() -> None:
-        """Forward and backward alone: gradients appear and are dropped."""
-        chunk = getattr(wrapped.module, "module", wrapped.module)  # in bfloat16 Megatron wraps it once more
+        """Run only forward and backward, and drop the gradients."""
+        chunk = getattr(wrapped.module, "module", wrapped.module)  # with bfloat16 Megatron adds another wrapper
         hidden = megatron.forward(wrapped.module, chunk, packs[0])[0]
         torch.autograd.grad((hidden @ megatron.head_weight(chunk).t()).float().logsumexp(-1).sum(), inner)
 
@@ -294,14 +302,14 @@ def per_parameter(folder: Path) -> dict[str, float]:
 
 
 class Bench:
-    """Runs cases and keeps what they tell."""
+    """Runner of all cases, which keeps their results."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder, self.seconds = folder, seconds
         self.found: dict[tuple[str, int, str], dict[str, float]] = {}
 
     def apart(self, model: str, what: Sequence[object]) -> dict[str, float]:
-        """In a process of its own, with the environment of a trainer rank."""
+        """Run a case in its own process with the environment of a trainer rank."""
         command = [sys.executable, __file__, "--case", str(self.folder / model), *map(str, what)]
         environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -311,20 +319,20 @@ class Bench:
         return found
 
     def measure(self, shape: str, siblings: int, ways: Sequence[str]) -> None:
-        """All ways of one case."""
+        """Measure one case in several ways."""
         for way in ways:
             self.found[shape, siblings, way] = self.apart("model", (way, shape, siblings, self.seconds))
 
     def faster(self, shape: str, siblings: int, way: str, other: str) -> float:
-        """Rate of a way over that of another."""
+        """Return the rate of one way over that of another."""
         return self.found[shape, siblings, other]["step"] / self.found[shape, siblings, way]["step"]
 
     def fewer(self, shape: str, siblings: int, way: str, other: str) -> float:
-        """Ratio of the tokens that go through the model."""
+        """Return the ratio of the tokens that go through the model."""
         return self.found[shape, siblings, other]["tokens"] / self.found[shape, siblings, way]["tokens"]
 
     def table(self) -> Table:
-        """Rates and memory."""
+        """Return a table of rates and memory."""
         columns = ("prompt/answer", "group", "way", "tokens", "trained tokens/CPU-s", "samples/CPU-s", "extra MB")
         table = Table(*columns, title="one step, one thread")
         for (shape, siblings, way), f in self.found.items():
@@ -334,7 +342,8 @@ class Bench:
 
 
 def write_model(folder: Path, *, width: int, layers: int, vocab: int, dtype: Literal["float32", "bfloat16"]) -> None:
-    """A Llama of SmolLM2's proportions, but for the vocabulary: its products do not depend on what is shared."""
+    """Write a Llama with SmolLM2's proportions, except for the vocabulary, whose cost does not depend on shared
+    prefixes."""
     from asyncrl.models.tiny import write_random_model
 
     sizes: dict[str, Any] = {"heads": width // 64, "kv_heads": width // 192, "intermediate": width * 8 // 3}
@@ -343,7 +352,7 @@ def write_model(folder: Path, *, width: int, layers: int, vocab: int, dtype: Lit
 
 
 def partition_figures() -> dict[str, float]:
-    """Against the largest differencing method where that can be run."""
+    """Measure the partition, and compare it with the largest differencing method where that is feasible."""
     rng = random.Random(0)
 
     def costs(count: int) -> list[int]:
@@ -371,7 +380,7 @@ def partition_figures() -> dict[str, float]:
 
 
 def karmarkar_karp(costs: list[int], ranks: int) -> int:
-    """The largest load by the largest differencing method (Karmarkar and Karp 1982)."""
+    """Return the largest load by the largest differencing method (Karmarkar and Karp 1982)."""
     heap = [(-cost, i, [cost] + [0] * (ranks - 1)) for i, cost in enumerate(costs)]
     heapq.heapify(heap)
     base = 0
@@ -384,13 +393,13 @@ def karmarkar_karp(costs: list[int], ranks: int) -> int:
 
 
 def main() -> None:
-    """Measure, print a table, then one line of JSON."""
+    """Measure, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model, groups of 8 only")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     large = "of the larger model, whose work per parameter is measured (default bfloat16)"
     parser.add_argument("--large-dtype", choices=("float32", "bfloat16"), default="bfloat16", help=large)
-    parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)  # one case, in a process of its own
+    parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)  # one case, in its own process
     arguments = parser.parse_args()
     if arguments.case:
         folder, way, *rest = arguments.case

@@ -1,19 +1,19 @@
-"""How fast weights reach an engine, by transport, staging and bucket size, against memcpy and a raw broadcast.
+"""Benchmark of publishing weights by transport, staging and bucket size, compared with memcpy and a raw broadcast.
 
     python scripts/bench_weights.py [--quick] [--repeats N] [OVERRIDE ...]
 
 One real SGLang engine serves SmolLM2-135M (--quick: the tiny model). The weights come from Megatron at TP=1 through
-the resharder; every transport then publishes them. Ratios are taken within this run: memcpy copies the same bytes
-between memories touched before (best of five); the raw broadcast sends the same buckets over gloo to a process that
-drops them. Figures of a transport are medians. The last line is JSON:
+the resharder, and every transport then publishes them. Ratios compare measurements of this run: memcpy copies the same
+bytes between memory regions touched before (best of five); the raw broadcast sends the same buckets over gloo to a
+process that drops them. The times of a transport are medians. The last line is JSON:
 
     export_over_memcpy          memcpy's seconds / those of gathering, converting and flattening into buckets
-    tensor_over_memcpy          memcpy's seconds / those of a publish over shared memory, from pause to continue, with
-                                the filling
+    tensor_over_memcpy          memcpy's seconds / those of a publish over shared memory, from pause to continue,
+                                including filling the buckets
     distributed_over_broadcast  raw broadcast's seconds / those of sending all buckets by `distributed`
-    bucketed_over_per_tensor    seconds of sending each tensor alone / those in buckets (tensor transport)
+    bucketed_over_per_tensor    seconds of sending tensors one by one / in buckets (tensor transport)
     peak_extra_buckets          peak extra memory of staging=stream in a publish, in buckets
-    pause_ms                    engines paused, staging=full over shared memory
+    pause_ms                    time for which engines are paused, with staging=full over shared memory
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from tests.integration.publisher import make  # noqa: E402
 
 MiB = 1 << 20
 STREAM_MB = 64
-"""Bucket of the staging that bounds memory, in MiB; SmolLM2 would fit into one of the usual size."""
+"""Bucket size for staging=stream in MiB, because SmolLM2 would fit into one bucket of the default size."""
 SINK = """
 import sys, torch, torch.distributed as dist
 port, sizes, repeats = int(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")], int(sys.argv[3])
@@ -77,7 +77,7 @@ dist.destroy_process_group(group)
 
 
 def main() -> None:
-    """Measure, print tables, then one line of JSON."""
+    """Measure, and print tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny model, two repeats")
     parser.add_argument("--repeats", type=int, default=5, help="publishes of each kind (default 5)")
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 class Bench:
-    """One engine, Megatron's weights at TP=1, and the measurements on them."""
+    """Measurements on one engine and Megatron's weights at TP=1."""
 
     def __init__(self, fleet: Engines, folder: Path, repeats: int) -> None:
         self.fleet, self.folder, self.repeats = fleet, folder, repeats
@@ -118,14 +118,15 @@ class Bench:
         self.version = 0
 
     def _memcpy(self) -> float:
-        """Best of five copies of as many bytes as the weights have, between memories touched before."""
+        """Return the best time of five copies of as many bytes as the weights have, between memory regions touched
+        before."""
         source, target = (torch.ones(self.bytes, dtype=torch.uint8) for _ in range(2))
         return min(timed(lambda: target.copy_(source)) for _ in range(5))
 
     # -- what the trainer does alone -----------------------------------------------------------------------
 
     def export(self) -> dict[str, float]:
-        """Walking the stream, and copying it into buckets."""
+        """Measure iterating over the stream, and copying it into buckets."""
         converting, whole = export_seconds(self.weights, self.bucket_mb)
         table = Table("", "ms", "GB/s", title=f"{self.bytes / 1e6:.0f} MB, {len(self.described)} tensors, TP=1")
         for name, seconds in (
@@ -138,7 +139,7 @@ class Bench:
         return {"export_over_memcpy": self.memcpy / whole}
 
     def layouts(self) -> None:
-        """The same in other layouts, by a process for each rank; bytes and seconds of the first stage."""
+        """Measure the same in other layouts with one process per rank. Print bytes and seconds of the first stage."""
         table = Table("", "MB", "gather + convert ms", "+ flatten ms", "GB/s", title="export by layout")
         for name, field, ranks in (
             ("TP 2", "tensor_parallel", 2),
@@ -165,7 +166,7 @@ class Bench:
     # -- publishing ----------------------------------------------------------------------------------------
 
     def transports(self) -> dict[str, float]:
-        """Every transport and staging, with a request in flight."""
+        """Measure every transport and staging with a request in flight."""
         columns = ("", "fill", "pause", "seen", "verify", "publish", "GB/s", "extra MB")
         title = (
             f"publish, milliseconds (median of {self.repeats}); buckets of {self.bucket_mb} MiB, streams of {STREAM_MB}"
@@ -201,12 +202,14 @@ class Bench:
 
     @property
     def bucket_mb(self) -> int:
-        """The configured size."""
+        """Return the configured bucket size."""
         return self.fleet.config.weights.bucket_mb
 
     def publishes(self, *, in_flight: bool = True, **settings: Any) -> dict[str, float]:
-        """Medians over some publishes after a first one that connects and verifies, and the best of them, which the
-        ratios take on both sides; extra memory is the peak."""
+        """Return medians over several publishes, after a first one that connects and verifies.
+
+        Also return the best times, which the ratios compare on both sides, and the peak of the extra memory.
+        """
         weights = self.fleet.config.weights.model_copy(update={"timeout": 120.0, **settings})
         config = self.fleet.config.model_copy(update={"weights": weights})
         before = resident()
@@ -222,7 +225,7 @@ class Bench:
             sends.clear()
             figures = self._published(publisher)
             sent = sum(sends)
-            if in_flight:  # on this machine decoding takes a core from the trainer: what it sees is measured apart
+            if in_flight:  # decoding takes a core from the trainer, so the pause is measured separately
                 self.version += 1
                 with Stream(self.fleet) as stream:
                     self._published(publisher)
@@ -240,7 +243,7 @@ class Bench:
         return {**figures, "publish": time.monotonic() - started}
 
     def raw_broadcast(self) -> float:
-        """Seconds to broadcast the same buckets to one process that keeps nothing."""
+        """Return the seconds to broadcast the same buckets to one process that drops them."""
         sizes = [nbytes(bucket) for bucket in plan_buckets(self.described, self.bucket_mb * MiB)]
         port, repeats = free_port("127.0.0.1"), self.repeats + 1
         sink = subprocess.Popen(
@@ -259,7 +262,7 @@ class Bench:
         return min(times[1:])
 
     def sweep(self) -> dict[str, float]:
-        """Bucket sizes, and each tensor alone."""
+        """Measure several bucket sizes, and sending tensors one by one."""
         table = Table("bucket", "send ms", "pause ms", title="bucket size (tensor, full, nothing in flight)")
         sends: dict[int, float] = {}
         for size in (0, 1, 4, 16, 64, 256, 512):
@@ -273,7 +276,7 @@ class Bench:
 
 
 class Stream:
-    """A request in flight, and by how much the longest time between two of its pieces exceeds the usual one."""
+    """Request in flight that measures how much the longest interval between two of its chunks exceeds the usual one."""
 
     def __init__(self, fleet: Engines) -> None:
         self._url, self._http = fleet.addresses.engines[0], fleet.addresses.access.http
@@ -284,13 +287,16 @@ class Stream:
 
     @property
     def pause(self) -> float:
-        """What the request saw of an update: pieces hold engine.stream_interval tokens and come at a steady pace."""
+        """Return the pause that the request saw.
+
+        Chunks have engine.stream_interval tokens and arrive at a steady pace.
+        """
         return max(self._gaps) - statistics.median(self._gaps)
 
     def __enter__(self) -> Stream:
         self._thread.start()
         assert self._started.wait(60), "the request in flight got no token within 60 s"
-        time.sleep(1.0)  # some usual pieces
+        time.sleep(1.0)  # collect some regular intervals
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -307,7 +313,7 @@ class Stream:
                     return
 
     def _pieces(self) -> Iterator[float]:
-        """Seconds between neighbouring pieces of one answer."""
+        """Yield the seconds between consecutive chunks of one answer."""
         body = {
             "input_ids": [1, 2, 3],
             "sampling_params": {"max_new_tokens": 50, "ignore_eos": True},
@@ -323,7 +329,7 @@ class Stream:
 
 
 def resharder(config: Config, model: Path) -> Resharder:
-    """This rank's part of the model, loaded."""
+    """Return this rank's part of the loaded model."""
     parallel = initialize(config.trainer, gpu=False, seed=0, timeout=120.0)
     hf = megatron.read_hf_config(model)
     built = megatron.build_model(hf, megatron.transformer_config(hf, config.trainer))
@@ -333,7 +339,7 @@ def resharder(config: Config, model: Path) -> Resharder:
 
 
 def export_seconds(weights: Resharder, bucket_mb: int) -> tuple[float, float]:
-    """Best of five: walking the stream, and copying it into buckets. Every rank takes part."""
+    """Return the best of five times for iterating over the stream, and for copying it into buckets. Collective."""
     plan = plan_buckets(weights.described(), bucket_mb * MiB)
     memory = [torch.ones(nbytes(bucket), dtype=torch.uint8) for bucket in plan]
 
@@ -354,7 +360,8 @@ def export_seconds(weights: Resharder, bucket_mb: int) -> tuple[float, float]:
 
 
 def export_on_this_rank(config: str, model: str) -> None:
-    """Bytes of this stage, seconds of gathering and converting, and with flattening; printed by rank 0."""
+    """Print on rank 0 the bytes of this stage, and the seconds of gathering and converting, without and with
+    flattening."""
     settings = Config.model_validate_json(Path(config).read_text())
     weights = resharder(settings, Path(model))
     size = sum(shape.numel() * dtype.itemsize for _, dtype, shape in weights.described())
@@ -365,7 +372,7 @@ def export_on_this_rank(config: str, model: str) -> None:
 
 
 def count_sends(publisher: Publisher, sends: list[float]) -> None:
-    """Note the seconds of every bucket's sending."""
+    """Record the seconds of sending each bucket in `sends`."""
     transport = publisher._transport
     send = transport.send
 
@@ -376,7 +383,7 @@ def count_sends(publisher: Publisher, sends: list[float]) -> None:
 
 
 def timed(step: Callable[[], Any]) -> float:
-    """Seconds that it takes."""
+    """Return the seconds that a step takes."""
     started = time.monotonic()
     step()
     return time.monotonic() - started
@@ -390,17 +397,17 @@ def _status(field: str) -> int:
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Return the resident memory of this process in bytes."""
     return _status("VmRSS")
 
 
 def peak() -> int:
-    """The most that it held since `reset_peak`."""
+    """Return the peak of the resident memory in bytes since `reset_peak`."""
     return _status("VmHWM")
 
 
 def reset_peak() -> None:
-    """Linux: writing 5 sets the high-water mark back."""
+    """Reset the peak of the resident memory (on Linux by writing 5 to clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

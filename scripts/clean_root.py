@@ -1,10 +1,10 @@
-"""A clean Debian in a folder, and commands in it: what container_check.py and fresh.py have in common.
+"""Clean Debian roots in folders, and commands in them. container_check.py and fresh.py share this module.
 
-A command gets mount, process and UTS namespaces of its own, and the folder becomes its root by pivot_root. (In a chroot
-the kernel makes no user namespaces, and so no sandboxes.) When the command ends, its mounts and processes are gone,
-however it ended.
+A command gets its own mount, process and UTS namespaces, and the folder becomes its root by pivot_root. (In a chroot
+the kernel creates no user namespaces, so there could be no sandboxes.) When the command ends, for whatever reason, its
+mounts and processes are gone.
 
-Only the standard library is imported.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ setpriv --reuid="$uid" --regid="$gid" --clear-groups -- "$@"
 
 
 def debootstrap(suite: str, folder: Path, packages: str) -> None:
-    """Make a minimal Debian, as clean of apt's files as an official image."""
+    """Create a minimal Debian, without files of apt, like an official image."""
     command = ["debootstrap", "--variant=minbase", f"--include={packages}", suite, str(folder)]
     log = folder.with_suffix(".log")
     with open(log, "w") as output:
@@ -68,7 +68,7 @@ def debootstrap(suite: str, folder: Path, packages: str) -> None:
 
 
 def copy_root(source: Path, destination: Path) -> None:
-    """Copy a root with owners and modes; copy on write where the file system can."""
+    """Copy a root with owners and modes, copy-on-write where the file system supports it."""
     subprocess.run(["cp", "-a", "--reflink=auto", str(source), str(destination)], check=True)
 
 
@@ -85,13 +85,13 @@ def enter(
     hostname: str = "clean",
     output: IO[Any] | None = None,
 ) -> None:
-    """Run a command in the root; raise CalledProcessError if it fails.
+    """Run a command in the root. Raises CalledProcessError if it fails.
 
-    environment  all of its variables
+    environment  all environment variables of the command
     user         UID:GID, as numbers
-    binds        files and folders of this machine that it sees at their own place, read-only
-    network      "none": nothing but a loopback of its own
-    cgroups      show /sys/fs/cgroup, writable
+    binds        files and folders of this machine that are mounted read-only at their own paths
+    network      "none": only a loopback interface of its own
+    cgroups      mount /sys/fs/cgroup, writable
     """
     spaces = ["--mount", "--pid", "--uts", "--fork", "--kill-child"] + (["--net"] if network == "none" else [])
     variables = [f"{name}={value}" for name, value in environment.items()]
@@ -122,7 +122,7 @@ def require_root(name: str) -> None:
 
 @contextmanager
 def workspace(prefix: str, *, keep: bool) -> Iterator[Path]:
-    """A temporary folder for roots, which is removed however the block ends, SIGTERM included."""
+    """Yield a temporary folder for roots. It is removed however the block ends, including by SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix=prefix))

@@ -2,13 +2,13 @@
 
     sudo python3 scripts/container_check.py [--bind PATH ...] [--base DIR] [--keep]
 
-No container engine and no image registry: the stages, variables, COPYs and RUNs are taken out of the Dockerfile itself.
-The base is Debian of the release that CPU_BASE names, made by debootstrap, with Debian's Python in place of the
-official image's (docs/container.md tells what else differs). Each RUN has namespaces of its own (clean_root.py):
-nothing stays mounted, nothing stays running. PIP_* and *_proxy of the environment reach the RUNs, and so
-do, with --bind, the files that pip is configured with here; the runs at the end have neither them nor a network.
+It needs no container engine and no image registry: it reads the stages, variables, COPYs and RUNs from the Dockerfile.
+The base is the Debian release that CPU_BASE names, made by debootstrap, with Debian's Python instead of that of the
+official image (docs/container.md lists the other differences). Each RUN has its own namespaces (clean_root.py), so no
+mount or process is left. The RUNs see PIP_* and *_proxy of the environment and, with --bind, the files that pip is
+configured with on this machine; the final runs see neither, and have no network.
 
-Needs root, debootstrap, iproute2 and 6 GB where temporary files go. Only the standard library is imported.
+It needs root, debootstrap, iproute2 and 6 GB for temporary files. It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from scripts import clean_root  # noqa: E402
 
 LAST = "image"
 BASE_PACKAGES = "python3,python3-venv,python3-dev,ca-certificates"
-"""What python:…-slim brings; its Python has pip, venv and headers."""
+"""Packages that replace python:…-slim, whose Python has pip, venv and headers."""
 TRAIN = (["--check", "experiment=tiny"], ["experiment=tiny", "run.max_steps=2"])
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a Dockerfile, continuations joined."""
+    """One instruction of a Dockerfile, with continuation lines joined."""
 
     word: str
     text: str
@@ -47,7 +47,7 @@ class Instruction:
 
 @dataclass
 class Stage:
-    """FROM base AS name, and what follows it."""
+    """Stage of a Dockerfile: FROM base AS name, and its instructions."""
 
     name: str
     base: str
@@ -56,22 +56,22 @@ class Stage:
 
 @dataclass(frozen=True)
 class Image:
-    """What a stage has come to: its files, and the state that later instructions and `docker run` start from."""
+    """State of a stage: its files, and the settings with which later instructions and `docker run` start."""
 
     root: Path
     env: Mapping[str, str] = field(default_factory=lambda: {"PATH": clean_root.PATH})
-    args: Mapping[str, str] = field(default_factory=dict)  # of this stage alone
+    args: Mapping[str, str] = field(default_factory=dict)  # ARGs of this stage only
     user: str = "0:0"
     directory: str = "/"
     entrypoint: tuple[str, ...] = ()
 
     def filled(self, text: str) -> str:
-        """Variables in place of their names, as in all instructions but RUN."""
+        """Return the text with variables replaced, as in all instructions except RUN."""
         return Template(text).substitute({**self.args, **self.env})
 
 
 def instructions(text: str) -> list[Instruction]:
-    """All of a Dockerfile's, in order."""
+    """Return all instructions of a Dockerfile in order."""
     kept = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     joined = (line.strip() for line in re.sub(r"\\\n", " ", kept).splitlines())
     parts = (line.split(maxsplit=1) for line in joined if line)
@@ -79,7 +79,7 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def stages(text: str, build_args: Mapping[str, str]) -> tuple[dict[str, Stage], dict[str, str]]:
-    """The stages by name, and the values of the ARGs before the first of them."""
+    """Return the stages by name, and the values of the ARGs before the first stage."""
     found: dict[str, Stage] = {}
     values: dict[str, str] = {}
     for step in instructions(text):
@@ -95,13 +95,13 @@ def stages(text: str, build_args: Mapping[str, str]) -> tuple[dict[str, Stage], 
 
 
 def assignments(text: str) -> Iterator[tuple[str, str]]:
-    """A=1 B="two words" of ENV and LABEL."""
+    """Yield the assignments of ENV and LABEL, such as A=1 B="two words"."""
     for name, quoted, plain in re.findall(r'([\w.]+)=(?:"([^"]*)"|(\S*))', text):
         yield name, quoted or plain
 
 
 def context(destination: Path) -> None:
-    """The files that .dockerignore lets through. It reads one form of it: all but these, without those names."""
+    """Copy the files that .dockerignore admits. Only one form of it is supported: an allow list, minus some names."""
     first, *lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert first == "*"
     without = shutil.ignore_patterns(*(line.removeprefix("**/") for line in lines if line.startswith("**/")))
@@ -113,13 +113,13 @@ def context(destination: Path) -> None:
 
 
 def enter(image: Image, command: Sequence[str], binds: Sequence[str] = (), network: str = "host") -> None:
-    """Run a command in the image's root; raise CalledProcessError if it fails."""
+    """Run a command in the image's root. Raises CalledProcessError if it fails."""
     where = {"user": image.user, "directory": image.directory, "binds": binds, "network": network}
     clean_root.enter(image.root, command, environment=image.env, **where)
 
 
 class Build:
-    """Builds the stages that one of them needs, each once, below a folder."""
+    """Builder of a stage and of all stages that it needs, each once, below a folder."""
 
     def __init__(self, work: Path, base: Path, binds: Sequence[str], build_args: Mapping[str, str]) -> None:
         self.stages, self.values = stages((ROOT / "Dockerfile").read_text(), build_args)
@@ -131,7 +131,7 @@ class Build:
         context(work / "context")
 
     def stage(self, name: str) -> Image:
-        """The finished image of a stage; of anything that is no stage, the clean root."""
+        """Return the finished image of a stage; for any other name, the clean root."""
         if name not in self.stages:
             return Image(self.base)
         if name not in self.built:
@@ -147,7 +147,7 @@ class Build:
         return self.built[name]
 
     def step(self, image: Image, step: Instruction) -> Image:
-        """The image after one instruction; files change in place."""
+        """Apply one instruction and return the resulting image. Files change in place."""
         if step.word == "ARG":
             default = self.values.get(step.text, "")
             return replace(image, args={**image.args, step.text: self.build_args.get(step.text, default)})
@@ -157,7 +157,7 @@ class Build:
         if step.word == "RUN":
             given = {
                 name: value for name, value in image.args.items() if value
-            }  # as docker: an ARG without value is not set
+            }  # as in docker, an ARG without a value is not set
             seen = replace(image, env={"HOME": "/root", **self.passed, **given, **image.env})
             enter(seen, ["sh", "-c", step.text], self.binds)
         elif step.word == "COPY":
@@ -174,7 +174,7 @@ class Build:
         return image
 
     def copy(self, image: Image, words: list[str]) -> None:
-        """A folder's content goes into the destination, as docker has it; owned by root."""
+        """Copy files as docker does: the content of a folder goes into the destination, owned by root."""
         origin = self.work / "context"
         if words[0].startswith("--from="):
             origin = self.stage(words.pop(0).removeprefix("--from=")).root
@@ -188,20 +188,20 @@ class Build:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Caches, package lists and temporary files that an image must not carry."""
+    """Return caches, package lists and temporary files that an image must not contain."""
     patterns = ("root/.cache/*", "home/*/.cache/*", "var/lib/apt/lists/*", "var/cache/apt/archives/*.deb", "tmp/*")
     return [str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern)]
 
 
 def home(image: Image) -> str:
-    """As docker finds it: in the image's own passwd."""
+    """Return the user's home from the image's own passwd, as docker does."""
     users = [line.split(":") for line in (image.root / "etc/passwd").read_text().splitlines()]
     (found,) = (user[5] for user in users if user[2] == image.user.partition(":")[0])
     return found
 
 
 def check(image: Image) -> None:
-    """What the finished image must be, and two commands in it."""
+    """Check the finished image, and run two commands in it."""
     assert image.user == "1000:1000", image.user
     assert not leftovers(image.root), leftovers(image.root)
     size = subprocess.run(["du", "-sh", str(image.root)], check=True, capture_output=True, text=True).stdout.split()[0]
@@ -215,7 +215,7 @@ def check(image: Image) -> None:
 
 
 def main() -> None:
-    """Build, look, run; the temporary folder goes in any case, unless --keep."""
+    """Build, check and run the image. The temporary folder is always removed, except with --keep."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--bind", action="append", default=[], metavar="PATH", help="a file or folder that RUNs see, read-only"
@@ -237,7 +237,7 @@ def main() -> None:
 
 
 def indexes() -> dict[str, str]:
-    """--build-arg PIP_EXTRA_INDEX_URL, from the environment."""
+    """Return --build-arg PIP_EXTRA_INDEX_URL from the environment."""
     return {name: os.environ[name] for name in ("PIP_EXTRA_INDEX_URL",) if name in os.environ}
 
 

@@ -1,13 +1,13 @@
-"""Unpacks programs of Debian, with every library that they need and this machine lacks. It needs no root.
+"""Unpacks Debian programs together with the libraries that this machine lacks, without root.
 
     python3 scripts/debian_tools.py slurm .venv/slurm              # for the Slurm tests
     python3 scripts/debian_tools.py bubblewrap .venv/bubblewrap    # for sandboxes; asyncrl looks for it there
 
-Nothing is installed: apt-get simulates the installation, downloads what that would add, and dpkg unpacks it into the
-folder. Where the programs are installed, or unpacked already, nothing happens. Where they cannot be had, the reason is
-printed and the exit status is 0.
+It installs nothing: apt-get simulates the installation and downloads the packages that it would add, and dpkg unpacks
+them into the folder. If the programs are already installed or unpacked, it does nothing. If they are not available, it
+prints the reason and exits with status 0.
 
-Only the standard library is imported.
+It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Tool:
 
     name: str
     packages: tuple[str, ...]
-    programs: tuple[str, ...]  # that stand for them
-    without: str  # what happens where they cannot be had
+    programs: tuple[str, ...]  # programs whose presence shows that the tool is installed
+    without: str  # consequence if the tool is not available
 
 
 SLURM = Tool(
@@ -47,12 +47,12 @@ BUBBLEWRAP = Tool(
 )
 TOOLS = {"slurm": SLURM, "bubblewrap": BUBBLEWRAP}
 COMPLETE = ".complete"
-"""A file in the folder, written last: the packages that were unpacked."""
+"""File in the folder that lists the unpacked packages. It is written last."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Unavailable(Exception):
-    """A tool cannot be had here. The message says why, and what to do."""
+    """Raised if a tool is not available. The message states the reason and the remedy."""
 
 
 def installed(tool: Tool) -> bool:
@@ -62,13 +62,12 @@ def installed(tool: Tool) -> bool:
 
 
 def complete(folder: Path) -> bool:
-    """Return whether the folder holds everything. One that was left half unpacked has no mark."""
+    """Return whether the folder is complete. A partly unpacked folder has no mark."""
     return (folder / COMPLETE).is_file()
 
 
 def library_folders(folder: Path) -> list[Path]:
-    """Return where the unpacked programs find their libraries: the architecture's folders, and Slurm's own in
-    them."""
+    """Return the library folders of the unpacked programs: those of the architecture, and Slurm's own in them."""
     found = [path for parent in ("usr/lib", "lib") for path in sorted((folder / parent).glob("*-linux-*"))]
     return found + [path for path in (parent / "slurm-wlm" for parent in found) if path.is_dir()]
 
@@ -95,7 +94,7 @@ def to_install(simulation: str) -> list[str]:
 
 
 def unpack(tool: Tool, folder: Path) -> list[str]:
-    """Download and unpack everything, and put it at `folder` when it is whole. Return the packages."""
+    """Download and unpack everything, then move it to `folder`. Return the packages."""
     if not (shutil.which("apt-get") and shutil.which("dpkg")):
         raise Unavailable(
             f"only Debian's packages can be unpacked, and there is no apt-get here. Install {' '.join(tool.packages)}."
@@ -107,7 +106,7 @@ def unpack(tool: Tool, folder: Path) -> list[str]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        partial.chmod(0o755)  # mkdtemp's folder is closed to other users
+        partial.chmod(0o755)  # mkdtemp creates a folder that other users cannot enter
         _output(
             ["apt-get", "download", *packages], f"apt-get cannot download {tool.name}. Is the network there?", partial
         )
@@ -139,7 +138,7 @@ def _magic(path: Path) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Unpack, unless there is nothing to do."""
+    """Unpack the tool, unless there is nothing to do."""
     name, place = arguments
     tool, folder = TOOLS[name], Path(place)
     if installed(tool) or complete(folder):

@@ -1,8 +1,8 @@
-"""A run in which only arithmetic is made up: the real rollout process and router, between stub engines that take the
-time of a decode step (scripts/stub_engine.py) and a trainer that sleeps as long as its step would take.
+"""A run without computation: the real rollout process and router, with stub engines that take the time of a decode step
+(scripts/stub_engine.py) and a trainer that sleeps for the duration of its step.
 
-Everything that decides when what happens is the product's own: buffer, client, service, router, the trainer's source to
-it, and the calls of a publish.
+All parts that determine the order of events are asyncrl's own: buffer, client, service, router, the trainer's batch
+source, and the calls of a publish.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from scripts.stub_engine import number_of  # noqa: E402
 
 KEY = "bench"
 PIECE = 16
-"""Tokens between two pieces of a streamed answer."""
+"""Number of tokens per chunk of a streamed answer."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """After the warm-up."""
+    """Results after the warm-up."""
 
     tokens_per_s: float
     step: float
@@ -63,7 +63,7 @@ class Measured:
 
 
 class DilatedRun:
-    """One workload; each `run` starts everything anew."""
+    """Runs of one workload. Each `run` starts all processes again."""
 
     def __init__(self, lengths: Lengths, batch_groups: int) -> None:
         self._lengths, self._batch_groups = lengths, batch_groups
@@ -75,11 +75,11 @@ class DilatedRun:
         (self._model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 1 << 20}))
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the temporary files."""
         shutil.rmtree(self._folder)
 
     def workload(self) -> SimulatedWorkload:
-        """The same groups in the same order, for the simulation."""
+        """Return the same groups in the same order, for the simulation."""
         config = self._config(Setting(1, 1.0, 0, in_play=0), pause_mode="in_place")
         prompts = Prompts(config, _tasks(config), ChatTemplate(load_tokenizer(self._model, None)), 1 << 20)
         stream = next(iter(prompts.training.values()))
@@ -173,7 +173,7 @@ def _tasks(config: Config) -> dict[str, tasks.Task]:
 
 
 def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, warm: int) -> Measured:
-    """The trainer: it sleeps for as long as a step takes, and publishes nothing but a number."""
+    """Act as the trainer: sleep for the duration of each step, and publish only the version number."""
     fleet = Fleet(addresses.engines, addresses.access, 30.0)
     source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
     ages: list[int] = []

@@ -2,21 +2,21 @@
 
     sudo python3 scripts/fresh.py [--variant root|user] [--command run|test] [--bind PATH ...] [--base DIR] [--keep]
 
-Two machines are made, one after the other, and `make run` and `make test` are run on each:
+It creates two machines, one after the other, and runs `make run` and `make test` on each:
 
-root    everything as root, the clone below /tmp
-user    root installs the README's system packages, all else is done by another user, the clone in a path with a space
+root    everything runs as root, and the clone is below /tmp
+user    root installs the README's system packages; another user does the rest, with a space in the path of the clone
 
-The clone is that of the commit that is checked out here; what is not committed is not in it. Of this machine the root
-sees how packages are found (pip's and apt's configuration, PIP_*, proxies, certificates), the network, /dev and
-/sys/fs/cgroup, and what --bind names: folders that pip is configured with. The rest of the machine is out of its reach
+The clone contains the commit that is checked out here, without uncommitted changes. The root sees the following of this
+machine: the configuration for finding packages (pip's and apt's, PIP_*, proxies, certificates), the network, /dev and
+/sys/fs/cgroup, and the paths of --bind, for folders that pip is configured with. The rest of the machine is not visible
 (clean_root.py).
 
 The last line of each machine is JSON: seconds of the environment (setup_s, part of the first command), of the rest of
-`make run`, and of `make test`. If a command fails, the exit status is 1. The logs of what failed or was interrupted are
+`make run`, and of `make test`. If a command fails, the exit status is 1. The logs of failed or interrupted commands are
 kept.
 
-Needs root, debootstrap, iproute2, git and 6 GB where temporary files go. Only the standard library is imported.
+It needs root, debootstrap, iproute2, git and 6 GB for temporary files. It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ PIP_PLACES = ("index-url", "extra-index-url", "find-links", "constraint")
 """pip's settings that may name a file or folder."""
 APT_SETTINGS = r"Acquire::(?:http|https|Check-|Retries|ForceIPv|AllowInsecure)"
 LOG_LINES = 40
-"""Of a command that failed, printed."""
+"""Number of log lines that are printed for a failed command."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Who runs the commands, and where."""
+    """Variant of the check: who runs the commands, and in which folder."""
 
     name: str
     user: str
@@ -73,12 +73,12 @@ VARIANTS = {
 
 
 class Failed(Exception):
-    """A step failed. The message names it, its status and its log."""
+    """Raised if a step fails. The message names the step, its status and its log."""
 
 
 @dataclass
 class Machine:
-    """A clean root, and the log of what is done in it."""
+    """Clean root, and the log of the commands in it."""
 
     root: Path
     variant: Variant
@@ -121,7 +121,7 @@ def environment(variant: Variant) -> dict[str, str]:
 
 
 def prerequisites(readme: str) -> list[str]:
-    """Return the one command of the README that installs system packages, in words."""
+    """Return the words of the README's command that installs system packages."""
     found = re.findall(r"^(?:sudo )?(apt-get install .*)$", readme, re.M)
     if len(found) != 1:
         raise SystemExit(f"fresh: README.md should have one line `apt-get install ...`, and has {len(found)}")
@@ -146,7 +146,7 @@ def local_places(values: Iterable[str]) -> set[str]:
 
 
 def pip_values(files: Iterable[Path], variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield what pip is told of places, by files and by variables."""
+    """Yield pip's settings of package locations, from files and variables."""
     for path in files:
         for file in [path] if path.is_file() else sorted(path.glob("pip.conf")):
             parser = configparser.RawConfigParser()
@@ -164,7 +164,7 @@ def unseen(places: Iterable[str], visible: Iterable[str]) -> list[str]:
 
 
 def copy_index_settings(root: Path, home: str) -> None:
-    """Copy what says where packages come from: pip's and apt's configuration, and the machine's own certificates."""
+    """Copy the configuration for finding packages: pip's, apt's, and the machine's own certificates."""
     for path in pip_files():
         _copy(path, root / path.relative_to("/"))
     for path in pip_user_files():
@@ -202,7 +202,7 @@ def _copy(source: Path, destination: Path) -> None:
 
 
 def prepare(machine: Machine, base: Path, bundle: Path) -> None:
-    """Make the machine: the root, its packages, its user, the clone."""
+    """Create the machine: its root, packages, user and clone."""
     root, variant = machine.root, machine.variant
     clean_root.copy_root(base, root)
     (root / "etc/hostname").write_text(f"{HOSTNAME}\n")
@@ -223,7 +223,7 @@ def prepare(machine: Machine, base: Path, bundle: Path) -> None:
 
 
 def check(machine: Machine, commands: Sequence[str], arguments: str, instead: str | None) -> dict[str, float]:
-    """Run the commands in the clone; return how many seconds setup, run and test took. Raises Failed."""
+    """Run the commands in the clone. Return the seconds that setup, run and test took. Raises Failed."""
     checkout = machine.variant.checkout
     stamp = machine.root / checkout.lstrip("/") / ".venv" / ".stamp"
     if instead is not None:
@@ -268,7 +268,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Make the machines, run the commands, print the times; clean up in any case."""
+    """Create the machines, run the commands and print the times. Always clean up."""
     options = parsed()
     clean_root.require_root("fresh")
     passed = clean_root.index_variables(os.environ)

@@ -1,4 +1,4 @@
-"""What this machine can give: its CPU, and the rate of two busy processes over that of one.
+"""Facts about this machine: its CPU, and the rate of two busy processes over that of one.
 
     python scripts/machine.py
 
@@ -6,7 +6,7 @@ Every scripts/bench_*.py prints this line first and puts the figures under `mach
 machine without a GPU the engine and the trainer are two processes on the same cores, so what asynchrony can gain is
 limited by `two_over_one`: 2 where every process has a core of its own, about 1 where two cores share the units that
 multiply. A ratio of asynchronous over synchronous means little without the bound that follows from it
-(`overlap_bound`). Takes two to three seconds, on a machine that does nothing else.
+(`overlap_bound`). The measurement takes two to three seconds and needs an idle machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 SHAPE = (512, 576, 1536)
-"""Of the product that is timed: 512 tokens through one MLP matrix of SmolLM2-135M, the default model."""
+"""Shape of the timed matrix product: 512 tokens through one MLP matrix of SmolLM2-135M, the default model."""
 ROUNDS, SECONDS = 5, 0.1
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 """Flags of /proc/cpuinfo that decide how fast float32 and bfloat16 products are, on x86 and on ARM."""
@@ -33,21 +33,21 @@ BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 @dataclass(frozen=True)
 class Machine:
-    """Figures of a machine; `two_over_one` is what two processes do together, over what one does alone."""
+    """Figures of a machine. `two_over_one` is the rate of two processes together over that of one."""
 
     cpu: str
     cores: int
     features: list[str]
     torch: str
     running: float
-    """Share of the time that the single process got a core: well below 1, others use the machine, and the rates and the
-    ratio are not its own."""
+    """Fraction of the time that the single process had a core. If it is well below 1, other processes use the machine,
+    and the rates and the ratio are not valid."""
     gflops_one: float
     gflops_two: float
     two_over_one: float
 
     def line(self) -> str:
-        """For reading."""
+        """Return a readable line with the figures."""
         bfloat16 = "" if BFLOAT16 & set(self.features) else ", no bfloat16 arithmetic"
         busy = "" if self.running > 0.9 else f"; BUSY WITH OTHERS, a process ran {self.running:.0%} of the time"
         rows, inner, columns = SHAPE
@@ -66,8 +66,8 @@ def overlap_bound(generate: float, train: float, two_over_one: float) -> float:
 
         g            one engine generates the batch, at best as fast as alone;
         t            one trainer trains it, at best as fast as alone;
-        (g + t) / r  there are g + t seconds of one process's work, and two processes at once do at most r seconds of it
-                     in a second, where r is `two_over_one`. (One process at a time does 1 <= r.)
+        (g + t) / r  there are g + t seconds of one process's work, and two concurrent processes do at most r seconds of
+                     it in a second, where r is `two_over_one`. (One process at a time does 1 <= r.)
 
     So the ratio is at most (g + t) / max(g, t, (g + t) / r). It is at most r, and at most 2, for g = t.
 
@@ -125,12 +125,12 @@ def summary(one: list[float], two: list[float]) -> dict[str, float]:
 
 
 def rate(begin: float) -> tuple[float, float]:
-    """GFLOP/s of one process from the moment `begin` on, and the share of the time that it got a core."""
+    """Return the GFLOP/s of one process from the time `begin` on, and the fraction of the time that it had a core."""
     import torch
 
     rows, inner, columns = SHAPE
     left, right, out = torch.ones(rows, inner), torch.ones(inner, columns), torch.empty(rows, columns)
-    torch.mm(left, right, out=out)  # first touches
+    torch.mm(left, right, out=out)  # touches the memory
     time.sleep(max(0.0, begin - time.monotonic()))
     count, started, seconds, cpu = 0, time.monotonic(), 0.0, time.process_time()
     while seconds < SECONDS:
@@ -140,14 +140,14 @@ def rate(begin: float) -> tuple[float, float]:
 
 
 def rates() -> dict[str, Any]:
-    """Rates of one process and of two at once, in turn."""
+    """Return the rates of one process and of two concurrent ones, measured alternately."""
     import torch
 
     torch.set_num_threads(1)
     one: list[float] = []
     two: list[float] = []
     running: list[float] = []
-    with get_context("fork").Pool(2) as pool:  # torch is imported once; no thread of it runs yet
+    with get_context("fork").Pool(2) as pool:  # torch is imported once and has started no thread yet
         for _ in range(ROUNDS):
             for count, found in ((1, one), (2, two)):
                 begin = time.monotonic() + 0.02

@@ -1,9 +1,9 @@
-"""Writes scripts/slurm/: the scripts that `asyncrl-train cluster=slurm` makes of a shipped experiment.
+"""Writes scripts/slurm/: the scripts that `asyncrl-train cluster=slurm` creates for a shipped experiment.
 
-    python scripts/render_slurm.py           writes them
-    python scripts/render_slurm.py --check   tells which are not what the renderer makes now
+    python scripts/render_slurm.py           writes the scripts
+    python scripts/render_slurm.py --check   lists those that differ from what the renderer creates now
 
-A user's own come from the same command with cluster.submit=false.
+Users create their own with the same command and cluster.submit=false.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SWEEP = ("trainer.optimizer.lr", ("1e-6", "2e-6", "5e-6"))
 
 
 def rendered() -> Iterator[tuple[Path, str]]:
-    """Each file, and its text."""
+    """Yield each file and its text."""
     for name, arguments in SCRIPTS.items():
         yield FOLDER / f"{name}.sbatch", _script(name, arguments).text()
     yield FOLDER / "engines.sbatch", ENGINES
@@ -75,7 +75,7 @@ def _script(name: str, *runs: list[str]) -> Any:
 
 
 def main(check: bool) -> int:
-    """Returns 1 when `check` finds a difference."""
+    """Run the script. Return 1 if `check` finds a difference."""
     stale = [(path, text) for path, text in rendered() if not path.exists() or path.read_text() != text]
     for path, text in stale:
         print(f"{'differs' if check else 'wrote'}: {path}")

@@ -1,11 +1,11 @@
-"""What a run will hold and take on H100s, by arithmetic (asyncrl/planner/sizing.py): the tables of docs/operations.md.
+"""Memory and time of runs on H100s as computed by asyncrl/planner/sizing.py: the tables of docs/operations.md.
 
-    python scripts/sizes.py                             writes them
-    python scripts/sizes.py --check                     tells whether they are what the planner says now
+    python scripts/sizes.py                             writes the tables
+    python scripts/sizes.py --check                     checks that they agree with the planner
     python scripts/sizes.py experiment=llama3_70b trainer.data_parallel=2 ...          one run, part by part
     python scripts/sizes.py experiment=qwen3_8b model.path=FOLDER ...                   of another model's config.json
 
-Machines have 8 GPUs unless cluster.gpus says otherwise.
+Machines have 8 GPUs unless cluster.gpus is set.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ DOCS = Path(__file__).parent.parent / "docs" / "operations.md"
 BEGIN, END = "<!-- sizes: written by scripts/sizes.py -->\n", "<!-- end of sizes -->\n"
 HARDWARE = Hardware()
 ROOM = 0.9 * HARDWARE.memory
-"""Bytes of a GPU that may be planned: libraries and fragments want the rest (launch/preflight/memory.py)."""
+"""Bytes of a GPU that may be planned. Libraries and fragmentation take the rest (launch/preflight/memory.py)."""
 PIECE = 0.19e-3
-"""Seconds of the rollout process's one core for each piece of an answer (docs/rollouts.md)."""
+"""CPU seconds of the rollout process per chunk of an answer (docs/rollouts.md)."""
 
 QWEN3: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
 QWEN3_MOE: dict[str, Any] = {
@@ -87,9 +87,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1536,
     },
 }
-"""What their publishers' config.json say that memory and layout depend on, by the experiment that trains them."""
+"""Fields of the models' published config.json that determine memory and layout, by experiment."""
 SET = ("trainer.data_parallel", "engine.count", "rollout.batch_groups", "engine.stream_interval")
-"""What changes with size."""
+"""Settings that change with size."""
 ROWS: list[tuple[str, int, tuple[int, ...] | None]] = [
     ("qwen3_8b", 8, ()),
     ("qwen3_8b", 64, (16, 32, 256, 64)),
@@ -109,12 +109,13 @@ ROWS: list[tuple[str, int, tuple[int, ...] | None]] = [
     ("qwen3_235b_a22b", 512, ()),
     ("qwen3_235b_a22b", 1024, (8, 96, 1024, 128)),
 ]
-"""Experiment, GPUs, and values of SET beside the experiment (none: it is of this size); None: it does not fit."""
+"""Experiment, number of GPUs, and values of SET in addition to the experiment (empty: as shipped; None: it does not
+fit)."""
 
 
 @dataclass(frozen=True)
 class Sized:
-    """One run."""
+    """Computed size of one run."""
 
     config: Config
     shape: Shape
@@ -127,23 +128,26 @@ class Sized:
 
     @property
     def batch_tokens(self) -> float:
-        """Of answers half as long as they may be."""
+        """Return the tokens of a batch whose answers have half of the maximum length."""
         rollout = self.config.rollout
         return rollout.batch_groups * rollout.group_size * rollout.max_new_tokens / 2
 
     @property
     def step(self) -> float:
-        """Seconds, where neither side is slower than its law."""
+        """Return the seconds of a step if both sides are as fast as computed."""
         return self.batch_tokens / self.balance.rate
 
     @property
     def core(self) -> float:
-        """Share of its one core that the rollout process spends on the engines' pieces."""
+        """Return the fraction of its core that the rollout process spends on the engines' chunks."""
         return self.balance.rate / self.config.engine.stream_interval * PIECE
 
 
 def load(*overrides: str, values: Sequence[str] = ()) -> Config:
-    """As the command does it, for a job on machines with 8 GPUs; `values` are overrides that choose no file."""
+    """Load a configuration as the command does, for machines with 8 GPUs.
+
+    `values` are overrides that select no file.
+    """
     composed = OmegaConf.merge(_composed(*overrides), OmegaConf.from_dotlist(list(values)))
     settings: Any = OmegaConf.to_container(composed, resolve=True)
     return assumed(configuration.load(settings), HARDWARE.per_machine)
@@ -163,7 +167,7 @@ def _composed(*overrides: str) -> Any:
 
 
 def size(config: Config, hf: dict[str, Any]) -> Sized:
-    """Raises ConfigError where the configuration does not suit the model or the machines."""
+    """Return the size of a run. Raises ConfigError if the configuration does not fit the model or the machines."""
     check_model(config, hf)
     each = config.cluster.gpus or HARDWARE.per_machine
     machines = config.cluster.nodes or nodes_wanted(config, each)
@@ -197,24 +201,24 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
         sent=sent,
         hardware=HARDWARE,
     )
-    received = {**engine, "received bucket": 2 * (config.weights.bucket_mb << 20)}  # as sent, and its tensors
+    received = {**engine, "received bucket": 2 * (config.weights.bucket_mb << 20)}  # the bucket, and its tensors
     trainer = memory.trainer_rank(weights, shape, layout, training)
     return Sized(config, shape, weights, machines, trainer, received, sent, balance)
 
 
 @cache
 def row(name: str, values: tuple[int, ...]) -> Sized:
-    """Of the tables."""
+    """Return the size of a row of the tables."""
     return size(load(f"experiment={name}", values=settings(values)), MODELS[name])
 
 
 def settings(values: tuple[int, ...]) -> list[str]:
-    """As the command takes them."""
+    """Return the values of SET as overrides."""
     return [f"{setting}={value}" for setting, value in zip(SET, values, strict=False)]
 
 
 def gb(number: float) -> str:
-    """Gigabytes to three digits."""
+    """Return gigabytes with three digits."""
     return f"{number / 1e9:.3g}" if number < 1e12 else f"{number / 1e9:,.0f}"
 
 
@@ -222,14 +226,14 @@ def gb(number: float) -> str:
 
 
 def least(name: str, gpus: int) -> float:
-    """Bytes that a trainer rank would hold at least: 18 for each parameter, where all GPUs share them that are not
-    needed for the weights of one engine."""
+    """Return the minimum bytes of a trainer rank: 18 per parameter, shared by all GPUs except those that one engine
+    needs for its weights."""
     count = memory.parameters(Weight(name, size) for name, size in tensors(MODELS[name])).all
     return 18 * count / (gpus - -(-2 * count // int(ROOM)))
 
 
 def table() -> Iterator[str]:
-    """Sizes."""
+    """Yield the lines of the table of sizes."""
     yield "| model | GPUs | trainers: TP PP CP DP EP | engines | batch | trainer | engine | publish | pause | "
     yield "train, write | step | core |\n|" + "---|" * 12 + "\n"
     for name, gpus, values in ROWS:
@@ -258,7 +262,7 @@ def table() -> Iterator[str]:
 
 
 def parts_table() -> Iterator[str]:
-    """Where the memory of the shipped experiments goes."""
+    """Yield the lines of the table of the shipped experiments' memory by part."""
     shipped = {name: row(name, ()) for name in MODELS}
     runs = list(shipped.values())
     names = [part for part in runs[0].trainer if any(one.trainer[part] for one in runs)]
@@ -273,19 +277,19 @@ def parts_table() -> Iterator[str]:
 
 
 def checkpoint(one: Sized) -> int:
-    """Bytes on disk."""
+    """Return the size of a checkpoint on disk in bytes."""
     return memory.CHECKPOINT * memory.parameters(one.weights).all
 
 
 def staged(one: Sized) -> int:
-    """Bytes of a machine's memory in which its ranks keep a checkpoint until it is written."""
+    """Return the bytes of a machine's memory that hold a checkpoint until it is written."""
     trainer, each = one.config.trainer, one.config.cluster.gpus or HARDWARE.per_machine
     rank = memory.checkpoint_staging(one.weights, one.shape, layout_of(trainer), critic=False)
     return rank * min(each, trainer.world_size)
 
 
 def commands() -> Iterator[str]:
-    """What is said beside the experiment."""
+    """Yield the overrides of each row in addition to its experiment."""
     yield "```\n"
     for name, gpus, values in ROWS:
         if values:
@@ -294,12 +298,12 @@ def commands() -> Iterator[str]:
 
 
 def text() -> str:
-    """What stands between the marks."""
+    """Return the text between the marks."""
     return "\n".join("".join(part) for part in (table(), parts_table(), commands()))
 
 
 def documented() -> tuple[str, str]:
-    """docs/operations.md as it is, and as it should be."""
+    """Return docs/operations.md as it is, and as it should be."""
     now = DOCS.read_text()
     before, rest = now.split(BEGIN)
     return now, f"{before}{BEGIN}\n{text()}\n{END}{rest.split(END)[1]}"
@@ -309,7 +313,7 @@ def documented() -> tuple[str, str]:
 
 
 def told(config: Config, hf: dict[str, Any]) -> Iterator[str]:
-    """Part by part."""
+    """Yield lines about each part of one run."""
     one = size(config, hf)
     trainers, engines = config.trainer.world_size, config.engine.count * config.engine.tensor_parallel
     yield f"{one.machines} machines, {trainers} GPUs train, {engines} generate"
@@ -325,7 +329,7 @@ def told(config: Config, hf: dict[str, Any]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 1 when --check finds a difference."""
+    """Run the script. Return 1 if --check finds a difference."""
     if arguments and arguments[0] != "--check":
         config = load(*arguments)
         file = Path(config.model.path).expanduser() / "config.json"

@@ -1,4 +1,4 @@
-"""An agent whose tools take their time, for bench_async.py: turns and seconds are those of the workload's lengths."""
+"""Agent with slow tools for bench_async.py. Its turns and tool times follow the lengths of the workload."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ VARIABLE = "BENCH_LENGTHS"
 
 
 class SlowTools:
-    """The first token of an answer says which sibling it is (scripts/stub_engine.py)."""
+    """Agent with slow tools. The first token of an answer tells which sibling it is (scripts/stub_engine.py)."""
 
     def __init__(self) -> None:
         self._episodes = Lengths(**json.loads(os.environ[VARIABLE])).episodes()
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Every turn, with its tool after it."""
+        """Play all turns, each followed by its tool."""
         answer = await generate(prompt.token_ids)
         turns, ids = [Turn([], answer)], [*prompt.token_ids, *answer.token_ids]
         episode = self._episodes(number_of(prompt.token_ids))[answer.token_ids[0]]

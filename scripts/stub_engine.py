@@ -1,11 +1,11 @@
-"""Engines that speak SGLang's HTTP with made-up tokens, at a given pace: our own cost and scheduling become visible.
+"""Stub engines with SGLang's HTTP interface that generate fixed tokens at a given pace, to measure cost and scheduling.
 
-A decode step takes as long as `asyncrl.planner.engine` says, in real seconds; lengths are those of a group's number,
-which the tiny model's digits tell in the prompt. One process serves several engines. For benchmarks and fault campaigns
-beside the real engine, never in its place. `python scripts/stub_engine.py --help`.
+A decode step takes as many real seconds as `asyncrl.planner.engine` computes. Lengths follow from the number of a
+group, which the prompt contains as digits of the tiny model. One process serves several engines. Benchmarks and fault
+campaigns use it in addition to the real engine, never instead of it. See `python scripts/stub_engine.py --help`.
 
-An answer of sample i is [i, 0, 0, ...] with i below 10; a later turn follows SEPARATOR, so that a request says by
-itself which sample and which turn it continues, from which token on.
+The answer of sample i is [i, 0, 0, ...] with i below 10. A later turn follows SEPARATOR, so that a request itself shows
+which sample and turn it continues, and from which token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedReques
 from asyncrl.planner.lengths import Lengths
 
 QUESTION_ENDS, SEPARATOR = 11, 12
-"""Of the tiny model's vocabulary: "=", and "<bos>"."""
+"""Tokens "=" and "<bos>" of the tiny model's vocabulary."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -53,17 +53,19 @@ class Sample:
 
 @dataclass(eq=False)
 class Stream:
-    """A request and its reader."""
+    """Request and its reader."""
 
     rid: str
     prompt: int
     samples: list[Sample]
     cut_after: float = math.inf  # tokens
-    events: asyncio.Queue[tuple[bytes, int] | None] = field(default_factory=asyncio.Queue)  # with their tokens
+    events: asyncio.Queue[tuple[bytes, int] | None] = field(
+        default_factory=asyncio.Queue
+    )  # events with their numbers of tokens
 
 
 class Stub:
-    """One engine."""
+    """Stub of one engine."""
 
     def __init__(
         self, shape: EngineShape, tokens: Callable[[Sequence[int], int, int], int], interval: int, version: str = "0"
@@ -77,7 +79,7 @@ class Stub:
     # -- the clock -----------------------------------------------------------------------------------------
 
     async def run(self, _: web.Application) -> Any:
-        """Write tokens when they are due."""
+        """Send tokens when they are due."""
         task = asyncio.ensure_future(self._write())
         task.add_done_callback(_end_with)
         yield
@@ -101,7 +103,7 @@ class Stub:
     def _tell(self, stream: Stream, sample: Sample, finish: str | None) -> None:
         upto = sample.total if finish == "length" else min(sample.total, int(sample.job.done))
         if upto == sample.total:
-            finish = "length"  # it was written before it was aborted
+            finish = "length"  # it was complete before it was aborted
         ids = [*sample.header, *[0] * sample.total][sample.told : upto]
         meta: dict[str, Any] = {"id": stream.rid, "finish_reason": None}
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
@@ -128,7 +130,7 @@ class Stub:
     # -- requests ------------------------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Samples of one request stream side by side."""
+        """Stream all samples of a request concurrently."""
         body = msgspec.json.decode(await request.read())
         stream, told = self._accept(body), 0
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -144,7 +146,7 @@ class Stub:
                 await response.write(event)
             await response.write(b"data: [DONE]\n\n")
         finally:
-            for sample in stream.samples:  # the reader has gone
+            for sample in stream.samples:  # the reader has disconnected
                 self._streams.pop(sample.job, None)
                 self._engine.abort(sample.job, asyncio.get_running_loop().time())
                 self._changed.set()
@@ -181,7 +183,7 @@ class Stub:
     # -- the control plane ---------------------------------------------------------------------------------
 
     async def pause(self, request: web.Request) -> web.Response:
-        """In place, retract, or abort."""
+        """Pause generation: in place, or by retracting or aborting requests."""
         mode, now = (await request.json()).get("mode", "abort"), asyncio.get_running_loop().time()
         if mode == "retract":
             self._engine.retract(now)
@@ -192,7 +194,7 @@ class Stub:
         return web.json_response({"success": True})
 
     async def abort(self, request: web.Request) -> web.Response:
-        """By the beginning of a request's id."""
+        """Abort the requests whose ids begin with a prefix."""
         body = await request.json()
         self._abort("" if body.get("abort_all") else body["rid"], asyncio.get_running_loop().time())
         return web.json_response({"success": True})
@@ -205,23 +207,23 @@ class Stub:
         self._changed.set()
 
     async def flush(self, _: web.Request) -> web.Response:
-        """Nothing of an older version is kept under a name that a newer one would ask for."""
+        """No-op: cache keys contain the version, so no entry of an older version is found."""
         return web.json_response({"success": True})
 
     async def cut(self, request: web.Request) -> web.Response:
-        """A fault: reset the connections of the next requests, each within the piece that exceeds so many tokens."""
+        """Inject a fault: reset the connections of the next requests within the chunk that exceeds so many tokens."""
         body = await request.json()
         self._cuts.extend([body["tokens"]] * body["requests"])
         return web.json_response({"success": True})
 
     async def proceed(self, _: web.Request) -> web.Response:
-        """Go on."""
+        """Continue generation."""
         self._engine.resume(asyncio.get_running_loop().time())
         self._changed.set()
         return web.json_response({"success": True})
 
     async def version(self, request: web.Request) -> web.Response:
-        """The weights are others from here on."""
+        """Set the version of the weights."""
         self._version = str((await request.json())["new_version"])
         now = asyncio.get_running_loop().time()
         for job, (_, sample) in self._streams.items():
@@ -229,11 +231,11 @@ class Stub:
         return web.json_response({"success": True, "new_version": self._version})
 
     async def model(self, _: web.Request) -> web.Response:
-        """What it serves."""
+        """Return the model and its version."""
         return web.json_response({"model_path": "stub", "weight_version": self._version})
 
     async def loads(self, _: web.Request) -> web.Response:
-        """As SGLang's /v1/loads."""
+        """Return the load, as SGLang's /v1/loads does."""
         engine = self._engine
         capacity = min(engine.shape.kv_tokens, 1e12)
         load = {
@@ -249,7 +251,7 @@ class Stub:
         return web.json_response({"loads": [load]})
 
     async def figures(self, _: web.Request) -> web.Response:
-        """Of the simulated engine."""
+        """Return the figures of the simulated engine."""
         engine = self._engine
         return web.json_response(
             {
@@ -261,11 +263,11 @@ class Stub:
         )
 
     async def well(self, _: web.Request) -> web.Response:
-        """It lives."""
+        """Report that the engine is healthy."""
         return web.json_response({})
 
     def app(self) -> web.Application:
-        """The routes."""
+        """Return the application with its routes."""
         app = web.Application(client_max_size=1 << 28)
         app.cleanup_ctx.append(self.run)
         app.add_routes(
@@ -288,21 +290,21 @@ class Stub:
 
 
 def _end_with(task: asyncio.Task[None]) -> None:
-    """A writer that fails ends the process: its readers would wait for ever."""
+    """End the process if a writer fails, because its readers would wait forever."""
     if not task.cancelled():
         traceback.print_exception(task.exception())
         os._exit(1)
 
 
 def _reset(connection: asyncio.BaseTransport | None) -> None:
-    """As a machine that goes down: what was not sent is lost, and the peer is told nothing but that."""
+    """Reset a connection, as if the machine went down: data that was not sent is lost."""
     if isinstance(connection, asyncio.Transport):
         connection.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.abort()
 
 
 def split(ids: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]]]:
-    """The question's tokens, and what was said in each turn; the last is the one to be continued."""
+    """Return the question's tokens and the tokens of each turn. The last turn is the one to continue."""
     end = ids.index(QUESTION_ENDS) + 1 if QUESTION_ENDS in ids else len(ids)
     said: list[list[int]] = [[]]
     for token in ids[end:]:
@@ -314,12 +316,12 @@ def split(ids: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]]]:
 
 
 def number_of(prompt: Sequence[int]) -> int:
-    """The digits of a question."""
+    """Return the number that the digits of a question form."""
     return int("".join(str(token) for token in prompt if token < 10) or "0")
 
 
 def main() -> None:
-    """Serve until ended."""
+    """Serve until the process is stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ports", type=int, nargs="+", help="one engine each")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of every answer, without --lengths")
@@ -336,14 +338,14 @@ def main() -> None:
     def tokens(prompt: Sequence[int], sibling: int, turn: int) -> int:
         return int(episodes(number_of(prompt))[sibling].turns[turn]) if episodes else options.tokens
 
-    # as engine/serve.py: it has no version of the run's then
+    # as in engine/serve.py: the label of weights that are not from the run
     version = os.environ.get("ASYNCRL_INCARNATION") or "0"
     time.sleep(options.start_after)
     asyncio.run(serve(options.ports, lambda: Stub(EngineShape(**options.shape), tokens, options.interval, version)))
 
 
 async def serve(ports: Sequence[int], engine: Callable[[], Stub]) -> None:
-    """Until cancelled."""
+    """Serve until cancelled."""
     for port in ports:
         runner = web.AppRunner(engine().app(), access_log=None)
         await runner.setup()

@@ -1,10 +1,11 @@
-"""Learning curves of several settings of the same task, in one picture: python scripts/study.py STUDY FOLDER
+"""Learning curves of several settings of one task in one figure: python scripts/study.py STUDY FOLDER
 
     algorithms    four estimators and losses on the tiny task
-    staleness     how much staleness the tiny model tolerates, with each correction
+    staleness     the staleness that the tiny model tolerates, with each correction
 
-Each setting is a whole run of asyncrl-train on real engines, some forty seconds on two cores. Prints one line of JSON
-for each, and leaves FOLDER/STUDY.svg and FOLDER/STUDY.jsonl. --steps and --seeds make it shorter or surer.
+Each setting is a complete run of asyncrl-train on real engines, about forty seconds on two cores. The script prints one
+line of JSON per run, and writes FOLDER/STUDY.svg and FOLDER/STUDY.jsonl. --steps shortens the runs; --seeds repeats
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 Overrides = list[str]
-WINDOW = 5  # steps that a point of a curve is the mean of
+WINDOW = 5  # number of steps that a point of a curve averages
 QUIET = ["eval.questions=0"]
 
 ALGORITHMS: dict[str, Overrides] = {
@@ -39,7 +40,7 @@ CORRECTIONS: dict[str, Overrides] = {
 
 
 def settings(study: str) -> dict[str, Overrides]:
-    """By name, what each curve of a study sets."""
+    """Return the overrides of each curve of a study, by name."""
     if study == "algorithms":
         return ALGORITHMS
     return {
@@ -49,7 +50,7 @@ def settings(study: str) -> dict[str, Overrides]:
 
 
 def rewards(overrides: Overrides, steps: int, seed: int, extra: Overrides) -> list[float]:
-    """Mean reward of each trained batch of one run."""
+    """Run a training and return the mean reward of each batch."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         own = ["experiment=tiny", f"run.dir={run_dir}", f"run.max_steps={steps}", f"run.seed={seed}", *QUIET]
@@ -62,12 +63,12 @@ def rewards(overrides: Overrides, steps: int, seed: int, extra: Overrides) -> li
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Running means over the last WINDOW values."""
+    """Return running means over the last WINDOW values."""
     return [statistics.fmean(values[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(values))]
 
 
 def main() -> None:
-    """Run every setting, then draw."""
+    """Run every setting, then draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=["algorithms", "staleness"])
     parser.add_argument("folder", type=Path)
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def draw(study: str, found: list[dict[str, Any]], file: Path) -> None:
-    """One panel for each bound of the staleness study, one in all of the other."""
+    """Draw one panel for each bound of the staleness study, or a single panel for the other study."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -46,7 +46,7 @@ def test_newest_whole_checkpoint_is_gone_on_from(tmp_path: Path, capsys: pytest.
     found = chosen(tmp_path, "auto")
     assert found is not None
     assert (found.folder, found.version, found.run_dir) == (old, 4, tmp_path)
-    assert "asyncrl: checkpoint 8 is refused" in capsys.readouterr().err
+    assert "asyncrl: checkpoint 8 is skipped" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_named_by_its_folder_or_its_run(tmp_path: Path) -> None:
