@@ -52,7 +52,7 @@ def test_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a changed byte": (lambda folder: (folder / "policy/chunk").write_bytes(b"some bytez"), "checksum differs"),
-    "a cut file": (lambda folder: os.truncate(folder / "policy/chunk", 4), "4 bytes, and 10 were written"),
+    "a cut file": (lambda folder: os.truncate(folder / "policy/chunk", 4), "it has 4 bytes instead of 10"),
     "a file less": (lambda folder: (folder / "policy/chunk").unlink(), "cannot be read: No such file"),
     "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 40), "manifest.json is damaged"),
     "an empty manifest": (lambda folder: os.truncate(folder / "manifest.json", 0), "manifest.json is damaged"),
