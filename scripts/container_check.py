@@ -47,7 +47,7 @@ class Instruction:
 
 @dataclass
 class Stage:
-    """Stage of a Dockerfile: FROM base AS name, and its instructions."""
+    """A stage of a Dockerfile (FROM base AS name) with its instructions."""
 
     name: str
     base: str

@@ -38,11 +38,11 @@ def test_only_layers_with_experts_are_kept_in_the_smallest_integers(sparse, expe
 
 
 def test_rows_of_another_model_are_refused() -> None:
-    with pytest.raises(ValueError, match="of a model with 8"):
+    with pytest.raises(ValueError, match="of a model with only 8"):
         compact(np.full((1, 4, 2), -1, np.int32).tobytes(), SHAPE)
     with pytest.raises(ValueError, match="not rows of 4 x 2 int32"):
         compact(b"\0" * 33, SHAPE)
-    with pytest.raises(ValueError, match="expert 8 of a model with 8"):
+    with pytest.raises(ValueError, match="expert 8 of a model with only 8"):
         compact(np.full((1, 4, 2), [0, 8], np.int32).tobytes(), SHAPE)
     with pytest.raises(ValueError, match="not rows of 4 bytes"):
         unpacked(b"\0" * 5, SHAPE)

@@ -182,7 +182,7 @@ def test_waiting_for_names_what_is_missing_and_for_how_long() -> None:
     now = 130.0
     buffer.commit(first, group(0))
     text = buffer.waiting_for()
-    assert "step 0 needs 2 ready groups and has 1" in text
+    assert "step 0 needs 2 ready groups, but has 1" in text
     assert "slots [1]" in text
     assert "1 running, the oldest for 30 s" in text
 

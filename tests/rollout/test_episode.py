@@ -279,7 +279,9 @@ def test_reason_that_a_judge_gives_stays(inline: bool) -> None:
 def test_score_that_hangs_is_given_up_and_does_not_hold_the_end_of_the_process() -> None:
     release = threading.Event()
     started = time.monotonic()
-    with pytest.raises(EpisodeFailed, match=r"reward_timeout: no reward for 0 s \(rollout.reward_timeout\)"):
+    with pytest.raises(
+        EpisodeFailed, match=r"reward_timeout: the reward function did not return within 0 s \(rollout.reward_timeout\)"
+    ):
         scored(lambda: release.wait(30), timeout=0.05)
     left = [thread.daemon for thread in threading.enumerate() if thread.name == "reward"]
     release.set()
@@ -376,7 +378,9 @@ def test_async_reward_is_awaited_within_the_limit_and_ended_by_it() -> None:
         return 0.5
 
     assert scored(half, inline=True) == scored(half) == 0.5
-    with pytest.raises(EpisodeFailed, match=r"reward_timeout: no reward for 0 s \(rollout.reward_timeout\)"):
+    with pytest.raises(
+        EpisodeFailed, match=r"reward_timeout: the reward function did not return within 0 s \(rollout.reward_timeout\)"
+    ):
         scored(never, inline=True, timeout=0.05)
     with pytest.raises(EpisodeFailed, match="reward_error: KeyError: 'no reference'"):
         scored(broken, inline=True)

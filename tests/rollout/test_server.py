@@ -129,7 +129,7 @@ def test_batch_that_is_not_ready_is_202_with_what_it_waits_for() -> None:
         await site.fill(1)
         answer = await site.http.get("/batch", params={"version": 0})
         assert answer.status_code == 202
-        assert answer.text.startswith("step 0 needs 2 ready groups and has 1")
+        assert answer.text.startswith("step 0 needs 2 ready groups, but has 1")
         await site.fill(1)  # nothing was lost by asking
         assert (await site.http.get("/batch", params={"version": 0})).status_code == 200
 
@@ -158,7 +158,7 @@ def test_any_version_but_the_next_and_the_one_in_training_is_409(version: int) -
         await site.http.post("/version", json={"version": 1})
         await site.http.get("/batch", params={"version": 1})
         answer = await site.http.get("/batch", params={"version": version})
-        assert (answer.status_code, answer.text) == (409, f"the next batch is 2, not {version}")
+        assert (answer.status_code, answer.text) == (409, f"batch {version} was requested, but the next one is 2")
 
     at(play)
 

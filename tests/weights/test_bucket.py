@@ -89,7 +89,7 @@ def test_filled_buckets_hold_every_tensor_bit_for_bit(described, limit) -> None:
 
 def test_a_stream_in_another_order_is_refused() -> None:
     plan = plan_buckets([("a", torch.float32, torch.Size([1])), ("b", torch.float32, torch.Size([1]))], 4)
-    with pytest.raises(AssertionError, match="gave b"):
+    with pytest.raises(AssertionError, match="yielded b"):
         fill(torch.zeros(4, dtype=torch.uint8), plan[0], iter([("b", Pieces([torch.zeros(1)]))]))
 
 

@@ -376,7 +376,9 @@ def test_a_wrong_tensor_that_waited_for_its_turn_is_named_and_not_the_one_that_e
 
 def test_heads_that_a_tensor_does_not_hold_are_named() -> None:
     expected = ExpectedChecksums(config(), 1, dtype=torch.bfloat16)
-    with pytest.raises(WeightsError, match=r"o_proj\.weight \(8, 7\): its dimension 1 of 7 does not hold 4 heads"):
+    with pytest.raises(
+        WeightsError, match=r"o_proj\.weight \(8, 7\): its dimension 1 has size 7, which 4 heads do not divide"
+    ):
         expected.add("model.layers.0.self_attn.o_proj.weight", distinct(8, 7))
 
 

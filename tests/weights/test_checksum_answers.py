@@ -39,7 +39,7 @@ def test_a_difference_on_any_rank_and_what_one_side_lacks_are_named_once() -> No
     assert differing([same, same], [same, dict(same)]) == []
     assert differing([same, same], [same, {"a": "1", "b": "3"}]) == ["b"]
     assert differing([same, {"a": "1"}], [{"b": "2"}, same]) == ["a", "b"]
-    with pytest.raises(WeightsError, match="1 tensor-parallel ranks and the engine has 2"):
+    with pytest.raises(WeightsError, match="1 tensor-parallel ranks are expected, but the engine reported 2"):
         differing([same], [same, same])
 
 

@@ -137,7 +137,7 @@ def test_applied_twice_or_out_of_order_is_refused_and_changes_nothing(again: int
             apply(model, orders[1])
         assert model.holds(states[1])
     else:
-        with pytest.raises(DeltaMismatch, match="are relative to version 2, this engine holds 1"):
+        with pytest.raises(DeltaMismatch, match="are relative to version 2, but this engine holds 1"):
             apply(model, orders[2])
         assert model.holds(states[0])
 
