@@ -1,4 +1,4 @@
-"""Engines that several files share: tests/conftest.py runs these files one after the other in one process."""
+"""Engines shared by several test files, which tests/conftest.py runs one after the other in one process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from tests.integration.fleet import Engines, engines
 
 os.environ["CXX"] = "/no/compiler"
-"""What torch would compile with: every process that a test starts must do without, for users may have none."""
+"""Compiler of torch. It is hidden from every process that a test starts, because users may have none."""
 
 
 @pytest.fixture(scope="session")
 def one_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Start two engines behind the router, which take changes of weights too (delta)."""
+    """Start two engines behind the router, which also accept changes of weights (delta)."""
     folder = tmp_path_factory.mktemp("fleet")
     with engines(folder, "engine.count=2", "weights.transport=delta") as started:
         started.addresses.write(folder)
@@ -24,6 +24,6 @@ def one_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @pytest.fixture
 def two_engines(one_fleet: Engines) -> Engines:
-    """Both engines and the router, whichever of them the last test has killed."""
+    """Return both engines and the router, restarting any that the last test killed."""
     one_fleet.revive()
     return one_fleet

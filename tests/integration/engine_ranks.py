@@ -33,7 +33,7 @@ from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
 
 
 def forked(work: Callable[[], Any]) -> int:
-    """The pid of a child that does the work and ends."""
+    """Fork a child that does the work and ends. Return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -48,7 +48,7 @@ def forked(work: Callable[[], Any]) -> int:
 
 
 def wait_for(pids: list[int]) -> None:
-    """When one fails the others, which would wait for it, are ended."""
+    """Wait for all ranks. If one fails, kill the others, which would wait for it."""
     failed = False
     while pids:
         pid, status = os.wait()
@@ -62,7 +62,7 @@ def wait_for(pids: list[int]) -> None:
 
 
 def load_rank(args: Any, ports: Any, rank: int, out: Path) -> None:
-    """One rank's checksums, as JSON."""
+    """Compute the checksums of one rank and write them as JSON."""
     publish(
         args,
         role="scheduler",
@@ -79,7 +79,7 @@ def load_rank(args: Any, ports: Any, rank: int, out: Path) -> None:
 
 
 def load(job: dict[str, Any]) -> None:
-    """All ranks of one model."""
+    """Run all ranks of one model."""
     os.environ.update(job["env"])
     args = prepare_server_args(job["args"])
     _set_envs_and_config(args)

@@ -1,4 +1,4 @@
-"""The models and the batch of test_families.py, as its ranks see them too."""
+"""Models and batch of test_families.py, shared with its ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHOOSES = "e_score_correction_bias"  # of a router; a buffer without gradient
 
 
 def groups() -> list[list[Sample]]:
-    """Two prompts with a common beginning, two completions each."""
+    """Return two prompts with a common prefix and two completions each."""
     draw = torch.Generator().manual_seed(5)
 
     def tokens(count: int) -> list[int]:
@@ -61,6 +61,6 @@ def groups() -> list[list[Sample]]:
 
 
 def factors(group: int, vocab: int) -> Tensor:
-    """What multiplies the logits of a group's targets in the function whose gradient is taken: [T, vocab]."""
+    """Return the factors of the logits in the function whose gradient is taken: [T, vocab]."""
     targets = sum(len(sample.token_ids) for sample in groups()[group])
     return torch.randn(targets, vocab, generator=torch.Generator().manual_seed(group)) / targets

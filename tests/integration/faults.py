@@ -1,4 +1,4 @@
-"""Faults at random moments of a run, drawn from a seed: what they are, and whoever does them to its processes."""
+"""Faults at random moments of a run, drawn from a seed, and their injection into its processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KILLED, STOPPED, ROUTER_KILLED, ROUTER_STOPPED, CUT = (
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault."""
+    """Fault to inject at a given time."""
 
     kind: str
     version: int  # once it is published
@@ -45,7 +45,7 @@ class Fault:
 def draw(
     choose: random.Random, kinds: Sequence[str], count: int, *, engines: int, versions: int, stopped: Sequence[float]
 ) -> list[Fault]:
-    """So many faults, in the order of their time; no process stays stopped for longer than the last of `stopped`."""
+    """Draw this many faults, in order of time. No process stays stopped longer than the last value of `stopped`."""
     faults = []
     for _ in range(count):
         kind = choose.choice(kinds)
@@ -65,14 +65,14 @@ def draw(
 
 
 class Injector:
-    """Does faults to a run that is under way; whoever is stopped goes on when its block is left."""
+    """Injector of faults into a run. Stopped processes continue when its context is left."""
 
     def __init__(self, launcher: subprocess.Popen[str], run_dir: Path) -> None:
         self._launcher, self._run_dir = launcher, run_dir
         self._timers: list[threading.Timer] = []
         self.done: Counter[str] = Counter()
         self.seen: set[psutil.Process] = set()
-        """The run's processes around each fault."""
+        """Processes of the run that were seen around each fault."""
 
     def __enter__(self) -> Injector:
         return self
@@ -83,7 +83,7 @@ class Injector:
             timer.function(*timer.args)
 
     def inject(self, faults: Sequence[Fault]) -> None:
-        """All of them, each in its time; those for which the run ends too early are left out."""
+        """Inject all faults at their times, except those after the end of the run."""
         for fault in faults:
             self._wait_for(fault.version)
             time.sleep(fault.delay)
@@ -122,7 +122,7 @@ class Injector:
         return bool(members)
 
     def _members(self, name: str) -> list[psutil.Process]:
-        """Its processes; waits until it was restarted, if it is dead. None when the run has ended meanwhile."""
+        """Return the processes of a name, after its restart if it is dead; none if the run has ended."""
         deadline = time.monotonic() + TIMEOUT
         while self._launcher.poll() is None:
             with suppress(psutil.NoSuchProcess, KeyError):

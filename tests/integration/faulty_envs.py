@@ -1,6 +1,5 @@
-"""An environment around the digits to copy that is at fault now and then: where and how is drawn by its question. Some
-run a program in a sandbox that attacks it, as a model's might: the episode goes on.
-"""
+"""Environment of copied digits that fails now and then; its question determines where and how. Some steps run a program
+in a sandbox that attacks it, as a model's program might; the episode continues."""
 
 from __future__ import annotations
 
@@ -21,20 +20,23 @@ ATTACKS = ("fork bomb", "network", "files", "eater", "flood")
 LIMITS = {**vars(attacks.LIMITS), "seconds": 2.0}
 PYTHON = os.path.realpath(sys.prefix)
 SHARE = 0.25
-"""Of questions with a fault, until there are enough."""
+"""Fraction of questions with a fault, until there are enough faults."""
 
 
 class Copying(Faulty):
-    """Two turns: copy the first digit, then the second."""
+    """Environment with two turns: copy the first digit, then the second."""
 
     def __init__(self, *, marks: str, faults: int, share: float = SHARE, public: str = "", port: int = 0) -> None:
-        """`public`: a folder of the host for the attacks on files, and `port` of a server there for those on the
-        network; unset: there are no attacks."""
+        """Configure the attacks.
+
+        `public` is a folder of the host for attacks on files, and `port` that of a server there for attacks on the
+        network; without them there are no attacks.
+        """
         super().__init__()
         self._folder, self._most, self._share, self._public, self._port = Path(marks), faults, share, public, port
 
     def question(self, index: int) -> dict[str, Any]:
-        """Two digits; of some, a fault."""
+        """Return a question of two digits; some have a fault."""
         draw = random.Random(index)
         digits = f"{draw.randrange(100):02}"
         question: dict[str, Any] = {"messages": [{"role": "user", "content": digits}], "digits": digits}
@@ -44,14 +46,17 @@ class Copying(Faulty):
         return question
 
     def reset(self, question: dict[str, Any]) -> None:
-        """A fault of a question befalls about one episode in four, and its next attempts as well."""
+        """Start the episode.
+
+        A question's fault in `reset` or `step` occurs in about one episode in four, and in its retries too.
+        """
         self._digits = question["digits"]
         if "fault" in question and random.random() < 0.75:
             question = {key: value for key, value in question.items() if key != "where"}
         super().reset(question)
 
     async def step(self, action: str) -> Step:  # type: ignore[override]
-        """The digit, or not."""
+        """Compare the answer with the digit, or fail."""
         found = super().step(action)
         if self._fault.get("fault") in ATTACKS and "where" in self._fault and self._count == 1:
             await self._attack(self._fault["fault"])

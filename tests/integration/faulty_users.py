@@ -1,4 +1,4 @@
-"""A user's agents and reward, at fault where the question's record says so."""
+"""Agents and a reward of a user that fail where the question's record says so."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asyncrl.schema import Generate, Prompt, Trajectory
 from scripts.slow_tools import SlowTools
 
 RAISES, HANGS = "reward raises", "agent hangs"
-"""Faults of a record."""
+"""Faults that a question's record may name."""
 
 
 def write_questions(path: Path, seed: int, *, raises: float, hangs: float) -> None:
-    """A thousand questions of three digits; these shares of them are at fault."""
+    """Write a thousand questions of three digits. The given fractions of them have faults."""
     choose = random.Random(seed)
     faults = choose.choices([RAISES, HANGS, ""], [raises, hangs, 1 - raises - hangs], k=1000)
     rows = [{"prompt": f"{number:03}", "answer": f"{number:03}", "fault": fault} for number, fault in enumerate(faults)]
@@ -31,25 +31,25 @@ async def _hang_where_told(prompt: Prompt, generate: Generate) -> None:
 
 
 class OneTurn(SingleTurn):
-    """Against a real model."""
+    """Agent for a real model."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """One turn, or none."""
+        """Play one turn, or hang."""
         await _hang_where_told(prompt, generate)
         return await super().run(prompt, generate)
 
 
 class Turns(SlowTools):
-    """Against the stub: as many turns as the workload has."""
+    """Agent for the stub engine, with as many turns as the workload has."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """All turns, or none."""
+        """Play all turns, or hang."""
         await _hang_where_told(prompt, generate)
         return await super().run(prompt, generate)
 
 
 def score(answer: str, row: dict[str, Any]) -> float:
-    """Whether the first digit was copied."""
+    """Return 1 if the first digit was copied, or raise."""
     if row["fault"] == RAISES:
         raise KeyError("no reference")
     return float(answer[:1] == row["prompt"][:1])

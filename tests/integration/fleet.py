@@ -29,7 +29,7 @@ from asyncrl.models import catalog
 from asyncrl.tls import Authority
 
 START = 400.0
-"""Seconds for engines to start: many times what they take on a machine of their own."""
+"""Time limit for engines to start in seconds: many times what they take on an idle machine."""
 
 
 class Engines:
@@ -48,7 +48,7 @@ class Engines:
             )
 
     def kill(self, name: str) -> None:
-        """The whole process group, without a word."""
+        """Kill the whole process group with SIGKILL."""
         self.signal(name, signal.SIGKILL)
         self._running.pop(name).wait(30)
 
@@ -60,7 +60,7 @@ class Engines:
             self.kill(name)
 
     def revive(self) -> None:
-        """Start what a test has killed, and wait until the router routes to every engine."""
+        """Start the processes that a test has killed, and wait until the router routes to every engine."""
         killed = [name for name in self._specs if name not in self._running]
         for name in killed:
             self.start(name)
@@ -80,7 +80,7 @@ class Engines:
         return {worker["url"] for worker in answer.json()["workers"] if worker["is_healthy"]}
 
     def wait_for(self, url: str, timeout: float = START) -> None:
-        """Until an engine that was started again answers."""
+        """Wait until a restarted engine answers."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -96,7 +96,7 @@ class Engines:
 
 
 def over_two_machines(seat: Seat) -> list[Seat]:
-    """An engine of two ranks on as many machines: 127.0.0.2 is this one, too."""
+    """Return the seats of an engine of two ranks on two machines; 127.0.0.2 is this machine too."""
     second = this_node("127.0.0.2", None, 0, 1)
     return [seat, Seat(second, port=second.ports[0], scheme=seat.scheme)]
 
@@ -105,7 +105,7 @@ def over_two_machines(seat: Seat) -> list[Seat]:
 def engines(
     folder: Path, *overrides: str, experiment: str = "tiny", gpus: int = 0, last_spans: bool = False
 ) -> Iterator[Engines]:
-    """The engines and the router of an experiment with these overrides, ready."""
+    """Start the engines and the router of an experiment with these overrides, and wait until they are ready."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", [f"experiment={experiment}", *overrides]), resolve=True)
     config = load(raw)

@@ -1,4 +1,4 @@
-"""The layouts, the algorithms and the batch of test_losses.py, as its ranks see them too."""
+"""Layouts, algorithms and batch of test_losses.py, shared with its ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp4": {"tensor_parallel": 4, "logit_rows": 7},
     },
 }
-"""By the number of processes; settings of the trainer."""
+"""Layouts as settings of the trainer, by number of processes."""
 
 BOUNDS: dict[str, Any] = {
     "sequence": (0.5, 4.0),
@@ -42,12 +42,12 @@ BOUNDS: dict[str, Any] = {
     "opsm": 0.05,
     "lag": 2,
 }
-"""Of the batch's sequences, each takes out some."""
+"""Bounds of the masks; each removes some sequences of the batch."""
 OFF = dict.fromkeys(BOUNDS)
 
 
 def fitting(name: str) -> dict[str, Any]:
-    """A loss with the aggregation and the correction that suit it."""
+    """Return the settings of a loss with a suitable aggregation and correction."""
     traits = LOSSES.find(Choice(name=name)).traits
     return {
         "loss": name,
@@ -57,7 +57,8 @@ def fitting(name: str) -> dict[str, Any]:
 
 
 def _of_loss(name: str) -> dict[str, Any]:
-    """Two steps: in the second the policy is not the proximal one any more."""
+    """Return the settings of a loss with two optimizer steps; in the second the policy differs from the proximal
+    one."""
     return {**fitting(name), "epochs": 2}
 
 
@@ -73,14 +74,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "behaviour": {"proximal": "behaviour", "correction": None},
     "entropy": {"entropy_bonus": 0.1, "mini_batches": 2},
 }
-"""Settings of the algorithm, beside the defaults."""
+"""Settings of the algorithm in addition to the defaults."""
 
 DEPENDS_ON_ORDER = {"entropy"}  # which groups share a mini-batch
 
 
 def groups(shuffled: bool) -> list[Group]:
-    """Unequal prompts with a common beginning, unequal answers of several versions, some with a tool's words in
-    between, a group without signal and one of a single member. Shuffled, the same in another order."""
+    """Return unequal prompts with a common prefix and unequal answers of several versions, some with tool output in
+    between, a group without signal and a group of one member. With `shuffled`, the same in another order."""
     draw = random.Random(11)
 
     def tokens(low: int, high: int) -> list[int]:

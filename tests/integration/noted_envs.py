@@ -1,4 +1,4 @@
-"""A game that tells which episodes its processes began, and has a program of its own, as many environments do."""
+"""Game that records which episodes its processes began, and starts a program of its own, as many environments do."""
 
 from __future__ import annotations
 
@@ -14,35 +14,40 @@ TURNS = 3
 
 
 class Noted:
-    """Copy a digit; the next one follows from it and from what was answered. Each episode is a line in a file of its
-    process."""
+    """Game of copying digits; each digit follows from the last one and its answer.
+
+    Each episode is a line in a file of its process.
+    """
 
     def __init__(self, *, folder: str, seconds: float = 0.0) -> None:
-        """`folder` of these files; `seconds` that a step takes, so that at most moments some episode is under way."""
+        """Configure the game.
+
+        `folder` holds the files; a step takes `seconds`, so that at most times some episode is in progress.
+        """
         self._folder, self._seconds = Path(folder), seconds
         self._program: subprocess.Popen[bytes] | None = None
 
     def question(self, index: int) -> Question:
-        """The first digit."""
+        """Return a question that contains the first digit."""
         digit = random.Random(index).randrange(10)
         return {"messages": [{"role": "user", "content": str(digit)}], "digit": digit, "seed": index}
 
     def reset(self, question: Question) -> None:
-        """Noted."""
+        """Record the episode and start it."""
         self._digit, self._left = question["digit"], TURNS
         self._program = subprocess.Popen(["sleep", "600"])
         with (self._folder / str(os.getpid())).open("a") as file:
             file.write(f"{question['seed']}\n")
 
     def step(self, action: str) -> Step:
-        """In its time."""
+        """Make a step, which takes time."""
         time.sleep(self._seconds)
         right = action[:1] == str(self._digit)
         self._digit, self._left = (self._digit + len(action)) % 10, self._left - 1
         return Step(str(self._digit), reward=float(right), done=not self._left)
 
     def close(self) -> None:
-        """With its program."""
+        """Close the environment and its program."""
         if self._program:
             self._program.kill()
             self._program.wait()

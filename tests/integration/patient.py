@@ -1,4 +1,4 @@
-"""An agent whose runs take little of a core, for tests that wait for something else."""
+"""Agent whose runs use little CPU, for tests that wait for something else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS = 2.0
 
 
 async def answer(prompt: Prompt, generate: Generate, file: str) -> float:
-    """Ask once, after some seconds for as long as the file exists; the tokens are the reward."""
+    """Send one request, delayed by some seconds if the file exists. The tokens are the reward."""
     if await asyncio.to_thread(Path(file).exists):
         await asyncio.sleep(SECONDS)
     completion = await generate(prompt.token_ids)

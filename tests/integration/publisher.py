@@ -38,7 +38,7 @@ ALONE: dict[str, Any] = {
 
 
 class SeededWeights:
-    """In the place of a Resharder: the model's weights, changed by noise that only the version decides."""
+    """Replacement of a Resharder: the model's weights with noise that depends only on the version."""
 
     def __init__(self, model: Path, share: float = 1.0, device: str = "cpu") -> None:
         files = sorted(model.glob("*.safetensors"))
@@ -64,7 +64,7 @@ class SeededWeights:
         return ((name, Pieces([tensor])) for name, tensor in self.hf_tensors())
 
     def at(self, version: int) -> dict[str, Tensor]:
-        """All of one version."""
+        """Return all tensors of a version."""
         held, self.version = self.version, version
         tensors = dict(self.hf_tensors())
         self.version = held
@@ -82,7 +82,7 @@ def make(
     announce: Callable[[int], None] = lambda version: None,
     device: str = "cpu",
 ) -> Publisher:
-    """A publisher of one rank, as trainer/__main__.py makes it; `device` is the trainer's."""
+    """Return a publisher of one rank, created as in trainer/__main__.py. `device` is the trainer's."""
     timeout = config.weights.timeout
     fleet = Fleet(
         urls or addresses.engines,

@@ -50,7 +50,8 @@ def main(folder: Path) -> None:
 
 
 def found(folder: Path, layout: str, trainer: TrainerConfig, parallel: Parallel) -> dict[str, Any]:
-    """Names of this rank's tensors, of those that the checkpoint gave other bits, and those that it left untouched."""
+    """Return the names of this rank's tensors, of those that differ from the checkpoint, and of those that it did not
+    set."""
     chunks, random = build(folder / "hf", trainer), {}
     for number, chunk in enumerate(chunks):
         random.update({f"{number}.{name}": tensor.clone() for name, tensor in weights(chunk).items()})
@@ -76,7 +77,7 @@ def found(folder: Path, layout: str, trainer: TrainerConfig, parallel: Parallel)
 
 
 def build(model: Path, trainer: TrainerConfig) -> list[GPTModel]:
-    """This rank's chunks with random weights, norms and biases included."""
+    """Return this rank's chunks with random weights, including norms and biases."""
     hf = megatron.read_hf_config(model)
     config = megatron.transformer_config(hf, trainer.model_copy(update={"dtype": hf["dtype"]}))
     stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]

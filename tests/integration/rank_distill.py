@@ -25,7 +25,7 @@ from asyncrl.trainer.policy import Policy  # noqa: E402
 
 
 def by_itself(policy: Policy, groups: list[Group]) -> list[Group]:
-    """The groups, scored by the policy in the teacher's place."""
+    """Return the groups, scored by the policy in place of the teacher."""
     own = iter(policy._score(build_samples(groups), build_table(groups, 0)).tolist())
 
     def scored(turn: Turn) -> Turn:

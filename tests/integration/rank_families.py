@@ -55,8 +55,10 @@ class Rank:
         self.wrapped.train()
 
     def run(self, batch: Pack, factor: Tensor) -> list[Tensor]:
-        """Logits [T, vocab] of every target, on the last stage; the gradient of their sum with these factors stays in
-        main_grad."""
+        """Return the logits [T, vocab] of every target on the last stage.
+
+        The gradient of their weighted sum stays in main_grad.
+        """
         found: list[Tensor] = []
 
         def forward_step(packs: Iterator[Pack], wrapped: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -86,19 +88,22 @@ class Rank:
         return found
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Every tensor-parallel rank's columns, without the padded ones."""
+        """Gather the columns of all tensor-parallel ranks, without padding."""
         parts = [torch.empty_like(logits) for _ in range(self.parallel.tp)]
         dist.all_gather(parts, logits.contiguous(), group=self.parallel.tp_group)
         return torch.cat(parts, 1)[:, : self.vocab].contiguous()
 
     def gradients(self) -> dict[str, Tensor]:
-        """By HF name, on the exporting rank: put in the place of the weights, they are exported like them."""
+        """Return the gradients by HF name on the exporting rank.
+
+        They replace the weights and are exported like these.
+        """
         for parameter in self.model.parameters():
             parameter.data.copy_(parameter.main_grad)
         return {name: tensor.clone() for name, tensor in self.weights.hf_tensors()}
 
     def choosing_biases(self) -> dict[str, Tensor]:
-        """The routers' biases after training, and after the cast to mixed precision."""
+        """Return the routers' biases after training, and after the cast to mixed precision."""
         self.model.bfloat16()
         return {name: tensor.clone() for name, tensor in self.weights.hf_tensors() if name.endswith(CHOOSES)}
 

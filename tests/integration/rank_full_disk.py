@@ -1,5 +1,7 @@
-"""One of two trainer ranks of test_checkpoint.py: python rank_full_disk.py FOLDER, under torchrun. The disk takes a
-checkpoint, then nothing of rank 1, then has too little room, then takes one again."""
+"""One of two trainer ranks of test_checkpoint.py: python rank_full_disk.py FOLDER, under torchrun.
+
+The disk accepts a checkpoint, then nothing from rank 1, then has too little space, then accepts a checkpoint again.
+"""
 
 from __future__ import annotations
 

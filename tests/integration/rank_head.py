@@ -23,7 +23,7 @@ CHUNK_ROWS = {"one-chunk": 1000, "chunks": 4}
 
 
 class Rank:
-    """Its columns of the weight."""
+    """One rank with its columns of the weight."""
 
     def __init__(self, given: dict[str, Tensor]) -> None:
         self.given, self.tp, rank = given, dist.get_world_size(), dist.get_rank()
@@ -32,12 +32,15 @@ class Rank:
         self.first = rank * self.columns
 
     def part(self, whole: Tensor) -> Tensor:
-        """[vocab, H] -> [V / tp, H]; the padding holds what must not show."""
+        """Return this rank's part of the weight, [vocab, H] -> [V / tp, H].
+
+        The padding has values that must not affect results.
+        """
         padded = torch.cat([whole, torch.full((self.columns * self.tp - VOCAB, whole.shape[1]), 9.0)])
         return padded[self.first : self.first + self.columns].clone()
 
     def value(self, hidden: Tensor, weight: Tensor, chunk_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities, entropy, and a function of both."""
+        """Return log-probabilities, entropy, and a function of both."""
         pack: Any = SimpleNamespace(row_of_target=self.given["rows"], targets=self.given["targets"])
         head = Head(hidden, weight, VOCAB, chunk_rows, self.parallel)
         logprobs, entropy = head.score(pack, TEMPERATURE, entropy=True)
@@ -46,7 +49,7 @@ class Rank:
         return logprobs, entropy, total
 
     def run(self, chunk_rows: int) -> dict[str, Tensor]:
-        """What the test compares."""
+        """Return the values that the test compares."""
         hidden = self.given["hidden"].clone().requires_grad_()
         weight = self.part(self.given["weight"]).requires_grad_()
         logprobs, entropy, total = self.value(hidden, weight, chunk_rows)
@@ -64,7 +67,7 @@ class Rank:
 
     @torch.no_grad()
     def differences(self, chunk_rows: int) -> dict[str, Tensor]:
-        """The same gradients without autograd: one number moved at a time, on all ranks."""
+        """Return the same gradients by finite differences: one number is changed at a time, on all ranks."""
         found = {}
         for name in ("hidden", "weight"):
             gradient = torch.zeros_like(self.given[name])

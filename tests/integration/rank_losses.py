@@ -34,7 +34,7 @@ RATE = 2.0  # moves the policy beyond its clip in one step
 
 
 class Descent:
-    """In the place of the optimizer: notes each step's gradient, and goes down it."""
+    """Replacement of the optimizer that records the gradient of each step and makes a plain gradient step."""
 
     lr = RATE
 
@@ -44,10 +44,10 @@ class Descent:
         self.gradients: list[dict[str, Tensor]] = []
 
     def zero_grad(self) -> None:
-        """The network zeroes its buffers."""
+        """No-op, because the network zeroes its buffers."""
 
     def step(self) -> tuple[float, bool]:
-        """As the optimizer's."""
+        """Make a step; see Optimizer.step."""
         parameters = list(self._network.parameters())
         before = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:  # in the place of the weights, gradients are exported like them
@@ -59,20 +59,20 @@ class Descent:
         return 0.0, True
 
     def restore(self) -> None:
-        """The weights before the first step."""
+        """Restore the weights before the first step."""
         for parameter, old in zip(self._network.parameters(), self._start, strict=True):
             parameter.data.copy_(old)
         self.gradients.clear()
 
 
 def in_float64(config: Config, settings: dict[str, Any]) -> Config:
-    """With a layout, and a precision that users cannot set."""
+    """Return a configuration with a layout, and a precision that users cannot set."""
     trainer = config.trainer.model_copy(update={**settings, "dtype": "float64"})
     return config.model_copy(update={"trainer": trainer})
 
 
 def train(config: Config, folder: Path, layout: str) -> None:
-    """Every algorithm in one layout."""
+    """Run every algorithm in one layout."""
     where = split(config.trainer, torch.device("cpu"), 0)
     trained = network.Network(config.trainer, folder / "model", where)
     descent = Descent(trained, where)

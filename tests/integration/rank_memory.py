@@ -1,4 +1,5 @@
-"""One trainer rank of test_memory.py: python rank_memory.py FOLDER, under torchrun. Tells what it holds, in bytes."""
+"""One trainer rank of test_memory.py: python rank_memory.py FOLDER, under torchrun. It reports the bytes that it
+holds."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def main(folder: Path) -> None:
 
 
 def kept_by_forward(network: Network) -> int:
-    """Bytes of all memory that autograd keeps, but for the parameters'."""
+    """Return the bytes of all memory that autograd keeps, except the parameters."""
     one = Sample(
         [i % VOCAB for i in range(ROWS)], [(i + 1) % VOCAB for i in range(ROWS)], [True] * ROWS, number=0, first_row=0
     )

@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
 
 
 def found(folder: Path, trainer: TrainerConfig, parallel: Parallel) -> dict[str, Any]:
-    """What this rank exports of one model in one layout."""
+    """Return what this rank exports of one model in one layout."""
     hf = megatron.read_hf_config(folder)
     config = megatron.transformer_config(hf, trainer.model_copy(update={"dtype": hf["dtype"]}))
     stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
@@ -88,7 +88,7 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Most bytes that tensors made within the block held at once; memory known before (`known`) does not count."""
+    """Peak memory of the tensors that are created in this context. Memory known before (`known`) does not count."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()

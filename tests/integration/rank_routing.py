@@ -46,7 +46,7 @@ def with_settings(config: Config, **changes: dict[str, Any]) -> Config:
 
 
 def gradient(network: Network, packs: list[Pack], parallel: Parallel) -> tuple[Tensor, list[Tensor]]:
-    """Loss of this rank (on the last stage), and every parameter's gradient."""
+    """Return the loss of this rank (on the last stage) and the gradient of every parameter."""
     losses = [torch.zeros(())]
 
     def visit(head: Head, pack: Pack) -> Tensor:
@@ -60,7 +60,7 @@ def gradient(network: Network, packs: list[Pack], parallel: Parallel) -> tuple[T
 
 
 def own_routing_changes_nothing(config: Config, groups: list[Group], folder: Path, parallel: Parallel) -> Figures:
-    """Recorded in small micro-batches of the whole batch, replayed in large ones, in another order."""
+    """Record routing in small micro-batches of the whole batch, and replay it in large ones in another order."""
     network = Network(config.trainer, folder / "model", parallel)
     routing = network.replay_routing("R2")
     samples = routing.begin(groups, build_samples(groups))
@@ -80,8 +80,10 @@ def own_routing_changes_nothing(config: Config, groups: list[Group], folder: Pat
 
 
 def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[list[Sample]]) -> list[int]:
-    """From now on every pass with gradient is checked: what each router used, against what the samples say. Returns the
-    number of comparisons, which grows."""
+    """Check in every further pass with gradient that routers used what the samples say.
+
+    Return the number of comparisons, which grows.
+    """
     network, shape, compared = policy.network, routing_shape(policy.hf), [0]
     assert shape is not None
     told = {}
@@ -115,7 +117,7 @@ def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[li
 
 
 def updates(config: Config, groups: list[Group], folder: Path, parallel: Parallel, kind: str) -> Figures:
-    """Two batches; under R3, what routers used is compared with what the samples say."""
+    """Train two batches. Under R3, compare the experts that routers used with those of the samples."""
     policy = Policy(with_settings(config, algo={"routing_replay": kind}), folder / "model", parallel)
     compared = [1]
     if kind == "R3":

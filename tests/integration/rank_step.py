@@ -1,4 +1,5 @@
-"""One trainer rank of test_step.py: python rank_step.py FOLDER, under torchrun. Clipped updates, then the weights."""
+"""One trainer rank of test_step.py: python rank_step.py FOLDER, under torchrun. It writes clipped updates, then the
+weights."""
 
 from __future__ import annotations
 

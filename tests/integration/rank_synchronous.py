@@ -50,7 +50,7 @@ from tests.rollout.machinery import Machinery, RecordedEngine, recorded  # noqa:
 
 
 class Bench:
-    """A policy, the stream of prompts and the task, each from their start."""
+    """A policy, the stream of prompts and the task, all in their initial states."""
 
     def __init__(self, config: Config, folder: Path, parallel: Parallel) -> None:
         self.config, self.model, self.parallel = config, catalog.resolve(config.model.path), parallel
@@ -64,7 +64,7 @@ class Bench:
         folder.mkdir()
 
     def plain(self, ask: synchronous.Ask, publish: Callable[[int], None] = lambda version: None) -> None:
-        """Ask, train, publish, and so on."""
+        """Repeat: generate, train, publish."""
         config, trained, figures = self.config, [], []
         batches = synchronous.batches(ask, self.training, self.task, self.template.decode, config.rollout.batch_groups)
         for version, groups in enumerate(islice(batches, config.run.max_steps)):
@@ -74,7 +74,7 @@ class Bench:
         self.leave(trained, figures)
 
     def machinery(self, bound: int) -> None:
-        """The real parts, but for an engine of recorded answers that takes new weights at once."""
+        """Run the real parts with an engine of recorded answers that accepts new weights immediately."""
         rollout, engine = self.config.rollout, RecordedEngine(seed=bound)
         made = Machinery(
             engine,
@@ -95,7 +95,7 @@ class Bench:
         self.leave(batches.groups, log.steps)
 
     def leave(self, trained: list[list[Group]], figures: list[dict[str, float]]) -> None:
-        """For the test to compare."""
+        """Write the outcome for the test to compare."""
         (self.folder / "groups.json").write_bytes(msgspec.json.encode(trained))
         (self.folder / "figures.json").write_text(json.dumps(figures))
         self.save("hf")
@@ -106,7 +106,7 @@ class Bench:
 
 
 class Kept(BatchFeed):
-    """Keeps what it hands out."""
+    """Batch source that keeps its batches."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -120,7 +120,7 @@ class Kept(BatchFeed):
 
 
 class Relabelled:
-    """In the place of a Publisher: the engine's answers are recorded, so its version alone changes."""
+    """Replacement of a Publisher that changes only the version, because the engine's answers are recorded."""
 
     def __init__(self, engine: RecordedEngine, source: RolloutClient) -> None:
         self._engine, self._source = engine, source
@@ -134,7 +134,7 @@ class Relabelled:
 
 @contextmanager
 def served(made: Machinery) -> Iterator[str]:
-    """The rollout side in a thread, behind a real server."""
+    """Run the rollout side in a thread, behind a real server."""
     source = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(made.server.app(), log_level="warning"))
 
@@ -155,7 +155,7 @@ def served(made: Machinery) -> Iterator[str]:
 
 
 class Engine:
-    """A real one, asked and loaded in the plainest way."""
+    """Real engine, used with plain requests."""
 
     def __init__(self, bench: Bench, addresses: Addresses) -> None:
         self._bench, self._addresses = bench, addresses

@@ -56,7 +56,7 @@ def _zygote() -> subprocess.Popen[str]:
 
 
 def _serve() -> None:
-    """Read orders until the tests are over."""
+    """Execute orders until the tests end."""
     from asyncrl import importing
     from asyncrl.trainer import cpu
 

@@ -1,4 +1,4 @@
-"""A hook of rollout.accept that takes every group and leaves it in the file that the environment names."""
+"""Hook for rollout.accept that accepts every group and writes it to the file that the environment names."""
 
 from __future__ import annotations
 

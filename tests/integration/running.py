@@ -1,4 +1,4 @@
-"""Runs the command as a user would, and reads what it leaves behind."""
+"""Helpers that run the command like a user, and read the files that it writes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ import psutil
 from asyncrl.metrics.fields import unknown
 
 TIMEOUT = 600.0
-"""Seconds for a run: many times what it takes, so that a busy machine fails no test."""
+"""Time limit of a run in seconds: many times its duration, so that tests do not fail on a busy machine."""
 
 
 @contextmanager
 def start(run_dir: Path, *overrides: str, module: str = "asyncrl.launch.main") -> Iterator[subprocess.Popen[str]]:
-    """asyncrl-train experiment=tiny with these overrides, its output in run_dir.out; ended when the block is left."""
+    """Run asyncrl-train experiment=tiny with these overrides and its output in run_dir.out.
+
+    It is ended when the context is left.
+    """
     command = [sys.executable, "-m", module, "experiment=tiny", f"run.dir={run_dir}", *overrides]
     with run_dir.with_suffix(".out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
@@ -35,7 +38,7 @@ def start(run_dir: Path, *overrides: str, module: str = "asyncrl.launch.main") -
 
 
 def finish(process: subprocess.Popen[str], run_dir: Path, timeout: float = TIMEOUT) -> tuple[int, str]:
-    """Exit code and output."""
+    """Return exit code and output."""
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -44,12 +47,12 @@ def finish(process: subprocess.Popen[str], run_dir: Path, timeout: float = TIMEO
 
 
 def output(run_dir: Path) -> str:
-    """What the command printed so far."""
+    """Return what the command printed so far."""
     return run_dir.with_suffix(".out").read_text()
 
 
 def run(run_dir: Path, *overrides: str, timeout: float = TIMEOUT) -> list[dict[str, Any]]:
-    """A run that must succeed; its step records."""
+    """Run a training that must succeed, and return its step records."""
     with start(run_dir, *overrides) as process:
         code, text = finish(process, run_dir, timeout)
     assert code == 0, text
@@ -59,12 +62,12 @@ def run(run_dir: Path, *overrides: str, timeout: float = TIMEOUT) -> list[dict[s
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """A JSONL file, or nothing."""
+    """Return the records of a JSONL file; none if it does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, timeout: float = TIMEOUT) -> None:
-    """Until the run has trained `step` batches."""
+    """Wait until the run has trained `step` batches."""
     deadline = time.monotonic() + timeout
     while len(lines(run_dir / "metrics.jsonl")) < step:
         assert process.poll() is None, f"the run ended before step {step}:\n{evidence(run_dir)}"
@@ -80,7 +83,7 @@ def evidence(run_dir: Path, number: int = 30) -> str:
 
 
 def processes_of(launcher: subprocess.Popen[str], run_dir: Path) -> dict[str, int]:
-    """Process ids by name: the launcher's own children that live, each known by the log that it writes."""
+    """Return the pids of the launcher's living children by name, which follows from the log that each writes."""
     found = {}
     for child in psutil.Process(launcher.pid).children():
         with suppress(OSError):  # it died meanwhile
@@ -91,12 +94,12 @@ def processes_of(launcher: subprocess.Popen[str], run_dir: Path) -> dict[str, in
 
 
 def descendants(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Every process of a run, whatever its name or session."""
+    """Return every process of a run, whatever its name or session."""
     return psutil.Process(launcher.pid).children(recursive=True)
 
 
 def pids_carrying(run_id: str) -> list[int]:
-    """Living processes of a run, whatever their parents."""
+    """Return the pids of a run's living processes, whatever their parents."""
     mark = f"ASYNCRL_RUN_ID={run_id}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -109,7 +112,8 @@ def pids_carrying(run_id: str) -> list[int]:
 
 
 def nothing_is_left(run_dir: Path, processes: list[psutil.Process] | None = None) -> None:
-    """None of these processes lives, nor any that carries the run's id (SGLang's overwrite theirs with their names)."""
+    """Check that none of these processes is alive, nor any that carries the run's id (SGLang's overwrite theirs with
+    their names)."""
     run_id = json.loads((run_dir / "addresses.json").read_text())["run_id"]
     deadline = time.monotonic() + 10
     while (left := [*pids_carrying(run_id), *alive(processes or [])]) and time.monotonic() < deadline:
@@ -118,7 +122,7 @@ def nothing_is_left(run_dir: Path, processes: list[psutil.Process] | None = None
 
 
 def alive(processes: list[psutil.Process]) -> list[int]:
-    """A process that ended and waits to be collected by its parent is not alive."""
+    """Return the pids of the processes that are alive; zombies are not."""
     alive = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):

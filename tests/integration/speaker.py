@@ -1,4 +1,4 @@
-"""A small model of random weights that reads and writes text: SmolLM2's tokenizer, and a liking for some words."""
+"""Small model of random weights that writes text: it has SmolLM2's tokenizer and prefers some words."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from transformers import AutoTokenizer
 from asyncrl.models import catalog, smollm2, tiny
 
 FEATURE = 0
-"""The one that is the same in every token's embedding; what layers of small weights add to it is little."""
+"""Index of the feature that is the same in every token's embedding; layers of small weights change it little."""
 LIKING = 12.0
-"""Logits above those of other words: one word in seventy is another."""
+"""Margin of the preferred words' logits: about one word in seventy is another one."""
 VOCABULARY, WIDTH = 49152, 64
 
 
 def write_speaker(folder: Path, words: Sequence[str], *, ends: float = 0.3, positions: int = 2048) -> None:
-    """Into the new folder `folder`: a Llama of width 64 that says these words, each a token, wherever it is; a share
-    `ends` of its tokens is the end of an answer."""
+    """Write to the new folder `folder` a Llama of width 64 that says these words, one token each, in any context.
+
+    A fraction `ends` of its tokens is the end of an answer.
+    """
     tiny.write_random_model(
         folder,
         "llama",

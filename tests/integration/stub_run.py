@@ -20,11 +20,11 @@ from tests.integration.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 PIECE = 4
-"""Tokens between two pieces of a streamed answer."""
+"""Number of tokens per chunk of a streamed answer."""
 
 
 def stubbed(*arguments: Any) -> list[ProcessSpec]:
-    """The plan of a run with other engines and another trainer."""
+    """Return the plan of a run with stub engines and the stub trainer."""
     workload = Workload.read()
     return [_stubbed(spec, workload) for spec in plan(*arguments)]
 

@@ -32,20 +32,20 @@ from tests.integration.publisher import ALONE
 from tests.integration.workload import Workload
 
 BATCHES = "batches"
-"""The folder with what the trainer received."""
+"""Name of the folder with the batches that the trainer received."""
 SIP, PAUSE = 256, 0.01
-"""Bytes that a slow reader takes at a time, and seconds between."""
+"""Bytes that a slow reader takes at a time, and the seconds in between."""
 
 
 class NoWeights(Transport):
-    """A publish with all of its calls, and nothing to send."""
+    """Transport and weights of a publish that makes all calls, but sends nothing."""
 
     def described(self) -> Iterator[Any]:
-        """No tensors."""
+        """Yield no tensors."""
         return iter(())
 
     def stream(self) -> Iterator[Any]:
-        """Nor their bytes."""
+        """Yield no tensors to send."""
         return iter(())
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
@@ -54,7 +54,7 @@ class NoWeights(Transport):
 
 
 def main(run_dir: Path) -> None:
-    """Every batch of the run, as trainer/loop.py."""
+    """Train every batch of the run, as trainer/loop.py does."""
     config, addresses, workload = read(run_dir), Addresses.read(run_dir), Workload.read()
     fleet = _fleet(config, addresses, run_dir)
     source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
@@ -77,7 +77,7 @@ def main(run_dir: Path) -> None:
 
 
 def _fleet(config: Config, addresses: Addresses, run_dir: Path) -> Fleet:
-    """As trainer/__main__.py makes it."""
+    """Return the fleet as trainer/__main__.py creates it."""
     timeout = config.weights.timeout
 
     def note(url: str, incarnation: str, reason: str) -> None:
@@ -92,8 +92,10 @@ def _none() -> Any:
 
 
 def read_slowly(addresses: Addresses, version: int, share: float) -> bytes:
-    """Read this share of a batch, some bytes at a time, and break off; returns what was read, nothing if there is none
-    yet."""
+    """Read this fraction of a batch, some bytes at a time, and disconnect.
+
+    Return what was read; nothing if there is no batch.
+    """
     source = urlsplit(addresses.rollout)
     reader = socket.socket()
     with reader:

@@ -1,4 +1,4 @@
-"""Agents and environments of users, on the real engine: they train, and whatever they do the run goes on."""
+"""Agents and environments of users on the real engine: they train, and the run continues whatever they do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def my_agent(prompt, generate, bonus):
 
 
 def books_balance(run_dir: Path) -> dict:
-    """The ledger of the summary, or the last one of a run that was stopped, whose equations hold."""
+    """Return the ledger of the summary, or of the last step of a stopped run. Its equations must hold."""
     summary, last = run_dir / "summary.json", run_dir / "ledger.json"
     ledger: dict = json.loads(summary.read_text())["ledger"] if summary.exists() else json.loads(last.read_text())
     for kind in ("prompts", "groups", "trajectories"):
@@ -64,7 +64,7 @@ def books_balance(run_dir: Path) -> dict:
 
 
 def groups_of(run_dir: Path) -> list[Group]:
-    """Of its recording."""
+    """Return the groups of the run's recording."""
     return [unpacked(event.group) for event in Recording(run_dir).events() if isinstance(event, Committed)]
 
 
@@ -105,8 +105,10 @@ def test_function_that_edits_its_context_trains_every_token_that_it_was_answered
 
 
 def faults(run_dir: Path, public: Path, count: int, steps: int, *settings: str) -> Counter[str]:
-    """A run whose environments have about so many faults, and in whose sandboxes attacks are made; how many failures it
-    told, by reason. `public`: see tests/envs/machine.py."""
+    """Run a training whose environments have about `count` faults, and whose sandboxes are attacked.
+
+    Return the number of reported failures by reason. For `public` see tests/envs/machine.py.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         told = _faults(run_dir, public, server.getsockname()[1], count, steps, *settings)
@@ -148,7 +150,7 @@ def test_environments_at_fault_cost_their_episodes_alone(
 
 @pytest.mark.campaign
 def test_a_thousand_faults(tmp_path: Path, public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ASYNCRL_TRIALS is their number."""
+    """Run a thousand faults; ASYNCRL_TRIALS sets the number."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
     count = int(os.environ.get("ASYNCRL_TRIALS", "20"))
     told = faults(tmp_path / "run", public, count, max(10, count // 2), "+task.params.share=0.6")

@@ -1,4 +1,4 @@
-"""Real Megatron on CPU, without engines: several steps of a batch, the reference model, replay and resets."""
+"""Tests of real Megatron on CPU without engines: several steps per batch, the reference model, replay and resets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEVERAL = {"mini_batches": 2, "epochs": 2, "entropy_bonus": 0.0}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy with a batch, and another model of its architecture."""
+    """Create a policy with a batch, and another model of its architecture."""
     made = tmp_path_factory.mktemp("algorithms")
     for name, seed in (("policy", 1), ("other", 2)):
         write_random_model(made / name / "model", arch="llama", tied=True, seed=seed, **SIZES)
@@ -42,7 +42,7 @@ def same(one: Outcome, other: Outcome, *, atol: float) -> None:
 
 
 def test_scoring_the_start_of_a_single_step_changes_nothing(folder: Path) -> None:
-    """So the pass is skipped where a batch makes one step. A vanishing KL in the reward asks for it here."""
+    """Scoring is skipped if a batch makes one step. A negligible KL penalty in the reward requires it here."""
     scored = {"kl.coefficient": 1e-30, "kl.place": "reward", "entropy_bonus": 0.0}
     same(trained(folder, "scored", scored), trained(folder, "skipped", {"entropy_bonus": 0.0}), atol=1e-6)
 
@@ -104,7 +104,7 @@ def test_kl_to_another_model_is_that_of_transformers(folder: Path, place: str, l
 
 
 def scored(model: Any, sample: Any) -> torch.Tensor:
-    """Log-probabilities of the trained tokens at the temperature of the layout tests."""
+    """Return the log-probabilities of the trained tokens at the temperature of the layout tests."""
     logits = model(torch.tensor([sample.prompt_ids + sample.token_ids])).logits[0, len(sample.prompt_ids) - 1 : -1]
     chosen = torch.log_softmax(logits / 0.8, -1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
     return chosen[torch.tensor(sample.mask)]
@@ -133,7 +133,7 @@ GAE: dict[str, Any] = {
 
 
 def test_critic_that_knows_nothing_has_the_loss_and_gradient_of_the_plain_returns(folder: Path) -> None:
-    """Values start at zero, so returns are GAE's with V = 0, and only the head has a gradient."""
+    """Values start at zero, so the returns are those of GAE with V = 0, and only the head has a gradient."""
     from transformers import AutoModelForCausalLM
 
     from asyncrl.algo.advantage import gae_raw
@@ -155,7 +155,7 @@ def test_critic_that_knows_nothing_has_the_loss_and_gradient_of_the_plain_return
 
 
 def states_of(model: Any, sample: Any) -> torch.Tensor:
-    """What the policy chose each trained token in: the last hidden state before it."""
+    """Return the last hidden state before each trained token."""
     ids = torch.tensor([sample.prompt_ids + sample.token_ids])
     states = model.model(ids).last_hidden_state[0, len(sample.prompt_ids) - 1 : -1]
     return states[torch.tensor(sample.mask)].detach()

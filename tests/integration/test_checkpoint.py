@@ -1,7 +1,7 @@
-"""What a checkpoint holds does not depend on the layout that wrote it, and brings any other to the same place.
+"""Checkpoints do not depend on the layout that wrote them, and any layout continues from them identically.
 
-Each chain starts with a run whose layout is the first, which trains, writes a checkpoint and trains once more. The next
-layouts load the checkpoint of the one before, write it again, and train that same step.
+Each chain starts with a run in the first layout, which trains, writes a checkpoint and trains once more. Each next
+layout loads the checkpoint of the previous one, writes it again, and trains the same step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ALGO = {
 
 
 def written(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of it, whole."""
+    """Return every tensor of a checkpoint, unsharded."""
     found: dict[str, torch.Tensor] = {}
     for part in sorted(path for path in checkpoint.iterdir() if path.is_dir()):
         state: dict[str, Any] = {
@@ -57,7 +57,7 @@ def written(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def launch(folder: Path, model: str, number: int, trainer: dict[str, Any]) -> Outcome:  # noqa: F811
-    """Link `number` of a model's chain."""
+    """Run link `number` of a model's chain."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
     raw["trainer"].update(trainer)
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_the_same_whichever_layout_wrote_it(folder: Path, model:
 
 @pytest.mark.parametrize("model", CHAINS)
 def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -> None:  # noqa: F811
-    """To the last bit in the same layout; in another, sums run in another order."""
+    """The same layout continues bit for bit. In another, sums are computed in another order."""
     (figures, weights), *others = _chain(folder, model)
     for layout, (mine, my_weights) in zip(CHAINS[model][1:], others, strict=True):
         same = layout == CHAINS[model][0]
@@ -110,7 +110,7 @@ def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -
 
 
 def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
-    """One rank without a distributed optimizer, then two with; and float32 from what bfloat16 wrote."""
+    """One rank without a distributed optimizer is followed by two with one, and float32 by bfloat16."""
     half = {"dtype": "bfloat16"}
     settings = [half, {**half, **LAYOUTS["dp2"]}, {**half, **LAYOUTS["tp2"]}, {}]
     model = "qwen3-untied"
@@ -129,7 +129,10 @@ def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
 
 
 def test_disk_that_is_full_costs_a_checkpoint_and_nothing_else(folder: Path) -> None:  # noqa: F811
-    """On every rank, whichever's disk it is; those before are whole, and the next is written again."""
+    """All ranks skip the checkpoint, whichever rank's disk is full.
+
+    Earlier checkpoints stay complete, and the next is written.
+    """
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
     raw["trainer"].update(LAYOUTS["dp2"])

@@ -1,6 +1,7 @@
-"""SGLang holds the very checksums that are computed from its HF folder: every parameter of every family, none ignored.
+"""The checksums in SGLang equal those computed from the HF folder, for every parameter of every family.
 
-Every family at every degree by SGLang's model runner (engine_ranks.py), one behind its server, the rest in a campaign.
+Every family is loaded at every degree by SGLang's model runner (engine_ranks.py); one is also served, and the others
+are in a campaign.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ CASES = [(name, tp) for name in MODELS for tp in (1, 2)]
 
 
 def write_model(folder: Path, model_type: str, changes: dict[str, Any]) -> None:
-    """An HF folder with random weights, of which no two layers and no two experts are alike."""
+    """Write an HF folder with random weights in which all layers and all experts differ."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -105,7 +106,7 @@ def write_model(folder: Path, model_type: str, changes: dict[str, Any]) -> None:
 
 
 def engine_of(tp: int) -> Config:
-    """The settings that matter here, beside the defaults."""
+    """Return the configuration with the settings that matter here."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(
             compose("train", ["experiment=tiny", f"engine.tensor_parallel={tp}", "engine.dtype=bfloat16"]), resolve=True
@@ -115,7 +116,7 @@ def engine_of(tp: int) -> Config:
 
 @contextmanager
 def serving(model: Path, tp: int) -> Iterator[str]:
-    """The address of one engine, started as the launcher starts it and stopped when the block is left."""
+    """Run one engine, started as by the launcher, and yield its address."""
     config = engine_of(tp)
     url, log = f"http://127.0.0.1:{free_port('127.0.0.1')}", model.with_suffix(".log")
     argv, env = server_argv(config.engine, model, url, gpu=False, seed=0), server_env(config.engine, gpu=False)
@@ -161,7 +162,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def loaded(folders: dict[str, Path]) -> dict[tuple[str, int], Path]:
-    """Files with the checksums of every model at every degree, loaded by SGLang without a server."""
+    """Return files with the checksums of every model at every degree, loaded by SGLang without a server."""
     jobs, outs = [], {}
     for tp in (1, 2):
         engine = engine_of(tp).engine

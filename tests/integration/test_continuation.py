@@ -1,4 +1,4 @@
-"""Answers that lose their engine or their router half-way are those that nothing happened to, token for token."""
+"""Answers that lose their engine or router half-way equal undisturbed answers, token for token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client_of(fleet: Engines, stop_token_ids: list[int]) -> GenerationClient:
 
 @asynccontextmanager
 async def bit_by_bit(fleet: Engines) -> AsyncIterator[None]:
-    """The engines work for moments, with pauses in which even a slow client hears all that they have written."""
+    """Let the engines run for moments only, with pauses in which even a slow client receives all of their output."""
     engines = [f"engine-{number}" for number in range(len(fleet.addresses.engines))]
 
     def tell(number: int) -> None:
@@ -69,7 +69,7 @@ async def bit_by_bit(fleet: Engines) -> AsyncIterator[None]:
 async def greedy(
     fleet: Engines, during: Callable[[], Awaitable[None]] | None
 ) -> tuple[list[Completion], GenerationClient]:
-    """Every prompt's greedy answer; `during` comes when the first tokens of every one are there."""
+    """Return the greedy answer to every prompt. `during` is called when the first tokens of all have arrived."""
     client = client_of(fleet, [])
     sessions = [client.generate(0.0, group=f"g{number:02d}") for number in range(len(PROMPTS))]
     async with bit_by_bit(fleet) if during else nullcontext():
@@ -85,9 +85,9 @@ async def greedy(
 
 
 def whole_again(fleet: Engines, during: Callable[[], Awaitable[None]], broken: int) -> GenerationClient:
-    """Asks twice, the second time with a fault, and compares; returns the client that met the fault.
+    """Request answers twice, the second time with a fault, compare them, and return the client that met the fault.
 
-    Where engines had all but ended, once more, until the fault broke off as many requests as are said.
+    If the engines were nearly finished, repeat until the fault interrupted the required number of requests.
     """
     expected, _ = asyncio.run(greedy(fleet, None))
     for _attempt in range(5):
@@ -105,8 +105,10 @@ def whole_again(fleet: Engines, during: Callable[[], Awaitable[None]], broken: i
 
 @pytest.mark.integration
 def test_siblings_of_one_request_have_their_answers_one_by_one(fleet: Engines) -> None:
-    """An agent takes its next turn while its siblings are still in their first. (Those that end in one moment come
-    together: then once more.)"""
+    """An agent takes its next turn while its siblings are still in their first.
+
+    (If siblings end at the same moment, they arrive together, and the test repeats.)
+    """
 
     async def ask() -> bool:
         client = client_of(fleet, [0, 1, 2])

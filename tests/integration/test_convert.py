@@ -1,4 +1,4 @@
-"""Real Megatron loads what asyncrl-convert wrote, in every layout, and asyncrl-convert reads what real Megatron saved.
+"""Real Megatron loads the output of asyncrl-convert in every layout, and asyncrl-convert reads Megatron's checkpoints.
 
 One launch per number of ranks covers all layouts and models.
 """
@@ -54,7 +54,7 @@ LOADS = [(ranks, layout, name) for ranks in CASES for layout, (_, names) in CASE
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every model as an HF folder and as the checkpoint made of it."""
+    """Write every model as an HF folder and as the checkpoint converted from it."""
     made = tmp_path_factory.mktemp("convert")
     sizes: dict[str, Any] = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 48}
     for name, (arch, tied, fields) in MODELS.items():
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def found(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Return the findings of each rank."""
     run_ranks("rank_convert.py", str(folder), world=ranks, timeout=300)
     of_ranks: list[dict[str, Any]] = json.loads((folder / f"found-{ranks}.json").read_text())
     return of_ranks
@@ -101,7 +101,7 @@ def test_the_checkpoint_holds_the_very_entries_that_megatron_itself_saves(folder
 
 
 def entries(checkpoint: Path) -> dict[str, Any]:
-    """Precision and whole shape of every tensor, and the objects, by key."""
+    """Return precision and unsharded shape of every tensor, and the objects, by key."""
     metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {
         key: (entry.properties.dtype, entry.size) if isinstance(entry, TensorStorageMetadata) else "object"

@@ -1,5 +1,5 @@
-"""Whoever dies and is not started again, the run ends: with a diagnosis that names the process, a non-zero exit, and
-nothing left running."""
+"""The run ends if any process dies and is not restarted: with a diagnosis that names the process, a non-zero exit code,
+and no process left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distillation in the real trainer, without engines: a teacher's log-probabilities come with the batch."""
+"""Tests of distillation in the real trainer without engines: batches contain a teacher's log-probabilities."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {"single": {}, "tp2": {"trainer.tensor_para
 
 
 def groups() -> list[Group]:
-    """Of unequal lengths, some with a tool's words in between, their rewards all equal: no signal of their own."""
+    """Return groups of unequal lengths, some with tool output in between.
+
+    All rewards are equal, so they give no signal.
+    """
     draw = random.Random(3)
 
     def ids(low: int, high: int) -> list[int]:
@@ -72,7 +75,7 @@ def groups() -> list[Group]:
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, dict[str, float]]]:
-    """By layout and case: what one update showed."""
+    """Return a function of layout and case that returns the figures of one update."""
     folder = tmp_path_factory.mktemp("distillation")
     sizes = {"vocab": VOCABULARY, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 64}
     write_random_model(folder / "model", "llama", **sizes, tied=False, seed=1, dtype="float32", spread=0.2)

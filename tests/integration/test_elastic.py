@@ -1,4 +1,4 @@
-"""Engines come to a run that is under way, and leave it; others run already when it begins."""
+"""Engines join and leave a running training; others are already running when it begins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = ("run.max_steps=100000", "eval.questions=0", "rollout.batch_groups=4", "r
 
 @contextmanager
 def adding(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """asyncrl-engines add, its output in adding.out."""
+    """Run asyncrl-engines add, with its output in adding.out."""
     with run_dir.with_name("adding.out").open("w") as out:
         words = [sys.executable, "-m", "asyncrl.launch.engines", "add", str(run_dir), *arguments]
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, text=True)
@@ -100,7 +100,7 @@ def test_engines_come_and_leave_and_die_while_the_run_goes_on(tmp_path: Path) ->
 
 
 class Elsewhere:
-    """An engine that somebody else keeps, with a key of theirs."""
+    """Engine that somebody else runs, with a key of its own."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
         self.url = f"http://{HOST}:{free_port(HOST)}"

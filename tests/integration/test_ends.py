@@ -1,4 +1,4 @@
-"""What a run leaves."""
+"""Tests of the files that a run leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEARNING = ("trainer.optimizer.lr=2e-3", "trainer.optimizer.warmup_steps=4")
 
 
 def test_the_exported_folder_serves_and_trains_on_where_a_token_budget_ended_the_run(tmp_path: Path) -> None:
-    """The last published weights and the exported ones give the same greedy answers, at another parallelism too."""
+    """The last published weights and the exported ones give the same greedy answers, also with another parallelism."""
     first, second = tmp_path / "first", tmp_path / "second"
     steps = run(first, f"run.token_budget={BUDGET}", *LEARNING, "trainer.save_hf_every=20")
     assert f"reached run.token_budget {BUDGET}" in json.loads((first / "summary.json").read_text())["reason"]

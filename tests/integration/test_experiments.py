@@ -1,7 +1,7 @@
-"""Every experiment that is not sized for GPUs, and every agent that ships, plays and trains on the real engine.
+"""Every experiment that is not sized for GPUs, and every shipped agent, plays and trains on the real engine.
 
-Their tasks share two runs, each with the settings that its experiment composes; the model is small, and says digits: it
-plays games, and never calls a tool.
+Their tasks share two runs, each with the settings of its experiment. The small model outputs digits: it plays games,
+and never calls a tool.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def hint(question, chat):
 
 
 def of_experiment(name: str) -> dict[str, Any]:
-    """Its task, with who plays it, and its further sets for evaluation."""
+    """Return an experiment's task with its agent, and its further evaluation sets."""
     values = compose_values(f"experiment={name}")
     task = dict(values["task"], group_size=None)
     if task["agent"] is None and values["agent"] != compose_values()["agent"]:
@@ -43,7 +43,7 @@ def of_experiment(name: str) -> dict[str, Any]:
 
 
 def write_mixture(folder: Path, *parts: dict[str, Any]) -> tuple[str, ...]:
-    """Arguments for a run of all of these: Hydra finds them in a folder of their own."""
+    """Return the arguments for a run of all these parts, which Hydra finds in a separate folder."""
     (folder / "mixture").mkdir(parents=True)
     text = OmegaConf.to_yaml(OmegaConf.merge(*parts))
     (folder / "mixture" / "all.yaml").write_text(f"# @package _global_\n{text}")
@@ -51,7 +51,7 @@ def write_mixture(folder: Path, *parts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def by_task(run_dir: Path) -> dict[str, list[Group]]:
-    """The groups that were committed."""
+    """Return the committed groups of each task."""
     found = defaultdict(list)
     for group in groups_of(run_dir):
         found[group.task].append(group)
@@ -59,12 +59,12 @@ def by_task(run_dir: Path) -> dict[str, list[Group]]:
 
 
 def turns_of(groups: list[Group]) -> list[int]:
-    """How many each episode had."""
+    """Return the number of turns of each episode."""
     return [len(trajectory.turns) for group in groups for trajectory in group.trajectories]
 
 
 def roles_of(groups: list[Group]) -> set[str]:
-    """Of all turns."""
+    """Return the roles of all turns."""
     return {turn.role for group in groups for trajectory in group.trajectories for turn in trajectory.turns}
 
 

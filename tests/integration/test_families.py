@@ -1,4 +1,4 @@
-"""Every model family: Megatron's logits and gradients are those of transformers, alone and in parallel."""
+"""For every model family, Megatron's logits and gradients equal those of transformers, on one rank and in parallel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() for model in
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All models, as transformers writes them."""
+    """Write all models with transformers."""
     made = tmp_path_factory.mktemp("families")
     for seed, (name, (kind, tied, fields)) in enumerate(MODELS.items()):
         write_random_model(
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def megatron(folder: Path) -> Any:
-    """Runs a layout once, for all its models."""
+    """Run each layout once for all its models."""
 
     @cache
     def run(layout: str) -> None:
@@ -73,7 +73,7 @@ def megatron(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def transformers(folder: Path) -> Any:
-    """Logits of every group's targets, and the gradient by HF name."""
+    """Return the logits of every group's targets, and the gradients by HF name."""
     from transformers import AutoModelForCausalLM
 
     @cache
@@ -116,7 +116,7 @@ def test_logits_and_gradients_are_those_of_transformers(
 
 
 def exported(folder: Path, layout: str, name: str) -> dict[str, Tensor]:
-    """What the ranks of all pipeline stages wrote: gradients, and the biases that choose experts."""
+    """Return the tensors that the ranks of all pipeline stages wrote: gradients, and the biases that choose experts."""
     stages = [load_file(file) for file in folder.glob(f"{layout}-{name}-?.gradients")]
     return {key: tensor for stage in stages for key, tensor in stage.items()}
 

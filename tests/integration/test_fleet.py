@@ -1,4 +1,4 @@
-"""Real engines behind the real router, for the contract that the rest of the system stands on."""
+"""Tests of the contract of real engines behind the real router."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def addresses(two_engines: Engines) -> Addresses:
-    """The launcher's own engines and router, without the rest of a run."""
+    """Return the addresses of engines and router, started by the launcher without the rest of a run."""
     return two_engines.addresses
 
 
@@ -84,7 +84,8 @@ def test_engine_that_refuses_is_lost_with_its_own_words(addresses: Addresses) ->
 
 
 def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(addresses: Addresses) -> None:
-    """Versions without weights: the engines keep those of version 0, and say so again in the end."""
+    """Versions are published without weights, so the engines keep those of version 0, which they report again at the
+    end."""
     fleet = Fleet(addresses.engines, addresses.access, 30.0)
     protocol = Update(fleet, mode="in_place")
 
@@ -102,7 +103,7 @@ def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(ad
         return await running
 
     async def attempts() -> list[Completion]:
-        """Until a publish falls into an answer: they take a few tens of milliseconds each."""
+        """Repeat until a publish falls into an answer, which takes a few tens of milliseconds."""
         client = _client(addresses, run="flight")
         mixed: list[Completion] = []
         for version in range(1, 30):

@@ -1,5 +1,7 @@
-"""Whoever hangs or raises, the run goes on: a user's agent and reward, the router, an engine between two publishes.
-Where it cannot, a trainer rank or the rollout process, it ends, and tells what each was doing."""
+"""The run continues if a user's agent or reward, the router, or an engine between two publishes hangs or raises.
+
+If a trainer rank or the rollout process hangs, the run ends and reports what each process was doing.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alon
 
 
 def test_router_and_engine_that_are_stopped_while_the_trainer_waits_are_replaced(tmp_path: Path) -> None:
-    """Synchronous: no publish will come that would find the engine. In the end SIGTERM stops everything."""
+    """The run is synchronous, so that no publish finds the stopped engine. At the end SIGTERM stops everything."""
     run_dir = tmp_path / "run"
     overrides = ["run.max_steps=100000", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
     with start(run_dir, *overrides, "rollout.max_staleness=0") as process:
@@ -120,7 +122,7 @@ def test_router_and_engine_that_are_stopped_while_the_trainer_waits_are_replaced
 
 
 def test_trainer_rank_that_is_stopped_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    """The other rank waits for it in a collective, for half an hour if nobody looked."""
+    """The other rank waits for it in a collective, for half an hour without supervision."""
     run_dir = tmp_path / "run"
     overrides = ["run.max_steps=100000", "eval.questions=0", "trainer.tensor_parallel=2", "cluster.stall_timeout=10"]
     with start(run_dir, *overrides) as process:
@@ -158,7 +160,7 @@ def blocks_the_loop():
 def test_agent_that_blocks_the_event_loop_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait without await: no time limit of an episode can end it, and nobody is served meanwhile."""
+    """A blocking wait cannot be ended by a time limit of the episode, and blocks all others."""
     (tmp_path / "blocking.py").write_text(BLOCKING)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     run_dir = tmp_path / "run"

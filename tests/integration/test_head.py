@@ -1,4 +1,4 @@
-"""Log-probability and entropy over a vocabulary split over 1, 2 and 4 processes, in float64."""
+"""Tests of log-probability and entropy over a vocabulary split over 1, 2 and 4 processes, in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEGREES = [1, 2, 4]  # 31 tokens: the last rank of 2 and of 4 pads its part
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that every rank reads."""
+    """Write the file that every rank reads."""
     draw = torch.Generator().manual_seed(2)
 
     def normal(*size: int) -> Tensor:
@@ -43,7 +43,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcome(given: Path) -> Any:
-    """What a degree of tensor parallelism makes of it."""
+    """Return the results at a degree of tensor parallelism."""
 
     @cache
     def run(tp: int) -> dict[str, Tensor]:

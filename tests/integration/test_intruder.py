@@ -1,4 +1,4 @@
-"""Another user of the machine looks at a run that is under way: no key, no batch, no weight and no file is theirs."""
+"""Another user of the machine inspects a running training, and obtains no key, batch, weight or file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ KEYS: tuple[dict[str, str], ...] = ({}, {"Authorization": "Bearer guessed"})
 
 
 def as_nobody(look: Any, *arguments: Any) -> Any:
-    """What a function returns in a process of that user, which has nothing but this program's code."""
+    """Run a function in a process of that user, which has only this program's code, and return its result."""
     ours, theirs = multiprocessing.Pipe()
 
     def run() -> None:
@@ -71,7 +71,7 @@ def as_nobody(look: Any, *arguments: Any) -> Any:
 
 
 def readable(paths: list[str]) -> list[str]:
-    """Those that can be opened, to read or to write."""
+    """Return the paths that can be opened for reading or writing."""
     return [path for path in paths if opens(path, os.O_RDONLY) or opens(path, os.O_WRONLY | os.O_APPEND)]
 
 
@@ -84,7 +84,7 @@ def opens(path: str, flags: int) -> bool:
 
 
 def of_processes(pids: list[int]) -> tuple[list[str], str]:
-    """What of them can be opened that is not for all, and what is for all."""
+    """Return the processes' files that can be opened but should not be, and the content that is open to all."""
     private = [f"/proc/{pid}/{name}" for pid in pids for name in ("environ", "mem", "maps", "fd", "cwd/", "root/")]
     public = ""
     for pid in pids:
@@ -94,7 +94,7 @@ def of_processes(pids: list[int]) -> tuple[list[str], str]:
 
 
 def answers(ports: list[int]) -> list[tuple[int, str, int, bytes]]:
-    """(port, path, status, body) of everything that is asked where HTTP is spoken, in the clear or with TLS."""
+    """Return (port, path, status, body) of all requests to ports that speak HTTP, with and without TLS."""
     found = []
     for port in ports:
         ways = [
@@ -142,7 +142,7 @@ def shared_memory(processes: list[psutil.Process]) -> list[str]:
 
 
 def sockets(processes: list[psutil.Process]) -> list[str]:
-    """Unix sockets of theirs that have a name."""
+    """Return the names of the processes' Unix sockets."""
     inodes = set()
     for process in processes:
         for descriptor in Path(f"/proc/{process.pid}/fd").glob("*"):
@@ -164,7 +164,7 @@ def connected(paths: list[str]) -> list[str]:
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that everybody may go into, unlike pytest's."""
+    """Yield a folder that every user can enter, unlike pytest's."""
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-test-"))
     folder.chmod(0o755)
     yield folder

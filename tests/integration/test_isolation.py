@@ -1,4 +1,4 @@
-"""A machine that gives no namespaces: nothing that a model wrote is run there unless somebody has said so."""
+"""On a machine without namespaces, code of the model runs only if the user allows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALLOWED = "+task.reward_params.sandbox_params.allow_unsafe=true"
 
 
 def can_be_forbidden() -> bool:
-    """Whether the kernel, asked for a user namespace without any below it, gives that."""
+    """Return whether the kernel can forbid user namespaces below a user namespace."""
     return subprocess.run([*WITHOUT_NAMESPACES, "true"], capture_output=True, check=False).returncode == 0
 
 
@@ -23,7 +23,7 @@ needs_root_of_a_namespace = pytest.mark.skipif(not can_be_forbidden(), reason="n
 
 
 def command(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of a run whose reward executes what the model wrote, without namespaces."""
+    """Return exit code and output of a run without namespaces whose reward executes code of the model."""
     program = [
         sys.executable,
         "-m",

@@ -1,5 +1,7 @@
-"""Nothing of a run stays on its machine: not of one that ended, nor, once another begins, of one that was killed. And
-where a disk has no room for it, the run says so."""
+"""A run that ended leaves nothing on its machine; the leftovers of a killed run are removed when another run begins.
+
+If a disk is full, the run reports it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In the place of /tmp, where other runs may be at work; short, for sockets have names there."""
+    """Replace /tmp, which other runs may use, by a folder with a short path, because sockets have names there."""
     folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
@@ -78,7 +80,7 @@ ON_A_SMALL_DISK = (
 
 
 def test_full_disk_is_named_although_no_process_could_write_why(tmp_path: Path) -> None:
-    """Of 300 KB, in a mount namespace: the logs, the metrics and the traceback lie on the disk that is full."""
+    """The disk has 300 KB in a mount namespace; the logs, metrics and traceback are on the full disk."""
     folder, out = tmp_path / "small", tmp_path / "out"
     folder.mkdir()
     own = ["unshare", "--user", "--map-root-user", "--mount"]

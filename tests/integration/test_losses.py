@@ -30,13 +30,13 @@ ALIKE = [
     {"loss-ppo", "loss-minirl"},  # PPO's clip ends a gradient where MiniRL masks it
     {"sequence", "loss-gspo_token"},  # where one step starts
 ]
-"""Of one gradient, though not of one loss."""
+"""Losses that have the same gradient, but different values."""
 PARALLEL = [layout for layouts in LAYOUTS.values() for layout in layouts if layout != "single"]
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Figures and gradients of a layout, by algorithm; a launch for each number of processes."""
+    """Return figures and gradients of a layout by algorithm, with one launch per number of processes."""
     folder = tmp_path_factory.mktemp("losses")
     sizes = {"vocab": VOCAB, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 24}
     write_random_model(folder / "model", "qwen3", **sizes, tied=True, seed=4, dtype="float32", spread=0.15)
@@ -87,7 +87,7 @@ def test_figures_and_gradients_do_not_depend_on_the_layout(layout: str, algorith
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_weight_has_a_gradient_and_every_algorithm_its_own(algorithm: str, outcome: Any) -> None:
-    """Or agreement between layouts would say little."""
+    """Otherwise, agreement between layouts would mean little."""
     _, gradients = outcome("single")
     settings = ALGORITHMS[algorithm]
     steps = settings.get("epochs", 1) * settings.get("mini_batches", 1)

@@ -1,4 +1,4 @@
-"""The planner's arithmetic of a trainer rank against what Megatron's ranks really hold."""
+"""The planner's estimate of a trainer rank's memory is compared with the memory of real Megatron ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 ROWS, VOCAB = 601, 64
 TWO = {"trainer.tensor_parallel": 2, "trainer.sequence_parallel": True}
 CLOSE = 0.08
-"""How far the estimate of activations may be off: angles, statistics and the last norm are not in it."""
+"""Allowed relative error of the estimated activations, which omit angles, statistics and the last norm."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "in float32": ("llama", {"trainer.dtype": "float32"}),

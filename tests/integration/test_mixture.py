@@ -1,4 +1,4 @@
-"""Several tasks of different group sizes, and evaluation beside training, on the real parts."""
+"""Tests of several tasks with different group sizes, and of evaluation during training, on the real parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One update of the policy over a table of bigrams in the place of the network: what reaches the loss, and how."""
+"""Tests of one policy update with a table of bigrams as the network: the inputs of the loss."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Change = Callable[[TokenTable], TokenTable]
 
 
 class Bigrams:
-    """Logits of the next token by the last one; counts its passes."""
+    """Network that predicts the next token from the last one, and counts its passes."""
 
     def __init__(self, trainer: Any = None, _: Path | None = None, parallel: Any = None, **__: Any) -> None:
         self.weights, self.hf = None, {"vocab_size": VOCAB}
@@ -65,7 +65,7 @@ class Bigrams:
 
 
 class Rows:
-    """In the place of trainer/head.py."""
+    """Replacement of trainer/head.py."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -77,7 +77,7 @@ class Rows:
 
 
 class Descent:
-    """Plain steps; keeps their gradients."""
+    """Optimizer of plain gradient steps, which keeps the gradients."""
 
     lr = 0.5
 
@@ -125,7 +125,7 @@ def answer(tokens: list[int], logprob: float, finish: str = "stop") -> Completio
 
 
 def batch() -> Batch:
-    """Two groups; one answer is cut off, one is empty, one has two turns."""
+    """Return two groups, in which one answer is truncated, one is empty, and one has two turns."""
     first = [
         Trajectory([Turn([], answer([1, 2], -1.0))], 1.0),
         Trajectory([Turn([], answer([3, 3, 4, 6], -2.5, "length"))], 0.0),
@@ -139,7 +139,7 @@ def batch() -> Batch:
 
 
 def logprobs_of(logits: Tensor) -> Tensor:
-    """[N], by walking through the batch."""
+    """Return the log-probabilities, [N], by iterating over the batch."""
     found = []
     for group in batch().groups:
         for trajectory in group.trajectories:
@@ -160,7 +160,7 @@ def by_formula(
     change: Change = lambda table: table,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of one step, written out over the whole table."""
+    """Return the gradient of one step, computed explicitly over the whole table."""
     logits = Bigrams().logits
     table, samples = build_table(batch().groups, 3), [s for one in build_samples(batch().groups) for s in one]
     logprobs = logprobs_of(logits)
@@ -220,7 +220,7 @@ def test_proximal_policy_without_a_pass_of_its_own_costs_none(proximal: str) -> 
 
 
 class Routing:
-    """In the place of routing replay: knows which passes are the policy's."""
+    """Replacement of routing replay that records which passes are the policy's."""
 
     inside = False
 

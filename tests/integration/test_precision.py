@@ -1,4 +1,4 @@
-"""Real runs whose two sides compute in different formats: what crosses is exact, and what was chosen is kept."""
+"""Real runs whose two sides compute in different formats: transfers are exact, and the choice of formats is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 SMALL = ["run.max_steps=2", "eval.questions=4", "rollout.batch_groups=4", "rollout.group_size=4"]
 HIDDEN = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-"""A CPU with AVX2 alone, as far as torch and oneDNN can see."""
+"""Hide all instruction sets above AVX2 from torch and oneDNN."""
 
 
 def dtypes(folder: Path) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The preflight in an allocation, on two virtual machines with one network between them (tests/slurm/lab.py)."""
+"""Tests of the preflight in an allocation of two virtual machines with a network (tests/slurm/lab.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lab() -> Iterator[Lab]:
 
 
 def allocated(lab: Lab, run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in an allocation of both machines."""
+    """Run the command in an allocation of both machines."""
     program = [sys.executable, "-m", "asyncrl.launch.main", *RUN, f"run.dir={run_dir}", *arguments]
     words = lab.at_head("salloc", "--nodes=2", "--ntasks-per-node=1", *program)
     return subprocess.run(words, env=lab.env, capture_output=True, text=True, timeout=TIMEOUT, check=False)

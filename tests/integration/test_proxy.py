@@ -1,5 +1,5 @@
-"""An agent that knows OpenAI's client alone, on the real engine, is the agent that is written with Chat: token for
-token, sample for sample."""
+"""An agent that uses only OpenAI's client on the real engine equals the agent written with Chat: token for token,
+sample for sample."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(json.dumps({{"reward": 0.5}}))
 
 
 class Direct:
-    """With Chat."""
+    """Play with Chat."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         chat = Chat.of(prompt, generate)
@@ -52,7 +52,7 @@ class Direct:
 
 
 async def solve(question: dict[str, Any], base_url: str, api_key: str) -> float:
-    """The same with OpenAI's client; with as much in streams."""
+    """Play with OpenAI's client, partly with streams."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         history: list[Any] = list(question["messages"])
         for number, say in enumerate([*SAYS, ""]):
@@ -68,7 +68,7 @@ async def solve(question: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def greedy(fleet: Engines, agent: Agent, episodes: int) -> list[Trajectory]:
-    """Trajectories of questions 0, 1, ..., all played at once."""
+    """Return the trajectories of questions 0, 1, ..., all played concurrently."""
     tokenizer = load_tokenizer(fleet.addresses.model, None)
     template = ChatTemplate(tokenizer)
     client = GenerationClient(

@@ -1,4 +1,5 @@
-"""A recorded run, trained again without engines: the same losses, gradient norms and weights, to the last bit."""
+"""A recorded run that is trained again without engines gives the same losses, gradient norms and weights, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def replay(folder: Path, source: Path, *overrides: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recorded run."""
+    """Record a run."""
     folder = tmp_path_factory.mktemp("recorded") / "live"
     run(folder, *SMALL, *SLACK, "record=true")
     return folder
@@ -91,7 +92,7 @@ def test_too_many_bad_steps_end_the_run_and_say_so(live: Path, tmp_path: Path) -
 
 
 def same_schedule(live: Path, again: Path, *settings: str) -> None:
-    """Batches, books and weights are those of the recorded run."""
+    """Check that batches, ledgers and weights equal those of the recorded run."""
     replayed = replay(again, live, "replay.schedule=true", *settings)
     assert trained(replayed) == trained(lines(live / "metrics.jsonl"))
     assert weights(again) == weights(live)
@@ -103,7 +104,7 @@ def same_schedule(live: Path, again: Path, *settings: str) -> None:
 
 @pytest.mark.campaign
 def test_whole_schedule_comes_to_the_same_batches_books_and_weights(live: Path, tmp_path: Path) -> None:
-    """That of a run which was killed and went on: test_resume.py."""
+    """For a run that was killed and resumed, see test_resume.py."""
     same_schedule(live, tmp_path / "again", *SLACK)
 
 
@@ -117,7 +118,7 @@ def test_buffer_with_another_rule_comes_to_something_else_and_that_is_told(live:
 
 @pytest.mark.campaign
 def test_schedule_that_was_cut_short_is_done_again_to_its_last_batch(live: Path, tmp_path: Path) -> None:
-    """The run was killed before it published what it trained last, within a frame."""
+    """The run was killed while writing a frame, before it published its last step."""
     shutil.copytree(live / "records", tmp_path / "killed/records")
     folder = tmp_path / "killed/records"
     places = [
@@ -147,7 +148,7 @@ def test_replay_repeats_a_run_in_every_layout(layout: list[str], tmp_path: Path)
 
 @pytest.mark.campaign
 def test_replay_of_a_language_model_in_bfloat16_repeats_its_run(tmp_path: Path) -> None:
-    """SmolLM2-135M, twice: once more from a checkpoint on."""
+    """Replay SmolLM2-135M from the beginning, and from a checkpoint."""
     model = ["model=smollm2-135m", "task=count_bits", "trainer.dtype=bfloat16", "engine.dtype=bfloat16"]
     shape = [*model, "run.max_steps=4", "eval.questions=0", "rollout.max_new_tokens=6", "trainer.optimizer.lr=1e-5"]
     sizes = ["rollout.batch_groups=4", "rollout.group_size=8", "algo.entropy_bonus=0"]
@@ -161,7 +162,7 @@ def test_replay_of_a_language_model_in_bfloat16_repeats_its_run(tmp_path: Path) 
 
 
 def test_engines_alone_fill_a_recording_that_trainers_then_train(tmp_path: Path) -> None:
-    """Engines keep their weights, versions go by; what is trained from it is as old as its labels say."""
+    """Engines keep their weights while versions are published; the trained staleness is that of the labels."""
     alone = tmp_path / "alone"
     steps = run(alone, *SMALL, "mode=rollout_only", "record=true")
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
@@ -177,7 +178,7 @@ def test_engines_alone_fill_a_recording_that_trainers_then_train(tmp_path: Path)
 
 @pytest.mark.campaign
 def test_run_is_compared_with_a_recorded_one_token_for_token(tmp_path: Path) -> None:
-    """One request at a time an engine repeats itself."""
+    """An engine is deterministic if it has one request at a time."""
     alone = ["engine.max_running_requests=1", "rollout.max_running_groups=1", "rollout.max_staleness=0"]
     small = ["run.max_steps=2", "eval.questions=0", "rollout.batch_groups=3", "rollout.group_size=4", *alone]
     first, again = tmp_path / "first", tmp_path / "again"
@@ -191,7 +192,7 @@ def test_run_is_compared_with_a_recorded_one_token_for_token(tmp_path: Path) -> 
 
 
 def test_batch_of_a_recording_is_the_one_that_was_trained(live: Path, tmp_path: Path) -> None:
-    """What cannot be replayed is refused before anything runs."""
+    """Replays that are impossible are refused before anything runs."""
     steps, recording = lines(live / "metrics.jsonl"), Recording(live)
     events = list(recording.events())
     assert [event.step for event in events if isinstance(event, Taken)] == list(range(6))
