@@ -109,7 +109,7 @@ def test_router_and_engine_that_are_stopped_while_the_trainer_waits_are_replaced
         stopped_at = len(lines(run_dir / "metrics.jsonl"))
         wait_for_step(process, run_dir, stopped_at + 5, timeout=60)
         text = output(run_dir)
-        assert "router is running but does not answer: it is killed" in text
+        assert "router is running but does not answer; killing it" in text
         assert "router died (killed by SIGKILL" in text
         wait_until(lambda: serving(run_dir) == 2, process, run_dir, "engine-1 came back")
         started = descendants(process)

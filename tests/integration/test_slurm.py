@@ -205,13 +205,16 @@ def test_heterogeneous_job_has_its_rollouts_on_a_machine_of_their_own(lab: Lab, 
     nothing_is_left(job.run_dir)
 
 
+LOST = "engine-1 was lost together with the machine node3; the run continues with 1 engines"
+
+
 def test_run_goes_on_without_an_engine_whose_node_has_failed(lab: Lab, tmp_path: Path) -> None:
     shape = ("cluster.nodes=3", "cluster.trainer_nodes=1", "engine.count=2", *SMALL)
     job = Submitted(lab, tmp_path / "run", *shape, "run.max_steps=1000")
     job.wait_for_step(3)
     assert job.nodes()["engine-1"] == "node3"
     lab.kill_node("node3")
-    lab.wait_for(lambda: "engine-1 is lost with node3: the run continues with 1 engines" in job.output, "loss", TIMEOUT)
+    lab.wait_for(lambda: LOST in job.output, "loss", TIMEOUT)
     job.wait_for_step(len(job.steps()) + 5)
     assert job.steps()[-1]["engines/serving"] == 1
     lab.run("scancel", job.id)
