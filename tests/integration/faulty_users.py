@@ -49,7 +49,7 @@ class Turns(SlowTools):
 
 
 def score(answer: str, row: dict[str, Any]) -> float:
-    """Return 1 if the first digit was copied, or raise."""
+    """Return 1 if the first digit was copied, else 0; raise if the record says so."""
     if row["fault"] == RAISES:
         raise KeyError("no reference")
     return float(answer[:1] == row["prompt"][:1])

@@ -1,7 +1,7 @@
-"""Loading and exporting is exact in every layout: an HF folder comes back byte for byte.
+"""Loading and exporting is exact in every layout: exporting restores an HF folder byte for byte.
 
-Real Megatron models in real process groups; one launch per number of ranks covers all layouts and models. That the
-layouts are also Megatron's own is what test_families.py (logits) and test_trainer.py (updates) hold.
+Real Megatron models run in real process groups; one launch per number of ranks covers all layouts and models.
+test_families.py (logits) and test_trainer.py (updates) check that the layouts are also Megatron's own.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ STAGES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All models, as transformers writes them."""
+    """Write all models with transformers."""
     made = tmp_path_factory.mktemp("reshard")
     sizes = {"hidden": 48, "layers": 4, "heads": 12, "kv_heads": 6, "intermediate": 36}
     for seed, (name, model) in enumerate(MODELS.items()):
@@ -110,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def launched(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank found in each case."""
+    """Return the findings of each rank in each case."""
     run_ranks("rank_reshard.py", str(folder), world=ranks, timeout=400)
     found: list[dict[str, Any]] = json.loads((folder / f"found-{ranks}.json").read_text())
     return found
@@ -138,8 +138,10 @@ def test_folder_comes_back_byte_for_byte_from_the_exporting_ranks_alone(
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2-pp2", "ep2-etp2"])
 def test_stream_holds_one_parameter_at_a_time(folder: Path, layout: str) -> None:
-    """Its shards, gathered: a gated MLP's are two tensors, and the rank's own comes once more. However many layers and
-    experts there are."""
+    """The stream holds the gathered shards of one parameter, however many layers and experts there are.
+
+    A gated MLP has two tensors, and the rank's own shard is held once more.
+    """
     for found in launched(folder, 4):
         case = found[f"{layout}/mixtral"]
         if case["exports"]:

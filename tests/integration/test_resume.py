@@ -1,8 +1,8 @@
-"""Whatever is killed, and when: the same command goes on, and nothing shows that it ever stopped.
+"""Whatever is killed at any time, the same command resumes the run, and the results show no interruption.
 
-The proof is the recording: trained again without engines and without an interruption it gives the same losses, gradient
-norms and weights to the last bit, and its schedule, done again by a buffer that was never saved, the same tickets,
-batches and books.
+The recording proves it: trained again without engines and interruptions, it gives the same losses, gradient norms and
+weights bit for bit. Its schedule, repeated by a buffer that was never saved, gives the same tickets, batches and
+ledgers.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ VICTIMS = ["everything", "trainer", "rollout"]
 
 @dataclass(frozen=True)
 class Blow:
-    """One death."""
+    """Kill of one process at a given moment."""
 
     victim: str
     step: int  # behind which it comes
     delay: float  # seconds later
 
     def strike(self, run_dir: Path, *settings: str) -> str:
-        """Start the run, and let this happen to it; what it printed."""
+        """Start the run and inject the kill. Return what it printed."""
         with start(run_dir, *RUN, *settings) as launcher:
             wait_for_step(launcher, run_dir, self.step)
             time.sleep(self.delay)
@@ -82,7 +82,7 @@ class Blow:
 
 
 def go_on_to_the_end(run_dir: Path, *settings: str) -> str:
-    """The same command once more."""
+    """Run the same command again."""
     with start(run_dir, *RUN, *settings) as launcher:
         code, text = finish(launcher, run_dir)
     assert code == 0, text
@@ -91,7 +91,8 @@ def go_on_to_the_end(run_dir: Path, *settings: str) -> str:
 
 
 def check_books(run_dir: Path) -> None:
-    """Every step once, every group trained once, the bound kept, and the books of the whole run in balance."""
+    """Check that every step ran once, every group was trained once, the bound holds, and the ledger of the whole run
+    balances."""
     steps = lines(run_dir / "metrics.jsonl")
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
     assert max(step["staleness/max"] for step in steps) <= BOUND
@@ -122,7 +123,7 @@ def check_books(run_dir: Path) -> None:
 
 
 def check_replay(run_dir: Path, tmp_path: Path, *settings: str, schedule: bool = True) -> None:
-    """What an uninterrupted run makes of the recorded answers."""
+    """Check that an uninterrupted run on the recorded answers gives the same results."""
     shape = [one for one in RUN if not one.startswith(("record", "resume", "checkpoint"))]
     again = [*shape, *settings, "mode=replay", f"replay.from={run_dir}"]
     whole = run(tmp_path / "whole", *again, *(["replay.schedule=true"] if schedule else []))
@@ -131,7 +132,7 @@ def check_replay(run_dir: Path, tmp_path: Path, *settings: str, schedule: bool =
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Of an HF folder."""
+    """Return the tensors of an HF folder."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -140,7 +141,7 @@ DETERMINISTIC = ["deterministic=true", "rollout.max_staleness=0", "rollout.lead=
 
 @pytest.mark.campaign  # test_resume_environments.py makes the same comparison for a game
 def test_deterministic_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path) -> None:
-    """Engines write the same tokens again, from seeds of their own: steps and weights to the last bit."""
+    """Engines repeat the same tokens, from their own seeds, so steps and weights are equal bit for bit."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = run(whole, *RUN, *DETERMINISTIC)
     Blow("everything", 3, 0.2).strike(killed, *DETERMINISTIC)
@@ -163,7 +164,7 @@ def check_conversion(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """A trainer rank is killed beyond a checkpoint, then, in the run that went on, the rollout process."""
+    """A trainer rank is killed after a checkpoint, then, in the resumed run, the rollout process."""
     layout, run_dir = ["trainer.data_parallel=2"], tmp_path / "run"
     Blow("trainer", 5, 0.15).strike(run_dir, *layout)
     first = max(CheckpointStore(run_dir).versions(), default=0)
@@ -186,7 +187,7 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_run_goes_on_in_another_layout_with_other_engines_and_from_a_copy(tmp_path: Path) -> None:
-    """TP1 x PP2 -> TP2 x PP1, two engines -> DP2: the same steps, as far as sums in another order are the same."""
+    """TP1 x PP2 -> TP2 x PP1, two engines -> DP2: the steps are the same up to the order of sums."""
     first = tmp_path / "run"
     stop = ["run.max_steps=6"]
     run(first, *[one for one in RUN if not one.startswith("run.max")], *stop, "trainer.pipeline_parallel=2")
@@ -214,7 +215,7 @@ def test_run_goes_on_in_another_layout_with_other_engines_and_from_a_copy(tmp_pa
 @pytest.mark.campaign
 @pytest.mark.parametrize("trial", range(int(os.environ.get("ASYNCRL_TRIALS", "4"))))
 def test_any_number_of_deaths_at_any_moment(trial: int, tmp_path: Path) -> None:
-    """One to three deaths, anywhere between the start and the end, also before the first checkpoint."""
+    """One to three kills at any time between start and end, including before the first checkpoint."""
     draw = random.Random(trial)
     layout = draw.choice([[], ["trainer.data_parallel=2"], ["trainer.tensor_parallel=2"], ["engine.count=2"]])
     run_dir = tmp_path / "run"

@@ -1,5 +1,4 @@
-"""Runs that are killed while environments live in processes: the same command goes on with new ones, and leaves none
-of the old."""
+"""Runs that are killed while environments live in processes resume with new environments, and leave none of the old."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from tests.integration.test_resume import DETERMINISTIC, GROUP, RUN, STEPS, Blow
 
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder where environments note the episodes that they begin, in a file of each process."""
+    """Return a folder where environments record the episodes that they begin, in a file per process."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
     folder = tmp_path / "notes"
     folder.mkdir()
@@ -33,7 +32,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def game(notes: Path, seconds: float) -> list[str]:
-    """Of several turns, in processes, some of which are made ahead."""
+    """Return the settings of a multi-turn game in processes, some of which start ahead of time."""
     return [
         *("task=own", "task.kind=tests.integration.noted_envs:Noted", "task.name=noted", "rollout.max_new_tokens=8"),
         *(f"+task.params.folder={notes}", f"+task.params.seconds={seconds}"),
@@ -42,13 +41,13 @@ def game(notes: Path, seconds: float) -> list[str]:
 
 
 def episodes(files: Iterable[Path]) -> Counter[int]:
-    """That were begun, by question."""
+    """Return the number of episodes that were begun, by question."""
     return Counter(int(line) for file in files for line in file.read_text().splitlines())
 
 
 @pytest.mark.campaign  # the next test kills more
 def test_groups_under_way_are_played_anew_in_new_environments_and_lose_nothing(tmp_path: Path, notes: Path) -> None:
-    """The environment repeats itself, so every answer of the first life has its place in the second."""
+    """The environment is deterministic, so every answer of the first run occurs again in the second."""
     run_dir, settings = tmp_path / "run", game(notes, 0.02)
     Blow("rollout", 5, 0.15).strike(run_dir, *settings)
     first = set(notes.iterdir())
@@ -70,7 +69,10 @@ def test_groups_under_way_are_played_anew_in_new_environments_and_lose_nothing(t
 
 @pytest.mark.integration
 def test_run_whose_launcher_was_killed_is_the_run_that_was_not(tmp_path: Path, notes: Path) -> None:
-    """To the last bit. The kernel ends the environments' processes, and the next life what these had started."""
+    """Results are equal bit for bit.
+
+    The kernel ends the environments' processes, and the resumed run ends what these had started.
+    """
     whole, killed, settings = tmp_path / "whole", tmp_path / "killed", [*DETERMINISTIC, *game(notes, 0.0)]
     expected = run(whole, *RUN, *settings)
     earlier = set(notes.iterdir())

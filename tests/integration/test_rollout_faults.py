@@ -35,18 +35,18 @@ from tests.integration.workload import Workload
 ROOT = Path(__file__).resolve().parents[2]
 TRIALS = int(os.environ.get("ASYNCRL_TRIALS", "20"))
 STEPS, LAST = 40, 30
-"""Batches of a trial over stubs, and the version after which nothing more is done to it."""
+"""Number of batches of a trial with stubs, and the last version after which faults are injected."""
 REAL_STEPS, REAL_LAST = 150, 50
 LATE, SLOW = "late reader", "slow reader"
 REASONS = {"reward_error": RAISES, "agent_timeout": HANGS}
-"""Of the ledger, and which fault they come from."""
+"""Reasons in the ledger, and the faults that cause them."""
 UNSEATED = {"surplus", "over_age"}
-"""Reasons that are no fault's: other groups were faster (rollout.oversample)."""
+"""Reasons that no fault causes: other groups were faster (rollout.oversample)."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What happens to one run."""
+    """Faults of one run."""
 
     seed: int
     overrides: dict[str, Any]
@@ -54,14 +54,14 @@ class Trial:
     workload: Workload | None = None  # over stubs
 
     def __str__(self) -> str:
-        """For whoever must repeat it."""
+        """Return a description from which the trial can be repeated."""
         parts = [f"trial {self.seed}", *(f"{name}={value}" for name, value in self.overrides.items())]
         parts += [f"  {fault}" for fault in self.faults]
         return "\n".join([*parts, f"  {self.workload}"] if self.workload else parts)
 
 
 def over_stubs(seed: int) -> Trial:
-    """A trial of some seconds."""
+    """Return a trial of some seconds with stub engines."""
     choose = random.Random(seed)
     engines, size, bound = choose.randint(1, 3), choose.randint(2, 4), choose.randint(0, 3)
     lengths = Lengths(
@@ -110,7 +110,7 @@ def over_stubs(seed: int) -> Trial:
 
 
 def over_engines(seed: int) -> Trial:
-    """A trial of a minute or two."""
+    """Return a trial of a minute or two with real engines."""
     choose = random.Random(seed)
     overrides = {
         "run.max_steps": REAL_STEPS,
@@ -131,19 +131,19 @@ def over_engines(seed: int) -> Trial:
 
 @pytest.fixture(scope="module")
 def tally() -> Iterator[Counter[str]]:
-    """Faults of all trials, by kind."""
+    """Count the faults of all trials by kind, and print them."""
     counted: Counter[str] = Counter()
     yield counted
     print(f"\nin all {counted.total()} faults: {told(counted)}")
 
 
 def told(counted: Counter[str]) -> str:
-    """In words."""
+    """Return the counts as text."""
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counted.items()))
 
 
 def play(trial: Trial, folder: Path, monkeypatch: pytest.MonkeyPatch, tally: Counter[str]) -> Path:
-    """Run it to its end, and check what holds of every run; returns its folder."""
+    """Run a trial to its end, check the invariants of every run, and return its folder."""
     print(trial)
     began, run_dir, questions = time.monotonic(), folder / "run", folder / "questions.jsonl"
     write_questions(questions, trial.seed, raises=0.02, hangs=0.01)
@@ -183,7 +183,7 @@ def play(trial: Trial, folder: Path, monkeypatch: pytest.MonkeyPatch, tally: Cou
 
 
 def balanced(run_dir: Path) -> Ledger:
-    """The books at the end."""
+    """Return the ledger at the end, which must balance."""
     ledger = msgspec.convert(json.loads((run_dir / "summary.json").read_text())["ledger"], Ledger)
     ledger.check()
     return ledger
@@ -193,8 +193,8 @@ def balanced(run_dir: Path) -> Ledger:
 
 
 def check_batches(trial: Trial, run_dir: Path) -> None:
-    """What the trainer received is what the stubs must have written, no older than the bound, and what the ledger
-    says."""
+    """Check that the trainer received what the stubs must have generated, within the bound, and as the ledger counts
+    it."""
     assert trial.workload
     batches = [decode_batch(file.read_bytes()) for file in sorted((run_dir / BATCHES).iterdir())]
     assert [batch.version for batch in batches] == list(range(STEPS))
@@ -216,7 +216,10 @@ def check_batches(trial: Trial, run_dir: Path) -> None:
 
 
 def check_tokens(number: int, trajectory: Trajectory, siblings: Sequence[SimulatedEpisode]) -> None:
-    """The first token says which sample it is: that of its place, or the first where it was asked for alone."""
+    """Check the tokens.
+
+    The first one tells the sample: that of its position, or the first one if it was requested alone.
+    """
     sample = trajectory.turns[0].completion.token_ids[0]
     assert sample in (0, number)
     written = [turn.completion.token_ids for turn in trajectory.turns]
@@ -225,7 +228,7 @@ def check_tokens(number: int, trajectory: Trajectory, siblings: Sequence[Simulat
 
 
 def check_versions(trajectory: Trajectory, batch: Batch, bound: int) -> None:
-    """They partition each answer (Completion sees to it), ascend, and are within the bound."""
+    """Check that versions ascend and are within the bound. (Completion checks that they partition each answer.)"""
     spans = [span for turn in trajectory.turns for span in turn.completion.versions]
     versions = [span.version for span in spans]
     assert versions == sorted(versions)
@@ -235,7 +238,7 @@ def check_versions(trajectory: Trajectory, batch: Batch, bound: int) -> None:
 
 
 def check_real(trial: Trial, run_dir: Path) -> None:
-    """All steps, none of them beyond the bound."""
+    """Check that all steps were trained within the bound."""
     steps = lines(run_dir / "metrics.jsonl")
     assert [step["version"] for step in steps] == list(range(1, REAL_STEPS + 1))
     assert max(step["staleness/max"] for step in steps) <= trial.overrides["rollout.max_staleness"]

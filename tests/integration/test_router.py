@@ -1,4 +1,4 @@
-"""The real router in front of a recording worker: what it forwards, and how it reports failures."""
+"""Tests of the real router in front of a recording worker: which requests it forwards, and how it reports failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Recorder:
-    """A worker that keeps the requests it gets, and breaks the next `breaks` answers."""
+    """Worker that keeps its requests, and breaks the next `breaks` answers."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -65,7 +65,7 @@ class Recorder:
 
 @asynccontextmanager
 async def router_and_worker(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, str, Recorder]]:
-    """A client of the router, the worker's URL, and the worker, which is registered."""
+    """Yield a client of the router, the worker's URL, and the registered worker."""
     worker_port, router_port, metrics_port = free_ports("127.0.0.1", 3)
     recorder, app = Recorder(), web.Application()
     app.router.add_route("*", "/{path:.*}", recorder.handle)

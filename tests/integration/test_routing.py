@@ -1,4 +1,4 @@
-"""Routing replay on real Megatron in several layouts, and from a real engine's experts to the trainer's."""
+"""Tests of routing replay on real Megatron in several layouts, and of replaying the experts of a real engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_model(folder: Path, **more: Any) -> RoutingShape:
 
 
 def train(folder: Path, name: str, groups: list[Group], **settings: Any) -> dict[str, Any]:
-    """What tests/integration/rank_routing.py says of it."""
+    """Run tests/integration/rank_routing.py on the groups, and return its report."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
     raw["trainer"].update(settings)
@@ -70,7 +70,10 @@ def train(folder: Path, name: str, groups: list[Group], **settings: Any) -> dict
 
 
 def foreign(shape: RoutingShape) -> list[Group]:
-    """Groups of unequal prompts with a common beginning, one with two turns; every token's experts are drawn."""
+    """Return groups of unequal prompts with a common prefix, one with two turns.
+
+    The experts of every token are random.
+    """
     draw, chance = random.Random(4), np.random.default_rng(4)
 
     def tokens(count: int) -> list[int]:
@@ -102,7 +105,7 @@ def foreign(shape: RoutingShape) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each layout's ranks say; they have asserted that their routers used what they were given."""
+    """Return the reports of each layout's ranks, which have checked that their routers used the given experts."""
     found = {}
     for name, settings in LAYOUTS.items():
         folder = tmp_path_factory.mktemp(name)
@@ -127,8 +130,8 @@ def test_replay_is_the_same_in_every_layout(layout: str, kind: str, layouts: dic
 
 
 def test_drawn_experts_are_used_and_matter(layouts: dict[str, Any]) -> None:
-    """2 of 8 experts drawn: the chance that they are the router's own two is 1 in 28, and a quarter of them on average
-    is in its choice. Recorded ones differ only by what the batch's first optimizer steps changed."""
+    """With 2 random experts of 8, they equal the router's choice with probability 1/28, and a quarter of them is in its
+    choice on average. Recorded ones differ only because of the batch's first optimizer steps."""
     for step, plain, recorded in zip(
         *(layouts["single"][kind]["figures"] for kind in ("R3", "none", "R2")), strict=True
     ):
@@ -145,7 +148,7 @@ def test_drawn_experts_are_used_and_matter(layouts: dict[str, Any]) -> None:
 
 
 class Asking:
-    """Groups as rollouts make them, from the engine's own words."""
+    """Builder of groups from the engine's answers, as rollouts build them."""
 
     def __init__(self, client: GenerationClient, abort: Any) -> None:
         self._client, self._abort = client, abort
@@ -174,7 +177,7 @@ class Asking:
     async def _later(
         self, session: GenerationSession, prompt: list[int], first: Completion, reward: float
     ) -> Trajectory:
-        """A second turn for every other sibling."""
+        """Play one episode; every other sibling has a second turn."""
         turns = [Turn([], first)]
         if reward:
             seen = [3, 4, 5]
@@ -184,7 +187,8 @@ class Asking:
 
 @pytest.fixture(scope="module")
 def engines_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Group], int]:
-    """The folder of the model, what the engine wrote, and how many answers were cut and continued."""
+    """Return the folder of the model, the engine's groups, and the number of answers that were interrupted and
+    continued."""
     folder = tmp_path_factory.mktemp("engine")
     shape = write_model(
         folder,
@@ -241,8 +245,8 @@ def test_an_engine_tells_the_experts_of_every_token_that_it_read(
 
 
 def test_the_trainer_routes_as_the_engine_did(engines_groups: tuple[Path, list[Group], int]) -> None:
-    """In the same precision its own routers would have chosen the same, so every row has come to its token (also those
-    of answers that were cut, and of later turns). In bfloat16 they would not, and replay makes the gap smaller."""
+    """In the same precision the trainer's own routers would choose the same experts, so every row belongs to the right
+    token (including interrupted answers and later turns). In bfloat16 they would not, and replay reduces the gap."""
     folder, groups, _ = engines_groups
     same = train(folder, "engine-float32", groups)
     figures = same["R3"]["figures"][0]

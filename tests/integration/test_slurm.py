@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm, whose machines are virtual: tests/slurm/lab.py."""
+"""Runs as jobs of a real Slurm on virtual machines (tests/slurm/lab.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMEOUT = 600.0
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """Three nodes."""
+    """Start a Slurm of three nodes."""
     folder = Path(tempfile.mkdtemp(prefix="lab-"))  # short: sockets lie in it
     try:
         with Lab(folder, ["node1", "node2", "node3"]) as opened:
@@ -43,7 +43,7 @@ def lab() -> Iterator[Lab]:
 
 
 class Submitted:
-    """A job."""
+    """Submitted job."""
 
     def __init__(self, lab: Lab, run_dir: Path, *overrides: str) -> None:
         self.lab, self.run_dir = lab, run_dir
@@ -58,12 +58,12 @@ class Submitted:
         return out.read_text() if out.exists() else ""
 
     def show(self) -> dict[str, str]:
-        """What Slurm tells of it."""
+        """Return Slurm's description of the job."""
         words = self.lab.run("scontrol", "show", "job", self.id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def minutes(self) -> int:
-        """Whole minutes for which it has run."""
+        """Return the whole minutes for which the job has run."""
         hours, minutes, _ = self.show()["RunTime"].split(":")
         return 60 * int(hours) + int(minutes)
 
@@ -82,12 +82,13 @@ class Submitted:
         return self.show()
 
     def finishes(self) -> None:
-        """Well."""
+        """Wait until the job ends with success."""
         shown = self.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), self.output
 
     def is_queued_again(self, times: int, **changes: int) -> None:
-        """Wait for the requeue, and start the job at once, with these changes: Slurm would wait for two minutes."""
+        """Wait for the requeue, and start the job immediately with these changes, because Slurm would wait for two
+        minutes."""
         self.lab.wait_for(lambda: int(self.show()["Restarts"]) >= times, "requeue", TIMEOUT)
         time.sleep(3)  # the credential of the start before is revoked, by its second
 
@@ -99,7 +100,7 @@ class Submitted:
         self.lab.wait_for(started, f"start of {self.show()}", TIMEOUT)
 
     def nodes(self) -> dict[str, str]:
-        """Where each of its processes runs."""
+        """Return the node of each process of the job."""
         run_id = json.loads((self.run_dir / "addresses.json").read_text())["run_id"]
         found = {}
         for pid in pids_carrying(run_id):
@@ -110,8 +111,8 @@ class Submitted:
 
 
 def goes_on_exactly(job: Submitted, steps: int, tmp_path: Path) -> None:
-    """Every step once, books that balance, and the losses and weights of an uninterrupted replay by as many trainers,
-    bit for bit."""
+    """Check that every step ran once, the ledger balances, and an uninterrupted replay with as many trainers gives the
+    same losses and weights, bit for bit."""
     assert [step["version"] for step in job.steps()] == list(range(1, steps + 1))
     books_balance(job.run_dir)
     shape = ("trainer.data_parallel=2", f"run.max_steps={steps}")
@@ -137,7 +138,7 @@ def test_trainers_on_one_node_and_engines_on_the_other_learn(lab: Lab, tmp_path:
 
 @pytest.mark.skipif(bool(missing_networks()), reason=missing_networks())
 def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_path: Path) -> None:
-    """The nodes are in network namespaces: 127.0.0.1 is another place on each. Addresses are found, none is given."""
+    """The nodes are in network namespaces, so 127.0.0.1 differs on each. Addresses are detected; none is configured."""
     folder = Path(tempfile.mkdtemp(prefix="lab-"))
     shape = ("cluster.host=null", "cluster.nodes=2", "trainer.data_parallel=2", "engine.count=2", "run.max_steps=5")
     try:
@@ -155,14 +156,17 @@ def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_
 
 
 def rises(steps: list[dict[str, Any]]) -> bool:
-    """The reward."""
+    """Return whether the reward rises."""
     first, last = (sum(step["reward/mean"] for step in part) / 10 for part in (steps[:10], steps[-10:]))
     return last > first + 0.1
 
 
 def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) -> None:
-    """The real signal of a real limit, and the real requeue. The limit is set once the run is under way, however long
-    its start took; Slurm looks at limits every 30 s, and the run is slow (1.5 steps/s) until then."""
+    """Slurm sends the real signal of a real limit, and really requeues the job.
+
+    The limit is set once the run has started, however long that took. Slurm checks limits every 30 s, and the run is
+    slow (1.5 steps/s) until then.
+    """
     steps, slow = 120, tmp_path / "slow"
     slow.touch()
     limits = ("trainer.data_parallel=2", "cluster.time=30", "cluster.signal_seconds=180", f"run.max_steps={steps}")
@@ -252,14 +256,14 @@ def test_job_whose_trainer_node_has_failed_goes_on_from_its_checkpoint(lab: Lab,
 
 
 def revive(lab: Lab, node: str) -> None:
-    """A machine that has power again."""
+    """Simulate that a machine has power again."""
     lab.start_node(node)
     lab.wait_for(lambda: lab.states()[node] in ("idle", "mix", "alloc"), f"{node} again", TIMEOUT)
     time.sleep(1)
 
 
 def test_launcher_that_is_killed_in_an_allocation_that_goes_on_leaves_nothing(lab: Lab, tmp_path: Path) -> None:
-    """As in an interactive one: Slurm would keep the steps until its end."""
+    """In an allocation, as in an interactive one, Slurm would keep the steps until the allocation ends."""
     run_dir = tmp_path / "run"
     settings = (*JOB, *SMALL, "cluster.nodes=2", f"run.dir={run_dir}", "run.max_steps=1000")
     lab.run("salloc", "--nodes=2", "--no-shell")

@@ -1,4 +1,4 @@
-"""Engines in a job of their own join a run in another job, and leave it."""
+"""Engines in a separate job join a run in another job, and leave it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lab() -> Iterator[Lab]:
 
 
 def test_job_of_engines_joins_a_run_loses_a_machine_and_leaves(lab: Lab, tmp_path: Path) -> None:
-    """On addresses of their own: nothing is reached over loopback."""
+    """All nodes have their own addresses; nothing is reached over loopback."""
     run_dir = tmp_path / "run"
     job = Submitted(lab, run_dir, *SMALL, "cluster.nodes=1", "cluster.host=null", "run.max_steps=100000")
     job.wait_for_step(3)

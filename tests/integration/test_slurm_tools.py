@@ -1,4 +1,4 @@
-"""The Slurm that `make slurm` unpacks has all that its programs need, whatever is installed on this machine."""
+"""The Slurm that `make slurm` unpacks has everything that its programs need, whatever is installed on this machine."""
 
 from __future__ import annotations
 

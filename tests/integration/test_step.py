@@ -1,4 +1,4 @@
-"""Updates one after the other are those of torch's AdamW on transformers' model, clipped by torch."""
+"""Successive updates equal those of torch's AdamW and clipping on transformers' model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = {"tied": True, "untied": False}
 
 
 def groups() -> list[list[Sample]]:
-    """Three groups of four samples; some of their answers begin alike."""
+    """Return three groups of four samples; some answers share a prefix."""
     draw = random.Random(0)
     made: list[list[Sample]] = []
     row = 0
@@ -43,14 +43,14 @@ def groups() -> list[list[Sample]]:
 
 
 def weights() -> Tensor:
-    """What multiplies the log-probability of each token in the loss."""
+    """Return the factor of each token's log-probability in the loss."""
     last = groups()[-1][-1]
     return torch.randn(last.first_row + last.num_trained, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models, and what Megatron made of them."""
+    """Write the models, and train them with Megatron."""
     made = tmp_path_factory.mktemp("step")
     sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
     for name, tied in MODELS.items():

@@ -1,4 +1,4 @@
-"""Engines and the router die under way; the run goes on, with every group and every token accounted for."""
+"""Engines and the router die during a run, which continues with every group and token accounted for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Bound 0 is synchronous to the bit: batches, losses, gradient norms and weights are those of a plain driver that asks,
-trains, publishes and only then goes on."""
+"""Training with bound 0 equals synchronous training bit for bit: batches, losses, gradient norms and weights are those
+of a plain driver that generates, trains, publishes and only then continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = {"rollout.batch_groups": 4, "rollout.group_size": 4, "run.max_steps": ST
 
 
 class Outcome:
-    """What a driver left."""
+    """Results of a driver."""
 
     def __init__(self, folder: Path) -> None:
         groups = folder / "groups.json"
@@ -44,12 +44,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def driven(how: str, folder: Path) -> None:
-    """Runs the rank, which leaves an outcome for each driver."""
+    """Run the rank, which writes an outcome for each driver."""
     run_ranks("rank_synchronous.py", how, str(folder), world=1)
 
 
 def same_training(figures: list[dict[str, float]], mine: dict[str, torch.Tensor], plain: Outcome) -> None:
-    """To the bit; and the plain driver has learnt something in every step."""
+    """Check equality bit for bit, and that the plain driver learnt something in every step."""
     assert len(figures) == len(plain.figures) == STEPS
     for one, other in zip(figures, plain.figures, strict=True):
         assert other["grad_norm"] > 0
@@ -65,7 +65,8 @@ def same_training(figures: list[dict[str, float]], mine: dict[str, torch.Tensor]
 
 
 def test_recorded_answers_train_the_same_weights_through_the_machinery(tmp_path: Path) -> None:
-    """At bound 0 in every byte; in order at bound 3 in all but the versions, which the loss does not read."""
+    """Batches equal every byte at bound 0, and at bound 3 in order, except for the versions, which the loss does not
+    read."""
     (tmp_path / "config.json").write_text(tiny_config(**SHAPE, **{"rollout.max_new_tokens": 8}).model_dump_json())
     driven("recorded", tmp_path)
     plain, synchronous, ahead = (Outcome(tmp_path / name) for name in ("plain", "bound-0", "bound-3"))
@@ -78,8 +79,8 @@ def test_recorded_answers_train_the_same_weights_through_the_machinery(tmp_path:
 
 
 def test_run_at_bound_0_is_that_of_a_plain_driver_on_the_real_engine(tmp_path: Path, monkeypatch: Any) -> None:
-    """One request at a time, so that the engine draws the same random numbers for the same tokens, and multiplies
-    matrices of as many rows."""
+    """One request runs at a time, so that the engine draws the same random numbers for the same tokens, and multiplies
+    matrices of the same number of rows."""
     monkeypatch.setenv("PYTHONPATH", ROOT)
     monkeypatch.setenv(FILE, str(tmp_path / "groups.jsonl"))
     one_by_one = {"rollout.max_staleness": 0, "rollout.max_running_groups": 1, "engine.max_running_requests": 1}

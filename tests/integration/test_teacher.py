@@ -1,4 +1,5 @@
-"""A teacher on real engines: one that is the policy teaches nothing, another is learnt, also when its engine dies."""
+"""Tests of a teacher on real engines: a teacher equal to the policy changes nothing; another is learnt from, even if
+its engine dies."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ PURE = [
 
 
 def another_tiny_model(folder: Path) -> Path:
-    """Random weights of another seed, wide enough apart to have opinions; the tokenizer is the tiny model's."""
+    """Write a model with random weights of another seed and a wide distribution. The tokenizer is the tiny model's."""
     write_random_model(
         folder,
         "llama",
@@ -51,7 +52,8 @@ def another_tiny_model(folder: Path) -> Path:
 
 
 def test_teacher_that_is_the_policy_gives_no_advantage(tmp_path: Path) -> None:
-    """Up to the gap between engine and trainer, which the engine that wrote the tokens shows in the same step."""
+    """The advantage vanishes up to the gap between engine and trainer, which the generating engine shows in the same
+    step."""
     only = ["run.max_steps=1", "rollout.max_staleness=0", "algo.kl.reference=teacher", "algo.kl.measure_every=1"]
     step = run(tmp_path / "run", *PURE, *only)[0]
     assert step["kl/teacher"] < 1e-9

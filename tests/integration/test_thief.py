@@ -1,4 +1,4 @@
-"""Another user of the machine takes the ports of a run's servers before they listen, and learns nothing."""
+"""Another user of the machine binds the ports of a run's servers before these listen, and obtains nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 @contextmanager
 def thief(run_dir: Path, heard: Path) -> Iterator[None]:
-    """A process that has learnt where this run's engines will be, is the first to listen there, and keeps what it is
-    sent. It is of another user where the tests are root's."""
+    """Run a process that knows the addresses of the run's engines, listens there first, and records what it receives.
+
+    It belongs to another user if root runs the tests.
+    """
     process = multiprocessing.get_context("fork").Process(target=_steal, args=(run_dir, heard), daemon=True)
     process.start()
     try:

@@ -1,4 +1,4 @@
-"""Real Megatron on CPU, without engines: the update is a function of the batch, whatever the layout."""
+"""Tests of real Megatron on CPU without engines: the update is a function of the batch, whatever the layout."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ CASES = [
 
 
 def drawn_groups(seed: int) -> list[Group]:
-    """Groups of unequal prompts and answers, some with a tool's words in between, one without signal."""
+    """Return groups of unequal prompts and answers, some with tool output in between, one without signal."""
     draw = random.Random(seed)
 
     def tokens(low: int, high: int) -> list[int]:
@@ -142,7 +142,7 @@ def drawn_groups(seed: int) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small random models, each with a batch."""
+    """Write small random models, each with a batch."""
     made = tmp_path_factory.mktemp("layouts")
     sizes = {"vocab": VOCAB, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
     for name, model in MODELS.items():
@@ -157,7 +157,7 @@ Outcome = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 @cache
 def _updated(folder: Path, layout: str) -> dict[str, Outcome]:
-    """What comes of every model that has a case in this layout, in one launch."""
+    """Return the outcome of every model that has a case in this layout, from one launch."""
     models = list(MODELS) if layout == "single" else [model for name, model in CASES if name == layout]
     return launch(folder, layout, models, LAYOUTS[layout])
 
@@ -165,7 +165,7 @@ def _updated(folder: Path, layout: str) -> dict[str, Outcome]:
 def launch(
     folder: Path, name: str, models: list[str], settings: dict[str, Any], algo: dict[str, Any] | None = None
 ) -> dict[str, Outcome]:
-    """Two updates of each model, under these settings of the trainer and the algorithm."""
+    """Make two updates of each model with these settings of the trainer and the algorithm."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
     raw["trainer"].update(settings)
@@ -214,7 +214,7 @@ def test_loss_gradient_and_new_weights_do_not_depend_on_the_layout(folder: Path,
 
 
 def test_every_weight_is_trained(folder: Path) -> None:
-    """Or agreement between layouts would say little."""
+    """Otherwise, agreement between layouts would mean little."""
     for model, (_, weights) in _updated(folder, "single").items():
         start = load_file(folder / model / "model" / "model.safetensors")
         same = [name for name, tensor in weights.items() if tensor.equal(start[name])]
@@ -229,7 +229,7 @@ def test_every_weight_is_trained(folder: Path) -> None:
 def test_a_bad_step_leaves_the_weights_and_the_schedule_as_they_were(
     folder: Path, model: str, settings: dict[str, Any]
 ) -> None:
-    """In bfloat16 the router's bias stays float32, to the bit."""
+    """The router's bias stays float32 in bfloat16 training, bit for bit."""
     bad = {"bad_grad_norm": 1e-9, "on_bad_step": "skip"}
     figures, weights = launch(folder, "bad", [model], {**settings, **bad})[model]
     assert [step["step/bad"] for step in figures] == [1.0, 1.0]
@@ -243,7 +243,8 @@ def test_a_bad_step_leaves_the_weights_and_the_schedule_as_they_were(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_is_that_of_transformers_and_plain_autograd(folder: Path, name: str) -> None:
-    """An independent implementation: HF's model, one sequence at a time, the formula written out."""
+    """The reference is an independent implementation: HF's model, one sequence at a time, with the formula written
+    out."""
     from transformers import AutoModelForCausalLM
 
     from asyncrl.algo.advantage import grpo

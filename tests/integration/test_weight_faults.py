@@ -38,7 +38,7 @@ FAULTS = ["engine killed", "engine hangs", "trainer killed"]
 DEADLINE = 120.0
 CHECKED = 400
 CALL_SECONDS = 10.0
-"""weights.timeout: how long an engine may hang before it is lost."""
+"""Value of weights.timeout: how long an engine may hang before it is lost."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def fleet(two_engines: Engines, closed: Engines) -> Engines:
 
 
 class Trainer:
-    """The publishing process."""
+    """Process that publishes weights."""
 
     def __init__(
         self, fleet: Engines, folder: Path, transport: str, first: int, serving: list[str], joining: list[str]
@@ -91,12 +91,12 @@ class Trainer:
         return self._out.read_text()
 
     def published(self) -> list[tuple[int, int]]:
-        """(version, engines that serve it)."""
+        """Return (version, number of engines that serve it) of each publish."""
         words = [line.split() for line in self.said().splitlines() if line.startswith("published ")]
         return [(int(word[1]), int(word[3])) for word in words]
 
     def wait_for(self, count: int, serving: int) -> None:
-        """Until so many versions were published to so many engines."""
+        """Wait until `count` versions were published to `serving` engines."""
         deadline = time.monotonic() + DEADLINE
         while sum(engines_ == serving for _, engines_ in self.published()) < count:
             assert self.process.poll() is None, self.said()[-3000:]
@@ -112,7 +112,7 @@ class Trainer:
 
 
 class Traffic:
-    """Requests through the router, one after the other in four lanes, until the block ends."""
+    """Requests through the router in four concurrent sequences, until the context is left."""
 
     def __init__(self, fleet: Engines) -> None:
         self._fleet = fleet
@@ -156,10 +156,11 @@ class Traffic:
 
 
 def check_labels(fleet: Engines, answers: list[Completion]) -> int:
-    """Every token whose version an engine told has the log-probability of that version. Returns the number of versions
-    seen. (An engine that dies cannot tell: those tokens take the oldest version that they can have.)
+    """Check that every token whose version an engine reported has the log-probability of that version, and return the
+    number of versions seen.
 
-    Of answers that one version wrote, a sample: thousands come in between two faults.
+    Tokens of an engine that died have no reported version and take the oldest possible one. Of the answers by a single
+    version only a sample is checked, because there are thousands between two faults.
     """
     mixed = [answer for answer in answers if len(answer.versions) > 1]
     plain = [answer for answer in answers if len(answer.versions) == 1]
@@ -186,7 +187,7 @@ _next_version = 1
 
 
 def trial(fleet: Engines, folder: Path, seed: int) -> None:
-    """One fault at one instant, and what follows."""
+    """Inject one fault at one instant, and check what follows."""
     global _next_version
     choose = random.Random(seed)
     transport, fault = choose.choice(TRANSPORTS), choose.choice(FAULTS)

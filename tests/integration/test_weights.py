@@ -1,4 +1,4 @@
-"""Weights on real engines: every transport, staging and pause mode; what is served is what was sent."""
+"""Tests of publishing to real engines with every transport, staging and pause mode: engines serve what was sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Two engines of two ranks behind the router, one of them over two machines."""
+    """Start two engines of two ranks behind the router, one of them on two machines."""
     folder = tmp_path_factory.mktemp("weights")
     shape = ("engine.tensor_parallel=2", "engine.count=2", "weights.transport=delta")
     with engines(folder, *shape, last_spans=True) as started:
@@ -64,7 +64,7 @@ def client(fleet: Engines, **changes: object) -> GenerationClient:
 
 
 def logprobs(tensors: dict[str, torch.Tensor], fleet: Engines, prompt: list[int], found: Completion) -> torch.Tensor:
-    """What these weights give a completion's tokens, by transformers."""
+    """Return the log-probabilities of a completion's tokens under these weights, computed by transformers."""
     model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=torch.float32)
     model.load_state_dict(tensors, strict=False)
     with torch.no_grad():
@@ -73,7 +73,8 @@ def logprobs(tensors: dict[str, torch.Tensor], fleet: Engines, prompt: list[int]
 
 
 def whole(found: Completion) -> None:
-    """Nothing is missing: it ended where the model or the limit says, and every token has its log-probability."""
+    """Check that an answer is complete: it ended as the model or the limit requires, and every token has its
+    log-probability."""
     assert len(found.token_ids) == len(found.logprobs)
     assert len(found.token_ids) == 48 or found.token_ids[-1] == EOS
     assert EOS not in found.token_ids[:-1]
@@ -85,7 +86,10 @@ def whole(found: Completion) -> None:
 async def publish_under_way(
     publisher: Any, fleet: Engines, serving: int, versions: Iterable[int]
 ) -> tuple[dict[str, float], list[Completion]]:
-    """Publish versions one after the other while requests are in flight; the last one's figures, and the answers."""
+    """Publish versions one after the other while requests are in flight.
+
+    Return the figures of the last one, and the answers.
+    """
     made = client(fleet, run=f"under-way-{serving}", pause_mode=publisher._update._mode)
     made.inflight.release(serving)
     loop = asyncio.get_running_loop()
@@ -118,7 +122,7 @@ def ask(fleet: Engines, count: int, version: int, **changes: object) -> list[Com
 @pytest.mark.parametrize(("transport", "staging", "mode"), WAYS, ids=["-".join(way) for way in WAYS])
 @pytest.mark.parametrize("bucket", ["one", "each"])
 def test_what_is_served_is_what_was_sent(transport, staging, mode, bucket, fleet: Engines, tmp_path: Path) -> None:
-    """By the engines' own checksums at every publish, and by the log-probabilities of what they generate."""
+    """Checked by the engines' own checksums at every publish, and by the log-probabilities of their output."""
     config = settings(fleet.config, transport=transport, staging=staging, pause_mode=mode, verify_every=1)
     weights = SeededWeights(fleet.addresses.model, share=0.05)
     publisher = make(config, fleet.addresses, weights, tmp_path)
@@ -139,7 +143,7 @@ def test_what_is_served_is_what_was_sent(transport, staging, mode, bucket, fleet
 def test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote_what(
     fleet: Engines, tmp_path: Path
 ) -> None:
-    """Under `retract` the cache is made anew, so each span's log-probabilities are those of its version's weights."""
+    """With `retract` the cache is computed again, so each span has the log-probabilities of its version's weights."""
     config = settings(fleet.config, transport="tensor", pause_mode="retract")
     weights = SeededWeights(fleet.addresses.model)
     publisher = make(config, fleet.addresses, weights, tmp_path)
@@ -179,7 +183,7 @@ def test_request_in_flight_keeps_its_tokens_in_the_other_modes(mode: str, fleet:
 
 
 class OneWrongBit(TensorTransport):
-    """Sends everything rightly, and then one tensor with a flipped bit to one engine."""
+    """Transport that sends everything correctly, and then one tensor with a flipped bit to one engine."""
 
     def __init__(self, *arguments: Any, victim: str) -> None:
         super().__init__(*arguments)
@@ -227,7 +231,10 @@ def test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_m
 
 
 def routed(fleet: Engines, expected: tuple[str, ...]) -> bool:
-    """Whether the router comes to know just these engines (it adds and removes in its own time)."""
+    """Wait until the router knows exactly these engines, which it adds and removes with delay.
+
+    Return whether it did.
+    """
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         workers = httpx.get(f"{fleet.addresses.router}/workers", **fleet.addresses.access.http).json()["workers"]
@@ -240,7 +247,7 @@ def routed(fleet: Engines, expected: tuple[str, ...]) -> bool:
 def test_engines_at_both_parallelisms_write_what_an_engine_started_from_the_exported_folder_writes(
     fleet: Engines, tmp_path: Path
 ) -> None:
-    """Greedily, token by token."""
+    """Greedy answers agree token by token."""
     weights = SeededWeights(fleet.addresses.model)
     exported = tmp_path / "exported"
     shutil.copytree(fleet.addresses.model, exported)
@@ -261,7 +268,7 @@ def test_engines_at_both_parallelisms_write_what_an_engine_started_from_the_expo
 
 
 def greedy(fleet: Engines, url: str) -> list[list[int]]:
-    """One engine's greedy answers to some prompts, asked directly."""
+    """Return one engine's greedy answers to some prompts, requested directly."""
     body = {
         "input_ids": [[12, a, b, 3, 11] for a in range(4) for b in range(4)],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 32},
@@ -271,7 +278,7 @@ def greedy(fleet: Engines, url: str) -> list[list[int]]:
 
 
 class Small:
-    """The same settings, with a bucket for each tensor."""
+    """Settings with one bucket per tensor."""
 
     def __init__(self, settings: object) -> None:
         self._settings = settings

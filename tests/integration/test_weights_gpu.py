@@ -1,4 +1,5 @@
-"""The GPU media: CUDA IPC on one GPU, and NCCL between two. Every publish is verified by the engine's own checksums."""
+"""Tests of publishing on GPUs: CUDA IPC on one GPU, and NCCL between two. The engine's own checksums verify every
+publish."""
 
 from __future__ import annotations
 
@@ -12,14 +13,17 @@ from tests.integration.publisher import SeededWeights, make, publish
 
 
 def model(folder: Path) -> Path:
-    """Small, with heads of a width that GPU kernels know."""
+    """Write a small model whose head width GPU kernels support."""
     sizes = {"vocab": 1000, "hidden": 512, "layers": 4, "heads": 8, "kv_heads": 4, "intermediate": 1024}
     write_random_model(folder, "llama", **sizes, tied=False, seed=0, dtype="bfloat16")  # type: ignore[arg-type]
     return folder
 
 
 def publish_three(tmp_path: Path, transport: str, *, gpus: int, trainer: str) -> None:
-    """The trainer's half on GPU 0; engines come after the trainer's GPUs, or on GPU 0 when it says cpu."""
+    """Publish three versions with the trainer's half on GPU 0.
+
+    Engines use the GPUs after the trainer's, or GPU 0 if the trainer is on CPU.
+    """
     overrides = [
         f"model.path={model(tmp_path / 'model')}",
         "engine.dtype=bfloat16",

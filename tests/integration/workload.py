@@ -1,4 +1,4 @@
-"""What the stub engines and the trainer of a stub run do (stub_run.py), handed on through the environment."""
+"""Workload of the stub engines and the stub trainer (stub_run.py), passed through the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIABLE = "ASYNCRL_STUB_WORKLOAD"
 
 @dataclass(frozen=True)
 class Workload:
-    """What the stubs do."""
+    """Behaviour of the stubs."""
 
     lengths: dict[str, Any]  # planner.lengths.Lengths
     per_token: float  # seconds of a decode step
@@ -28,15 +28,15 @@ class Workload:
 
     @classmethod
     def read(cls) -> Workload:
-        """From the environment."""
+        """Read the workload from the environment."""
         values = json.loads(os.environ[VARIABLE])
         by_version = {name: {int(key): value for key, value in values[name].items()} for name in ("late", "slow")}
         return cls(**{**values, **by_version})
 
     def environment(self) -> dict[str, str]:
-        """The inverse, and what the agent reads."""
+        """Return the environment variables from which the stubs and the agent read it."""
         return {VARIABLE: json.dumps(asdict(self)), slow_tools.VARIABLE: json.dumps(self.lengths)}
 
     def episodes(self) -> Callable[[int], Sequence[SimulatedEpisode]]:
-        """The siblings of a question, by its number."""
+        """Return a function that returns the siblings of a question by its number."""
         return Lengths(**self.lengths).episodes()
