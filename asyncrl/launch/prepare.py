@@ -1,5 +1,7 @@
-"""What a run is made of, found once before anything starts: its sandboxes, machines, models, checkpoint and number
-formats. The preflight takes the same steps, and reports what each of them refuses.
+"""Parts of a run that are determined before anything starts: its sandboxes, machines, models, checkpoint and number
+formats.
+
+The preflight takes the same steps, and reports what each of them refuses.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Preparation:
 
     @property
     def placement(self) -> Placement:
-        """Which process runs where."""
+        """Return the assignment of processes to machines."""
         assert self._placement
         return self._placement
 

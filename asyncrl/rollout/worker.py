@@ -28,7 +28,7 @@ from asyncrl.schema import Group, Prompt
 
 @dataclass(frozen=True)
 class Patience:
-    """How many groups in a row may come to nothing before the run ends."""
+    """Maximum numbers of failed and of rejected groups in a row, at which the run ends."""
 
     max_failures: int
     max_rejections: int = 1000  # by `accept`

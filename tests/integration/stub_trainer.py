@@ -49,7 +49,7 @@ class NoWeights(Transport):
         return iter(())
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
-        """Never called."""
+        """Raise an error, because there is nothing to send."""
         raise AssertionError("there is nothing to send")
 
 

@@ -1,4 +1,4 @@
-"""For every model family, Megatron's logits and gradients equal those of transformers, on one rank and in parallel."""
+"""Megatron's logits and gradients equal those of transformers for every model family, on one rank and in parallel."""
 
 from __future__ import annotations
 

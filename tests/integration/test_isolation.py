@@ -1,4 +1,4 @@
-"""On a machine without namespaces, code of the model runs only if the user allows it."""
+"""Code of the model runs on a machine without namespaces only if the user allows it."""
 
 from __future__ import annotations
 

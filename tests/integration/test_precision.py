@@ -70,7 +70,7 @@ def test_auto_is_resolved_told_estimated_and_kept_by_a_resume(tmp_path: Path) ->
 
 
 def test_cpu_without_bfloat16_arithmetic_takes_float32_for_both_sides(tmp_path: Path) -> None:
-    """On a newer CPU its instructions are hidden from torch and oneDNN."""
+    """The instructions of a newer CPU are hidden from torch and oneDNN."""
     env = {**os.environ, **HIDDEN, "ASYNCRL_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "asyncrl.probe", "576x1536"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)

@@ -104,7 +104,7 @@ def same_schedule(live: Path, again: Path, *settings: str) -> None:
 
 @pytest.mark.campaign
 def test_whole_schedule_comes_to_the_same_batches_books_and_weights(live: Path, tmp_path: Path) -> None:
-    """For a run that was killed and resumed, see test_resume.py."""
+    """A run that was killed and resumed is replayed in test_resume.py."""
     same_schedule(live, tmp_path / "again", *SLACK)
 
 

@@ -130,8 +130,8 @@ def test_replay_is_the_same_in_every_layout(layout: str, kind: str, layouts: dic
 
 
 def test_drawn_experts_are_used_and_matter(layouts: dict[str, Any]) -> None:
-    """With 2 random experts of 8, they equal the router's choice with probability 1/28, and a quarter of them is in its
-    choice on average. Recorded ones differ only because of the batch's first optimizer steps."""
+    """Two random experts of 8 equal the router's choice with probability 1/28, and a quarter of them is in its choice
+    on average. Recorded ones differ only because of the batch's first optimizer steps."""
     for step, plain, recorded in zip(
         *(layouts["single"][kind]["figures"] for kind in ("R3", "none", "R2")), strict=True
     ):
@@ -245,7 +245,7 @@ def test_an_engine_tells_the_experts_of_every_token_that_it_read(
 
 
 def test_the_trainer_routes_as_the_engine_did(engines_groups: tuple[Path, list[Group], int]) -> None:
-    """In the same precision the trainer's own routers would choose the same experts, so every row belongs to the right
+    """The trainer's own routers would choose the same experts in the same precision, so every row belongs to the right
     token (including interrupted answers and later turns). In bfloat16 they would not, and replay reduces the gap."""
     folder, groups, _ = engines_groups
     same = train(folder, "engine-float32", groups)

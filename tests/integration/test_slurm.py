@@ -263,7 +263,7 @@ def revive(lab: Lab, node: str) -> None:
 
 
 def test_launcher_that_is_killed_in_an_allocation_that_goes_on_leaves_nothing(lab: Lab, tmp_path: Path) -> None:
-    """In an allocation, as in an interactive one, Slurm would keep the steps until the allocation ends."""
+    """Slurm would keep the steps until the allocation ends, also in an interactive one."""
     run_dir = tmp_path / "run"
     settings = (*JOB, *SMALL, "cluster.nodes=2", f"run.dir={run_dir}", "run.max_steps=1000")
     lab.run("salloc", "--nodes=2", "--no-shell")

@@ -143,7 +143,8 @@ def test_what_is_served_is_what_was_sent(transport, staging, mode, bucket, fleet
 def test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote_what(
     fleet: Engines, tmp_path: Path
 ) -> None:
-    """With `retract` the cache is computed again, so each span has the log-probabilities of its version's weights."""
+    """Each span has the log-probabilities of its version's weights with `retract`, because the cache is computed
+    again."""
     config = settings(fleet.config, transport="tensor", pause_mode="retract")
     weights = SeededWeights(fleet.addresses.model)
     publisher = make(config, fleet.addresses, weights, tmp_path)
