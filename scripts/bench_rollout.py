@@ -30,9 +30,9 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.access import Access  # noqa: E402
 from asyncrl.engine.client import GenerationClient  # noqa: E402
-from asyncrl.ports import free_port  # noqa: E402
+from asyncrl.network.access import Access  # noqa: E402
+from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
 from asyncrl.rollout.ledger import SourceCounts  # noqa: E402
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402

@@ -153,15 +153,15 @@ class Model:
     """Megatron model with asyncrl's packs, on one rank."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        from asyncrl.trainer import cpu
+        from asyncrl.backends.cpu import megatron_shim
 
-        cpu.enable()
+        megatron_shim.enable()
         from hydra import compose, initialize_config_dir
         from omegaconf import OmegaConf
 
         from asyncrl.config import load
         from asyncrl.launch.main import CONF
-        from asyncrl.ports import free_port
+        from asyncrl.network.ports import free_port
         from asyncrl.trainer.network import Network
         from asyncrl.trainer.optimizer import NetworkOptimizer
         from asyncrl.trainer.parallel import initialize

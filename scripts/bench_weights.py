@@ -37,9 +37,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.trainer import cpu  # noqa: E402
+from asyncrl.backends.cpu import megatron_shim  # noqa: E402
 
-cpu.enable()  # before anything imports megatron.core
+megatron_shim.enable()  # before anything imports megatron.core
 
 import httpx  # noqa: E402
 import torch  # noqa: E402
@@ -48,7 +48,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from asyncrl.config import Config  # noqa: E402
-from asyncrl.ports import free_port  # noqa: E402
+from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets  # noqa: E402

@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl import config as configuration  # noqa: E402
 from asyncrl import tasks  # noqa: E402
-from asyncrl.addresses import Addresses  # noqa: E402
 from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.config import Config  # noqa: E402
 from asyncrl.engine.fleet import Fleet  # noqa: E402
@@ -38,6 +37,7 @@ from asyncrl.launch.machine import this_node  # noqa: E402
 from asyncrl.launch.main import CONF  # noqa: E402
 from asyncrl.launch.placement import place, ports_wanted  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
+from asyncrl.network.addresses import Addresses  # noqa: E402
 from asyncrl.planner.lengths import Lengths  # noqa: E402
 from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402

@@ -16,9 +16,9 @@ settings.register_profile(
 )
 settings.load_profile("asyncrl")
 
-SANDBOXES = ("tests/envs/", "tests/rewards/", "tests/integration/test_agents.py")
+SANDBOXES = ("tests/envs/", "tests/sandbox/", "tests/rewards/", "tests/integration/test_agents.py")
 """These tests look for what sandboxes have left anywhere on the machine, so they run one at a time."""
-FOLDERS = ("tests/integration/", "tests/envs/", "tests/rewards/")
+FOLDERS = ("tests/integration/", "tests/envs/", "tests/sandbox/", "tests/rewards/")
 """Where `make integration` collects; `make unit` collects everything but the first. (Collecting takes seconds.)"""
 STARTING = {"integration", "campaign", "gpu", "multi_gpu"}
 

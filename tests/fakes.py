@@ -17,14 +17,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl import config as configuration
-from asyncrl import renamed
-from asyncrl.access import Access
-from asyncrl.addresses import Addresses
-from asyncrl.config import Config
+from asyncrl.config import Config, renamed
 from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.launch.compose import find_recipes
 from asyncrl.launch.main import CONF
+from asyncrl.network.access import Access
+from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.schema import Completion, Group, Prompt, Trajectory, Turn, VersionSpan

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl import jsonl
-from asyncrl.addresses import Addresses
 from asyncrl.config import Config, read
 from asyncrl.engine.fleet import build_fleet
 from asyncrl.engine.update import Update
 from asyncrl.metrics.record import StepLog
 from asyncrl.metrics.sinks import TensorBoard
+from asyncrl.network.addresses import Addresses
 from asyncrl.schema import decode_batch
 from asyncrl.trainer.batch_source import RolloutClient
 from asyncrl.trainer.stop import StopRule

@@ -22,12 +22,12 @@ from typing import Any
 import httpx
 import msgspec
 
-from asyncrl.access import Access
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
 from asyncrl.engine.inflight import NEXT, CacheKey, InFlight, PendingSample, Purpose
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, joined
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.network.access import Access
 from asyncrl.retries import pause
 from asyncrl.routing import RoutingShape
 from asyncrl.schema import Completion

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from asyncrl.access import Access
 from asyncrl.errors import EngineError
+from asyncrl.network.access import Access
 
 TIMEOUT = 5.0
 """Deadline of a query in seconds. An engine that does not answer in time is left out."""

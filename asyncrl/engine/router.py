@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from asyncrl.access import Access
-from asyncrl.addresses import ARGUMENTS, Addresses
 from asyncrl.config import EngineConfig
 from asyncrl.errors import DeadlineExceeded, EngineError
-from asyncrl.tls import Signed
+from asyncrl.network.access import Access
+from asyncrl.network.addresses import ARGUMENTS, Addresses
+from asyncrl.network.tls import Signed
 
 POLL_SECONDS = 0.2
 KEY_SECONDS = 3600

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
-from asyncrl.access import Access
 from asyncrl.engine.partial_completion import PASSING
 from asyncrl.engine.stream import StreamBroken, aiohttp_transport
 from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.network.access import Access
 from asyncrl.retries import EquivalentServers
 
 POLL_SECONDS = 0.2

@@ -12,9 +12,9 @@ import os
 import shlex
 import sys
 
-from asyncrl import stores
-from asyncrl.addresses import ARGUMENTS
-from asyncrl.engine.cpu import install
+from asyncrl.backends.cpu.sglang_shim import install
+from asyncrl.network import stores
+from asyncrl.network.addresses import ARGUMENTS
 
 install()
 stores.bind()

@@ -12,7 +12,7 @@ from asyncrl.config import AuxiliaryModelConfig, EngineConfig, JudgeConfig, Teac
 # Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
-    "attention_backend": "torch_native",  # cpu_attention.py is registered under this name
+    "attention_backend": "torch_native",  # backends/cpu/sglang_attention.py is registered under this name
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_overlap_schedule": True,

@@ -14,9 +14,9 @@ from aiohttp import ClientSession, TCPConnector
 from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
 
-from asyncrl.access import Access
 from asyncrl.engine.partial_completion import PASSING, StreamChunk, decode_piece
 from asyncrl.errors import EngineError
+from asyncrl.network.access import Access
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 """Requests with the same key go to the same engine, under the router's policy `manual`."""

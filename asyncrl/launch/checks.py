@@ -9,10 +9,10 @@ from typing import Any
 
 from asyncrl import tasks
 from asyncrl.config import Config, TrainerConfig, on_gpu
-from asyncrl.envs.sandbox.local import LocalSandboxes, noted
-from asyncrl.envs.sandbox.protections import Protections
 from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
+from asyncrl.sandbox.local import LocalSandboxes, noted
+from asyncrl.sandbox.protections import Protections
 from asyncrl.tasks.scores import rewards
 
 

@@ -29,7 +29,6 @@ from pathlib import Path
 
 import httpx
 
-from asyncrl.addresses import FILE, Addresses
 from asyncrl.config import on_gpu, read
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped, visible
@@ -40,7 +39,8 @@ from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.leases import RENEW_SECONDS
-from asyncrl.tls import Authority
+from asyncrl.network.addresses import FILE, Addresses
+from asyncrl.network.tls import Authority
 from asyncrl.weights.choice import LOOPBACK, choose
 
 PORTS = 32

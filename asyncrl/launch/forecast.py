@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import tasks
-from asyncrl.addresses import MACHINE
 from asyncrl.config import Config
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.preflight.shapes import shape_of
+from asyncrl.network.addresses import MACHINE
 from asyncrl.planner.estimate import ANSWER, Estimate, MachineRates, ModelSize, StepWorkload, estimate
 from asyncrl.planner.memory import counted
 from asyncrl.tasks import Task

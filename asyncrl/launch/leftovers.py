@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from asyncrl import jsonl
-from asyncrl.envs.sandbox import cgroups
 from asyncrl.models.catalog import cache_dir
-from asyncrl.ports import HOST_TMPDIR
+from asyncrl.network.ports import HOST_TMPDIR
+from asyncrl.sandbox import cgroups
 
 SHARED = Path("/dev/shm")
 OURS = ("torch_", "sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_", "nccl-")

@@ -11,7 +11,7 @@ import psutil
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Node
-from asyncrl.ports import free_ports
+from asyncrl.network.ports import free_ports
 
 ELSEWHERE = "192.0.2.1"
 """An address reserved for documentation (RFC 5737): no machine has it, and it lies behind the default route."""

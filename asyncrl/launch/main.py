@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import asyncrl
-from asyncrl.addresses import PAUSED
 from asyncrl.errors import AsyncRLError, CompositionError, ConfigError, Paused, Stopped, visible
 from asyncrl.launch import help
+from asyncrl.network.addresses import PAUSED
 
 STARTED_AT = time.time()
 CHECK = "--check"

@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.addresses import ARGUMENTS, Addresses
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TeacherConfig, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
@@ -21,7 +20,8 @@ from asyncrl.engine.server import (
     teacher_argv,
 )
 from asyncrl.launch.placement import Placement, Seat
-from asyncrl.tls import signed
+from asyncrl.network.addresses import ARGUMENTS, Addresses
+from asyncrl.network.tls import signed
 
 PORTS = ("--port", "--nccl-port", "--dist-init-addr", "--prometheus-port")
 """Arguments that are passed through the environment: every user of the machine can read a command line, seconds before

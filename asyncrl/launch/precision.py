@@ -1,9 +1,9 @@
 """Resolution of `dtype: auto` for trainer, engines, teacher and judge.
 
 On a GPU it becomes bfloat16. On a CPU it becomes the format with the faster matrix multiplication on the machines that
-will run the part (asyncrl/probe.py); the slowest machine decides, so that all ranks agree. The format of a run that is
-resumed or replayed takes precedence. The launcher writes the result to config.json, which every process reads, and the
-reasons to machine.json.
+will run the part (backends/cpu/probe.py); the slowest machine decides, so that all ranks agree. The format of a run
+that is resumed or replayed takes precedence. The launcher writes the result to config.json, which every process reads,
+and the reasons to machine.json.
 
 waits for     the probe of each machine (PROBE_SECONDS)
 on a hang     raises LaunchError, which names the machine
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl import probe
+from asyncrl.backends.cpu import probe
+from asyncrl.backends.cpu.probe import Rates
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch.placement import Placement, Seat
-from asyncrl.probe import Rates
 
 if TYPE_CHECKING:
     from asyncrl.launch.slurm.job import SlurmJob
@@ -205,7 +205,7 @@ def _ask(wanted: Iterable[tuple[str, Sequence[str]]], job: SlurmJob | None) -> d
     if not pairs:
         return {}
     shapes = list(dict.fromkeys(shape for shape, _ in pairs))
-    program = [sys.executable, "-m", "asyncrl.probe", *shapes]
+    program = [sys.executable, "-m", "asyncrl.backends.cpu.probe", *shapes]
     if job:
         machines = list(dict.fromkeys(machine for _, machine in pairs))
         outputs = job.everywhere(program, PROBE_SECONDS, machines)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.envs.sandbox.local import LocalSandboxes
 from asyncrl.errors import ConfigError
 from asyncrl.launch import forecast, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
@@ -26,6 +25,7 @@ from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.models import catalog
 from asyncrl.planner.estimate import Estimate
+from asyncrl.sandbox.local import LocalSandboxes
 
 ROLES = ("model", "teacher", "judge")
 

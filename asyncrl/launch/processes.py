@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncrl.addresses import PEER_FAILED, STOP, STOPPED
 from asyncrl.errors import Paused, ProcessDied, Stopped
 from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent
 from asyncrl.launch.plan import ProcessSpec
@@ -33,6 +32,7 @@ from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.run_folder import full
 from asyncrl.launch.slurm.task import end_file
 from asyncrl.launch.stalls import ANSWER_SECONDS, STACK_SECONDS, Stalled, Stalls, stack_file, write_stack
+from asyncrl.network.addresses import PEER_FAILED, STOP, STOPPED
 from asyncrl.progress import DUMP_SIGNAL
 
 POLL_SECONDS = 0.1

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl import renamed
-from asyncrl.config import Config
+from asyncrl.config import Config, renamed
 from asyncrl.errors import ConfigError
 
 OTHER_ANYWAY = (

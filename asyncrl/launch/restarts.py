@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from asyncrl.addresses import LOST, READY, RESTARTED, Addresses
 from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.errors import EngineError
@@ -30,6 +29,7 @@ from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.launch.watch import HealthWatch
+from asyncrl.network.addresses import LOST, READY, RESTARTED, Addresses
 
 FORGET_SECONDS = 5.0
 """Timeout of the router's response when it is told to forget a dead engine."""

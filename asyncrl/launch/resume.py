@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.addresses import FILE, LOST, READY
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.store import FOLDER, CheckpointStore
@@ -21,6 +20,7 @@ from asyncrl.errors import ConfigError, RecordError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.leftovers import sweep
 from asyncrl.launch.replay import differing
+from asyncrl.network.addresses import FILE, LOST, READY
 
 ROLLED_BACK, LOCK = "rolled_back", "lock"
 FOLLOWED = {"metrics.jsonl": "version", "eval.jsonl": "version_max"}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl import config as configuration
-from asyncrl.addresses import STOP, STOPPED, Addresses
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import LaunchError, Paused, ProcessDied
@@ -28,7 +27,8 @@ from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.run_folder import ERRORS, full
 from asyncrl.launch.stalls import Stalls
 from asyncrl.metrics.console import Console
-from asyncrl.tls import Authority
+from asyncrl.network.addresses import STOP, STOPPED, Addresses
+from asyncrl.network.tls import Authority
 
 if TYPE_CHECKING:
     from asyncrl.launch.compose import Composed

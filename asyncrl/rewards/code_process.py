@@ -1,6 +1,6 @@
 """The code's process as the harness sees it: how to start it and talk to it. Sent into sandboxes as text.
 
-asyncrl's own sandboxes start it in a second sandbox beside that of the harness (envs/sandbox/worker.py); in others it
+asyncrl's own sandboxes start it in a second sandbox beside that of the harness (sandbox/worker.py); in others it
 is a child of the harness. code_harness.py explains what isolates the two, and how strongly.
 
 waits for     the process, within a Clock

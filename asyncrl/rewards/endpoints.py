@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from asyncrl.access import Access
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.network.access import Access
 from asyncrl.retries import EquivalentServers
 
 IDLE_SECONDS = 2.0

@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.access import Access
-from asyncrl.addresses import READY, Addresses
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, RolloutConfig, read
@@ -26,6 +24,9 @@ from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
+from asyncrl.network.access import Access
+from asyncrl.network.addresses import READY, Addresses
+from asyncrl.network.tls import signed
 from asyncrl.progress import Progress
 from asyncrl.records.events import Began
 from asyncrl.records.reading import RECORDS, Recording
@@ -53,7 +54,6 @@ from asyncrl.routing import RoutingShape
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
 from asyncrl.tasks.scores import rewards
-from asyncrl.tls import signed
 
 TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
 

@@ -23,10 +23,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.addresses import READY, Addresses
 from asyncrl.config import read
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.errors import RecordError
+from asyncrl.network.addresses import READY, Addresses
+from asyncrl.network.tls import signed
 from asyncrl.records.events import Admitted, Began, Committed, Published, Rejected, Taken, unpacked
 from asyncrl.records.reading import Recording
 from asyncrl.rollout.activity import NOTHING
@@ -36,7 +37,6 @@ from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.reporters import RunReporter
 from asyncrl.rollout.server import RolloutServer, serve
 from asyncrl.schema import Batch, Prompt
-from asyncrl.tls import signed
 
 BALANCED = ("prompts", "groups", "trajectories", "tokens")
 """Parts of the ledger that must be the same; the events outside the balance were those of engines."""

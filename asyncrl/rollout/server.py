@@ -37,11 +37,11 @@ from starlette.routing import Route
 
 from asyncrl.engine.inflight import InFlight
 from asyncrl.errors import AsyncRLError
+from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, WrongBatch
 from asyncrl.rollout.snapshot import GroupsState
 from asyncrl.schema import encode
-from asyncrl.tls import Signed
 
 POLL_SECONDS = 2.0
 """Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""

@@ -18,15 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.trainer import cpu
+from asyncrl.backends.cpu import megatron_shim
 
-cpu.enable()  # must run before the first import of megatron.core
+megatron_shim.enable()  # must run before the first import of megatron.core
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from asyncrl import jsonl  # noqa: E402
-from asyncrl.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
@@ -35,6 +34,7 @@ from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
 from asyncrl.metrics.sinks import GapWatch, TensorBoard  # noqa: E402
+from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import httpx
 
-from asyncrl.access import Access
 from asyncrl.errors import DeadlineExceeded, PeerFailed
+from asyncrl.network.access import Access
 
 
 class BatchSource(Protocol):

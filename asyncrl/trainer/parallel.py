@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from asyncrl import stores
 from asyncrl.config import TrainerConfig
+from asyncrl.network import stores
 from asyncrl.parallel import Parallel
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.engine.fleet import CallRefused, Fleet
 from asyncrl.errors import EngineError
-from asyncrl.ports import free_port
+from asyncrl.network.ports import free_port
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.transport import Transport
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.access import Access
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
+from asyncrl.network.access import Access
 
 UPDATE = [
     "/pause_generation",

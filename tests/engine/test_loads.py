@@ -7,9 +7,9 @@ import asyncio
 import httpx
 import pytest
 
-from asyncrl.access import Access
 from asyncrl.engine.loads import Load, Loads, load_of
 from asyncrl.errors import EngineError
+from asyncrl.network.access import Access
 
 RANK = {
     "dp_rank": 0,

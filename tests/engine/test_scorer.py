@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.access import Access
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.network.access import Access
 
 TOKENS = [12, 1, 2, 11, 5, 6, 15]
 START = 4

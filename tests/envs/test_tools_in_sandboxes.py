@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("asyncrl.envs.sandbox.local")
+pytest.importorskip("asyncrl.sandbox.local")
 
 from asyncrl.envs.shell_tasks import KINDS, ShellTasks
 from asyncrl.envs.tools.shared import close_shared

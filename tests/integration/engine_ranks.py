@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from asyncrl.engine.cpu import install
+from asyncrl.backends.cpu.sglang_shim import install
 
 install()
 

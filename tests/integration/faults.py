@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from asyncrl.addresses import Addresses
+from asyncrl.network.addresses import Addresses
 from tests.integration.running import TIMEOUT, descendants, output, processes_of
 
 KILLED, STOPPED, ROUTER_KILLED, ROUTER_STOPPED, CUT = (

@@ -17,7 +17,6 @@ import httpx
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from asyncrl.addresses import Addresses
 from asyncrl.config import Config, load
 from asyncrl.engine.router import RouterWorkers, wait_until_ready
 from asyncrl.launch.machine import this_node
@@ -26,7 +25,8 @@ from asyncrl.launch.placement import Seat, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.precision import resolve
 from asyncrl.models import catalog
-from asyncrl.tls import Authority
+from asyncrl.network.addresses import Addresses
+from asyncrl.network.tls import Authority
 
 START = 400.0
 """Time limit for engines to start in seconds: many times what they take on an idle machine."""

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.addresses import Addresses
 from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
+from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.layouts import Pieces

@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-from asyncrl.trainer import cpu
+from asyncrl.backends.cpu import megatron_shim
 
-cpu.enable()
+megatron_shim.enable()
 
 import msgspec  # noqa: E402
 

@@ -9,9 +9,9 @@ import resource
 import sys
 from pathlib import Path
 
-from asyncrl.trainer import cpu
+from asyncrl.backends.cpu import megatron_shim
 
-cpu.enable()
+megatron_shim.enable()
 
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import read  # noqa: E402

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from asyncrl.trainer import cpu
+from asyncrl.backends.cpu import megatron_shim
 
-cpu.enable()
+megatron_shim.enable()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.trainer import cpu
+from asyncrl.backends.cpu import megatron_shim
 
-cpu.enable()
+megatron_shim.enable()
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from asyncrl.trainer import cpu
+from asyncrl.backends.cpu import megatron_shim
 
-cpu.enable()
+megatron_shim.enable()
 
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402

@@ -20,21 +20,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from asyncrl.access import Access
-from asyncrl.trainer import cpu
+from asyncrl.backends.cpu import megatron_shim
+from asyncrl.network.access import Access
 
-cpu.enable()
+megatron_shim.enable()
 
 import httpx  # noqa: E402
 import msgspec  # noqa: E402
 import uvicorn  # noqa: E402
 
 from asyncrl import tasks  # noqa: E402
-from asyncrl.addresses import Addresses  # noqa: E402
 from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.config import Config, read  # noqa: E402
 from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
+from asyncrl.network.addresses import Addresses  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens  # noqa: E402
 from asyncrl.schema import Batch, Completion, Group, VersionSpan  # noqa: E402

@@ -19,7 +19,7 @@ import traceback
 from functools import cache
 from pathlib import Path
 
-from asyncrl.ports import free_port
+from asyncrl.network.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LAST = 4000  # characters of a failure's output
@@ -58,9 +58,9 @@ def _zygote() -> subprocess.Popen[str]:
 def _serve() -> None:
     """Execute orders until the tests end."""
     from asyncrl import importing
-    from asyncrl.trainer import cpu
+    from asyncrl.backends.cpu import megatron_shim
 
-    cpu.enable()
+    megatron_shim.enable()
     import asyncrl.trainer.policy
     import asyncrl.weights.export  # noqa: F401
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from asyncrl import jsonl
-from asyncrl.addresses import LOST, Addresses
 from asyncrl.config import Config, read
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
+from asyncrl.network.addresses import LOST, Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import RolloutClient
 from asyncrl.weights.bucket import Bucket

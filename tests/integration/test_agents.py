@@ -13,8 +13,8 @@ import pytest
 from asyncrl.records.events import Committed, unpacked
 from asyncrl.records.reading import Recording
 from asyncrl.schema import Group
-from tests.envs.machine import public
 from tests.integration.running import lines, nothing_is_left, run
+from tests.sandbox.machine import public
 
 pytestmark = pytest.mark.integration
 __all__ = ["public"]
@@ -107,7 +107,7 @@ def test_function_that_edits_its_context_trains_every_token_that_it_was_answered
 def faults(run_dir: Path, public: Path, count: int, steps: int, *settings: str) -> Counter[str]:
     """Run a training whose environments have about `count` faults, and whose sandboxes are attacked.
 
-    Return the number of reported failures by reason. For `public` see tests/envs/machine.py.
+    Return the number of reported failures by reason. For `public` see tests/sandbox/machine.py.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)

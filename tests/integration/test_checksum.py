@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from asyncrl.config import Config, load
 from asyncrl.engine.server import server_argv, server_env
 from asyncrl.launch.main import CONF
-from asyncrl.ports import free_port
+from asyncrl.network.ports import free_port
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, parse
 from asyncrl.weights.folder import HFFolder
 

@@ -19,7 +19,7 @@ import pytest
 
 from asyncrl.engine.server import server_argv
 from asyncrl.models import catalog
-from asyncrl.ports import free_port
+from asyncrl.network.ports import free_port
 from tests.fakes import tiny_config
 from tests.integration.running import alive, finish, lines, nothing_is_left, processes_of, run, start, wait_for_step
 from tests.integration.test_agents import books_balance

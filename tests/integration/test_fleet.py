@@ -7,12 +7,12 @@ import asyncio
 import httpx
 import pytest
 
-from asyncrl.access import Access
-from asyncrl.addresses import Addresses
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
+from asyncrl.network.access import Access
+from asyncrl.network.addresses import Addresses
 from asyncrl.schema import Completion
 from tests.integration.fleet import Engines
 

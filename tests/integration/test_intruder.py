@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.addresses import Addresses
-from asyncrl.ports import FIRST_PORT, LAST_PORT
+from asyncrl.network.addresses import Addresses
+from asyncrl.network.ports import FIRST_PORT, LAST_PORT
 from tests.integration.running import descendants, finish, nothing_is_left, start, wait_for_step
 
 pytestmark = [

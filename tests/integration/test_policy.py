@@ -20,15 +20,15 @@ from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import build_samples, shares
 from asyncrl.algo.table import TokenTable, build_table
+from asyncrl.backends.cpu import megatron_shim
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
-from asyncrl.trainer import cpu
 from tests.algo import tables
 from tests.fakes import tiny_config
 from tests.integration.losses import fitting
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    cpu.enable()
+    megatron_shim.enable()
     from asyncrl.trainer import policy as module
     from asyncrl.trainer.microbatches import Groups, packs_of_rank
     from asyncrl.trainer.policy import Policy

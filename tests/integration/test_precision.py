@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl import probe
-from asyncrl.probe import MARK, Rates
+from asyncrl.backends.cpu import probe
+from asyncrl.backends.cpu.probe import MARK, Rates
 from tests.integration.running import output, run
 
 pytestmark = pytest.mark.integration
@@ -72,7 +72,7 @@ def test_auto_is_resolved_told_estimated_and_kept_by_a_resume(tmp_path: Path) ->
 def test_cpu_without_bfloat16_arithmetic_takes_float32_for_both_sides(tmp_path: Path) -> None:
     """The instructions of a newer CPU are hidden from torch and oneDNN."""
     env = {**os.environ, **HIDDEN, "ASYNCRL_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "asyncrl.probe", "576x1536"]
+    command = [sys.executable, "-m", "asyncrl.backends.cpu.probe", "576x1536"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     rates = Rates.parse(line.split(" ", 3)[-1])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.addresses import Addresses
+from asyncrl.network.addresses import Addresses
 from tests.integration.running import finish, nothing_is_left, start
 
 pytestmark = pytest.mark.integration

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.envs.sandbox.cgroups import Marker
 from asyncrl.launch.leftovers import NOTED, OWNER, PREFIX, SHARED, Scratch, carrying, shared_files, sweep
+from asyncrl.sandbox.cgroups import Marker
 from tests.test_leases import Clock
 
 MAPS = """

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
-from asyncrl.ports import FIRST_PORT, LAST_PORT
+from asyncrl.network.ports import FIRST_PORT, LAST_PORT
 from tests.fakes import addresses, tiny_config
 
 PORTS = tuple(range(20000, 20100))

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl import probe
+from asyncrl.backends.cpu import probe
+from asyncrl.backends.cpu.probe import MARK, Rates
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch import precision
 from asyncrl.launch.placement import imagined, place
-from asyncrl.probe import MARK, Rates
 from tests.fakes import tiny_config
 
 HF = {"hidden_size": 576, "intermediate_size": 1536}

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.addresses import LOST, PEER_FAILED, READY, STOP, STOPPED
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import ProcessDied
 from asyncrl.launch import processes
@@ -27,6 +26,7 @@ from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Paused, Stopped, Supervisor
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.slurm.task import end_file
+from asyncrl.network.addresses import LOST, PEER_FAILED, READY, STOP, STOPPED
 
 FOREVER = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.addresses import LOST, READY
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import EngineError
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.slurm.task import begin_file, end_file
+from asyncrl.network.addresses import LOST, READY
 
 ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")
 ROUTER = ProcessSpec("router", [], {}, restarts=2)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.addresses import FILE, READY
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.store import CheckpointStore
@@ -19,6 +18,7 @@ from asyncrl.errors import ConfigError, RecordError
 from asyncrl.launch import resume
 from asyncrl.launch.replay import differing
 from asyncrl.launch.resume import Resume, choose, lock, roll_back
+from asyncrl.network.addresses import FILE, READY
 from tests.fakes import tiny_config
 
 

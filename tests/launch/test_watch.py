@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.access import Access
-from asyncrl.addresses import READY
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.watch import EVERY_SECONDS, HealthWatch
+from asyncrl.network.access import Access
+from asyncrl.network.addresses import READY
 
 PATIENCE = 30.0
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.envs.sandbox.protocol import Outcome
 from asyncrl.rewards import RewardInput
+from asyncrl.sandbox.protocol import Outcome
 from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 
 

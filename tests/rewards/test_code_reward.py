@@ -19,12 +19,12 @@ from typing import Any
 import numpy
 import pytest
 
-from asyncrl.envs.sandbox.protocol import Limits
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards import Score, code_tests
 from asyncrl.rewards.code_reward import CodeReward
 from asyncrl.rewards.code_tests import code_of
 from asyncrl.rewards.code_values import pack, unpack
+from asyncrl.sandbox.protocol import Limits
 from tests.rewards.doubles import Outcome, Plain, Sandboxes, answer
 
 ADD = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert add([1], [2]) == [1, 2]"]

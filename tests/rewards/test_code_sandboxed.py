@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from asyncrl.envs.sandbox import cgroups
-from asyncrl.envs.sandbox.protocol import Limits
 from asyncrl.rewards import Score
 from asyncrl.rewards.code_reward import CodeReward
-from tests.envs.machine import backend, kinds_with_users, leaves_nothing, needs_bubblewrap
-from tests.envs.ways import Kind
+from asyncrl.sandbox import cgroups
+from asyncrl.sandbox.protocol import Limits
 from tests.rewards.doubles import answer
+from tests.sandbox.machine import backend, kinds_with_users, leaves_nothing, needs_bubblewrap
+from tests.sandbox.ways import Kind
 
 pytestmark = pytest.mark.integration
 __all__ = ["leaves_nothing"]

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl.ports import free_ports
+from asyncrl.network.ports import free_ports
 from scripts import debian_tools
 
 ROOT = Path(__file__).resolve().parents[2]

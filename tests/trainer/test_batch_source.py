@@ -7,8 +7,8 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from asyncrl.access import Access
 from asyncrl.errors import DeadlineExceeded, EngineError, PeerFailed
+from asyncrl.network.access import Access
 from asyncrl.trainer.batch_source import RolloutClient
 
 Answer = httpx.Response | Exception

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from asyncrl.trainer.cpu import enable
+from asyncrl.backends.cpu.megatron_shim import enable
 
 enable()
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.trainer import cpu
+from asyncrl.backends.cpu import megatron_shim
 
-cpu.enable()
+megatron_shim.enable()
 
 import torch  # noqa: E402
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function as route  # noqa: E402

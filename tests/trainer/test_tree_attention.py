@@ -15,7 +15,7 @@ from asyncrl.algo.balance import TOKEN, Costs
 from asyncrl.algo.context_parallel_split import bounds_of, part
 from asyncrl.algo.pack import Pack, pack
 from asyncrl.algo.samples import Sample
-from asyncrl.trainer.blocks import plan
+from asyncrl.backends.cpu.pack_attention import plan
 from asyncrl.trainer.tree_attention import attend, block_mask
 from tests.algo.test_pack import Groups, packs, words
 

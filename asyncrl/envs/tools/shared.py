@@ -17,10 +17,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.imports import check_arguments, load
 
 if TYPE_CHECKING:
-    from asyncrl.envs.sandbox.protocol import SandboxBackend
+    from asyncrl.sandbox.protocol import SandboxBackend
 
-LOCAL = "asyncrl.envs.sandbox.local:LocalSandboxes"
-LIMITS = "asyncrl.envs.sandbox.protocol:Limits"
+LOCAL = "asyncrl.sandbox.local:LocalSandboxes"
+LIMITS = "asyncrl.sandbox.protocol:Limits"
 
 
 class Closable(Protocol):

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from asyncrl import stores
 from asyncrl.launch.plan import INTERFACES
 from asyncrl.launch.preflight.node_report import emit, end_after
 from asyncrl.launch.slurm.task import node
+from asyncrl.network import stores
 
 NUMBERS = 1 << 20
 """Number of float32 elements in the sum: 4 MiB."""

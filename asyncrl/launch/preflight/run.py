@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.config import Config, on_gpu
-from asyncrl.envs.sandbox import local
-from asyncrl.envs.sandbox.protections import Protections
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch import forecast, precision
 from asyncrl.launch.checks import check_model, check_sandboxes
@@ -34,6 +32,8 @@ from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.planner import memory as planner
 from asyncrl.planner.memory import Shape, Weight
+from asyncrl.sandbox import local
+from asyncrl.sandbox.protections import Protections
 
 
 @dataclass(frozen=True)

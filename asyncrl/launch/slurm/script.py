@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.addresses import PAUSED
 from asyncrl.config import ClusterConfig
 from asyncrl.errors import ConfigError
+from asyncrl.network.addresses import PAUSED
 
 OURS = {
     *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "output", "open-mode"),

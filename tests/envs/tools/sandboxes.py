@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from asyncrl.envs.sandbox.protocol import Outcome
 from asyncrl.errors import EpisodeFailed
+from asyncrl.sandbox.protocol import Outcome
 
 
 class Folder:

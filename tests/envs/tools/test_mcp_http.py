@@ -15,7 +15,7 @@ from mcp.server.mcpserver import MCPServer
 from asyncrl.envs.tools.mcp_tools import McpServers, McpSpec, ask
 from asyncrl.envs.tools.tool import ToolError
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.ports import free_port
+from asyncrl.network.ports import free_port
 from tests.envs.tools import server as raw
 from tests.envs.tools.waits import eventually
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.envs.sandbox.protocol import Outcome
 from asyncrl.envs.tools.output import cut, middle_out, shown
 from asyncrl.envs.tools.python import PythonTool
 from asyncrl.envs.tools.tool import ToolError
 from asyncrl.errors import EpisodeFailed
+from asyncrl.sandbox.protocol import Outcome
 from tests.envs.tools.sandboxes import Folders
 from tests.envs.tools.waits import eventually
 

@@ -23,7 +23,7 @@ from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.network import ask_allreduce, ask_reach, check_allreduce, check_reach, unseen
 from asyncrl.launch.preflight.node_report import MARK, end_after, parse
 from asyncrl.launch.preflight.reach import Reach
-from asyncrl.ports import free_port
+from asyncrl.network.ports import free_port
 from tests.launch.preflight.worlds import job, nodes
 
 HERE = "127.0.0.1"

@@ -1,0 +1,251 @@
+"""Import shim that lets the unmodified SGLang run on a machine without CUDA.
+
+SGLang's kernel packages (triton, sgl_kernel) have no CPU wheels, but SGLang's modules import them. With stubs in their
+place, every layer takes SGLang's own pure-PyTorch path on a CPU. `install` must run before sglang is imported, in every
+process of a server (`serve.py` calls it at module level, so that spawned children call it too).
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import os
+import platform
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+KEPT_MAPPINGS = 16
+"""Number of shared-memory mappings to keep: enough for every bucket of a small model. Mappings of a dead trainer are
+released once this many newer ones exist."""
+
+
+def install() -> None:
+    """Make `import sglang` work on a machine without CUDA. No-op where CUDA is available."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _stub_triton(torch)
+    _stub_image_processors()
+    sys.meta_path.append(_AbsentKernels())  # appended: a package that is really installed wins
+    torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it on every device
+    _keep_mappings()
+    _fork_children()
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", _no_host_registration))
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.layers.attention.attention_registry", _register_attention))
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.arg_groups.choices", _allow_deterministic))
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.batch_invariant_ops", _without_invariant_kernels))
+    sys.meta_path.insert(0, _AfterImport("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch))
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.layers.sampler", _sample_by_inversion))
+
+
+def _stub_triton(torch: Any) -> None:
+    """Install SGLang's triton stub for Apple machines by pretending that this is one."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    package = next(Path(entry, "sglang") for entry in sys.path if Path(entry, "sglang", "_platform_stubs.py").is_file())
+    spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", package / "_platform_stubs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    stubs: Any = importlib.util.module_from_spec(spec)  # loaded by path, because importing sglang already needs triton
+    sys.modules[spec.name] = stubs
+    spec.loader.exec_module(stubs)
+
+    saved = (
+        sys.platform,
+        platform.machine,
+        torch.backends.mps.is_available,
+        stubs._patch_non_blocking,
+        torch.mps,
+    )
+    try:
+        sys.platform, platform.machine, torch.backends.mps.is_available = (
+            "darwin",
+            lambda: "arm64",
+            lambda: True,
+        )
+        stubs._patch_non_blocking, torch.mps = (
+            lambda: None,
+            types.SimpleNamespace(),
+        )  # leave out what only Apple machines need
+        stubs.install_platform_stubs()
+    finally:
+        (
+            sys.platform,
+            platform.machine,
+            torch.backends.mps.is_available,
+            stubs._patch_non_blocking,
+            torch.mps,
+        ) = saved
+
+
+def _stub_image_processors() -> None:
+    """Stub AutoImageProcessor: SGLang's vision configs call its `register` at import, which needs torchvision."""
+    import transformers.processing_utils  # noqa: F401  (re-executes transformers/__init__, so it comes first)
+
+    class AutoImageProcessor:
+        @classmethod
+        def register(cls, *_: Any, **__: Any) -> None:
+            """Ignore the registration: no vision models run here."""
+
+        @classmethod
+        def from_pretrained(cls, *_: Any, **__: Any) -> None:
+            raise ImportError("torchvision is not installed")
+
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():
+        sys.modules["transformers"].AutoImageProcessor = AutoImageProcessor  # type: ignore[attr-defined]
+
+
+class _Absent:
+    """A name in a missing kernel package. It can be imported; calling it raises NotImplementedError."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> _Absent:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return _Absent(f"{self._name}.{attribute}")
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"{self._name} is not available on this CPU-only machine")
+
+
+class _AbsentKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import finder that provides sgl_kernel and torchvision as modules in which every name is an _Absent."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] in ("sgl_kernel", "torchvision"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def attribute(name: str) -> _Absent:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _Absent(f"{module.__name__}.{name}")
+
+        module.__dict__.update(__version__="0.0.0", __getattr__=attribute)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Import hook that runs `patch` on one module right after the module's own code."""
+
+    def __init__(self, name: str, patch: Callable[[types.ModuleType], None]) -> None:
+        self._name, self._patch = name, patch
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            run(module)
+            self._patch(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _register_attention(registry: Any) -> None:
+    """Register our attention backend in SGLang's own registry.
+
+    It takes the name of SGLang's CPU backend, because other modules make decisions by that name.
+    """
+
+    @registry.register_attention_backend("torch_native")
+    def create(runner: Any) -> Any:
+        from asyncrl.backends.cpu.sglang_attention import BatchedAttention  # imports sglang; only schedulers need it
+
+        return BatchedAttention(runner)
+
+
+def _allow_deterministic(choices: Any) -> None:
+    """Allow the CPU attention backend with --enable-deterministic-inference.
+
+    SGLang honours sampling_seed only with that flag, and allows the flag with no CPU attention backend.
+    """
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def _without_invariant_kernels(module: Any) -> None:
+    """Disable the batch-invariant kernels, which are written in triton.
+
+    On a CPU the last bits of a matrix product depend on its number of rows, so determinism needs one request at a time.
+    """
+    module.enable_batch_invariant_mode = lambda *_, **__: None
+
+
+def _hash_in_torch(module: Any) -> None:
+    """Replace SGLang's murmur_hash32, which is a compiled kernel, with our implementation in torch."""
+    from asyncrl.backends.cpu.sampling import murmur_hash32
+
+    module.murmur_hash32 = murmur_hash32
+
+
+def _sample_by_inversion(module: Any) -> None:
+    """Sample by inverting the cumulative distribution; requests with a seed keep SGLang's own method.
+
+    SGLang's method draws as many random numbers as the vocabulary has entries.
+    """
+    from asyncrl.backends.cpu.sampling import sample
+
+    by_sglang = module.sampling_from_probs_torch
+
+    def sampling_from_probs(probs: Any, sampling_seed: Any = None, positions: Any = None) -> Any:
+        return sample(probs) if sampling_seed is None else by_sglang(probs, sampling_seed, positions)
+
+    module.sampling_from_probs_torch = sampling_from_probs
+
+
+def _keep_mappings() -> None:
+    """Keep the most recent shared-memory mappings alive.
+
+    Weight buckets arrive in the same shared memory at every publish, and mapping it again costs more than reading it.
+    torch itself reuses a mapping that is still alive.
+    """
+    from torch.multiprocessing import reductions
+
+    rebuild = reductions.rebuild_storage_filename
+    mapped: dict[Any, Any] = {}
+
+    def keep(cls: Any, manager: Any, handle: Any, *rest: Any) -> Any:
+        storage = rebuild(cls, manager, handle, *rest)
+        mapped.pop(handle, None)
+        mapped[handle] = storage
+        while len(mapped) > KEPT_MAPPINGS:
+            del mapped[next(iter(mapped))]
+        return storage
+
+    reductions.rebuild_storage_filename = keep
+
+
+def _fork_children() -> None:
+    """Fork SGLang's scheduler and detokenizer instead of spawning them.
+
+    SGLang spawns them because of CUDA. Each would then import everything again, which takes most of an engine's
+    start-up time on a CPU. A fork is safe here because no thread runs yet.
+    """
+    set_start_method = multiprocessing.set_start_method
+
+    def fork(method: str | None, force: bool = False) -> None:
+        set_start_method("fork" if method == "spawn" else method, force)
+
+    multiprocessing.set_start_method = fork
+
+
+def _no_host_registration(module: types.ModuleType) -> None:
+    """Disable the registration of the routed-experts buffer with CUDA, which SGLang attempts even without CUDA."""
+    module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]

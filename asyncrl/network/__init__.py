@@ -1,0 +1,1 @@
+"""Addresses, ports, certificates and keys of a run's servers."""

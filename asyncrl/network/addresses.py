@@ -1,0 +1,73 @@
+"""Addresses of a run's processes and files, which the launcher writes once and every process reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from asyncrl.network.access import Access
+
+FILE = "addresses.json"
+MACHINE = "machine.json"
+"""File in which the launcher records which dtype it chose for each part and why, and how long the run should take."""
+PATHS = ("model", "teacher", "judge", "resume")
+TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
+READY = "ready"
+"""File that appears in the run folder when the router routes to every engine."""
+STOP, STOPPED = "stop", "stopped"
+"""Files in the run folder. The first asks the run to pause with a checkpoint, so that it can be resumed later. The
+second confirms that it has."""
+PAUSED = 75
+"""Exit code of the command after a pause: EX_TEMPFAIL of sysexits.h."""
+ARGUMENTS = "ASYNCRL_ARGUMENTS"
+"""Environment variable of an engine or the router with further command-line arguments, in shell syntax."""
+PEER_FAILED = 76
+"""Exit code of a process that ends because another process of the run has failed: EX_PROTOCOL of sysexits.h."""
+LOST = "lost.jsonl"
+"""File in which the trainer lists the engines that it has given up, for the launcher to restart."""
+RESTARTED = "restart-"
+"""Prefix of the version that an engine reports until it has weights of the run (engine/serve.py)."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """URLs, the run's identity, and the resolved model folder."""
+
+    run_id: str
+    api_key: str
+    model: Path
+    engines: tuple[str, ...]  # engines that the launcher starts
+    router: str
+    rollout: str
+    gpus: int
+    started_at: float  # time.time() at the start of the command
+    teacher: Path | None = None
+    teachers: tuple[str, ...] = ()  # engines of the teacher, started by the launcher or by others
+    judge: Path | None = None
+    judges: tuple[str, ...] = ()  # engines of the judge
+    attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
+    trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
+    resume: Path | None = None  # checkpoint from which the run resumes
+    authority: str = ""  # PEM certificate that signed its servers' certificates; empty if they have none
+
+    def write(self, run_dir: Path) -> None:
+        """Write the file, readable by the owner only, because it holds the run's API key."""
+        descriptor = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            paths = {name: str(path) if (path := getattr(self, name)) else None for name in PATHS}
+            json.dump({**asdict(self), **paths}, file, indent=2)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Addresses:
+        """Read what `write` wrote."""
+        values = json.loads((run_dir / FILE).read_text())
+        paths = {name: Path(values[name]) if values[name] else None for name in PATHS}
+        return cls(**{**values, **paths, **{name: tuple(values[name]) for name in TUPLES}})
+
+    @cached_property
+    def access(self) -> Access:
+        """Access to the run's servers."""
+        return Access(self.api_key, self.authority)

@@ -1,0 +1,81 @@
+"""No port is given twice, to whichever run asks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.network import ports
+from asyncrl.network.ports import LEASE_SECONDS, free_port, free_ports
+
+ASKS = "from asyncrl.network.ports import free_ports; print(*free_ports('127.0.0.1', 30))"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Leases of this test alone."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("temporary")
+def test_processes_that_ask_at_once_are_given_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a range so small that they would meet."""
+    asks = ASKS.replace("from", "from asyncrl import ports; ports.LAST_PORT = ports.FIRST_PORT + 400; from", 1)
+    running = [subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    found = [port for one in running for port in one.communicate(timeout=60)[0].split()]
+    assert (len(found), len(set(found))) == (120, 120)
+
+
+def test_lease_that_is_too_old_is_given_again(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "LAST_PORT", ports.FIRST_PORT + 1)
+    given = free_port("127.0.0.1")
+    with pytest.raises(AsyncRLError, match="no free port"):
+        free_port("127.0.0.1")
+    (lease,) = temporary.glob("asyncrl-ports-*/*")
+    long_ago = time.time() - LEASE_SECONDS - 1
+    os.utime(lease, (long_ago, long_ago))
+    assert free_port("127.0.0.1") == given
+    with pytest.raises(AsyncRLError):
+        free_port("127.0.0.1")
+
+
+def strange(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    "made", [strange, Path.touch, lambda path: path.symlink_to(path.parent / "elsewhere", target_is_directory=True)]
+)
+def test_folder_that_is_not_ours_alone_is_passed_over(made: Callable[[Path], None], temporary: Path) -> None:
+    taken = temporary / f"asyncrl-ports-{os.getuid()}"
+    made(taken)
+    port = free_port("127.0.0.1")
+    assert free_port("127.0.0.1") != port
+    assert (temporary / f"{taken.name}-1" / str(port)).exists()
+    assert taken.is_symlink() or taken.is_file() or not list(taken.iterdir())
+
+
+@pytest.mark.usefixtures("temporary")
+def test_no_folder_of_ours_is_an_error_in_words(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "FOLDERS", 2)
+    for name in ("", "-1"):
+        (temporary / f"asyncrl-ports-{os.getuid()}{name}").touch()
+    with pytest.raises(AsyncRLError, match="not private to this user: remove them, or set TMPDIR"):
+        free_port("127.0.0.1")
+
+
+@pytest.mark.usefixtures("temporary")
+def test_address_of_another_machine_is_refused_by_name() -> None:
+    with pytest.raises(AsyncRLError, match=r"cluster\.host"):
+        free_ports("192.0.2.1", 1)
