@@ -17,7 +17,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl import config as configuration
-from asyncrl.config import Config, renamed
+from asyncrl import renamed
+from asyncrl.config import Config
 from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.launch.compose import find_recipes

@@ -21,7 +21,7 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),
-    *("importing", "network", "progress"),
+    *("importing", "network", "progress", "child"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -31,6 +31,7 @@ ALLOWED = {
     "errors": set(),
     "parallel": set(),
     "jsonl": set(),
+    "child": set(),
     "importing": set(),
     "network": {"errors"},
     "leases": set(),
@@ -38,14 +39,21 @@ ALLOWED = {
     "imports": {"errors"},
     "routing": set(),
     "settings": set(),
-    "config": {"errors", "settings", "algo"},
+    "renamed": {"algo"},
+    "config": {"errors", "settings", "renamed", "algo"},
     "install": set(),
     "metrics": {"config"},
     "backends": {"models", "algo"},
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox"),
-        *("install", "planner", "weights", "backends"),  # what the preflight compares with, and its arithmetic
+        *(
+            "install",
+            "planner",
+            "weights",
+            "backends",
+            "renamed",
+        ),  # the last four: for the preflight
     },
     "engine": {"config", "backends"},
     "agents": {"envs"},

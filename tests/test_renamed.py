@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.config import load, read, renamed
-from asyncrl.config.renamed import CHOICES, RENAMED
+from asyncrl import renamed
+from asyncrl.config import load, read
 from asyncrl.launch import compose
+from asyncrl.renamed import CHOICES, RENAMED
 from tests.fakes import compose_values, tiny_config
 
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
+from asyncrl import renamed
 from asyncrl.algo.advantage import ADVANTAGES
-from asyncrl.config import renamed
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,

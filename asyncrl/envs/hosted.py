@@ -9,17 +9,16 @@ on nonsense   frames that are no frames, or longer than OVERSIZED: killed; envir
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
-import signal
 import socket
+import subprocess
 import sys
-from collections import deque
 from typing import Any
 
 import msgspec
 
+from asyncrl.child import ChildProcess, OutputTail, describe
 from asyncrl.envs.env import EnvSpec, Question, Step
 from asyncrl.envs.host import LENGTH, VALUE
 from asyncrl.errors import EpisodeFailed
@@ -27,10 +26,8 @@ from asyncrl.schema import Message
 
 OVERSIZED = 16 << 20
 """Maximum size of an answer in bytes."""
-LAST_LINES = 8
-"""Number of printed lines kept for diagnosis."""
-PRINTED = 2048
-"""Number of characters kept of a line."""
+LAST_LINES, LAST_CHARACTERS = 8, 4000
+"""What is shown of a process's output for diagnosis."""
 END_SECONDS = 2.0
 
 
@@ -38,31 +35,29 @@ class Host:
     """One host process."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, child: ChildProcess, printed: OutputTail, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
+        self._child, self._printed, self._reader, self._writer = child, printed, reader, writer
         self._serial = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._printed: deque[str] = deque(maxlen=LAST_LINES)
         self._writing = asyncio.Lock()
         self._end = EpisodeFailed("environment_died")
         self.alive = True
         self.living = 0
         """Environments in this process."""
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._drain())]
+        self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(cls) -> Host:
         """Start a process without environments."""
         ours, theirs = socket.socketpair()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "asyncrl.envs.host", str(theirs.fileno())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+            child = ChildProcess(
+                (sys.executable, "-m", "asyncrl.envs.host", str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             )
         except OSError as error:
@@ -70,12 +65,13 @@ class Host:
             raise EpisodeFailed("environment_died", f"its process could not be started: {error}") from None
         finally:
             theirs.close()
-        return cls(process, *await asyncio.open_connection(sock=ours))
+        async with child.ended_on_error():
+            return cls(child, await child.tail(), *await asyncio.open_connection(sock=ours))
 
     @property
     def gone(self) -> bool:
         """Return whether its process has ended and nothing needs to wait for it."""
-        return all(task.done() for task in self._tasks)
+        return self._listening.done()
 
     async def call(self, env: int, method: str, *arguments: Any, seconds: float, limit: str) -> Any:
         """Call a method of an environment and return its result. Raises EpisodeFailed. `limit` names the setting that
@@ -98,7 +94,7 @@ class Host:
             self._kill(EpisodeFailed("environment_died", "another environment in its process hung"))
             raise failed from None
         except ConnectionError:
-            await asyncio.wait(self._tasks[:1])  # until the listener has set the reason
+            await asyncio.wait({self._listening})  # until the listener has set the reason
             raise self._end from None
         finally:
             self._asked.pop(number, None)
@@ -107,7 +103,7 @@ class Host:
     async def close(self) -> None:
         """Stop the process, and wait until it has ended."""
         self._kill(EpisodeFailed("environment_died", "its process was ended"))
-        await asyncio.wait(self._tasks, timeout=END_SECONDS)
+        await asyncio.wait({self._listening}, timeout=END_SECONDS)
 
     async def _listen(self) -> None:
         """Pass every answer to the call that waits for it, until the stream ends."""
@@ -126,11 +122,14 @@ class Host:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the stream has ended, because the process has ended or is about to
         self._kill(why)
-        code = await self._process.wait()
+        status = await self._child.end()
         if not why.detail:
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._end = EpisodeFailed("environment_died", f"its process ended with {how}{self._last_lines()}")
+            await asyncio.wait({self._printed.ended}, timeout=END_SECONDS)  # another process may hold the pipe
+            printed = self._printed.last_lines(LAST_LINES, LAST_CHARACTERS)
+            said = f"; its last output:\n{printed}" if printed else ""
+            self._end = EpisodeFailed("environment_died", f"its process {describe(status)}{said}")
         self._writer.close()
+        self._child.close()
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(self._end)
@@ -145,26 +144,11 @@ class Host:
             reason, detail, retry = value
             answer.set_exception(EpisodeFailed(reason, detail, retry=retry))
 
-    async def _drain(self) -> None:
-        """Read what the process prints as fast as it comes, and keep only the last lines."""
-        assert self._process.stdout is not None
-        line = b""
-        while piece := await self._process.stdout.read(1 << 16):
-            *lines, line = (line + piece).split(b"\n")
-            line = line[-PRINTED:]
-            self._printed += [one[:PRINTED].decode(errors="replace") for one in lines[-LAST_LINES:]]
-        if line:
-            self._printed.append(line.decode(errors="replace"))
-
-    def _last_lines(self) -> str:
-        return "; its last output:\n" + "\n".join(self._printed) if self._printed else ""
-
     def _kill(self, why: EpisodeFailed) -> None:
         """Kill the process and everything that it started."""
         if self.alive:
             self.alive, self._end = False, why
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._child.kill()
 
 
 class HostedEnv:

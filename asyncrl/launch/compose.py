@@ -51,7 +51,7 @@ class Composed:
 def compose(conf: Path) -> list[Composed]:
     """Return the settings of every run that sys.argv asks for: several under --multirun, none when Hydra has only
     printed something (--cfg, completion). Raises CompositionError for what Hydra refuses."""
-    from asyncrl.config import renamed
+    from asyncrl import renamed
 
     sys.argv[1:], old = renamed.overrides(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and CompositionError adds field and remedy

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Config, renamed
+from asyncrl import renamed
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
 OTHER_ANYWAY = (

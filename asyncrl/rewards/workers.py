@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from subprocess import PIPE
 from typing import Any
+
+from asyncrl.child import ChildProcess
 
 
 @dataclass(frozen=True)
@@ -28,59 +30,67 @@ class Reply:
     late: bool = False
 
 
+class RewardWorker:
+    """Process of a pool."""
+
+    def __init__(self, child: ChildProcess, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> None:
+        self._child, self._stdin, self._stdout = child, stdin, stdout
+
+    @classmethod
+    async def start(cls, command: Sequence[str]) -> RewardWorker:
+        """Start a process."""
+        child = ChildProcess(command, stdin=PIPE, stdout=PIPE)
+        async with child.ended_on_error():
+            return cls(child, await child.writer(), await child.reader())
+
+    async def ask(self, request: dict[str, Any], until: str, lines: list[dict[str, Any]]) -> Reply:
+        """Append the lines of the reply as they come. Returns the reply, which is complete if the process lives."""
+        with suppress(ConnectionError):  # it has ended: its exit code says why
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            await self._stdin.drain()
+        while line := await self._stdout.readline():
+            lines.append(json.loads(line))
+            if until in lines[-1]:
+                return Reply(lines)
+        return Reply(lines, exit_code=await self._child.wait())
+
+    async def end(self) -> None:
+        """Kill the process with all that it started."""
+        await self._child.end()
+        self._child.close()
+
+
 class WorkerPool:
     """Pool of at most `count` processes of one command, for one event loop."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:
         self._command = command
         self._room = asyncio.Semaphore(count)
-        self._idle: list[Process] = []
-        self._busy: set[Process] = set()
+        self._idle: list[RewardWorker] = []
+        self._busy: set[RewardWorker] = set()
 
     async def ask(self, request: dict[str, Any], until: str, seconds: float) -> Reply:
         """Return the lines up to one with the field `until`, or up to the end of the process."""
         async with self._room:
-            process = self._idle.pop() if self._idle else await self._start()
-            self._busy.add(process)
+            worker = self._idle.pop() if self._idle else await RewardWorker.start(self._command)
+            self._busy.add(worker)
             lines: list[dict[str, Any]] = []
             try:
                 async with asyncio.timeout(seconds):
-                    await self._talk(process, request, until, lines)
-                    if lines and until in lines[-1]:
-                        self._idle.append(process)
-                        return Reply(lines)
-                    return Reply(lines, exit_code=await process.wait())
+                    reply = await worker.ask(request, until, lines)
+                if reply.exit_code is None:
+                    self._idle.append(worker)
+                return reply
             except TimeoutError:
                 return Reply(lines, late=True)
             finally:
-                self._busy.discard(process)
-                if process not in self._idle:
-                    await _end(process)
+                self._busy.discard(worker)
+                if worker not in self._idle:
+                    await worker.end()
 
     async def close(self) -> None:
         """Kill all processes."""
-        processes = [*self._idle, *self._busy]
+        workers = [*self._idle, *self._busy]
         self._idle.clear()
-        for process in processes:
-            await _end(process)
-
-    async def _start(self) -> Process:
-        return await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
-
-    async def _talk(self, process: Process, request: dict[str, Any], until: str, lines: list[dict[str, Any]]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with suppress(ConnectionError):  # it has ended: its exit code says why
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            await process.stdin.drain()
-        while line := await process.stdout.readline():
-            lines.append(json.loads(line))
-            if until in lines[-1]:
-                return
-
-
-async def _end(process: Process) -> None:
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.kill()
-    await process.wait()
+        for worker in workers:
+            await worker.end()

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from asyncrl.child import ChildProcess
 from asyncrl.errors import EpisodeFailed
 from asyncrl.sandbox.protocol import NOTHING, Limits, Outcome
 from asyncrl.sandbox.worker import LENGTHS, Header, frame, parts
@@ -41,42 +42,37 @@ class WorkerProcess:
         This blocks the event loop for some milliseconds. Bubblewrap dies with the thread that starts it
         (--die-with-parent), so the thread of the event loop has to start it.
         """
-        self._said = os.memfd_create("stderr")
+        said = os.memfd_create("stderr")
         try:
-            self._process = subprocess.Popen(
+            self._child = ChildProcess(
                 words,
                 env=environment,  # contains nothing of the run's environment
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=said,
                 pass_fds=descriptors,
-                start_new_session=True,  # signals to our process group do not reach it
                 user=user,
                 group=user,
                 extra_groups=None if user is None else [],
             )
         except OSError:
-            os.close(self._said)
+            os.close(said)
             raise
-        self._alive = os.pidfd_open(self._process.pid)
-        self._loop = asyncio.get_running_loop()
-        self._end: asyncio.Future[str] = self._loop.create_future()
-        self._loop.add_reader(self._alive, self._ended)
+        self._stderr = ""
+        self._child.exit.add_done_callback(lambda _: self._ended(said))
 
     def kill(self) -> None:
-        """Kill the process with SIGKILL."""
-        self._process.kill()
+        """Kill the process and its group with SIGKILL."""
+        self._child.kill()
 
     async def ended(self) -> str:
         """Wait until the process has ended, and return what it wrote to stderr."""
-        return await asyncio.shield(self._end)
+        await self._child.wait()
+        return self._stderr
 
-    def _ended(self) -> None:
-        self._loop.remove_reader(self._alive)
-        self._process.wait()
-        self._end.set_result(os.pread(self._said, 4096, 0).decode(errors="replace").strip())
-        os.close(self._alive)
-        os.close(self._said)
+    def _ended(self, said: int) -> None:
+        self._stderr = os.pread(said, 4096, 0).decode(errors="replace").strip()
+        os.close(said)
 
 
 class LocalSandbox:

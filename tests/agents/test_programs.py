@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.agents import programs
-from asyncrl.agents.programs import KEPT_BYTES, ProgramResult
+from asyncrl.agents.programs import ProgramResult
+from asyncrl.child import KEPT_BYTES
 
 DEADLINE = 30.0
 ENV = {"PATH": os.environ["PATH"]}
@@ -50,7 +51,7 @@ def test_program_that_fails_tells_how() -> None:
     assert (ended.status, ended.reason) == (1, "exited with status 1")
     assert ended.last_lines().splitlines()[-1] == "KeyError: 'x'"
     ended = run("import os; os.kill(os.getpid(), 9)")
-    assert (ended.status, ended.reason) == (-9, "was killed by signal 9")
+    assert (ended.status, ended.reason) == (-9, "was killed by SIGKILL")
     assert ended.last_lines() == "(it wrote nothing to stderr)"
 
 
@@ -58,7 +59,7 @@ def test_long_output_is_kept_from_its_end() -> None:
     size = 20 * KEPT_BYTES
     ended = run(f"import sys; sys.stderr.write('a' * {size} + 'b'); sys.stdout.write('c' * {size} + 'd')")
     assert ended.stdout == b"c" * (KEPT_BYTES - 1) + b"d"
-    assert ended.stderr == b"a" * (KEPT_BYTES - 1) + b"b"
+    assert ended.stderr.data == b"a" * (KEPT_BYTES - 1) + b"b"
     assert len(ended.last_lines()) == programs.LAST_CHARACTERS
 
 

@@ -226,7 +226,7 @@ def test_program_is_rewarded_as_it_says(
     ("rest", "options", "told"),
     [
         ("raise KeyError('by hand')", {}, "agent_error: .* exited with status 1: .*\n.*KeyError: 'by hand'"),
-        ("os.abort()", {}, "agent_error: .* was killed by signal 6: "),
+        ("os.abort()", {}, "agent_error: .* was killed by SIGABRT: "),
         ("print('well')", {"reads_reward": True}, "agent_error: its last line is no .*: b'well'"),
         ('print(json.dumps({"reward": "NaN"}))', {"reads_reward": True}, "agent_error: its last line is no"),
         ("print('[' * 60_000)", {"reads_reward": True}, "agent_error: its last line is no"),

@@ -26,9 +26,9 @@ MARK = f"ASYNCRL_RUN_ID=pool-{os.getpid()}"
 EXPECTED = {
     "raises": ("environment_error", "KeyError: 'on purpose'"),
     "hangs": ("environment_timeout", " s (task.environments."),
-    "dies": ("environment_died", "its process ended with signal SIGKILL"),
-    "leaves a child": ("environment_died", "its process ended with signal SIGKILL"),
-    "exits": ("environment_died", "its process ended with exit code 3; its last output:\nthe last line"),
+    "dies": ("environment_died", "its process was killed by SIGKILL"),
+    "leaves a child": ("environment_died", "its process was killed by SIGKILL"),
+    "exits": ("environment_died", "its process exited with status 3; its last output:\nthe last line"),
     "garbage": ("environment_garbage", "its process sent an invalid answer"),
     "oversized": ("environment_oversized", "its answer has 104857"),
     "no step": ("environment_error", "step returned str instead of a Step"),

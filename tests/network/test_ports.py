@@ -30,7 +30,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("temporary")
 def test_processes_that_ask_at_once_are_given_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a range so small that they would meet."""
-    asks = ASKS.replace("from", "from asyncrl import ports; ports.LAST_PORT = ports.FIRST_PORT + 400; from", 1)
+    asks = ASKS.replace("from", "from asyncrl.network import ports; ports.LAST_PORT = ports.FIRST_PORT + 400; from", 1)
     running = [subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     found = [port for one in running for port in one.communicate(timeout=60)[0].split()]
     assert (len(found), len(set(found))) == (120, 120)

@@ -12,24 +12,23 @@ on a hang     the caller's time limits; closing kills its process group
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from subprocess import PIPE
 from typing import Any
 
 import anyio
 from mcp.shared.message import SessionMessage
 from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
+from asyncrl.child import ChildProcess, describe
 from asyncrl.errors import EpisodeFailed
 
 MOST_BYTES = 4 << 20
 """Maximum size of a message in bytes."""
 TOO_LARGE = f"the answer is larger than {MOST_BYTES >> 20} MiB"
 GRACE_SECONDS = 1.0
-_REAP_SECONDS = 2.0
 _TAIL = 2000
 """Number of characters of a server's output that are kept."""
 _ID = re.compile(rb'\A\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)\s*[,}]')
@@ -58,42 +57,33 @@ async def stdio(
     """Yield the two streams of an MCP session with the server that a command starts; `lost` is called when it hangs up.
     Raises EpisodeFailed if there is no such program."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=dict(env),
-            cwd=folder,
-            start_new_session=True,
-        )
+        child = ChildProcess(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=dict(env), cwd=folder)
     except (OSError, ValueError) as error:
         raise EpisodeFailed("tool", f"{' '.join(command)} cannot be started: {error}", retry=False) from None
+    async with child.ended_on_error():
+        stdin, stdout, stderr = await child.writer(), await child.reader("stdout"), await child.reader("stderr")
     incoming, read_stream = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write_stream, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
 
     async def read() -> None:
-        assert process.stdout
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the session is over
             async with incoming:
-                async for line in _lines(process.stdout):
+                async for line in _lines(stdout):
                     if message := _message(line, said):
                         await incoming.send(message)
         lost()
 
     async def write() -> None:
-        assert process.stdin
         with suppress(OSError):  # the server has closed its stdin
             async with outgoing:
                 async for sent in outgoing:
                     data = sent.message.model_dump_json(by_alias=True, exclude_unset=True)
-                    process.stdin.write(data.encode() + b"\n")
-                    await process.stdin.drain()
+                    stdin.write(data.encode() + b"\n")
+                    await stdin.drain()
         lost()
 
     async def listen() -> None:
-        assert process.stderr
-        while data := await process.stderr.read(1 << 16):
+        while data := await stderr.read(1 << 16):
             said.add(data)
 
     async with anyio.create_task_group() as group:
@@ -106,16 +96,12 @@ async def stdio(
                 with anyio.CancelScope(shield=True):
                     for stream in (read_stream, write_stream):
                         stream.close()
-                    assert process.stdin
-                    process.stdin.close()
-                    await _gone(process, GRACE_SECONDS)
+                    stdin.close()
+                    await child.wait(GRACE_SECONDS)
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
                 with anyio.CancelScope(shield=True):
-                    await _gone(process, _REAP_SECONDS)
-                _close(process)
-                said.ended = _end(process.returncode)
+                    said.ended = f"it {describe(await child.end())}"
+                child.close()
                 group.cancel_scope.cancel()
 
 
@@ -144,23 +130,3 @@ def _message(line: bytes, said: ServerOutput) -> SessionMessage | None:
         return SessionMessage(JSONRPCError(jsonrpc="2.0", id=int(found[1]), error=error))
     said.add(f"[a message of more than {MOST_BYTES} bytes]\n".encode())
     return None
-
-
-async def _gone(process: asyncio.subprocess.Process, seconds: float) -> bool:
-    """Return whether the process ended within so many seconds. `wait` is not used, because it also waits for other
-    holders of its pipes."""
-    deadline = anyio.current_time() + seconds
-    while process.returncode is None and anyio.current_time() < deadline:  # noqa: ASYNC110  no event tells it
-        await anyio.sleep(0.01)
-    return process.returncode is not None
-
-
-def _close(process: asyncio.subprocess.Process) -> None:
-    """Close its pipes, which a process that left the group may still hold; asyncio has no public way."""
-    process._transport.close()  # type: ignore[attr-defined]
-
-
-def _end(code: int | None) -> str:
-    if code is None:
-        return "its process does not end"
-    return f"it was ended by signal {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"

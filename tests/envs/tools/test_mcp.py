@@ -114,7 +114,7 @@ def test_what_a_server_reports_is_for_the_model(tool: str, arguments: dict[str, 
 @pytest.mark.parametrize(
     ("tool", "detail"),
     [
-        ("die", "is gone: it closed the connection, it ended with exit code 1; its last output:\na last word"),
+        ("die", "is gone: it closed the connection, it exited with status 1; its last output:\na last word"),
         ("nonsense", "sent an invalid answer"),
         ("internal", "failed: out of order"),
     ],
@@ -142,7 +142,7 @@ def test_calls_in_flight_fail_with_the_server_that_dies() -> None:
 
     for error in run(script):
         assert isinstance(error, EpisodeFailed)
-        assert "it ended with exit code 1" in error.detail
+        assert "it exited with status 1" in error.detail
 
 
 def test_lines_that_are_no_messages_are_passed_over() -> None:
@@ -256,7 +256,7 @@ def test_episode_whose_own_server_dies_is_lost() -> None:
     async def script(servers: McpServers) -> None:
         tools = await opened(servers)
         for _ in range(2):
-            with pytest.raises(EpisodeFailed, match="it ended with exit code 1"):
+            with pytest.raises(EpisodeFailed, match="it exited with status 1"):
                 await tools["die"].call({})
 
     run(script, per_episode=True)
@@ -272,7 +272,7 @@ def test_server_that_does_not_come_up_is_tried_anew_within_bounds(tmp_path: Path
     async def main() -> None:
         (tmp_path / "marker").touch()
         starter = Starter("s", connect, start_timeout=30.0, restarts=2, delay=0.001)
-        with pytest.raises(EpisodeFailed, match=r"is gone: .*it ended with exit code 1; its last output:\nalready"):
+        with pytest.raises(EpisodeFailed, match=r"is gone: .*it exited with status 1; its last output:\nalready"):
             await starter.start()
         assert len(starts) == 3
         (tmp_path / "marker").unlink()
@@ -298,7 +298,7 @@ def test_program_that_cannot_be_started_is_not_tried_again() -> None:
 
 def test_silent_server_is_given_up_and_its_process_ended() -> None:
     async def main() -> None:
-        with pytest.raises(EpisodeFailed, match=r"it did not start within 0.3 s, it was ended by signal SIGKILL"):
+        with pytest.raises(EpisodeFailed, match=r"it did not start within 0.3 s, it was killed by SIGKILL"):
             await connection(spec("--silent")).start(0.3)
 
     asyncio.run(main())

@@ -1,0 +1,145 @@
+"""Child processes of an event loop, each in a session and process group of its own.
+
+waits for     the exit of a process, through a pidfd: neither a thread nor the event loop blocks
+on a hang     waits as long as the caller says; `end` kills the process group, and gives up after KILL_SECONDS
+leaves        nothing of the process group: it is killed when its leader exits, before the leader is reaped, while its
+              id cannot be reused. A process that moves to another session has the run's id in its environment, and is
+              killed with the run (launch/leftovers.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Literal
+
+KEPT_BYTES = 64 << 10
+"""Number of bytes that a OutputTail keeps."""
+KILL_SECONDS = 5.0
+
+
+class OutputTail(asyncio.Protocol):
+    """The last bytes of a stream."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        """Append output, and forget what is no longer among the last bytes."""
+        self.data += data
+        del self.data[:-KEPT_BYTES]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Note the end of the stream."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def last_lines(self, lines: int, characters: int) -> str:
+        """Return the last lines, at most so many, and of their text at most the last `characters`."""
+        return "\n".join(self.data.decode(errors="replace").strip().splitlines()[-lines:])[-characters:]
+
+
+class ChildProcess:
+    """A program that was started by this process."""
+
+    def __init__(self, argv: Sequence[str], **options: Any) -> None:
+        """Start the program. `options` are those of subprocess.Popen. Raises OSError or ValueError."""
+        self._process = subprocess.Popen(argv, start_new_session=True, **options)
+        self.pid = self._process.pid
+        self._loop = asyncio.get_running_loop()
+        self.exit: asyncio.Future[int] = self._loop.create_future()
+        """Exit status as subprocess gives it: negative if a signal killed the program."""
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # no descriptor is left
+            self._process.kill()
+            self._process.wait()
+            raise
+        self._loop.add_reader(self._pidfd, self._exited)
+        self._transports: list[asyncio.BaseTransport] = []
+        process = self._process
+        self._pipes = {"stdin": process.stdin, "stdout": process.stdout, "stderr": process.stderr}
+        """Pipes that have no transport yet."""
+
+    async def reader(self, stream: Literal["stdout", "stderr"] = "stdout") -> asyncio.StreamReader:
+        """Return a reader of one of its streams, which must be a pipe."""
+        reader = asyncio.StreamReader()
+        await self._connect(self._loop.connect_read_pipe, asyncio.StreamReaderProtocol(reader), stream)
+        return reader
+
+    async def tail(self, stream: Literal["stdout", "stderr"] = "stdout") -> OutputTail:
+        """Keep the last bytes of one of its streams, which must be a pipe."""
+        await self._connect(self._loop.connect_read_pipe, tail := OutputTail(), stream)
+        return tail
+
+    async def writer(self) -> asyncio.StreamWriter:
+        """Return a writer to stdin, which must be a pipe."""
+        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader())  # a StreamWriter asks it for flow control
+        transport = await self._connect(self._loop.connect_write_pipe, protocol, "stdin")
+        self._writer = asyncio.StreamWriter(transport, protocol, None, self._loop)  # it closes when nobody holds it
+        return self._writer
+
+    async def wait(self, seconds: float | None = None) -> int | None:
+        """Wait until the program has exited, and return its status, or None after so many seconds."""
+        await asyncio.wait({self.exit}, timeout=seconds)
+        return self.exit.result() if self.exit.done() else None
+
+    def kill(self) -> None:
+        """Kill the process group."""
+        if not self.exit.done():
+            # A sandbox may have members of other users only.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def end(self) -> int | None:
+        """Kill the process group, and return the status of the program; None if it does not die in KILL_SECONDS."""
+        self.kill()
+        return await self.wait(KILL_SECONDS)
+
+    @asynccontextmanager
+    async def ended_on_error(self) -> AsyncIterator[None]:
+        """End the program and close its pipes if the block raises or is cancelled."""
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            if not succeeded:
+                self.kill()
+                self.close()
+                await self.wait(KILL_SECONDS)  # anyio may cancel this, too; the process is reaped in any case
+
+    def close(self) -> None:
+        """Close our ends of the pipes, which a process that left the group may still hold."""
+        for pipe in self._pipes.values():
+            if pipe:
+                pipe.close()
+        for transport in self._transports:
+            if transport.is_closing():
+                continue
+            transport.abort() if isinstance(transport, asyncio.WriteTransport) else transport.close()
+
+    async def _connect(self, connect: Any, protocol: asyncio.BaseProtocol, stream: str) -> Any:
+        transport, _ = await connect(lambda: protocol, self._pipes.pop(stream))
+        self._transports.append(transport)
+        return transport
+
+    def _exited(self) -> None:
+        self.kill()  # the rest of the group: until the leader is reaped, its id is not reused
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        status = self._process.wait()
+        if not self.exit.done():
+            self.exit.set_result(status)
+
+
+def describe(status: int | None) -> str:
+    """Return how a program ended, in words."""
+    if status is None:
+        return f"did not die within {KILL_SECONDS:.0f} s of SIGKILL"
+    return f"exited with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"

@@ -1,0 +1,91 @@
+"""What child.py promises: a status, bounded output, and nothing left of the process group."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from contextlib import closing
+from subprocess import PIPE
+
+import psutil
+import pytest
+
+from asyncrl import child
+from asyncrl.child import KEPT_BYTES, ChildProcess, describe
+
+
+def python(code: str, **options: object) -> ChildProcess:
+    return ChildProcess([sys.executable, "-c", code], **options)
+
+
+def test_lines_go_both_ways_and_the_status_is_told() -> None:
+    async def main() -> None:
+        with closing(python("print(input()[::-1]); raise SystemExit(3)", stdin=PIPE, stdout=PIPE)) as process:
+            writer, reader = await process.writer(), await process.reader()
+            writer.write(b"abc\n")
+            assert await reader.read() == b"cba\n"
+            assert await process.wait() == 3
+
+    asyncio.run(main())
+
+
+def test_group_is_killed_when_its_leader_exits() -> None:
+    async def main() -> None:
+        code = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid)"
+        with closing(python(code, stdout=PIPE)) as process:
+            tail = await process.tail()
+            assert await process.wait() == 0
+            await asyncio.wait_for(tail.ended, 10)  # `sleep` held the pipe
+            assert int(tail.data)
+
+    asyncio.run(main())
+
+
+def test_end_kills_who_ignores_what_can_be_ignored() -> None:
+    async def main() -> None:
+        code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on', flush=True); time.sleep(99)"
+        with closing(python(code, stdout=PIPE)) as process:
+            assert await (await process.reader()).readline() == b"on\n"
+            assert await process.wait(0.01) is None
+            assert await process.end() == -signal.SIGKILL
+            assert await process.end() == -signal.SIGKILL  # a second time, it does nothing
+
+    asyncio.run(main())
+
+
+def test_tail_keeps_the_end_of_any_output() -> None:
+    async def main() -> str:
+        code = f"import sys; sys.stderr.write('a' * {5 * KEPT_BYTES} + '\\nlast but one\\nlast')"
+        with closing(python(code, stderr=PIPE)) as process:
+            tail = await process.tail("stderr")
+            await process.wait()
+            await tail.ended
+            assert len(tail.data) == KEPT_BYTES
+            return tail.last_lines(2, 100)
+
+    assert asyncio.run(main()) == "last but one\nlast"
+
+
+def test_program_that_cannot_be_watched_is_not_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def refused(pid: int) -> int:
+        started.append(pid)
+        raise OSError("too many open files")
+
+    async def main() -> None:
+        monkeypatch.setattr(child.os, "pidfd_open", refused)
+        with pytest.raises(OSError, match="too many"):
+            python("import time; time.sleep(99)")
+        assert not psutil.pid_exists(started[0])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(0, "exited with status 0"), (-11, "was killed by SIGSEGV"), (None, "did not die within 5 s of SIGKILL")],
+)
+def test_status_in_words(status: int | None, words: str) -> None:
+    assert describe(status) == words
