@@ -95,7 +95,7 @@ def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alon
     nothing_is_left(run_dir)
 
 
-def test_router_and_engine_that_are_stopped_while_the_trainer_waits_are_replaced(tmp_path: Path) -> None:
+def test_router_and_engine_that_are_stopped_or_killed_while_the_trainer_waits_are_replaced(tmp_path: Path) -> None:
     """The run is synchronous, so that no publish finds the stopped engine. At the end SIGTERM stops everything."""
     run_dir = tmp_path / "run"
     overrides = ["run.max_steps=100000", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
@@ -110,14 +110,16 @@ def test_router_and_engine_that_are_stopped_while_the_trainer_waits_are_replaced
         wait_for_step(process, run_dir, stopped_at + 5, timeout=60)
         text = output(run_dir)
         assert "router is running but does not answer; killing it" in text
-        assert "router died (killed by SIGKILL" in text
         wait_until(lambda: serving(run_dir) == 2, process, run_dir, "engine-1 came back")
+        os.kill(processes_of(process, run_dir)["router"], signal.SIGKILL)
+        wait_for_step(process, run_dir, len(lines(run_dir / "metrics.jsonl")) + 5)
         started = descendants(process)
         process.send_signal(signal.SIGTERM)
         code, text = finish(process, run_dir)
     assert code == 128 + signal.SIGTERM, text
     assert "stopped by SIGTERM" in text
     assert "engine-1 died (killed by SIGKILL" in text
+    assert text.count("router died (killed by SIGKILL") == 2
     nothing_is_left(run_dir, started)
 
 

@@ -66,7 +66,7 @@ def test_the_only_engine_is_killed_and_comes_back(tmp_path: Path) -> None:
     nothing_is_left(run_dir)
 
 
-@pytest.mark.integration
+@pytest.mark.campaign  # test_hangs.py stops an engine and kills the router, test_weight_faults.py has an engine hang
 def test_an_engine_that_hangs_is_replaced_and_a_router_that_is_killed_is_missed_by_nobody(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     overrides = ["run.max_steps=100000", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
