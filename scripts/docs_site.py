@@ -1,11 +1,14 @@
-"""Hooks of the documentation site (mkdocs.yml): the generated reference, and links to files of the repository.
+"""Hooks of the documentation site (mkdocs.yml): the generated reference, the tutorials, and links to files of the
+repository.
 
 The pages are read on GitHub too, where links like ../asyncrl/algo/loss.py lead to the file. The site shows the path of
-such a file instead, and refuses links to files that do not exist.
+such a file instead, and refuses links to files that do not exist. The tutorials are notebooks; their cells and stored
+outputs become pages.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,16 +40,39 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {"settings": _settings(), "metrics": _metrics(), "commands": _commands(), "python": _python()}
     for name, lines in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content="\n".join(lines)))
+    for notebook in sorted((ROOT / "docs/tutorials").glob("*.ipynb")):
+        content = "\n\n".join(_cells(notebook))
+        files.append(File.generated(config, f"tutorials/{notebook.stem}.md", content=content))
     return files
+
+
+def _cells(notebook: Path) -> Iterator[str]:
+    """Yield the cells of a notebook as Markdown, each with its stored output."""
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            yield source
+            continue
+        magic, _, rest = source.partition("\n")
+        if magic.startswith("%%writefile"):
+            yield f'```python title="{magic.split()[1]}"\n{rest}\n```'
+        else:
+            yield f"```bash\n{rest}\n```" if magic == "%%bash" else f"```python\n{source}\n```"
+        for output in cell["outputs"]:
+            yield f"```text\n{''.join(output['text']).rstrip()}\n```"
+    yield f"[This page as a notebook]({notebook.name})"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links to files outside of the pages by the files' paths."""
     if page.file.src_uri.startswith("reference/"):
         return markdown
+    folder = (ROOT / "docs" / page.file.src_uri).parent
 
     def shown(found: re.Match[str]) -> str:
-        path = (ROOT / "docs" / found[2]).resolve()
+        path = (folder / found[2]).resolve()
+        if path.is_relative_to(ROOT / "docs"):
+            return found[0]  # another page, which mkdocs checks
         if not path.exists():
             raise PluginError(f"{page.file.src_uri}: {found[2]} does not exist")
         if path == ROOT / "README.md":
@@ -99,8 +125,12 @@ def _metrics() -> Iterator[str]:
     for table, rows in vars(fields).items():
         if table.isupper() and isinstance(rows, dict):
             yield f"## {table.lower().replace('_', ' ')}\n\n| field | meaning |\n|---|---|"
-            yield from (f"| `{name}` | {meaning} |" for name, meaning in rows.items() if isinstance(meaning, str))
+            yield from (_row(name, meaning) for name, meaning in rows.items() if isinstance(meaning, str))
             yield ""
+
+
+def _row(name: str, meaning: str) -> str:
+    return f"| `{name}` | {meaning} |".replace("||", "\\|\\|")
 
 
 def _commands() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""How many examples a property is tried on: few in `make unit`, many in `make campaign`."""
+"""Number of examples of a property test: few in `make unit`, many in `make campaign`."""
 
 import os
 

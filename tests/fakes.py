@@ -33,7 +33,7 @@ from asyncrl.schema import Completion, Group, Prompt, Trajectory, Turn, VersionS
 
 
 def compose_values(*overrides: str) -> dict[str, Any]:
-    """What Hydra composes, unvalidated."""
+    """Return the values that Hydra composes, without validation."""
     return copy.deepcopy(_composed(*overrides))
 
 
@@ -233,7 +233,7 @@ class FakeSession(GenerationSession):
 
 
 class FakeClient:
-    """What Service and Worker use of Client and its flights."""
+    """Stand-in with the parts of Client and its requests in flight that server and worker use."""
 
     def __init__(
         self, answer: Callable[[list[int]], Completion] | None = None, waste: int = 0, delay: float = 0.0

@@ -1,4 +1,4 @@
-"""What child.py promises: a status, bounded output, and nothing left of the process group."""
+"""Child processes report their status, keep bounded output, and leave nothing of their group."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_only_what_trains_has_checkpoints() -> None:
 
 
 def missing(name: str) -> list[str]:
-    """What an experiment asks of its user."""
+    """Return the settings that an experiment requires from its user."""
     own = "override /model: folder" in OPTIONS["experiment", name].read_text()
     return ["model.path=/models/m", "task.train_file=/questions.jsonl"] if own else []
 

@@ -24,7 +24,7 @@ APART = {"protobuf"}
 
 
 def steps(variant: str, stage: str = LAST) -> list[Instruction]:
-    """Of a stage and of those that it stands on."""
+    """Return the steps of a stage and of the stages that it is based on."""
     found, _ = stages(TEXT, {"VARIANT": variant})
     return steps(variant, found[stage].base) + found[stage].steps if stage in found else []
 

@@ -1,4 +1,4 @@
-"""Which failures of an episode are tried again."""
+"""Tests of which failures of an episode are retried."""
 
 from __future__ import annotations
 

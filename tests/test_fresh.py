@@ -109,7 +109,7 @@ def test_folder_with_a_mount_in_it_is_not_removed(tmp_path: Path, monkeypatch: p
 
 
 def can_enter() -> bool:
-    """Whether this process may make mount namespaces, as `make fresh` must."""
+    """Return whether this process can create mount namespaces, as `make fresh` must."""
     words = ["unshare", "--mount", "--pid", "--uts", "--fork", "true"]
     has_programs = all(map(shutil.which, ("unshare", "setpriv", "pivot_root")))
     return os.geteuid() == 0 and has_programs and not subprocess.run(words, capture_output=True, check=False).returncode

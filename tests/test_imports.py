@@ -305,5 +305,5 @@ def test_composition_stays_in_the_launcher() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_is_raised_inside_except_star(path: Path) -> None:
-    """Before Python 3.11.4 (Debian 12 has 3.11.2) what is raised inside `except*` arrives wrapped in a group."""
+    """Before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised inside `except*` arrives wrapped in a group."""
     assert not [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.TryStar)]

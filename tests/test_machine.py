@@ -1,4 +1,4 @@
-"""What a machine allows: the bound of asynchronous over synchronous throughput, and the figures that it comes from."""
+"""The machine's bound of asynchronous over synchronous throughput, and the figures it is based on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine tells of a token's experts: kept small, and the prompt's once for all siblings."""
+"""Experts of tokens are stored compactly, and those of the prompt once for all siblings."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_secret_is_text_and_other_processes_get_the_plain_value(key: str) -> N
 
 
 def test_command_leaves_no_value_on_the_disk(tmp_path: Path) -> None:
-    """In a job's script and folder, as its user gives it."""
+    """The script and the folder of a job contain the setting as the user gave it."""
     program = [sys.executable, "-m", "asyncrl.launch.main", "experiment=tiny", f"run.dir={tmp_path / 'run'}"]
     program += ["cluster=slurm", "cluster.gpus=0", "cluster.submit=false", "+agent_params.key=${oc.env:A_KEY}"]
     program += ["agent=asyncrl_recipes.openai_agent.agent:solve"]

@@ -13,7 +13,7 @@ EOS = 10
 
 
 def written(*ids: int, finish: str = "stop") -> Completion:
-    """With a log-probability of its own for each token, so that no two completions are equal by chance."""
+    """Return a completion. Each token has its own log-probability, so no two completions are equal by chance."""
     return Completion(list(ids), [-0.125 * (1 + n) for n in range(len(ids))], [VersionSpan(0, 0, len(ids))], finish)
 
 

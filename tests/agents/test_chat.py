@@ -17,7 +17,7 @@ PROMPT = Prompt("p", [12, 1, 11], {}, "t")
 
 
 def play(script: Callable[[Chat], Coroutine[Any, Any, None]], *answers: Any, **chat: Any) -> tuple[Trajectory, Talking]:
-    """What the script makes of a chat that goes on from the prompt, or begins with `messages`."""
+    """Run the script on a chat that continues the prompt or starts with `messages`."""
 
     async def main() -> tuple[Trajectory, Talking]:
         generate = Talking(answers)

@@ -132,7 +132,7 @@ def test_trajectory_of_nothing_is_refused() -> None:
 
 
 def test_answers_may_be_copied_and_told_in_another_order() -> None:
-    """Of two that are equal, each stands behind what it was asked with."""
+    """Each of two equal answers is linked to its own context."""
     first, second = written(4, 10), written(4, 10)
     asked = [CompletedRequest(P, first), CompletedRequest([9], second)]
     check(Trajectory([Turn([9], second, begins=True), Turn(P, first, begins=True)]), P, asked)

@@ -1,4 +1,4 @@
-"""What agents that play environments have in common, beyond what their own tests show."""
+"""Tests of what agents in environments share."""
 
 from __future__ import annotations
 

@@ -155,7 +155,8 @@ def test_settings_of_a_function_are_checked_when_it_is_made(options: dict[str, A
 
 
 def played(make: Callable[[], Any], temperature: float, **limits: float) -> Trajectory:
-    """By the real client, before an engine that answers 0 1 2; drawn at this temperature, trained at 0.5."""
+    """Return the episode that the real client plays with an engine that always answers 0 1 2, trained at temperature
+    0.5."""
 
     async def main() -> Trajectory:
         agent, client = make(), FakeEngine(echo(3)).client(temperature=0.5)

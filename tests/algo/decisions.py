@@ -62,7 +62,7 @@ class Groups:
         return torch.einsum("n,nca->ca", chances * advantages, self.scores) / self.size
 
     def variance(self, advantages: Tensor) -> float:
-        """Of the gradient of one group, over one episode, summed over the policy's numbers."""
+        """Return the variance of one group's gradient over one episode, summed over the parameters."""
         single = torch.zeros(len(self.chances), *self.scores.shape[1:], dtype=torch.float64)
         single.index_add_(0, self.table.group[self.table.owner], advantages[:, None, None] * self.scores / self.size)
         return float((self.chances[:, None, None] * single**2).sum() - (self.mean(advantages) ** 2).sum())
@@ -79,8 +79,8 @@ class World:
         self._logits = torch.randn(len(contexts), 2, dtype=torch.float64, generator=generator)
 
     def policy_gradient(self, discount: float = 1.0) -> Tensor:
-        """Of the expected reward, by differentiation; with a discount, the sum over turns of the expected return times
-        grad log pi."""
+        """Return the gradient of the expected reward by differentiation. With a discount, it is the sum over turns of
+        the expected return times grad log pi."""
         logits = self._logits.clone().requires_grad_()
         total = torch.zeros((), dtype=torch.float64)
         for drawn, way in self._ways((), 0, None):

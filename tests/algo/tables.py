@@ -23,7 +23,7 @@ quarters = st.integers(-20, 20).map(lambda n: n / 4)
 
 
 def numbers(values: Sequence[float]) -> Tensor:
-    """As a column of the table."""
+    """Return values as a column of the table."""
     return torch.tensor(list(values), dtype=torch.float64)
 
 
@@ -83,8 +83,8 @@ def make(
 
 
 def chained(table: LossRows, kinds: int = 0) -> LossRows:
-    """With every turn behind the one before it in its sample. Contexts and states: of later turns their own; or, with
-    `kinds`, one of so many that turns of one number, or all turns, of a group may share."""
+    """Return the table with every turn linked to the turn before it in its sample. Later turns have contexts and states
+    of their own or, with `kinds`, one of so many that turns of one number, or all turns of a group, may share."""
     turn, owner = table.turn.tolist(), table.owner.tolist()
     parent, context, state = list[int](), list[int](), list[int]()
     for row, (number, episode) in enumerate(zip(turn, owner, strict=True)):

@@ -1,4 +1,4 @@
-"""What a batch's log-probabilities say, by hand."""
+"""Diagnostics of a batch's log-probabilities equal values computed by hand."""
 
 from __future__ import annotations
 

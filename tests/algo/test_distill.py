@@ -133,7 +133,7 @@ def test_both_forms_have_the_gradient_of_the_kl_to_the_teacher_also_on_stale_tok
 
 
 def test_engines_log_probabilities_in_the_place_of_the_policys_would_be_biased() -> None:
-    """Why x is measured with the policy: with mu's, even the weighed gradient is another's."""
+    """The difference x must be measured with the policy: with mu, even the weighted gradient is wrong."""
     logits, behaviour, teacher = policies(0)
     at = logits.clone().requires_grad_()
     logprobs, rows = every_token(at, behaviour, teacher)

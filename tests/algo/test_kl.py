@@ -29,7 +29,7 @@ def gradient(value: Tensor, leaf: Tensor) -> Tensor:
 
 
 def expected(name: str, policy: Tensor, reference: Tensor, behaviour: Tensor) -> Tensor:
-    """Of the estimator over words that `behaviour` wrote; the words themselves have no gradient."""
+    """Return the expected estimator over words sampled from `behaviour`; the words themselves have no gradient."""
     return (behaviour.exp().detach() * ESTIMATORS[name](policy, reference, behaviour.detach())).sum()
 
 

@@ -52,7 +52,7 @@ def gate(ratio: float, temperature: float) -> float:
 
 
 def slope(ratio: float, temperature: float) -> float:
-    """Of the gate, by log r."""
+    """Return the derivative of the gate with respect to log r."""
     s = sigmoid(temperature * (ratio - 1))
     return 4 * s * (1 - s) * ratio
 

@@ -1,4 +1,4 @@
-"""What is trained again is drawn alike on every rank, and never older than the bound."""
+"""Groups that are trained again are drawn alike on every rank, and never exceed the staleness bound."""
 
 from __future__ import annotations
 

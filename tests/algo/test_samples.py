@@ -1,4 +1,4 @@
-"""From groups to samples: masks over turns, and one denominator for the whole step."""
+"""Groups become samples with masks over turns and one denominator for the whole step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def weights(groups: list[Group], aggregation: str, chosen: list[Sample] | None =
 
 @pytest.mark.parametrize(("mask", "inputs"), [("11001", 6), ("1100", 3), ("1", 2), ("000", 0), ("", 0)])
 def test_tokens_are_read_up_to_the_one_before_the_last_that_is_trained(mask: str, inputs: int) -> None:
-    """Of a prompt of two."""
+    """The prompt has two tokens."""
     assert Sample([12, 11], [5] * len(mask), [one == "1" for one in mask], 0, 0).num_inputs == inputs
 
 

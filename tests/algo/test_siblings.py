@@ -1,4 +1,4 @@
-"""What is compared within a group: by hand, alone, and where nothing differs."""
+"""Comparisons within a group: worked examples, single episodes, and groups of equal rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After which turn, with which share and in which context each turn of an episode was written."""
+"""The turn context gives for each turn the turn before it, its share and its context."""
 
 from __future__ import annotations
 

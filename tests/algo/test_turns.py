@@ -13,7 +13,7 @@ from tests.fakes import completion
 
 @pytest.mark.parametrize("ways", [1, 3, 7, 10, 49])
 def test_reward_of_an_episode_comes_at_the_end_of_its_ways_and_nowhere_before(ways: int) -> None:
-    """To the last bit, however the shares of so many add up."""
+    """The sum is exact, whatever the number of shares."""
     trunk = [Turn([], completion()), Turn([5], completion())]
     branches = [Turn([7], completion(), begins=True, fork=0) for _ in range(ways - 1)]
     table = build_table([Group("g", 0, [12, 11], [Trajectory([*trunk, *branches], 3.0)], "t")], 0)

@@ -1,5 +1,8 @@
-"""Which estimators have the policy gradient as their mean: over all groups that a small world can give, exactly. How
-noisy they are shows scripts/bench_credit.py."""
+"""The mean of an unbiased estimator is the policy gradient.
+
+The tests compute the mean exactly, over all groups that a small world can give. scripts/bench_credit.py measures the
+noise.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,8 @@ def others(values: Tensor, turns: TurnTable, table: TokenTable, *, itself: bool 
 
 
 def test_means_by_turn_that_are_added_up_over_the_turns_of_an_episode_are_biased() -> None:
-    """Of MT-GRPO's kind; also where each mean leaves the own reward out, and nothing is divided (verl #7244)."""
+    """This is the kind of MT-GRPO. The bias remains if each mean leaves out the own reward and nothing is divided (verl
+    #7244)."""
     of = groups(3)
     turns = of.table.turns
     rewards = turns.turn_rewards()

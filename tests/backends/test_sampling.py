@@ -61,7 +61,7 @@ def test_sampling_by_inversion_follows_the_distribution() -> None:
 
 
 def test_sampling_reaches_the_rare_tokens_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 the cumulative sum stops growing, and the tail would never be drawn."""
+    """The cumulative sum stops growing in float32, so without care the tail would never be sampled."""
     p = torch.full((1, 1 << 17), 2.0**-26)
     p[0, 0] = 1 - 2.0**-9  # the others together: 2^-9
     rare = torch.tensor([1, 2, 1000, 65_536, (1 << 17) - 1])

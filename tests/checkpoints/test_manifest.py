@@ -129,7 +129,7 @@ def test_room_on_the_disk_is_asked_for_before(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As torch writes it."""
+    """Return a folder as torch writes it."""
     made = tmp_path_factory.mktemp("dist")
     with contextlib.redirect_stderr(io.StringIO()), pytest.warns(UserWarning, match="single process"):
         save_chunks({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, checkpoint_id=made)
@@ -157,7 +157,7 @@ def test_metadata_of_an_older_megatron_is_read_without_megatron(folder: Path) ->
 
 
 class Run:
-    """What a pickle may do to who reads it."""
+    """Pickle that would run code in its reader."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_refused(llama: Path, capsys: pytest.CaptureFixt
 
 
 class Run:
-    """What a pickle may do to who reads it."""
+    """Pickle that would run code in its reader."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

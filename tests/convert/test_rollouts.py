@@ -17,7 +17,7 @@ from asyncrl.schema import VersionSpan
 
 
 def sample(group: int, index: int, **changes: Any) -> dict[str, Any]:
-    """As slime's Sample.to_dict() gives it."""
+    """Return a sample as slime's Sample.to_dict() does."""
     response = [7, 8, 9, 10][: 2 + index]
     found = {
         "group_index": group,

@@ -180,7 +180,7 @@ def test_stacked_and_single_layers_and_both_spellings_of_norms_are_read(
 
 
 def test_chunks_of_other_tensor_parallel_degrees_padding_and_optimizer_state_are_read(llama: Path) -> None:
-    """As Megatron saves at TP=2: rows in two chunks, vocabulary padded, the optimizer's tensors beside the model's."""
+    """Megatron saves like this at TP=2: rows in two chunks, a padded vocabulary, and optimizer tensors."""
     between, back = converted(llama)
     expected = described(back)
     hf = json.loads((llama / "config.json").read_text())

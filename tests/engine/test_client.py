@@ -235,7 +235,7 @@ def test_cancelled_sibling_leaves_the_others_their_answers() -> None:
 
 
 def test_sibling_has_its_answer_as_soon_as_that_is_whole() -> None:
-    """And asks for its next turn, while the longest of them is still being written."""
+    """The sibling requests its next turn while the longest of them is still being generated."""
     long_one = asyncio.Event()
 
     def answer(request: dict[str, Any]) -> list[bytes | asyncio.Event]:

@@ -89,7 +89,7 @@ def cut_at(
 
 
 def silenced(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what only the last piece tells; empty where nothing was written yet."""
+    """Return the chunk without what only the last one contains; empty if nothing was generated yet."""
     for name in ("weight_versions", "finish_reason"):
         events[-1]["meta_info"].pop(name)
     return [event for event in events if event["output_ids"]]

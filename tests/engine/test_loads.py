@@ -1,4 +1,4 @@
-"""What engines tell of their load is read as SGLang says it; who says nothing is left out."""
+"""Engine loads are read in SGLang's format, and engines that report none are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has come, who is asked to leave, and who may be stopped."""
+"""The registry says who has joined, who is asked to leave, and who may be stopped."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Fault = str | int | dict[str, Any]
 
 
 def answer(request: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """What SGLang 0.5.21 answers: the first entry has no log-probability, and the last id of 16 is told as 0."""
+    """Return an answer of SGLang 0.5.21: the first entry has no log-probability, and id 16 is reported as 0."""
     first = request["logprob_start_len"]
     ids = request["input_ids"][first:]
     entries = [[None if i == 0 else -0.1 * (first + i), 0 if t == 15 else t, None] for i, t in enumerate(ids)]
@@ -87,7 +87,7 @@ class Engine:
 def scored(
     *engines: Engine, ask: Callable[[TeacherEngines], Awaitable[Any]] | None = None, **settings: Any
 ) -> tuple[Any, TeacherEngines]:
-    """What came of one request, or of `ask`."""
+    """Return the result of one request, or of `ask`."""
 
     async def main() -> tuple[Any, TeacherEngines]:
         async with AsyncExitStack() as stack:

@@ -21,7 +21,7 @@ class World:
         self.breaker = Breaker("environment it", MOST, PATIENCE, self.told.append, lambda: self.now)
 
     async def enters(self) -> bool:
-        """Whether an episode may begin at once."""
+        """Return whether an episode may start at once."""
         task = await self.waits()
         done = task.done()
         task.cancel()
@@ -37,7 +37,7 @@ class World:
             self.breaker.failed("it raised")
 
     async def tries(self, seconds: float) -> bool:
-        """Whether one may try after so long, and no sooner."""
+        """Return whether an attempt is allowed after this time and not before."""
         self.now += seconds - 0.01
         assert not await self.enters()
         self.now += 0.01

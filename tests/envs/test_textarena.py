@@ -33,7 +33,7 @@ TOGETHER = {
 
 
 def alone(name: str, seed: int) -> Iterator[Any]:
-    """What a game tells, step by step."""
+    """Return what a game reports, step by step."""
     game = TextArenaGame(name)
     yield game.begin(seed)
     for move in ALONE[name]:
@@ -187,7 +187,7 @@ def test_wrong_games_name_field_value_and_remedy(name: str, params: dict[str, An
 
 @pytest.fixture
 def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where NLTK looks for its data, and no network."""
+    """Set the folder where NLTK looks for its data, and forbid the network."""
     import nltk
 
     def download(*_: Any, **__: Any) -> None:

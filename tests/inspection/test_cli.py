@@ -1,4 +1,4 @@
-"""What is asked for is shown, and nothing else."""
+"""asyncrl-inspect shows what was selected and nothing else."""
 
 from __future__ import annotations
 

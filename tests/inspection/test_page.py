@@ -61,7 +61,7 @@ def held(text: str) -> dict[str, Any]:
 
 
 def test_turns_tell_who_acts_and_what_they_follow_where_that_is_not_the_turn_before(tmp_path: Path) -> None:
-    """In the page and in the terminal."""
+    """Both the page and the terminal show it."""
     turns = [
         Turn([], completion(), role="white"),
         Turn([3], completion(), role="black", begins=True),

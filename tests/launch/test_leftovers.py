@@ -1,4 +1,4 @@
-"""What processes map in shared memory and would have to remove is found, and nobody else's is touched."""
+"""The record of shared memory holds what processes would have to remove, and nothing of others."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ time.sleep(60)
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In the place of /tmp, where other runs may be at work."""
+    """Replace /tmp, where other runs may be active."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     yield tmp_path

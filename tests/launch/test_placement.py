@@ -121,7 +121,7 @@ def test_ports_of_a_machine_are_enough_for_everything_on_it() -> None:
 def test_the_fewest_nodes_hold_everything_once(
     each: int, world: int, engines: int, tensor: int, teachers: int, cpu_nodes: int
 ) -> None:
-    """And one less does not."""
+    """One node less is too few."""
     config = _config(world, engines, tensor, teachers, cpu_nodes)
     try:
         count = nodes_wanted(config, each)

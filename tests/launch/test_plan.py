@@ -1,4 +1,4 @@
-"""From configuration and addresses to process specifications."""
+"""Configuration and addresses give the process specifications."""
 
 from __future__ import annotations
 

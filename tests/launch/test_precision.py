@@ -46,7 +46,7 @@ class Machines:
 
 
 def resolved(rates: Rates, monkeypatch: pytest.MonkeyPatch, gpus: int = 0, **changes: Any) -> precision.Precision:
-    """On one machine."""
+    """Return the resolution on one machine."""
     monkeypatch.setattr(probe, "cached", lambda *_: rates)
     config = tiny_config(**{**AUTO, **changes})
     placement = place(config, imagined(config, 1, gpus))

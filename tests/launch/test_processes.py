@@ -331,7 +331,7 @@ def test_engine_that_the_trainer_gave_up_is_killed_and_started_again(run_id: str
 
 
 def test_run_that_is_asked_to_stop_is_paused_when_its_trainers_have_said_so(run_id: str, tmp_path: Path) -> None:
-    """By SIGUSR1 to the launcher; the trainers look for the file."""
+    """SIGUSR1 to the launcher asks it to stop; the trainers look for the file."""
     ends = f"""
     import pathlib, time
     asked = pathlib.Path({str(tmp_path / STOP)!r})
@@ -443,7 +443,7 @@ def test_process_that_lives_and_does_not_answer_is_killed_and_started_again(run_
 def test_router_that_is_lost_with_its_machine_ends_the_run_and_so_does_the_last_engine_that_lives(
     run_id: str, tmp_path: Path
 ) -> None:
-    """No other can take their place."""
+    """No other process can take their place."""
     (tmp_path / READY).touch()
     (tmp_path / "logs").mkdir()
     gone = "import time; time.sleep(0.2); raise SystemExit(1)"

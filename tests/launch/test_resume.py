@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, with which settings, and what becomes of what came after it."""
+"""Resume chooses the checkpoint and the settings, and moves away what came later."""
 
 from __future__ import annotations
 

@@ -222,8 +222,8 @@ def test_stack_of_a_stopped_process_is_read_from_outside(tmp_path: Path) -> None
 def test_run_ends_and_says_what_each_was_doing(
     stopped: bool, py_spy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without py-spy a process that still answers writes its stacks to its log; of one that is stopped there are the
-    state and what it told last."""
+    """Without py-spy a process that still responds writes its stacks to its log; for a stopped one there are its state
+    and its last report."""
     run_id = secrets.token_hex(8)
     (tmp_path / "logs").mkdir()
     if not py_spy:

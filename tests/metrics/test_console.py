@@ -1,4 +1,4 @@
-"""What the user sees, and when a run ends."""
+"""Tests of the console, and of the rule that ends a run."""
 
 from __future__ import annotations
 

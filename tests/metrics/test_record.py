@@ -1,4 +1,4 @@
-"""What a run writes is what metrics/fields.py says that it writes, and nothing else."""
+"""A run writes exactly the metrics that metrics/fields.py describes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0, "verify": 0.0, "engines": 1.
 
 
 def rollout_figures() -> dict[str, float]:
-    """As the rollout process makes them."""
+    """Return metrics as the rollout process makes them."""
     client: Any = FakeClient()
     groups = GroupLifecycle(CohortBuffer(1, 1), client)  # type: ignore[arg-type]
     return groups._figures() | {"episodes/retried": 0.0}  # EpisodePlayer.take_figures

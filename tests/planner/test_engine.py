@@ -16,7 +16,7 @@ SHAPE = EngineShape(per_token=0.01, per_request=0.002, max_running=4)
 
 
 def run(engine: SimulatedEngine, arrivals: list[tuple[float, SimulatedRequest]]) -> dict[SimulatedRequest, float]:
-    """When each job ended."""
+    """Return the end of each job."""
     arrivals, ended = sorted(arrivals, key=lambda entry: entry[0]), dict[SimulatedRequest, float]()
     for _ in range(100_000):
         time = min(engine.next_time(), arrivals[0][0] if arrivals else math.inf)

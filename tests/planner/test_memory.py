@@ -1,4 +1,4 @@
-"""What a rank holds, held to the real tiny model, to the trainer's own tables, and to layouts worked out by hand."""
+"""The memory plan of a rank agrees with the real tiny model, the trainer's own tables, and layouts computed by hand."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ROLES = ("player-0", "player-1", "judge")
 
 
 class Table:
-    """Whose turn it is stands in the question; each is told how many turns there were. The last one wins."""
+    """Game whose question says who acts. Each player is told the number of turns so far, and the last one wins."""
 
     heard: ClassVar[list[str]] = []
     ended: ClassVar[list[str]] = []
@@ -124,7 +124,7 @@ def test_who_is_cut_off_loses_and_is_not_heard() -> None:
 
 
 def scripted(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What it was told and has answered, in one line."""
+    """Return in one line what a player was told and answered."""
     return ",".join(f"{message['role'][0]}{message['content']}" for message in messages)
 
 

@@ -1,4 +1,4 @@
-"""What is packed comes back to the last bit."""
+"""Packed events are unpacked without loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ any_floats = st.floats(allow_nan=False)
 
 @st.composite
 def turns(draw: st.DrawFn) -> Turn:
-    """With log-probabilities as an engine gives them, or as no float32 holds them."""
+    """Draw turns whose log-probabilities are float32, as from an engine, or need float64."""
     tokens = draw(ids)
     n = len(tokens)
     cut = draw(st.integers(0, n))

@@ -1,4 +1,4 @@
-"""What is written is read again, whatever the end of the file looks like, and nothing else ever is."""
+"""A recording is read as it was written, whatever its end looks like, and nothing else is read."""
 
 from __future__ import annotations
 

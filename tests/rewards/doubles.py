@@ -13,7 +13,7 @@ from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 
 
 def answer(*texts: str, messages: Sequence[Mapping[str, Any]] = (), **record: Any) -> RewardInput:
-    """Of an episode with these completions, to the row of a file."""
+    """Return the input of a reward: an episode with these completions, for a row of a file."""
     turns = [Turn([], Completion([place], [-0.5], [VersionSpan(0, 0, 1)], "stop")) for place in range(len(texts))]
     return RewardInput(texts[-1], texts, {"messages": list(messages), "row": record}, Trajectory(turns))
 
@@ -53,7 +53,7 @@ class Plain:
 
 
 class Sandboxes:
-    """Where they come from; `fault`, if given, is asked before each is opened, and what it returns is raised."""
+    """Source of sandboxes. `fault` is called before each is opened, and what it returns is raised."""
 
     def __init__(self, fault: Callable[[], Exception | None] = lambda: None) -> None:
         self._fault = fault

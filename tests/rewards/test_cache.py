@@ -21,7 +21,7 @@ def length(one: RewardInput) -> Score:
 
 
 async def ask(cached: CachedReward, *answers: RewardInput) -> list[Any]:
-    """What comes of all answers at once; nothing may be left to the event loop's handler of errors."""
+    """Return the results of all answers at once; nothing may reach the event loop's error handler."""
 
     async def one(asked: RewardInput) -> Any:
         result: Any = cached(asked)

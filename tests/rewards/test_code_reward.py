@@ -32,7 +32,7 @@ RIGHT = "def add(a, b):\n    return a + b"
 
 
 def scored(code: str, asserts: Any = ADD, *, sandboxes: Sandboxes | None = None, **params: Any) -> Score:
-    """Of an answer with this code, to a record with these asserts, or to this record."""
+    """Return the score of an answer with this code, for a record with these asserts or for this record."""
     record = asserts if isinstance(asserts, dict) else {"test_list": asserts}
     options: dict[str, Any] = {"reward": "share", "python": sys.executable, "seconds": 5.0} | params
 
@@ -235,7 +235,7 @@ def test_memory_and_descriptors_of_the_harness_are_out_of_reach(
 
 
 def without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the harness as it is sent: unshare(2) knows no such flags."""
+    """Remove the namespaces from the harness: unshare(2) rejects such flags."""
     sources = code_tests.modules.__wrapped__("code_values", "code_process", "code_harness")
     assert NAMESPACES in sources[1][1]
     changed = [(name, text.replace(NAMESPACES, "CLONE_NEWUSER, CLONE_NEWPID = 1, 2")) for name, text in sources]

@@ -57,7 +57,7 @@ REFUSALS = {
 
 
 def scored(kind: Kind, *answers: str) -> list[Score]:
-    """Of programs, at once."""
+    """Return the scores of programs that run concurrently."""
 
     async def main() -> list[Score]:
         async with asyncio.timeout(300), backend(kind, LIMITS, nested=True) as sandboxes:

@@ -107,7 +107,7 @@ def test_last_box_that_is_closed(text: str, inside: str | None) -> None:
 
 @pytest.mark.parametrize("use", ["exact", "contains", "number", "fuzzy", "boxed", "choice"])
 def test_long_answers_made_to_be_slow_are_scored_in_the_event_loop(use: str) -> None:
-    """At 200,000 characters a rule of quadratic time would take minutes, and hold up everything else."""
+    """A rule of quadratic time would take minutes for 200,000 characters and block everything else."""
     reward = build(use, {})
     assert reward.inline
     for piece in ("\\boxed{", "{", "answer is ", "answer" + " " * 50, "1,", "\\", "* ", "( "):

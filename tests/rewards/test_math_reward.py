@@ -148,13 +148,13 @@ def starts(tmp_path: Path) -> int:
 
 
 def running(tmp_path: Path) -> int:
-    """How many of those that started are still there."""
+    """Return how many of the started processes are still running."""
     pids = [int(line.split()[1]) for line in (tmp_path / "starts").read_text().splitlines()]
     return sum(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def scored(reward: MathReward, *texts: str) -> list[Any]:
-    """Of all texts at once; failures as they are."""
+    """Return the scores of all texts, scored concurrently; failures are returned as they are."""
 
     async def main() -> list[Any]:
         try:

@@ -182,14 +182,14 @@ class Machinery:
         return snapshot.encode(Snapshot(state, Cursor(state.drawn, {}), self.mixer.state(), evaluating=False))
 
     def go_on(self, saved: bytes, prompt: Callable[[str], Prompt]) -> None:
-        """From a snapshot; `prompt` gives those that were drawn before."""
+        """Resume from a snapshot; `prompt` returns the prompts that were drawn before."""
         whole = snapshot.decode(saved)
         self.mixer.restore(whole.mixer)
         playing = self.groups.restore(whole.service)
         self.outstanding = [(ticket, prompt(name.uid), sessions) for ticket, name, sessions in playing]
 
     def batches(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:
-        """What a trainer gets that trains and publishes one batch after the other."""
+        """Return the batches of a trainer that trains and publishes one after the other."""
         return asyncio.run(asyncio.wait_for(self._batches(steps, train), 20))
 
     def snapshot(self, steps: int) -> tuple[list[Batch], bytes]:

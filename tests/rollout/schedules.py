@@ -61,7 +61,7 @@ class Run:
         )
 
     def _resume(self) -> None:
-        """What a crash and a restart leave of the buffer."""
+        """Replace the buffer by what a crash and a restart leave of it."""
         saved = msgspec.msgpack.decode(msgspec.msgpack.encode(self.buffer.state()), type=BufferState)
         self.buffer = self._new_buffer()
         self.buffer.restore(saved)

@@ -29,7 +29,7 @@ TREE = Trajectory(
 
 
 def scored(trajectory: Trajectory) -> tuple[Trajectory, list[list[int]]]:
-    """By a reward that gives the last token, and to each turn the number of turns."""
+    """Return scores of a reward that gives the last token, and to each turn the number of turns."""
     asked = []
 
     async def score(one: Trajectory) -> Trajectory:

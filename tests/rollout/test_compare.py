@@ -1,4 +1,4 @@
-"""What differs from a recorded run is found, and where."""
+"""A comparison finds where a run differs from a recorded one."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_what_a_reward_raises_is_a_failed_episode(fault: Callable[[], Any], text
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_scores_of_other_libraries_are_plain_numbers(inline: bool) -> None:
-    """As they are written: msgspec knows numpy's scalars no more than JSON does."""
+    """msgspec cannot serialize numpy's scalars, so they become plain numbers."""
     parts = {"a": numpy.float32(0.5), "b": None, "c": True, "d": torch.tensor(2.0)}
     given = Score(numpy.float64(1.5), numpy.array([1], dtype=numpy.int64), parts)
 

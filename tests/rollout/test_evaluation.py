@@ -1,4 +1,4 @@
-"""What evaluation measures, which versions it names, and that neither it nor training waits for the other."""
+"""Evaluation measures the right questions, names its versions, and neither it nor training waits for the other."""
 
 from __future__ import annotations
 

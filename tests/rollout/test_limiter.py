@@ -1,4 +1,4 @@
-"""Who starts a group waits until there is room, and is woken when there is."""
+"""Starting a group waits until there is room, and continues when there is."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ STEPS = 5
 
 @dataclass
 class Timing:
-    """What may differ between two runs without making a difference."""
+    """Timing of a run, which may vary without changing the result."""
 
     seed: int
     jitter: int
@@ -52,7 +52,7 @@ def machinery(timing: Timing, fails: float = 0.0, **settings: Any) -> Machinery:
 
 
 def plain(batch_groups: int, group_size: int) -> list[list[Group]]:
-    """What the synchronous driver trains."""
+    """Return what the synchronous driver trains."""
     driver = synchronous.batches(
         lambda prompt, version: recorded(prompt, group_size, version),
         prompts(),
@@ -105,7 +105,7 @@ def test_whatever_the_timing_tokens_are_labelled_by_the_engine_and_bounded_in_ag
 
 
 def test_timings_make_answers_old_mixed_refused_and_late() -> None:
-    """Or the properties above would say little."""
+    """Without this the properties above would mean little."""
     seen: set[str] = set()
     for seed in range(20):
         made = machinery(
@@ -123,7 +123,7 @@ def test_timings_make_answers_old_mixed_refused_and_late() -> None:
 @pytest.mark.parametrize("cache_key", ["version", "group"])
 @pytest.mark.parametrize("publishes", [1, 2, 3])
 def test_answer_that_arrives_publishes_later_keeps_the_version_that_wrote_it(publishes: int, cache_key: str) -> None:
-    """Not that of its arrival: by the engine's label, through client and buffer, in the figures of its step."""
+    """The version comes from the engine's label, through client and buffer, and not from the time of arrival."""
 
     class Late(RecordedEngine):
         async def _arrive(self, prompt: list[int], *, last: bool) -> None:

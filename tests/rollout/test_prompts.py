@@ -212,7 +212,7 @@ def test_uids_are_unique_and_of_one_width_across_tasks(tokenizer: Any, drawn: li
 def test_sets_of_files_give_what_they_have_up_to_the_number_asked_for(
     tokenizer: Any, file: dict, tmp_path: Path
 ) -> None:
-    """Of a set without eval_file, all of train_file is asked; training goes without what coincides."""
+    """For a set without eval_file, all of train_file is used; training skips what coincides."""
     short = tmp_path / "short.jsonl"
     short.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in ("7", "105", "7")))
     rows = copy(3, kind="file", params={})
@@ -247,7 +247,7 @@ def test_prompt_without_room_for_its_answer_is_refused_where_that_is_asked(token
 
 @pytest.fixture
 def with_long(tmp_path: Path) -> dict[str, Any]:
-    """Of 12 questions, numbers 2 and 9 are longer than 4 digits."""
+    """Return 12 questions, of which numbers 2 and 9 have more than 4 digits."""
     path = tmp_path / "long.jsonl"
     texts = ["12345" if number in (2, 9) else str(100 + number) for number in range(12)]
     path.write_text("".join(json.dumps({"prompt": text, "answer": text}) + "\n" for text in texts))

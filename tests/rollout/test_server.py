@@ -28,7 +28,7 @@ KEY = {"authorization": "Bearer key0"}
 
 
 class FakeEvaluations:
-    """What the service asks of them."""
+    """Stand-in with the parts of the evaluations that the server uses."""
 
     def __init__(self) -> None:
         self.asked: list[int | str] = []
@@ -85,7 +85,7 @@ class Site:
         return sessions
 
     def receive(self, session: GenerationSession, tokens: int) -> None:
-        """As engine/inflight.py counts a piece."""
+        """Count a chunk as engine/inflight.py does."""
         self.client.tokens[session.purpose] += tokens
         session.hear(tokens)
 

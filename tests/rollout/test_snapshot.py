@@ -143,7 +143,7 @@ class Turns:
 @settings(deadline=None, max_examples=examples(8))
 @given(seed=st.integers(0, 2**32), same=st.booleans())
 def test_agents_of_many_turns_are_told_again_what_they_were_told(seed: int, same: bool) -> None:
-    """And where the environment says something else the second time, what was written in vain is discarded."""
+    """If the environment answers differently the second time, what was generated for nothing is discarded."""
     first = machinery(Chain(seed), agent=Turns([7, 7]))
     before, saved = first.snapshot(2)
     state = snapshot.decode(saved).service
@@ -243,7 +243,7 @@ def test_damaged_snapshots_are_refused_or_read_as_something_of_the_same_shape(da
 
 @cache
 def _saved() -> bytes:
-    """With groups that are being played, and ready ones."""
+    """Return a snapshot with groups under way and ready groups."""
     snapshots = (machinery(Chain(seed)).snapshot(2)[1] for seed in itertools.count())
     return next(one for one in snapshots if snapshot.decode(one).service.buffer.ready)
 

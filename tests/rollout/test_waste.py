@@ -1,4 +1,4 @@
-"""What is opt-in: groups that are thrown away, and groups that a hook chooses."""
+"""Opt-in filters: groups that are discarded, and groups that a hook selects."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def test_task_in_which_nothing_is_accepted_ends_the_worker() -> None:
 
 
 class Stuck:
-    """Never ends, for chosen prompts."""
+    """Agent that never ends for chosen prompts."""
 
     def __init__(self, prompts: set[int]) -> None:
         self.prompts, self.begun, self.alive = prompts, 0, 0

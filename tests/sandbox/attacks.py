@@ -1,6 +1,6 @@
-"""What model-written code may try, each as a program, and how its call must end.
+"""Programs that attack a sandbox, and how each call must end.
 
-A program prints "escaped" and why when it got what it must not have. Only the standard library: the guest's.
+A program prints "escaped" and the reason if it got what it must not have. It uses the standard library only.
 """
 
 from __future__ import annotations

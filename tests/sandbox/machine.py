@@ -1,4 +1,4 @@
-"""What sandboxes leave on the machine, and which kinds it has; the backends of the tests of real ones."""
+"""Leftovers of sandboxes on the machine, the kinds that it supports, and the backends for tests of real ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def leaves_nothing() -> Any:
 
 
 def mounts() -> list[str]:
-    """Of this process; without the networks that other tests make meanwhile."""
+    """Return the mounts of this process, without the networks that other tests create meanwhile."""
     return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "/netns" not in line]
 
 

@@ -1,4 +1,4 @@
-"""No protection that a backend says it has gives way to the attack on it, and the sandbox serves on afterwards."""
+"""No protection that a backend reports gives way to the attack on it, and the sandbox remains usable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["leaves_nothing", "public"]
 
 @pytest.fixture
 def server() -> Iterator[socket.socket]:
-    """On the loopback of the host."""
+    """Start a server on the loopback interface of the host."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         yield listening

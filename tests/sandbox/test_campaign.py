@@ -51,7 +51,7 @@ class Trial:
         assert processes() == {}
 
     async def _work(self, opened: LocalSandboxes, attackers: Sequence[asyncio.Future[None]]) -> None:
-        """Until the attackers have ended. Its worker is nobody's victim, so nothing may go wrong."""
+        """Work until the attackers have ended. Nobody attacks this worker, so nothing may go wrong."""
         sandbox, number = await opened.open(), 0
         while number < 3 or not all(attacker.done() for attacker in attackers):
             await sandbox.write("number", str(number).encode())

@@ -1,4 +1,4 @@
-"""Which sandboxes backends make, for tests. Only the standard library: other Pythons import it."""
+"""Kinds of sandboxes that tests create. Other Pythons import this module, so it uses the standard library only."""
 
 from __future__ import annotations
 

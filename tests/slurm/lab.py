@@ -65,14 +65,14 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=
 
 
 def missing() -> str:
-    """Why there can be no lab here; empty: there can."""
+    """Return why there can be no lab here, or an empty text."""
     if debian_tools.installed(debian_tools.SLURM) or debian_tools.complete(UNPACKED):
         return ""
     return "Slurm is not installed: `make slurm` unpacks it, or says why it cannot"
 
 
 def missing_networks() -> str:
-    """Why the nodes cannot be `apart` here; empty: they can."""
+    """Return why the nodes cannot have networks of their own here, or an empty text."""
     if os.geteuid():
         return "only root can give nodes networks of their own"
     return "" if shutil.which("ip") else "nodes get networks of their own by `ip`: install iproute2"
@@ -176,7 +176,7 @@ class Lab:
         return done.stdout
 
     def states(self) -> dict[str, str]:
-        """Of each node."""
+        """Return the state of each node."""
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False).splitlines()
         return dict(line.split() for line in lines)
 
@@ -187,7 +187,7 @@ class Lab:
         self._start(name, name, *words, *(("-d", stepd) if debian_tools.complete(UNPACKED) and stepd else ()))
 
     def kill_node(self, name: str) -> None:
-        """As a machine that loses its power: its daemon, those of its steps, and what they started, by SIGKILL."""
+        """Kill a node like a loss of power: SIGKILL to its daemon, those of its steps, and what they started."""
         import psutil
 
         daemon = self._daemons.pop(name)
@@ -208,7 +208,7 @@ class Lab:
             shutil.rmtree(script, ignore_errors=True)
 
     def _of_node(self, stepd: object, name: str) -> bool:
-        """Whether a step's daemon is of this node, and not of another lab's that has its name: its tasks know."""
+        """Return whether a step's daemon belongs to this node, and not to a node of that name in another lab."""
         import psutil
 
         ours = self.env["SLURM_CONF"]

@@ -85,7 +85,7 @@ def test_what_machines_tell_is_heard_between_other_lines() -> None:
 def test_machine_tells_its_own_name_address_and_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As it is asked for them: `-` is for it to find."""
+    """An argument of `-` asks the machine to find the value itself."""
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
 
@@ -119,7 +119,7 @@ def test_machines_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def answered(*names: str) -> str:
-    """What machines with these names print."""
+    """Return what machines with these names print."""
     nodes = [{"name": name, "address": name, "gpus": [], "ports": [1], "interface": ""} for name in names]
     told = [{"node": node, "machine": this_machine(str(node["name"]), {}).told()} for node in nodes]
     return "".join(f"{MARK}{json.dumps(one)}\n" for one in told)
@@ -155,7 +155,7 @@ def test_a_program_is_run_once_on_each_machine_or_on_those_that_are_named(monkey
 def test_srun_has_the_jobs_environment_and_ends_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without what Slurm tells the batch step alone."""
+    """The environment excludes what Slurm sets for the batch step only."""
     waits = "trap 'echo ended; exit' TERM\nwhile :; do sleep 0.02; done"
     (tmp_path / "srun").write_text(f"#!/bin/bash\nenv\n[ $SLURM_JOB_ID = 4 ] || exit 0\n{waits}\n")
     (tmp_path / "srun").chmod(0o755)

@@ -112,7 +112,7 @@ def test_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_task_that_is_killed_takes_its_process_along(tmp_path: Path) -> None:
-    """As Slurm does when its patience ends, and a machine's memory."""
+    """Slurm kills like this after its grace period, and so does a machine that runs out of memory."""
     identity = secrets.token_hex(4)
     run = begun(tmp_path, WAIT, run_id=identity)
     until(lambda: "up" in (tmp_path / "out").read_text())

@@ -115,7 +115,7 @@ def test_named_rewards(tmp_path: Path, reward: str, answer: str, reference: Any,
 
 
 def scored(path: str, text: str, row: int, **changes: Any) -> Any:
-    """By the reward of a task from this file."""
+    """Return the score of the reward of a task from this file."""
     config = tiny_config(
         **{"task.kind": "file", "task.params": {}, "task.train_file": path, "eval.questions": 0},
         **{f"task.{name}": value for name, value in changes.items()},

@@ -1,4 +1,4 @@
-"""What a token costs, by hand."""
+"""The cost of a token equals one computed by hand."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Any]:
 
 
 def factors() -> tuple[Tensor, Tensor]:
-    """Of the function whose gradient is taken: sum of factor * value over targets, of both values."""
+    """Return factors of a differentiated function: the sum of factor * value over targets, for both values."""
     draw = torch.Generator().manual_seed(1)
     return torch.randn(TARGETS, generator=draw).double(), torch.randn(TARGETS, generator=draw).double()
 
@@ -132,7 +132,7 @@ def test_bfloat16_sums_in_float32(buffered: bool) -> None:
 
 
 def test_a_pack_without_targets_has_a_gradient_of_zero() -> None:
-    """What fills a place without work: the ranks beside it wait for its backward pass."""
+    """Such a pack fills a place without work, because ranks beside it wait for its backward pass."""
     hidden, weight, pack = case()
     pack = SimpleNamespace(row_of_target=pack.row_of_target[:0], targets=pack.targets[:0])
     logprobs, entropy = Head(hidden, weight, VOCAB, 7, ALONE).score(pack, 1.0, entropy=True)

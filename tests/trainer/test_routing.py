@@ -32,7 +32,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 def weights(logits: Tensor, chosen: Tensor, router: str) -> Tensor:
-    """By hand: the router's shares of the given experts, [n, k]."""
+    """Return the router's weights of the given experts, [n, k], computed by hand."""
     if router == "softmax of the chosen":
         return logits.gather(1, chosen).softmax(1)
     if router == "chosen of the softmax":

@@ -36,7 +36,7 @@ def config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, 
 
 
 def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
-    """Of an HF tensor, by the end of its name."""
+    """Return the shape of an HF tensor by the end of its name."""
     queries, keys = HEADS * HEAD_DIM, kv_heads * HEAD_DIM
     sizes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (VOCAB, HIDDEN),
@@ -90,7 +90,7 @@ def digest(tensor: Tensor, device: str = "cpu") -> str:
 
 
 def distinct(*size: int) -> Tensor:
-    """No two elements are equal."""
+    """All elements differ."""
     return torch.arange(1, 1 + torch.Size(size).numel(), dtype=torch.float32).view(size) / 64
 
 

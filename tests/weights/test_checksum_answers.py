@@ -1,4 +1,4 @@
-"""What engines answer, how it is compared, and the hash of an engine on a GPU."""
+"""Answers of /weights_checker, their comparison, and the hash of an engine on a GPU."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ from asyncrl.weights.layouts import Pieces
 
 
 class Model:
-    """What SGLang gives a loader, with one fused parameter: gate above up, as MergedColumnParallelLinear holds them."""
+    """Model as SGLang passes it to a loader, with one fused parameter: gate above up (MergedColumnParallelLinear)."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.plain = tensors["plain"].clone()
         self.fused = torch.cat([tensors["gate"], tensors["up"]])
 
     def load_weights(self, weights: Any) -> None:
-        """In another thread where SGLang's deepseek loader would take one (model_loader/utils.should_async_load)."""
+        """Load in another thread, as SGLang's deepseek loader may (model_loader/utils.should_async_load)."""
         for name, tensor in weights:
             half = len(self.fused) // 2
             target = {"plain": self.plain, "gate": self.fused[:half], "up": self.fused[half:]}[name]

@@ -239,7 +239,7 @@ def test_many_left_over_tensors_are_counted(tmp_path: Path) -> None:
 def test_wrong_shape_is_named_with_the_right_one(
     tmp_path: Path, name: str, shape: tuple[int, ...], right: tuple[int, ...], tp: int
 ) -> None:
-    """At tp=2, padding the vocabulary would hide a row too many."""
+    """At tp=2, padding the vocabulary would hide an additional row."""
     write(tmp_path, {**hf_shapes(), name: shape})
     with pytest.raises(WeightsError, match=f"^{name} in .* is \\[") as caught:
         (whole() if tp == 1 else shared_by_two()).load(tmp_path)

@@ -1,4 +1,4 @@
-"""Which way the weights take, and the small promises of the media that need no engine."""
+"""The choice of the transport, and properties of transports that need no engine."""
 
 from __future__ import annotations
 

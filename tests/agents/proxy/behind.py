@@ -34,7 +34,7 @@ CALLS = (
 
 @cache
 def template(chat_template: str = CHAT_TEMPLATE) -> ChatTemplate:
-    """Of a vocabulary in which text does not tell its tokens: tiny's, and a pair."""
+    """Return a template whose vocabulary has texts of several tokens: the tiny model's, plus a pair of digits."""
     vocab = {token: i for i, token in enumerate([*TOKENS, "12"])}
     tokenizer = Tokenizer(models.BPE(vocab, [("1", "2")], unk_token=UNK))
     tokenizer.decoder = decoders.Fuse()
@@ -88,7 +88,7 @@ class Raising(Talking):
 
 @asynccontextmanager
 async def session(generate: Generate, tool_format: str = "hermes") -> AsyncIterator[ProxySession]:
-    """Without a server."""
+    """Return a session without a server."""
     async with ProxySession(generate, tool_format=tool_format, figures=ProxyStats()) as made:
         yield made
 

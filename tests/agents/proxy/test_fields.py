@@ -1,4 +1,4 @@
-"""What would draw tokens from another distribution is refused, with the field, its value and what to do."""
+"""The proxy refuses fields that would change the sampling distribution, with the field, its value and the remedy."""
 
 from __future__ import annotations
 

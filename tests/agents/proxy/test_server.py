@@ -1,4 +1,4 @@
-"""Over HTTP: who may ask, what is refused, and no request outlives its client or its episode."""
+"""The proxy over HTTP: authentication, refusals, and requests that end with their client or episode."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_signals_stay_with_the_process_and_the_server_leaves_nothing(runner: asy
 
 
 def test_answers_are_sent_at_once(proxy: Proxy, runner: asyncio.Runner) -> None:
-    """With Nagle's algorithm every one would take 40 ms more."""
+    """Nagle's algorithm would delay each answer by 40 ms."""
 
     async def main() -> None:
         async with proxy.session(Talking([], template())) as session, client(proxy, session.key) as http:

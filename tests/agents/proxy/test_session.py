@@ -38,7 +38,7 @@ ADD = {"type": "function", "function": {"name": "7", "parameters": {}}}
 
 
 def said(answer: ApiResponse) -> Message:
-    """As a client has it."""
+    """Return a message as a client sees it."""
     return json.loads(answer.whole("chat", template()))["choices"][0]["message"]
 
 
@@ -140,7 +140,7 @@ def spelled(message: Message, way: int) -> Message:
 
 
 def edited(history: list[Message], draw: random.Random) -> list[Message]:
-    """As it was, more often than not."""
+    """Return the messages, unchanged in most cases."""
     at = draw.randrange(len(history))
     match draw.randrange(10):
         case 0:
@@ -159,7 +159,7 @@ def edited(history: list[Message], draw: random.Random) -> list[Message]:
 def expected(
     sent: Sequence[Message], before: Sequence[tuple[list[Message], CompletedRequest]]
 ) -> tuple[bool, list[int]]:
-    """By the rule, word for word: from the longest chat that this one begins with, the later of two; else anew."""
+    """Return the context that the rule gives: the longest earlier chat that it starts with, the later of equals."""
     keys = [read(message).key for message in sent]
     rendered = [read(message).rendered for message in sent]
     best: tuple[int, CompletedRequest] | None = None

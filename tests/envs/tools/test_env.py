@@ -1,4 +1,4 @@
-"""What a model calls is run and told; what it does wrong is told too; what is not its fault never becomes a reward."""
+"""Calls are run and reported, errors of the model too; faults of others never become a reward."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_server_that_answers_nobody_any_more_is_ended_and_started_anew(monkeypat
 
 
 def test_message_of_any_length_is_passed_over_in_bounded_memory() -> None:
-    """And its caller told, as its number stands at its beginning; where it does not, the call has its time limit."""
+    """The caller is told if the message begins with its number; otherwise the call has its time limit."""
     size, said = stdio.MOST_BYTES, stdio.ServerOutput()
 
     class Stream:

@@ -1,4 +1,4 @@
-"""What episodes share is made once in an event loop, and ended with it."""
+"""Resources that episodes share are created once per event loop and end with it."""
 
 from __future__ import annotations
 

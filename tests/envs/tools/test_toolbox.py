@@ -43,7 +43,7 @@ def run(script: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def told(env: ToolEnv, *texts: str) -> list[str]:
-    """What each text leads to, in an episode of its own."""
+    """Return the result of each text, each in an episode of its own."""
     await env.reset({})
     found = [(await env.step(text)).messages[0]["content"] for text in texts]  # type: ignore[index]
     await env.close()

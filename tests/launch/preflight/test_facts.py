@@ -1,4 +1,4 @@
-"""What nvidia-smi and control groups tell is read as they mean it, and comes whole from another machine."""
+"""Output of nvidia-smi and control groups is read correctly and arrives complete from another machine."""
 
 from __future__ import annotations
 

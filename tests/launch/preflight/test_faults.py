@@ -52,7 +52,7 @@ def no_index(model: Path) -> None:
 
 
 def header_of(path: Path, header: object) -> None:
-    """In the place of its own."""
+    """Return a header that replaces the file's own."""
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
 
@@ -363,7 +363,7 @@ def test_what_may_go_wrong_is_a_warning_with_a_remedy(case: str, tmp_path: Path)
 
 
 def test_a_fault_of_one_machine_is_told_once() -> None:
-    """Where others cannot reach the first, what the first says of it is no second fault."""
+    """If others cannot reach the first machine, its own report is not a second fault."""
     assert len(reached(node0="no connection came from ['node2']", node2="timed out")) == 1
 
 

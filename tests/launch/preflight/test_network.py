@@ -31,7 +31,7 @@ NOT_OURS = "192.0.2.1"  # of documentation (RFC 5737): no machine's
 
 
 def answers(told: Reach | AllReduce, *names: str) -> dict[str, dict[str, Any]]:
-    """Of one process for each name, as Slurm would start them."""
+    """Return the answers of one process per name, as Slurm would start them."""
     started = [
         subprocess.Popen(
             [sys.executable, *told.argv()],
@@ -93,7 +93,7 @@ def test_strangers_at_the_port_are_no_machines() -> None:
 
 
 def connected(port: int, words: bytes) -> None:
-    """Once somebody listens there: say this, and break the connection."""
+    """Wait for a listener, send it this, and break the connection."""
     deadline = time.monotonic() + 20
     while True:
         try:

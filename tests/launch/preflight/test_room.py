@@ -1,4 +1,4 @@
-"""What ranks and files take, against what there is of it: every byte counts once, and where it is."""
+"""Memory and disk checks count every byte that ranks and files take once, on the right machine."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_models_of_other_families_are_looked_at_by_their_files(tmp_path: Path) -
 
 
 class Answers:
-    """What the machines of a job would say."""
+    """Answers that the machines of a job would give."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, problem: str = "", unseen: Sequence[str] = ()) -> None:
         self.problem, self.unseen = problem, list(unseen)
