@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from asyncrl.engine.client import GenerationClient  # noqa: E402
-from asyncrl.network.access import Access  # noqa: E402
+from asyncrl.network.addresses import Access  # noqa: E402
 from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
 from asyncrl.rollout.ledger import SourceCounts  # noqa: E402

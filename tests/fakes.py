@@ -23,8 +23,7 @@ from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.launch.compose import find_recipes
 from asyncrl.launch.main import CONF
-from asyncrl.network.access import Access
-from asyncrl.network.addresses import Addresses
+from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.schema import Completion, Group, Prompt, Trajectory, Turn, VersionSpan

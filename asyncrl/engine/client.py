@@ -27,7 +27,7 @@ from asyncrl.engine.inflight import NEXT, CacheKey, InFlight, PendingSample, Pur
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, joined
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, EngineError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from asyncrl.retries import pause
 from asyncrl.routing import RoutingShape
 from asyncrl.schema import Completion

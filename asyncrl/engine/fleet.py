@@ -23,8 +23,7 @@ from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
-from asyncrl.network.access import Access
-from asyncrl.network.addresses import LOST, Addresses
+from asyncrl.network.addresses import LOST, Access, Addresses
 
 PROBE_SECONDS = 5.0
 """Deadline of a liveness probe, and of aborting the requests of an engine that has left the fleet."""

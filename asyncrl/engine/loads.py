@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from asyncrl.errors import EngineError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 
 TIMEOUT = 5.0
 """Deadline of a query in seconds. An engine that does not answer in time is left out."""

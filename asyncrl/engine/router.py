@@ -19,8 +19,7 @@ import httpx
 
 from asyncrl.config import EngineConfig
 from asyncrl.errors import DeadlineExceeded, EngineError
-from asyncrl.network.access import Access
-from asyncrl.network.addresses import ARGUMENTS, Addresses
+from asyncrl.network.addresses import ARGUMENTS, Access, Addresses
 from asyncrl.network.tls import Signed
 
 POLL_SECONDS = 0.2

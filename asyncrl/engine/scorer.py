@@ -26,7 +26,7 @@ import msgspec
 from asyncrl.engine.partial_completion import PASSING
 from asyncrl.engine.stream import StreamBroken, aiohttp_transport
 from asyncrl.errors import DeadlineExceeded, EngineError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from asyncrl.retries import EquivalentServers
 
 POLL_SECONDS = 0.2

@@ -16,7 +16,7 @@ from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.engine.partial_completion import PASSING, StreamChunk, decode_piece
 from asyncrl.errors import EngineError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 """Requests with the same key go to the same engine, under the router's policy `manual`."""

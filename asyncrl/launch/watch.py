@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 
 EVERY_SECONDS = 5.0
 

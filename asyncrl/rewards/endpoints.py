@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from asyncrl.retries import EquivalentServers
 
 IDLE_SECONDS = 2.0

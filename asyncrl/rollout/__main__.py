@@ -24,8 +24,7 @@ from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
-from asyncrl.network.access import Access
-from asyncrl.network.addresses import READY, Addresses
+from asyncrl.network.addresses import READY, Access, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.progress import Progress
 from asyncrl.records.events import Began

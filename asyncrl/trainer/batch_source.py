@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import httpx
 
 from asyncrl.errors import DeadlineExceeded, PeerFailed
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 
 
 class BatchSource(Protocol):

@@ -26,9 +26,8 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
-from asyncrl.trainer.optimizer import NetworkOptimizer
+from asyncrl.trainer.optimizer import NetworkOptimizer, Resets
 from asyncrl.trainer.reference import Reference
-from asyncrl.trainer.resets import Resets
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.selection import least_deviating
+from asyncrl.algo.loss import least_deviating
 from asyncrl.algo.table import LossRows
 from tests.algo.tables import few, make, numbers, reordered, tables, with_empty
 

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 
 UPDATE = [
     "/pause_generation",

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.engine.loads import Load, Loads, load_of
 from asyncrl.errors import EngineError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 
 RANK = {
     "dp_rank": 0,

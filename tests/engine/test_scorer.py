@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.errors import DeadlineExceeded, EngineError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 
 TOKENS = [12, 1, 2, 11, 5, 6, 15]
 START = 4

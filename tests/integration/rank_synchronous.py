@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.backends.cpu import megatron_shim
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 
 megatron_shim.enable()
 

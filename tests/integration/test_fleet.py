@@ -11,8 +11,7 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
-from asyncrl.network.access import Access
-from asyncrl.network.addresses import Addresses
+from asyncrl.network.addresses import Access, Addresses
 from asyncrl.schema import Completion
 from tests.integration.fleet import Engines
 

@@ -18,7 +18,7 @@ from aiohttp import web
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.router import RouterWorkers, register, router_argv
 from asyncrl.engine.stream import NO_WORKER, ROUTING_KEY, STREAM_ERROR
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from asyncrl.network.ports import free_ports
 from asyncrl.schema import Completion
 from tests.fakes import completion, pieces, stream, tiny_config

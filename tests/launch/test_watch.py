@@ -12,8 +12,7 @@ import pytest
 
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.watch import EVERY_SECONDS, HealthWatch
-from asyncrl.network.access import Access
-from asyncrl.network.addresses import READY
+from asyncrl.network.addresses import READY, Access
 
 PATIENCE = 30.0
 

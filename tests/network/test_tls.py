@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.launch.watch import HealthWatch
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from asyncrl.network.tls import Authority, Signed, signed
 
 KEY = "the-run's-key"

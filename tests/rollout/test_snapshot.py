@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from asyncrl.engine.client import GenerationClient, SavedCompletion
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, StreamChunk
 from asyncrl.errors import RecordError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from asyncrl.rollout import snapshot
 from asyncrl.schema import Batch, Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
 from tests.examples import examples

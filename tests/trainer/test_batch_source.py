@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, EngineError, PeerFailed
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from asyncrl.trainer.batch_source import RolloutClient
 
 Answer = httpx.Response | Exception

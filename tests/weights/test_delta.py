@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.engine.delta import DeltaMismatch, KeepWhereNaN, apply, load
 from asyncrl.engine.fleet import Fleet
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
 from asyncrl.weights.delta import DeltaTransport, changed
 from asyncrl.weights.layouts import Pieces

@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import ConfigError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.choice import choose
 from asyncrl.weights.disk import KEPT, DiskTransport

@@ -17,7 +17,7 @@ from asyncrl.agents.proxy.server import Proxy
 from asyncrl.agents.proxy.session import ProxySession
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError
-from asyncrl.network.access import Access
+from asyncrl.network.addresses import Access
 from tests.agents.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, Blocking, Raising, soon, template, user
 from tests.agents.talking import Talking, written
 
