@@ -77,6 +77,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
             node=placement.router.node.name,
             restarts=_restarts(config),
             watch=f"{addresses.router}/health",
+            stop_signal=signal.SIGKILL,  # on SIGTERM smg waits for 5 s; its clients have ended, and it has no files
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
         _rollout("asyncrl.rollout", addresses, placement.rollout, run_dir),

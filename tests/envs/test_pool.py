@@ -391,8 +391,8 @@ def test_failures_that_are_not_the_environments_do_not_open_its_breaker() -> Non
 @pytest.mark.parametrize(
     ("action", "how"),
     [
-        ("long", r"exit code 3; its last output:\n(x+the end of the line|x+)$"),
-        ("unended", r"exit code 0; its last output:\nno end of the line$"),
+        ("long", r"exited with status 3; its last output:\n(x+the end of the line|x+)$"),
+        ("unended", r"exited with status 0; its last output:\nno end of the line$"),
     ],
 )
 def test_last_words_are_kept_within_bounds(action: str, how: str) -> None:
@@ -401,8 +401,8 @@ def test_last_words_are_kept_within_bounds(action: str, how: str) -> None:
             async with environments() as env:
                 await env.step(action)  # type: ignore[misc]
         assert re.search(how, caught.value.detail), caught.value.detail[-100:]
-        assert len(caught.value.detail) < 3000
-        with pytest.raises(EpisodeFailed, match="exit code"):  # who asks later is told the same
+        assert len(caught.value.detail) < hosted.LAST_CHARACTERS + 200
+        with pytest.raises(EpisodeFailed, match="exited with status"):  # who asks later is told the same
             await env.step("pid")  # type: ignore[misc]
 
     run(script, kind="Telling")
