@@ -20,28 +20,6 @@ pytestmark = pytest.mark.integration
 __all__ = ["public"]
 MARKS = ("fault", "held")
 
-TWENTY_LINES = '''
-import random
-
-from asyncrl.envs.env import Step
-
-
-class Nearer:
-    """Find a digit: 1 says that it is higher, 0 that it is lower."""
-
-    def question(self, index):
-        digit = random.Random(index).randrange(10)
-        return {"messages": [{"role": "user", "content": f"{index % 1000:03}"}], "secret": digit}
-
-    def reset(self, question):
-        self.secret = question["secret"]
-
-    def step(self, text):
-        if not text.isdigit() or int(text) == self.secret:
-            return Step(reward=float(text.isdigit()), done=True)
-        return Step("1" if self.secret > int(text) else "0", reward=0.1)
-'''
-
 SMALLEST = '''
 async def my_agent(prompt, generate, bonus):
     """Asks twice, forgets what it asked, and keeps everything."""
@@ -66,27 +44,6 @@ def books_balance(run_dir: Path) -> dict:
 def groups_of(run_dir: Path) -> list[Group]:
     """Return the groups of the run's recording."""
     return [unpacked(event.group) for event in Recording(run_dir).events() if isinstance(event, Committed)]
-
-
-def test_twenty_lines_in_a_folder_outside_of_the_package_train_by_import_path(tmp_path: Path) -> None:
-    (tmp_path / "games.py").write_text(TWENTY_LINES)
-    run_dir = tmp_path / "run"
-    steps = run(
-        run_dir,
-        *("task=own", "task.kind=games:Nearer", "task.name=nearer", "+task.agent_params.max_turns=4", "record=true"),
-        *("rollout.max_new_tokens=3", "algo.advantage=grpo_turn", "run.max_steps=8", "eval.questions=10"),
-        "task.environments.warm=4",
-    )
-    assert len(steps) == 8
-    ledger = books_balance(run_dir)
-    assert ledger["groups"]["rejected"] == {}
-    groups = groups_of(run_dir)
-    assert {1, 2} <= {len(t.turns) for g in groups for t in g.trajectories} <= {1, 2, 3, 4}
-    for trajectory in (t for g in groups for t in g.trajectories):
-        for before, turn in zip(trajectory.turns, trajectory.turns[1:], strict=False):
-            ended = before.completion.token_ids[-1] == 10
-            assert turn.observation in ([[0, 11], [1, 11]] if ended else [[10, 0, 11], [10, 1, 11]])
-    nothing_is_left(run_dir)
 
 
 def test_function_that_edits_its_context_trains_every_token_that_it_was_answered(tmp_path: Path) -> None:

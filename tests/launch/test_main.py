@@ -55,6 +55,17 @@ def test_help_ends_well(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "rollout.max_staleness" in capsys.readouterr().out
 
 
+def test_installed_command_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
+    """Python puts the folder of an installed script, not the current one, on the module path."""
+    (tmp_path / "mine.py").write_text("class Task: ...")
+    script = "from asyncrl.launch.main import main; main()"
+    words = ("--check", "experiment=tiny", "task=own", "task.kind=mine:Task", "run.dir=run")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, *words], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert "Must be a class with question(index)" in done.stdout, done.stdout + done.stderr
+
+
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "asyncrl.launch.main", *arguments]
     return subprocess.run(program, capture_output=True, text=True, cwd=cwd, check=False)
