@@ -1,4 +1,5 @@
-"""Old names of settings. They are accepted for one release: in overrides, in YAML files, and in old runs' config.json.
+"""Old names of settings and of what they name. They are accepted for one release: in overrides, in YAML files, and in
+old runs' config.json.
 
 Hydra refuses unknown names before any model sees them, so the overrides of the command line are rewritten first.
 """
@@ -50,6 +51,20 @@ RENAMED = {
     "algo.distill_discount": "algo.distillation.discount",
 }
 """Every old name of a setting, and its new one."""
+MOVED = {
+    "asyncrl.agents.forking:": "asyncrl_recipes.forking.agent:",
+    "asyncrl.agents.guided:": "asyncrl_recipes.guided.agent:",
+    "asyncrl.agents.memory:": "asyncrl_recipes.memory.agent:",
+    "asyncrl.agents.openai_example:": "asyncrl_recipes.openai_agent.agent:",
+    "asyncrl.agents.opponents:": "asyncrl_recipes.self_play.opponents:",
+    "asyncrl.agents.self_play:": "asyncrl_recipes.self_play.agent:",
+    "asyncrl.envs.toys:Nim": "asyncrl_recipes.self_play.nim:Nim",
+    "asyncrl.envs.toys:nim_expert": "asyncrl_recipes.self_play.nim:nim_expert",
+    "asyncrl.envs.sandbox.": "asyncrl.sandbox.",
+}
+"""Beginnings of old import paths, which are values of settings, and the new ones."""
+RECIPES = {name: f"asyncrl_recipes.gigpo.advantage:{name}" for name in ("gigpo", "dr_gigpo")}
+"""Old values of algo.advantage that are recipes now."""
 CHOICES = ("algo.advantage", "algo.loss", "algo.correction")
 """Fields that name an algorithm and hold its settings (settings.Choice)."""
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([\w.@]+)(?:=(.*))?", re.DOTALL)
@@ -57,7 +72,8 @@ _OVERRIDE = re.compile(r"(\+{0,2}|~)([\w.@]+)(?:=(.*))?", re.DOTALL)
 
 def warning(old: str) -> str:
     """Return the message about an old name."""
-    return f"WARNING: {old} is called {RENAMED[old]} now; the old name will be refused in the next release."
+    new = {**RENAMED, **MOVED, **RECIPES}[old]
+    return f"WARNING: {old} is called {new} now; the old name will be refused in the next release."
 
 
 def overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -76,6 +92,12 @@ def overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if name in RENAMED:
             old.append(name)
             name = RENAMED[name]
+        old += [path for path in MOVED if path in value]
+        for path, new in MOVED.items():
+            value = value.replace(path, new)
+        if name == "algo.advantage" and value in RECIPES:
+            old.append(value)
+            value = RECIPES[value]
         if name in CHOICES and not prefix and value != "null":
             found += [f"~{name}", f"+{name}={value}" if value.startswith("{") else f"++{name}.name={value}"]
         elif name.rpartition(".")[0] in CHOICES:
@@ -88,7 +110,8 @@ def overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def values(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return settings with new names, and the old names that they had. Where a setting belongs to an algorithm that is
     not chosen, it had no effect and is dropped."""
-    changed: Any = _copied(given)
+    moved: dict[str, None] = {}
+    changed: Any = _copied(given, moved)
     old = [name for name in RENAMED if _is_set(changed, name)]
     for name in old:
         *path, last = name.split(".")
@@ -103,7 +126,14 @@ def values(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if not _has_setting(place, str(section[last].get("name")), setting):
                 continue
         section.setdefault(last, {}).setdefault(setting, value)
-    return changed, old
+    advantage = changed.get("algo", {}).get("advantage") if isinstance(changed.get("algo"), dict) else None
+    if isinstance(advantage, dict) and advantage.get("name") in RECIPES:
+        moved[advantage["name"]] = None
+        advantage["name"] = RECIPES[advantage["name"]]
+    elif isinstance(advantage, str) and advantage in RECIPES:
+        moved[advantage] = None
+        changed["algo"]["advantage"] = RECIPES[advantage]
+    return changed, [*old, *moved]
 
 
 def _has_setting(place: str, name: str, setting: str) -> bool:
@@ -126,6 +156,14 @@ def _section(values: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _copied(value: Any) -> Any:
-    """Copy mappings only: other values may refer to secrets."""
-    return {name: _copied(item) for name, item in value.items()} if isinstance(value, dict) else value
+def _copied(value: Any, moved: dict[str, None]) -> Any:
+    """Copy mappings, and texts with new import paths. Note the old paths in `moved`. Other values may refer to secrets,
+    and stay as they are."""
+    if isinstance(value, dict):
+        return {name: _copied(item, moved) for name, item in value.items()}
+    if type(value) is str:
+        for path, new in MOVED.items():
+            if value.startswith(path):
+                moved[path] = None
+                return new + value.removeprefix(path)
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from asyncrl import renamed
 from asyncrl.config import load, read
 from asyncrl.launch import compose
-from asyncrl.renamed import CHOICES, RENAMED
+from asyncrl.renamed import CHOICES, MOVED, RECIPES, RENAMED
 from tests.fakes import compose_values, tiny_config
 
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -70,6 +71,37 @@ def at(config: Any, name: str) -> Any:
     for part in name.split("."):
         value = value[part]
     return value
+
+
+@pytest.mark.parametrize("path", MOVED)
+def test_moved_import_path_is_followed(path: str) -> None:
+    old, new = f"{path}Name", f"{MOVED[path]}Name"
+    assert renamed.overrides([f"agent={old}"]) == ([f"agent={new}"], [path])
+    assert renamed.overrides([f"task.tools=[{{use: python, sandbox: {old}}}]"])[1] == [path]
+    assert renamed.values({"task": {"kind": old}, "agent": "mine:Agent"}) == (
+        {"task": {"kind": new}, "agent": "mine:Agent"},
+        [path],
+    )
+    assert MOVED[path] in renamed.warning(path)
+
+
+def test_moved_import_paths_lead_to_modules_that_exist() -> None:
+    for new in (*MOVED.values(), *RECIPES.values()):
+        module, _, name = new.rstrip(".").partition(":")
+        found = importlib.import_module(module)
+        assert not name or hasattr(found, name)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_estimator_that_became_a_recipe_is_followed(name: str) -> None:
+    words, old = renamed.overrides([f"algo.advantage={name}"])
+    assert old == [name]
+    assert any(RECIPES[name] in word for word in words)
+    for given in (name, {"name": name, "discount": 0.5}):
+        values, old = renamed.values({"algo": {"advantage": given}})
+        assert old == [name]
+        assert RECIPES[name] in str(values["algo"]["advantage"])
+    assert RECIPES[name] in renamed.warning(name)
 
 
 def test_every_old_name_has_a_case() -> None:

@@ -139,7 +139,10 @@ def decode(data: bytes) -> list[Event]:
 
 def packed(group: Group) -> PackedGroup:
     """Pack a group's arrays as bytes."""
-    trajectories = [([_pack_turn(turn) for turn in one.turns], one.reward or 0.0) for one in group.trajectories]
+    trajectories = [
+        ([_pack_turn(turn) for turn in one.turns], 0.0 if one.reward is None else one.reward)
+        for one in group.trajectories
+    ]
     return PackedGroup(group.uid, group.slot, _ids(group.prompt_ids), trajectories, group.task, group.routing)
 
 

@@ -1,1 +1,1 @@
-"""What stands in on a CPU for CUDA kernels and CUDA-only imports. Where CUDA is available, none of it is used."""
+"""CPU stand-ins for CUDA kernels and CUDA-only imports. Where CUDA is available, none of them is used."""
