@@ -2,8 +2,10 @@
 
     algorithms    four estimators and losses on the tiny task
     staleness     the staleness that the tiny model tolerates, with each correction
+    default       the run of `make run`: SmolLM2-135M learns to sort words (--steps 40)
 
-Each setting is a complete run of asyncrl-train on real engines, about forty seconds on two cores. The script prints one
+Each setting is a complete run of asyncrl-train on real engines, about forty seconds on two cores (`default`: some
+minutes). The script prints one
 line of JSON per run, and writes FOLDER/STUDY.svg and FOLDER/STUDY.jsonl. --steps shortens the runs; --seeds repeats
 them.
 """
@@ -41,6 +43,8 @@ CORRECTIONS: dict[str, Overrides] = {
 
 def settings(study: str) -> dict[str, Overrides]:
     """Return the overrides of each curve of a study, by name."""
+    if study == "default":
+        return {"SmolLM2-135M, word_sorting": []}
     if study == "algorithms":
         return ALGORITHMS
     return {
@@ -49,11 +53,11 @@ def settings(study: str) -> dict[str, Overrides]:
     }
 
 
-def rewards(overrides: Overrides, steps: int, seed: int, extra: Overrides) -> list[float]:
+def rewards(experiment: str, overrides: Overrides, steps: int, seed: int, extra: Overrides) -> list[float]:
     """Run a training and return the mean reward of each batch."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        own = ["experiment=tiny", f"run.dir={run_dir}", f"run.max_steps={steps}", f"run.seed={seed}", *QUIET]
+        own = [f"experiment={experiment}", f"run.dir={run_dir}", f"run.max_steps={steps}", f"run.seed={seed}", *QUIET]
         done = subprocess.run(
             [sys.executable, "-m", "asyncrl.launch.main", *own, *overrides, *extra], capture_output=True, text=True
         )
@@ -70,17 +74,20 @@ def smooth(values: list[float]) -> list[float]:
 def main() -> None:
     """Run every setting, then draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=["algorithms", "staleness"])
+    parser.add_argument("study", choices=["algorithms", "staleness", "default"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--overrides", nargs="*", default=[], help="further settings of every run")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    found = []
+    found, experiment = [], "default" if arguments.study == "default" else "tiny"
     with (arguments.folder / f"{arguments.study}.jsonl").open("w") as file:
         for name, overrides in settings(arguments.study).items():
-            runs = [rewards(overrides, arguments.steps, seed, arguments.overrides) for seed in range(arguments.seeds)]
+            runs = [
+                rewards(experiment, overrides, arguments.steps, seed, arguments.overrides)
+                for seed in range(arguments.seeds)
+            ]
             curve = smooth([statistics.fmean(values) for values in zip(*runs, strict=True)])
             found.append({"name": name, "curve": [round(value, 4) for value in curve]})
             file.write(json.dumps(found[-1]) + "\n")

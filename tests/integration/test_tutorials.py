@@ -25,14 +25,14 @@ def test_reward_of_a_module_beside_the_questions_is_learned(tmp_path: Path) -> N
     """The installed command finds the module in the current folder."""
     execute(TUTORIALS / "your_model_data_and_reward.ipynb", tmp_path)
     rewards = [step["reward/mean"] for step in lines(tmp_path / "run" / "metrics.jsonl")]
-    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.15
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.05
     nothing_is_left(tmp_path / "run")
 
 
 def test_environment_of_twenty_lines_trains(tmp_path: Path) -> None:
     execute(TUTORIALS / "a_game.ipynb", tmp_path)
     run_dir = tmp_path / "run"
-    assert len(lines(run_dir / "metrics.jsonl")) == 40
+    assert len(lines(run_dir / "metrics.jsonl")) == 24
     assert books_balance(run_dir)["groups"]["rejected"] == {}
     groups = groups_of(run_dir)
     assert {1, 2} <= {len(t.turns) for g in groups for t in g.trajectories} <= {1, 2, 3, 4}
