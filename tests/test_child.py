@@ -67,6 +67,18 @@ def test_tail_keeps_the_end_of_any_output() -> None:
     assert asyncio.run(main()) == "last but one\nlast"
 
 
+def test_error_while_its_pipes_are_connected_ends_the_program() -> None:
+    async def main() -> None:
+        process = python("import time; time.sleep(99)", stdin=PIPE, stdout=PIPE)
+        with pytest.raises(ZeroDivisionError):
+            async with process.ended_on_error():
+                await process.writer()
+                raise ZeroDivisionError
+        assert await process.wait(0) == -signal.SIGKILL
+
+    asyncio.run(main())
+
+
 def test_program_that_cannot_be_watched_is_not_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
