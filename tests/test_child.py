@@ -70,10 +70,14 @@ def test_tail_keeps_the_end_of_any_output() -> None:
 def test_error_while_its_pipes_are_connected_ends_the_program() -> None:
     async def main() -> None:
         process = python("import time; time.sleep(99)", stdin=PIPE, stdout=PIPE)
-        with pytest.raises(ZeroDivisionError):
+
+        async def connect() -> None:
             async with process.ended_on_error():
                 await process.writer()
                 raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await connect()
         assert await process.wait(0) == -signal.SIGKILL
 
     asyncio.run(main())
