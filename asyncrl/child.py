@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
 KEPT_BYTES = 64 << 10
-"""Number of bytes that a OutputTail keeps."""
+"""Number of bytes that an OutputTail keeps."""
 KILL_SECONDS = 5.0
 
 
@@ -92,8 +92,7 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill the process group."""
         if not self.exit.done():
-            # A sandbox may have members of other users only.
-            with suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def end(self) -> int | None:
@@ -130,9 +129,10 @@ class ChildProcess:
         return transport
 
     def _exited(self) -> None:
-        self.kill()  # the rest of the group: until the leader is reaped, its id is not reused
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
+        with suppress(PermissionError):  # what remains runs as another user, and cannot be killed
+            self.kill()  # the rest of the group: until the leader is reaped, its id is not reused
         status = self._process.wait()
         if not self.exit.done():
             self.exit.set_result(status)

@@ -65,6 +65,8 @@ MOVED = {
 """Beginnings of old import paths, which are values of settings, and the new ones."""
 RECIPES = {name: f"asyncrl_recipes.gigpo.advantage:{name}" for name in ("gigpo", "dr_gigpo")}
 """Old values of algo.advantage that are recipes now."""
+RECIPE_SETTINGS = ("discount", "step_weight")
+"""Settings of these recipes."""
 CHOICES = ("algo.advantage", "algo.loss", "algo.correction")
 """Fields that name an algorithm and hold its settings (settings.Choice)."""
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([\w.@]+)(?:=(.*))?", re.DOTALL)
@@ -112,6 +114,7 @@ def values(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     not chosen, it had no effect and is dropped."""
     moved: dict[str, None] = {}
     changed: Any = _copied(given, moved)
+    _follow_recipes(changed.get("algo"), moved)
     old = [name for name in RENAMED if _is_set(changed, name)]
     for name in old:
         *path, last = name.split(".")
@@ -126,17 +129,21 @@ def values(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if not _has_setting(place, str(section[last].get("name")), setting):
                 continue
         section.setdefault(last, {}).setdefault(setting, value)
-    advantage = changed.get("algo", {}).get("advantage") if isinstance(changed.get("algo"), dict) else None
-    if isinstance(advantage, dict) and advantage.get("name") in RECIPES:
-        moved[advantage["name"]] = None
-        advantage["name"] = RECIPES[advantage["name"]]
-    elif isinstance(advantage, str) and advantage in RECIPES:
-        moved[advantage] = None
-        changed["algo"]["advantage"] = RECIPES[advantage]
     return changed, [*old, *moved]
 
 
+def _follow_recipes(algo: Any, moved: dict[str, None]) -> None:
+    """Replace the name of an advantage estimator that became a recipe, and note it in `moved`."""
+    chosen = algo.get("advantage") if isinstance(algo, dict) else None
+    choice = {"name": chosen} if isinstance(chosen, str) else chosen
+    if isinstance(choice, dict) and choice.get("name") in RECIPES:
+        moved[choice["name"]] = None
+        algo["advantage"] = {**choice, "name": RECIPES[choice["name"]]}
+
+
 def _has_setting(place: str, name: str, setting: str) -> bool:
+    if name in RECIPES.values():
+        return setting in RECIPE_SETTINGS
     from asyncrl import algo  # imports pydantic, which a command line without old names does without
 
     registries: Any = (algo.advantage.ADVANTAGES, algo.loss.LOSSES, algo.correction.CORRECTIONS)

@@ -17,9 +17,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+SECONDS = 900.0
+"""Deadline of a notebook, many times what it takes."""
+
 
 def execute(notebook: Path, folder: Path) -> list[str]:
-    """Run a notebook in a folder, and return what each code cell printed. Raises RuntimeError with the traceback."""
+    """Run a notebook in a folder, and return what each code cell printed. Raises RuntimeError with the traceback, and
+    subprocess.TimeoutExpired after SECONDS."""
     binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # without resolving .venv's link
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--inside", str(notebook.resolve())],
@@ -34,6 +38,7 @@ def execute(notebook: Path, folder: Path) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
+        timeout=SECONDS,
     )
     if done.returncode:
         raise RuntimeError(f"{notebook.name} failed:\n{done.stdout}\n{done.stderr}")

@@ -104,6 +104,15 @@ def test_estimator_that_became_a_recipe_is_followed(name: str) -> None:
     assert RECIPES[name] in renamed.warning(name)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_configuration_of_an_old_run_with_such_an_estimator_is_read(name: str) -> None:
+    """It holds the settings of all estimators."""
+    old = {"advantage": name, "discount": 0.9, "gae_lambda": 0.8, "pass_k": 2, "correct_above": 0.5, "step_weight": 0.7}
+    values = compose_values("experiment=tiny")
+    values["algo"] |= old
+    assert load(values).algo.advantage.model_dump() == {"name": RECIPES[name], "discount": 0.9, "step_weight": 0.7}
+
+
 def test_every_old_name_has_a_case() -> None:
     assert OTHER.keys() == RENAMED.keys()
 

@@ -33,7 +33,7 @@ def main() -> None:
     checking = CHECK in sys.argv
     sys.argv = [word for word in sys.argv if word != CHECK]  # the remaining arguments are for Hydra
     # A user's modules are found from the current folder, as by the run's processes (python -m).
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+    if "" not in sys.path:
         sys.path.insert(0, "")
     os.umask(0o077)  # files of a run are private to their owner: keys, rollouts, weights (launch/run_folder.py)
     try:

@@ -9,7 +9,6 @@ identity, because games may open with the same text.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,9 +30,6 @@ EVAL_OFFSET = 1 << 30  # first index of the evaluation questions of an endless t
 MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions, or too long
 TEMPLATE_BYTES = 256
 """Upper bound of the bytes that a chat template adds around one message."""
-
-GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names of the tokenizer class without code of its own."""
 
 Identity = tuple[tuple[int, ...], Any]
 """Identity of a question: the rendered text, and the seed if there is one."""
@@ -243,12 +239,9 @@ def _identity(token_ids: list[int], question: Question) -> Identity:
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder, with another chat template if one is given. Raises ConfigError if it has
     none."""
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    if config.get("tokenizer_class") in GENERIC and "auto_map" not in config:
-        from transformers import PreTrainedTokenizerFast as Tokenizer  # as AutoTokenizer, which imports every model
-    else:
-        from transformers import AutoTokenizer as Tokenizer
-    tokenizer: PreTrainedTokenizerBase = Tokenizer.from_pretrained(model)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).expanduser().read_text()
     if tokenizer.chat_template is None:
@@ -260,6 +253,8 @@ def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenize
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids that end an answer: those of the generation config and the tokenizer's own."""
+    import json
+
     file = model / "generation_config.json"
     found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     ids = set(found if isinstance(found, list) else [found]) | {tokenizer.eos_token_id}

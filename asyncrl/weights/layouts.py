@@ -40,13 +40,6 @@ class Pieces:
     parts: list[Tensor]
     dim: int = 0
 
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the full tensor."""
-        first = self.parts[0].shape
-        dim = self.dim % len(first)
-        return torch.Size([*first[:dim], sum(part.shape[dim] for part in self.parts), *first[dim + 1 :]])
-
     def tensor(self) -> Tensor:
         """Return the full tensor. A single piece is returned without a copy."""
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, self.dim)

@@ -94,7 +94,8 @@ class Resharder:
         for found, tensor in self._tensors(self._exported):
             shards = self._degree(found) * (self._parallel.ep if found.rule.expert else 1)
             for name, pieces in self._joined(found, [torch.empty_like(tensor, device="meta")] * shards):
-                yield name, tensor.dtype, pieces.shape
+                whole = pieces.tensor()
+                yield name, whole.dtype, whole.shape
 
     @cached_property
     def _exported(self) -> list[tuple[int, str, Found]]:
@@ -138,7 +139,7 @@ class Resharder:
                 names = ("model.embed_tokens.weight",) if self._is_tied_copy(found) else found.hf_names()
                 degree = self._degree(found)
                 whole = found.rule.layout.join([torch.empty_like(tensor, device="meta")] * degree, self._dims)
-                full = [source.read(name, pieces.shape) for name, pieces in zip(names, whole, strict=True)]
+                full = [source.read(name, meta.tensor().shape) for name, meta in zip(names, whole, strict=True)]
                 rank = self._parallel.etp_rank if found.rule.expert else self._parallel.tp_rank
                 tensor.copy_(found.rule.layout.shard(full, degree, rank % degree, self._dims))
             source.check_nothing_left(self._mapping, self._is_for_this_rank)
