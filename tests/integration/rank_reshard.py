@@ -99,8 +99,9 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._made += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._made = [made for made in self._made if made() is not None]
-        storages = {s.data_ptr(): s.nbytes() for made in self._made for s in [made().untyped_storage()]}
+        alive = [tensor for made in self._made if (tensor := made()) is not None]  # held while they are counted
+        storages = {s.data_ptr(): s.nbytes() for tensor in alive for s in [tensor.untyped_storage()]}
+        self._made = [weakref.ref(tensor) for tensor in alive]
         self.bytes = max(self.bytes, sum(size for start, size in storages.items() if start not in self._known))
         return out
 
