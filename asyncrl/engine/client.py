@@ -1,4 +1,5 @@
-"""HTTP client for generation: it sends token ids, and receives token ids, log-probabilities and weight versions.
+"""HTTP client for generation: it sends token ids, and receives token ids, log-probabilities and, with the last chunk,
+weight versions (partial_completion.py).
 
 Siblings that request the same prompt at the same time share one request with n samples. Answers stream as disjoint
 chunks, so the client holds every token that an engine has sent. When an answer is interrupted (by a weight update that
