@@ -15,6 +15,10 @@ from torch import Tensor
 from asyncrl.algo.pack import Pack
 from asyncrl.backends.cpu import pack_attention
 
+KERNEL_OPTIONS = {"BACKEND": "TRITON"}
+"""Options of FlexAttention. By itself, torch 2.13 takes its decoding kernel for fewer than 128 rows, and raises
+NoValidChoicesError for many combinations of rows and heads."""
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
     """Attend with each of this rank's n rows (all N without context parallelism) to the rows that the pack allows: q
@@ -50,5 +54,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
     if pack not in _MASKS:
         _MASKS[pack] = block_mask(pack)
     batched = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out: Tensor = _flex_attention()(*batched, block_mask=_MASKS[pack], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out: Tensor = _flex_attention()(
+        *batched,
+        block_mask=_MASKS[pack],
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=KERNEL_OPTIONS,
+    )
     return out[0].transpose(0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from asyncrl.algo.context_parallel_split import bounds_of, part
 from asyncrl.algo.pack import Pack, pack
 from asyncrl.algo.samples import Sample
 from asyncrl.backends.cpu.pack_attention import plan
-from asyncrl.trainer.tree_attention import attend, block_mask
+from asyncrl.trainer import tree_attention
+from asyncrl.trainer.tree_attention import attend
 from tests.algo.test_pack import Groups, packs, words
 
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
@@ -78,16 +80,25 @@ def sample(prompt: list[int], tokens: list[int]) -> Sample:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @given(case=packs())
 @settings(max_examples=10, deadline=None)
-def test_the_mask_for_gpus_has_the_same_values(case: tuple) -> None:
+def test_the_path_for_gpus_has_the_same_values(case: tuple) -> None:
     """FlexAttention's own reference runs on CPU, forward only."""
     from torch.nn.attention.flex_attention import flex_attention
 
     groups, share, _ = case
     p = pack(groups, share=share)
     q, k, v, _ = drawn(p, 0, torch.float32)
-    batched = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = flex_attention(*batched, block_mask=block_mask(p), scale=0.3, enable_gqa=True)[0].transpose(0, 1)
+    with mock.patch.object(tree_attention, "_flex_attention", return_value=flex_attention):
+        out = tree_attention._flex(q, k, v, p, 0.3)
     torch.testing.assert_close(out, dense(q, k, v, p, 0.3), rtol=0, atol=3e-5)
+
+
+def test_short_packs_do_not_take_the_decoding_kernel() -> None:
+    """For fewer than 128 rows, torch's own choice is a decoding kernel that fails to compile for many head counts."""
+    p = pack([[sample([1, 2], [3])]])
+    with mock.patch.object(tree_attention, "_flex_attention") as flex:
+        flex.return_value.return_value = torch.zeros(1, 4, p.num_tokens, 8)
+        tree_attention._flex(*drawn(p, 0, torch.float32)[:3], p, 0.3)
+    assert flex.return_value.call_args.kwargs["kernel_options"]["BACKEND"] == "TRITON"
 
 
 # --- a whole model ------------------------------------------------------------------------------------------
