@@ -5,8 +5,8 @@ Persistent memory is counted exactly: weights, gradients, master weights and mom
 trainer/optimizer.py, and the buckets of a publish as in weights/publish.py. Activations are estimated in the manner of
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for the layers that trainer/model.py builds: no dropout and no
 dropout masks, gated MLPs, attention that does not store the score matrix, no recomputation; a test compares the
-estimate with what Megatron keeps on a CPU. Not counted: the libraries' own memory, and fragmentation of their
-allocators.
+estimate with what Megatron keeps on a CPU. Not counted: the libraries' own memory, fragmentation of their allocators,
+and the block masks of attention (trainer/tree_attention.py), which take 1 KB for every million pairs of rows.
 """
 
 from __future__ import annotations
