@@ -251,10 +251,9 @@ def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, rou
 
 
 def _logits(shape: Shape, layout: ParallelLayout, training: Training) -> int:
-    """Return the bytes of one chunk of logits and of the product that is added to the output layer's gradient."""
-    columns = -(-shape.vocab // layout.tensor)
+    """Return the bytes of one chunk of logits. (The gradient of the output layer is added in place.)"""
     rows = min(training.logit_rows, -(-training.tokens // layout.context))
-    return rows * columns * LOGITS + columns * shape.hidden * BYTES[training.dtype]
+    return rows * -(-shape.vocab // layout.tensor) * LOGITS
 
 
 def engine_rank(
