@@ -5,8 +5,8 @@ Persistent memory is counted exactly: weights, gradients, master weights and mom
 trainer/optimizer.py, and the buckets of a publish as in weights/publish.py. Activations are estimated in the manner of
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for the layers that trainer/model.py builds: no dropout and no
 dropout masks, gated MLPs, attention that does not store the score matrix, no recomputation; a test compares the
-estimate with what Megatron keeps on a CPU. Not counted: the libraries' own memory, and fragmentation of their
-allocators.
+estimate with what Megatron keeps on a CPU. Not counted: the libraries' own memory, fragmentation of their allocators,
+and the block masks of attention (trainer/tree_attention.py), which take 1 KB for every million pairs of rows.
 """
 
 from __future__ import annotations
@@ -251,10 +251,9 @@ def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, rou
 
 
 def _logits(shape: Shape, layout: ParallelLayout, training: Training) -> int:
-    """Return the bytes of one chunk of logits and of the product that is added to the output layer's gradient."""
-    columns = -(-shape.vocab // layout.tensor)
+    """Return the bytes of one chunk of logits. (The gradient of the output layer is added in place.)"""
     rows = min(training.logit_rows, -(-training.tokens // layout.context))
-    return rows * columns * LOGITS + columns * shape.hidden * BYTES[training.dtype]
+    return rows * -(-shape.vocab // layout.tensor) * LOGITS
 
 
 def engine_rank(

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,6 +27,9 @@ from asyncrl.config import TrainerConfig
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
 from asyncrl.trainer.mlp import GatedMLP
+
+# Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
+moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:

@@ -114,6 +114,8 @@ class NetworkOptimizer:
         self._optimizer.reload_model_params()
         for part in self._parts():
             part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
+                group.pop("step", None)  # of Apex and TransformerEngine, see _count
         self._applied = 0
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------

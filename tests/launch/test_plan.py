@@ -102,7 +102,7 @@ def test_deterministic_engines_heed_seeds_and_on_a_cpu_have_one_request_at_a_tim
     cpu, gpu = (made(gpus=gpus, **settings)["engine-0"] for gpus in (0, 2))
     for engine in (cpu, gpu):
         assert flags(engine)["enable-deterministic-inference"] is True
-        assert engine.env["TORCHDYNAMO_DISABLE"] == "1"
+        assert engine.env["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert (flags(cpu)["max-running-requests"], flags(cpu)["disable-radix-cache"]) == ("1", True)
     assert flags(gpu)["max-running-requests"] == str(tiny_config().engine.max_running_requests)
     assert "disable-radix-cache" not in flags(gpu)
@@ -169,9 +169,13 @@ def test_cpu_engines_of_several_ranks_get_a_core_for_each() -> None:
     assert made(**{"engine.tensor_parallel": 2})["engine-0"].env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
 
-def test_cpu_engines_need_no_compiler() -> None:
-    assert made()["engine-0"].env["TORCHDYNAMO_DISABLE"] == "1"
-    assert "TORCHDYNAMO_DISABLE" not in made(gpus=4)["engine-0"].env
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True, "rollout.max_staleness": 0}])
+def test_cpu_engines_alone_compile_nothing(settings: dict) -> None:
+    """A trainer on a GPU has to compile FlexAttention, also in a deterministic run."""
+    cpu, gpu = made(**settings), made(gpus=4, **settings)
+    assert cpu["engine-0"].env["TORCHDYNAMO_DISABLE"] == "1"
+    for process in (cpu["trainer-0"], gpu["trainer-0"], gpu["engine-0"]):
+        assert "TORCHDYNAMO_DISABLE" not in process.env
 
 
 # --- the machine --------------------------------------------------------------------------------------------
