@@ -214,6 +214,22 @@ def test_engines_see_the_trainers_gpus_only_where_weights_come_by_cuda_ipc() -> 
     assert [flags(shared[f"engine-{i}"])["base-gpu-id"] for i in (0, 1)] == ["2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("own", "args", "both"), [(None, {}, "0"), ("1", {}, "1"), ("0", {"enable_symm_mem": True}, "1")]
+)
+def test_trainers_and_engines_agree_on_cumem(
+    own: str | None, args: dict, both: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang sets NCCL_CUMEM_ENABLE=0 if it is unset, and 1 for symmetric memory; peers that differ cannot open each
+    other's memory."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if own is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", own)
+    specs = made(2, gpus=4, **{"trainer.data_parallel": 2, "engine.server_args": args})
+    parts = ("trainer-0", "trainer-1", "engine-0", "engine-1")
+    assert {specs[name].env.get("NCCL_CUMEM_ENABLE") for name in parts} == {both}
+
+
 def test_engines_have_the_delta_loader_only_where_it_is_used() -> None:
     assert "custom-weight-loader" not in flags(made()["engine-0"])
     delta = flags(made(**{"weights.transport": "delta"})["engine-0"])
