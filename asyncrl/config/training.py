@@ -73,6 +73,9 @@ class TrainerConfig(Section):
     dtype: Dtype
     """Precision of the weights in forward and backward; the master weights are always float32. auto: bfloat16 on GPUs;
     on CPUs the format with the faster matrix multiplication."""
+    layers: Literal["auto", "transformer_engine", "local"]
+    """Layers of the model: TransformerEngine's fused ones with grouped experts, or Megatron's own. auto: those of
+    TransformerEngine on GPUs where it is installed, else local. Weights and checkpoints are the same."""
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
     logit_rows: Count
