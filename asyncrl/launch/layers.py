@@ -30,6 +30,9 @@ def resolve(config: Config, gpus: int, before: dict[str, Any] | None = None) -> 
         layers = LOCAL if problem or config.mode == "rollout_only" else TRANSFORMER_ENGINE
     elif layers == TRANSFORMER_ENGINE and problem and config.mode != "rollout_only":
         raise ConfigError("trainer.layers", layers, f"{problem}, or set local.")
+    if trainer.fp8 and layers == LOCAL and config.mode != "rollout_only":
+        remedy = f"Only layers of TransformerEngine have it ({problem or 'trainer.layers=local'}): set fp8=null."
+        raise ConfigError("trainer.fp8", trainer.fp8.format, remedy)
     return config.model_copy(update={"trainer": trainer.model_copy(update={"layers": layers})})
 
 

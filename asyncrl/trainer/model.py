@@ -91,6 +91,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         apply_rope_fusion=te and not latent,  # the fused kernel of latent attention takes no positions
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
+        **({"fp8": trainer.fp8.format, "fp8_recipe": trainer.fp8.recipe} if trainer.fp8 else {}),
         **family,
     )
 

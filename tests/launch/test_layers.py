@@ -11,6 +11,7 @@ from asyncrl.launch import layers
 from tests.fakes import tiny_config
 
 GPU: dict[str, Any] = {"trainer.device": "cuda", "trainer.dtype": "bfloat16"}
+FP8 = {"format": "hybrid", "recipe": "blockwise"}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -48,3 +49,16 @@ def test_run_that_goes_on_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> N
     install(monkeypatch)
     with pytest.raises(ConfigError, match="cannot be found"):
         resolved(before={"trainer": {"layers": "transformer_engine"}}, **GPU)
+
+
+def test_fp8_needs_layers_of_transformer_engine_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *layers.PACKAGES)
+    assert resolved(**GPU, **{"trainer.fp8": FP8}) == "transformer_engine"
+    with pytest.raises(ConfigError, match=r"trainer\.fp8.*trainer\.layers=local"):
+        resolved("local", **GPU, **{"trainer.fp8": FP8})
+    with pytest.raises(ConfigError, match=r"trainer\.fp8.*no CPU kernels"):
+        resolved(**{**GPU, "trainer.device": "cpu", "trainer.fp8": FP8})
+    with pytest.raises(ConfigError, match=r"trainer\.fp8.*bfloat16"):
+        tiny_config(**{"trainer.fp8": FP8, "trainer.dtype": "float32"})
+    with pytest.raises(ConfigError, match=r"trainer\.fp8\.recipe"):
+        tiny_config(**{"trainer.fp8": {"format": "hybrid", "recipe": "delayed"}})

@@ -2,7 +2,8 @@
 
 TransformerEngine's own Python code runs unchanged, and so does Megatron's code that uses it. Of some 170 names of the
 extension `transformer_engine_torch`, those that linear, norm, grouped-linear and rotary modules call are written here
-in torch; every other raises NotImplementedError. The kernels themselves, FP8 and speed are therefore not tested.
+in torch (those of FP8 in fp8.py); every other raises NotImplementedError. The kernels themselves and their speed are
+therefore not tested.
 
 `install` must run after megatron_shim.enable(), which bars TransformerEngine, and before megatron.core is imported.
 """
@@ -17,7 +18,7 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata, util
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +28,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.backends.cpu.megatron_shim import CPU, _torch_for_megatron, _View
+from tests.te_stub import fp8
 
 CALLS: Counter[str] = Counter()
 """Number of calls of each function of the extension."""
-FUNCTIONS: dict[str, Callable] = {}
+FUNCTIONS: dict[str, Callable] = {made.__name__: made for made in fp8.FUNCTIONS}
 DTYPES = {
     "kByte": torch.uint8,
     "kInt32": torch.int32,
@@ -94,10 +96,13 @@ def function(made: Callable) -> Callable:
     return made
 
 
-def _product(a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool) -> Tensor:
+def _product(a: Any, transposed_a: bool, b: Any, transposed_b: bool) -> Tensor:
     """Multiply with float32 accumulation, whatever the precision of the factors."""
-    left, right = b.reshape(-1, b.shape[-1]).float(), a.reshape(-1, a.shape[-1]).float()
-    return (left.t() if transposed_b else left) @ (right.t() if transposed_a else right)
+    (right, in_fp8), (left, _) = fp8.plain(a), fp8.plain(b)
+    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    left, right = left.t() if transposed_b else left, right.t() if transposed_a else right
+    assert not in_fp8 or left.shape[1] % fp8.ALIGNMENT == 0, f"cuBLAS cannot sum {left.shape[1]} products in FP8"
+    return left @ right
 
 
 @function
@@ -128,6 +133,7 @@ def generic_gemm(
         found = out.add_(found) if accumulate else out.copy_(found)
     else:
         found = found.to(a.dtype if out_dtype is None else DTYPES[DType(out_dtype).name])
+        found = found if quantizer is None else fp8.quantize(found, quantizer)
     of_bias = b.reshape(-1, b.shape[-1]).float().sum(0).to(b.dtype) if grad and bias is not None else None
     return found, of_bias, gelu_in, None
 
@@ -178,6 +184,8 @@ def rmsnorm_fwd(
     """Normalize the rows of x. Returns the result and the reciprocal root mean squares."""
     scale = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
     normed = (x.float() * scale[..., None] * (weight.float() + zero_centered)).to(x.dtype)
+    if quantizer is not None:
+        return fp8.quantize(normed, quantizer, out), None, scale
     return normed if out is None else out.copy_(normed), None, scale
 
 
@@ -247,6 +255,8 @@ class _Name(type):
 def _extension() -> types.ModuleType:
     module: Any = types.ModuleType("transformer_engine_torch")
     module.DType = DType
+    module.FP8FwdTensors = _enumeration(f"GEMM{i}_{kind}" for i in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT"))
+    module.FP8BwdTensors = _enumeration(f"GRAD_{kind}{i}" for i in (1, 2, 3) for kind in ("OUTPUT", "INPUT"))
 
     def attribute(name: str) -> Any:
         if name.startswith("__"):
@@ -258,6 +268,10 @@ def _extension() -> types.ModuleType:
     own = _mentioned(r"^def (\w+)", within="cpp_extensions")  # that package star-imports the extension beside these
     module.__all__ = ["DType", *sorted(_mentioned(r"\btex\.(\w+)") - own - {"DType"})]
     return module
+
+
+def _enumeration(names: Iterable[str]) -> SimpleNamespace:
+    return SimpleNamespace(**{name: number for number, name in enumerate(names)})
 
 
 def _mentioned(pattern: str, within: str = "") -> set[str]:

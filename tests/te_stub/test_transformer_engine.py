@@ -10,11 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from asyncrl.checkpoints.store import CheckpointStore
-from tests.integration import test_checkpoint, test_families
+from asyncrl.models.tiny import write_random_model
+from tests.integration import test_checkpoint, test_families, test_trainer
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
 from tests.integration.test_trainer import LAYOUTS, Outcome, folder, launch  # noqa: F401
@@ -104,6 +106,42 @@ def test_updates_in_bfloat16_are_those_of_the_local_layers(folder: Path, layout:
     assert my_weights.keys() == their_weights.keys()
     for name, tensor in my_weights.items():
         torch.testing.assert_close(tensor, their_weights[name], rtol=2e-2, atol=1e-3)
+
+
+FP8 = {**BFLOAT16, "fp8": {"format": "hybrid", "recipe": "tensorwise"}}
+WIDE = {"vocab": 257, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "layers": 2, "tied": False}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write models whose matrices FP8 products can share between two ranks."""
+    made = tmp_path_factory.mktemp("wide")
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    for arch, fields in (("qwen3", {}), ("qwen3_moe", {**experts, "norm_topk_prob": True})):
+        write_random_model(made / arch / "model", arch, **WIDE, seed=1, dtype="float32", fields=fields)
+        groups = msgspec.msgpack.encode(test_trainer.drawn_groups(seed=3))
+        (made / arch / "groups.msgpack").write_bytes(groups)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("layout", "models"),
+    [("single", ["qwen3", "qwen3_moe"]), ("tp2-sp", ["qwen3"]), ("cp2", ["qwen3"]), ("tp2-sp-ep2", ["qwen3_moe"])],
+)
+def test_updates_in_fp8_are_near_those_in_bfloat16(wide: Path, layout: str, models: list[str]) -> None:
+    """Weights stay in bfloat16, and every product has rows that FP8 can sum: the stand-in refuses others."""
+    mine = launch(wide, "fp8", models, {**LAYOUTS[layout], **TE, **FP8})
+    theirs = launch(wide, "bfloat16", models, {**LAYOUTS[layout], **TE, **BFLOAT16})
+    for model in models:
+        (figures, weights), (others, other_weights) = mine[model], theirs[model]
+        assert figures[0]["grad_norm"] != others[0]["grad_norm"]
+        for one, other in zip(figures, others, strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], rel=0.03)
+            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.04)
+        assert weights.keys() == other_weights.keys()
+        for name, tensor in weights.items():
+            assert tensor.dtype == other_weights[name].dtype
+            torch.testing.assert_close(tensor, other_weights[name], rtol=0, atol=4e-3)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
