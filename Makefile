@@ -13,10 +13,10 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup bubblewrap run test unit slurm integration campaign peers container fresh check bench clean
+.PHONY: docs help setup bubblewrap run test unit slurm integration campaign peers te-stub container fresh check bench clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY)  ## the environment in .venv, from the locks (PYTHON=python3.11)
 
@@ -55,6 +55,13 @@ $(PEERS): pyproject.toml $(READY)
 
 peers: $(PEERS)  ## the algorithms against verl's and TRL's own functions
 	PYTHONPATH=$(PEERS) $(BIN)/pytest -q tests/algo/test_peers.py
+
+TE := .venv/te
+$(TE): requirements/te.txt $(READY)
+	rm -rf $@ && $(BIN)/pip install --quiet --no-deps --target $@ -r requirements/te.txt && touch $@
+
+te-stub: $(TE)  ## TransformerEngine's layers on a CPU, with a stand-in for its compiled extension (0.7 GB in .venv/te)
+	PYTHONPATH=$(CURDIR)/$(TE) ASYNCRL_ZYGOTE=tests.te_stub.zygote $(BIN)/pytest -q tests/te_stub
 
 container:  ## the image for CPUs: the Dockerfile's steps in a clean root (as root; ARGS="--bind FILE ...")
 	$(PYTHON) scripts/container_check.py $(ARGS)

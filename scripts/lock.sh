@@ -60,6 +60,8 @@ gpu() { # cpu.txt's versions are kept wherever SGLang's own metadata admits them
   printf '%s\n' "${CARRIERS[@]}" >> "$WORK/gpu" # without their dependencies, as in cpu.txt
   LC_ALL=C sort -t= -k1,1 -o "$WORK/gpu" "$WORK/gpu"
   lock gpu.txt "$WORK/gpu" "everything of the GPU image (Dockerfile): Linux x86_64, glibc 2.34, Python 3.11 or 3.12."
+  grep -E '^(ml-dtypes|nvdlfw-inspect|onnx|onnx-ir|onnxscript|transformer-engine|triton)==' "$WORK/gpu" > "$WORK/te"
+  lock te.txt "$WORK/te" "TransformerEngine's Python modules without its extension, for \`make te-stub\` (--target .venv/te)."
   check
 }
 

@@ -48,6 +48,23 @@ class OptimizerConfig(Section):
     """Clip the global gradient norm to this; 0 turns clipping off."""
 
 
+class Fp8Config(Section):
+    """FP8 matrix products in TransformerEngine's layers. Parameters and published weights stay in bfloat16. Recipes
+    compute every scale anew, so that a checkpoint needs none; TransformerEngine's delayed scaling is not offered,
+    because its history of maxima would be lost on resume."""
+
+    format: Literal["e4m3", "hybrid"]
+    """Number format; hybrid: e5m2 for gradients in backward, e4m3 for all else."""
+    recipe: Literal["tensorwise", "blockwise", "mxfp8"]
+    """Scaling: one scale per tensor, per block of 128 (Hopper), or per 32 elements (Blackwell)."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Return the number of rows by which the rows of every product must be divisible, as Megatron's
+        get_fp8_align_size has it."""
+        return 32 if self.recipe == "mxfp8" else 16
+
+
 class TrainerConfig(Section):
     """Megatron trainer: parallel layout, precision, optimizer, and handling of bad steps."""
 
@@ -73,6 +90,11 @@ class TrainerConfig(Section):
     dtype: Dtype
     """Precision of the weights in forward and backward; the master weights are always float32. auto: bfloat16 on GPUs;
     on CPUs the format with the faster matrix multiplication."""
+    layers: Literal["auto", "transformer_engine", "local"]
+    """Layers of the model: TransformerEngine's fused ones with grouped experts, or Megatron's own. auto: those of
+    TransformerEngine on GPUs where it is installed, else local. Weights and checkpoints are the same."""
+    fp8: Fp8Config | None
+    """FP8 recipe of TransformerEngine's layers; unset: products in dtype. Needs GPUs and bfloat16."""
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
     logit_rows: Count
@@ -102,6 +124,8 @@ class TrainerConfig(Section):
     def _layout_is_possible(self) -> TrainerConfig:
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
+        if self.fp8 and self.dtype == "float32":
+            raise ConfigError("trainer.fp8", self.fp8.format, "Needs trainer.dtype=bfloat16: set it, or fp8=null.")
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."

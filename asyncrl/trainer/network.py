@@ -21,11 +21,12 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
+from asyncrl.trainer.layers import accumulates_by_itself
 from asyncrl.trainer.microbatches import Groups, costs_of, packs_of_rank
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
-from asyncrl.weights.reshard import Resharder
+from asyncrl.weights.reshard import Resharder, weights_of
 
 Visit = Callable[[Head, Pack], Tensor]
 """Callback that the last stage runs on each pack. It returns the loss, or any tensor in a pass without gradient."""
@@ -34,12 +35,16 @@ Visit = Callable[[Head, Pack], Tensor]
 class FastDDP(DistributedDataParallel):
     """DistributedDataParallel that copies the first gradient of a step into the float32 buffer. Megatron fills the
     buffer with zeros and adds: three passes over all gradients instead of one. Code that adds to a buffer itself must
-    call `gradient_buffer`."""
+    call `gradient_buffer`. TransformerEngine's layers do not, so the buffers are filled with zeros for them."""
 
     def zero_grad_buffer(self) -> None:
         """Mark the buffers as stale. Those that get no gradient during the step are zeroed after its passes."""
+        fused = accumulates_by_itself(self.module)
         for parameter in self.params_with_grad:
-            parameter.holds_old_gradient = True
+            parameter.holds_old_gradient = not fused
+        if fused:
+            super().zero_grad_buffer()
+            return
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.reset()
 
@@ -52,7 +57,8 @@ class FastDDP(DistributedDataParallel):
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if param.grad is not None:
-                collect(param, param.grad)
+                if not getattr(param, "grad_added_to_main_grad", False):
+                    collect(param, param.grad)
                 param.grad = None
 
         return hook
@@ -126,8 +132,7 @@ class Network:
 
     def tensors(self) -> list[Tensor]:
         """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
-        states = [chunk.state_dict(keep_vars=True) for chunk in self._inner.values()]
-        return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
+        return [tensor for chunk in self._inner.values() for tensor in weights_of(chunk, keep_vars=True).values()]
 
     def placed(self) -> list[PlacedTensor]:
         """Return all of these tensors with their positions in the whole model."""
