@@ -10,7 +10,9 @@ from pydantic import field_validator, model_validator
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
+from asyncrl.config.megatron import MegatronConfig, PipelineSplitConfig, RecomputeConfig
 from asyncrl.errors import ConfigError
+from asyncrl.parallel import PipelineSplit
 from asyncrl.settings import Bounds, Choice, Count, Dtype, Natural, NonNegative, Positive, Section, Share
 
 
@@ -59,6 +61,7 @@ class TrainerConfig(Section):
     """Pipeline-parallel ranks (stages), which share the layers."""
     virtual_pipeline: Count
     """Chunks of layers per pipeline stage, interleaved with those of the other stages; 1: no interleaving."""
+    pipeline_split: PipelineSplitConfig
     context_parallel: Count
     """Context-parallel ranks, which share the tokens of each sequence, for long sequences; each rank's queries attend
     to the keys of all ranks."""
@@ -81,6 +84,8 @@ class TrainerConfig(Section):
     share_prompts: bool
     """Run the prompt of a group once and let all its completions attend to it (exact; disable it only for
     comparison)."""
+    recompute: RecomputeConfig
+    megatron: MegatronConfig
     threads: Count
     """Number of torch threads per rank on CPU."""
     optimizer: OptimizerConfig
@@ -94,6 +99,14 @@ class TrainerConfig(Section):
     """Write the weights as an HF folder every this many steps; unset: only at the end."""
 
     @property
+    def split(self) -> PipelineSplit:
+        """Return how pipeline stages share the layers."""
+        own = self.pipeline_split
+        numbers = own.first_stage_layers, own.last_stage_layers
+        counts = own.account_for_embedding, own.account_for_loss
+        return PipelineSplit(self.pipeline_parallel, self.virtual_pipeline, *numbers, *counts)
+
+    @property
     def world_size(self) -> int:
         """Return the number of trainer ranks."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
@@ -105,6 +118,10 @@ class TrainerConfig(Section):
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."
+            )
+        if self.pipeline_parallel == 1 and self.split != PipelineSplit():
+            raise ConfigError(
+                "trainer.pipeline_split", self.pipeline_split.model_dump(), "Needs pipeline_parallel of 2 or more."
             )
         stage = self.tensor_parallel * self.context_parallel * self.data_parallel
         matrix = self.expert_tensor_parallel or self.tensor_parallel

@@ -87,7 +87,8 @@ class Network:
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.sharded)
+        buffers = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": self.sharded}
+        ddp = megatron.configured(DistributedDataParallelConfig, buffers, "ddp", trainer.megatron.ddp)
         for chunk in chunks:
             _mark_experts(chunk)
         self._costs = costs_of(self.hf)
@@ -154,10 +155,10 @@ class Network:
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
             if self.routing:
-                self.routing.before(inner, batch)
-            out = megatron.forward(model, inner, batch)
-            if self.routing:
+                out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
                 self.routing.after(inner, batch)
+            else:
+                out = megatron.forward(model, inner, batch)
             return out, loss_function
 
         interleaved = len(self.wrapped) > 1
