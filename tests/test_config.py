@@ -369,6 +369,32 @@ def test_first_of_several_problems_keeps_its_whole_text() -> None:
     assert str(error).splitlines()[0] == str(refusal(**{"run.name": ["v. 1"]}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "field", "remedy"),
+    [
+        ({"overlap_grad_reduce": True}, "overlap_grad_reduce", "no replicas"),
+        ({"overlap_param_gather": True, "data_parallel": 2}, "overlap_param_gather", "overlap_grad_reduce=true"),
+        ({"pipeline_split.first_stage_layers": 1}, "pipeline_split", "pipeline_parallel of 2"),
+        (
+            {"pipeline_split.first_stage_layers": 1, "pipeline_split.account_for_loss": True, "pipeline_parallel": 2},
+            "pipeline_split",
+            "not both",
+        ),
+        (
+            {"recompute.granularity": "selective", "recompute.modules": []},
+            "recompute.modules",
+            "Name a module",
+        ),
+    ],
+)
+def test_megatron_settings_that_do_not_fit_each_other_are_refused(
+    changes: dict[str, Any], field: str, remedy: str
+) -> None:
+    error = refusal(**{f"trainer.{name}": value for name, value in changes.items()})
+    assert error.field == f"trainer.{field}"
+    assert remedy in str(error)
+
+
 # --- what the model and the machine rule out ----------------------------------------------------------------
 
 

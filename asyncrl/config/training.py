@@ -86,6 +86,13 @@ class TrainerConfig(Section):
     comparison)."""
     recompute: RecomputeConfig
     megatron: MegatronConfig
+    overlap_grad_reduce: bool
+    """Reduce the gradients of a bucket over replicas while backward computes the others (Megatron's
+    overlap_grad_reduce); bucket_size in trainer.megatron.ddp sets the size of a
+    bucket."""
+    overlap_param_gather: bool
+    """Gather the new parameters of a bucket from the distributed optimizer's shards while forward runs (Megatron's
+    overlap_param_gather). After a batch's last step they are gathered at once, because they are published next."""
     threads: Count
     """Number of torch threads per rank on CPU."""
     optimizer: OptimizerConfig
@@ -119,6 +126,12 @@ class TrainerConfig(Section):
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."
             )
+        if self.overlap_grad_reduce and self.data_parallel * self.context_parallel == 1:
+            raise ConfigError(
+                "trainer.overlap_grad_reduce", True, "There are no replicas: set trainer.data_parallel of 2 or more."
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ConfigError("trainer.overlap_param_gather", True, "Needs trainer.overlap_grad_reduce=true.")
         if self.pipeline_parallel == 1 and self.split != PipelineSplit():
             raise ConfigError(
                 "trainer.pipeline_split", self.pipeline_split.model_dump(), "Needs pipeline_parallel of 2 or more."
