@@ -10,7 +10,9 @@ from pydantic import field_validator, model_validator
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
+from asyncrl.config.megatron import MegatronConfig, PipelineSplitConfig, RecomputeConfig
 from asyncrl.errors import ConfigError
+from asyncrl.parallel import PipelineSplit
 from asyncrl.settings import Bounds, Choice, Count, Dtype, Natural, NonNegative, Positive, Section, Share
 
 
@@ -76,6 +78,7 @@ class TrainerConfig(Section):
     """Pipeline-parallel ranks (stages), which share the layers."""
     virtual_pipeline: Count
     """Chunks of layers per pipeline stage, interleaved with those of the other stages; 1: no interleaving."""
+    pipeline_split: PipelineSplitConfig
     context_parallel: Count
     """Context-parallel ranks, which share the tokens of each sequence, for long sequences; each rank's queries attend
     to the keys of all ranks."""
@@ -103,6 +106,15 @@ class TrainerConfig(Section):
     share_prompts: bool
     """Run the prompt of a group once and let all its completions attend to it (exact; disable it only for
     comparison)."""
+    recompute: RecomputeConfig
+    megatron: MegatronConfig
+    overlap_grad_reduce: bool
+    """Reduce the gradients of a bucket over replicas while backward computes the others (Megatron's
+    overlap_grad_reduce); bucket_size in trainer.megatron.ddp sets the size of a
+    bucket."""
+    overlap_param_gather: bool
+    """Gather the new parameters of a bucket from the distributed optimizer's shards while forward runs (Megatron's
+    overlap_param_gather). After a batch's last step they are gathered at once, because they are published next."""
     threads: Count
     """Number of torch threads per rank on CPU."""
     optimizer: OptimizerConfig
@@ -114,6 +126,14 @@ class TrainerConfig(Section):
     """With `skip`, end the run after this many consecutive bad steps."""
     save_hf_every: Count | None
     """Write the weights as an HF folder every this many steps; unset: only at the end."""
+
+    @property
+    def split(self) -> PipelineSplit:
+        """Return how pipeline stages share the layers."""
+        own = self.pipeline_split
+        numbers = own.first_stage_layers, own.last_stage_layers
+        counts = own.account_for_embedding, own.account_for_loss
+        return PipelineSplit(self.pipeline_parallel, self.virtual_pipeline, *numbers, *counts)
 
     @property
     def world_size(self) -> int:
@@ -129,6 +149,16 @@ class TrainerConfig(Section):
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."
+            )
+        if self.overlap_grad_reduce and self.data_parallel * self.context_parallel == 1:
+            raise ConfigError(
+                "trainer.overlap_grad_reduce", True, "There are no replicas: set trainer.data_parallel of 2 or more."
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ConfigError("trainer.overlap_param_gather", True, "Needs trainer.overlap_grad_reduce=true.")
+        if self.pipeline_parallel == 1 and self.split != PipelineSplit():
+            raise ConfigError(
+                "trainer.pipeline_split", self.pipeline_split.model_dump(), "Needs pipeline_parallel of 2 or more."
             )
         stage = self.tensor_parallel * self.context_parallel * self.data_parallel
         matrix = self.expert_tensor_parallel or self.tensor_parallel

@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl import tasks
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
+from asyncrl.launch.megatron_fields import check_fields
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.sandbox.local import LocalSandboxes, noted
 from asyncrl.sandbox.protections import Protections
@@ -33,7 +34,9 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
     _check_engine(hf)
+    _check_recompute(config.trainer, hf["num_hidden_layers"], family)
     _check_features(config.trainer, {**hf, **family})
+    check_fields(config.trainer, family)
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
     _check_publishes(config)
@@ -57,14 +60,43 @@ def _check_engine(hf: dict[str, Any]) -> None:
 
 
 def _check_layers(trainer: TrainerConfig, layers: int) -> None:
-    """Check that the layers can be divided evenly among pipeline stages and their chunks."""
-    stages, chunks = trainer.pipeline_parallel, trainer.virtual_pipeline
-    if layers % stages:
-        raise ConfigError("trainer.pipeline_parallel", stages, f"Must divide the model's {layers} layers.")
-    if layers // stages % chunks:
+    """Check that pipeline stages and their chunks can share the layers as they are told to, and that none is empty."""
+    try:
+        chunks = trainer.split.chunk_layers(layers)
+    except ValueError as error:
+        field, problem = error.args
         raise ConfigError(
-            "trainer.virtual_pipeline", chunks, f"Must divide the {layers // stages} layers of a pipeline stage."
+            f"trainer.{field}",
+            getattr(trainer, field),
+            f"The model has {layers} layers, and {problem}: change it, or set trainer.pipeline_split.",
+        ) from None
+    if chunks[-1][-1].stop != layers or not all(len(chunk) for stage in chunks for chunk in stage):
+        sizes = [[len(chunk) for chunk in stage] for stage in chunks]
+        raise ConfigError(
+            "trainer.pipeline_split", sizes, f"These are not the model's {layers} layers, at least one in each chunk."
         )
+
+
+def _check_recompute(trainer: TrainerConfig, layers: int, family: dict[str, Any]) -> None:
+    """Check that the units of layers divide each chunk, and that the model has the modules that are recomputed."""
+    recompute, field = trainer.recompute, "trainer.recompute"
+    if recompute.granularity == "full" and recompute.method == "uniform":
+        for chunk in (len(chunk) for stage in trainer.split.chunk_layers(layers) for chunk in stage):
+            if chunk % recompute.num_layers:
+                raise ConfigError(
+                    f"{field}.num_layers",
+                    recompute.num_layers,
+                    f"Must divide the {chunk} layers of a pipeline stage's chunk: set method=block, or a divisor.",
+                )
+    if recompute.granularity != "selective":
+        return
+    experts, latent = family.get("num_moe_experts"), family.get("multi_latent_attention")
+    shared = family.get("moe_shared_expert_intermediate_size")
+    for module, has in (("moe", experts), ("moe_act", experts), ("shared_experts", shared), ("mla_up_proj", latent)):
+        if module in recompute.modules and not has:
+            raise ConfigError(f"{field}.modules", module, "The model has no such module: remove it.")
+    if "moe_act" in recompute.modules:
+        raise ConfigError(f"{field}.modules", "moe_act", "Megatron recomputes it in grouped experts only: use moe.")
 
 
 def _check_features(trainer: TrainerConfig, model: dict[str, Any]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,17 @@ from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
+from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
+from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
 from asyncrl.trainer.mlp import GatedMLP
 
 # Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
 moe_utils.__dict__.setdefault("te_general_gemm", None)
+
+T = TypeVar("T")
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
     if te and latent:
         family["qk_layernorm"] = True  # otherwise the TransformerEngine spec silently omits the two latent norms
     of_family = MLATransformerConfig if latent else TransformerConfig
-    return of_family(
+    arguments = dict(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
@@ -76,6 +81,10 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
         virtual_pipeline_model_parallel_size=trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=trainer.split.first,
+        num_layers_in_last_pipeline_stage=trainer.split.last,
+        account_for_embedding_in_pipeline_split=trainer.split.embedding,
+        account_for_loss_in_pipeline_split=trainer.split.loss,
         context_parallel_size=trainer.context_parallel,
         expert_model_parallel_size=trainer.expert_parallel,
         expert_tensor_parallel_size=trainer.expert_tensor_parallel,  # None: equal to tensor_parallel
@@ -96,8 +105,21 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
         **({"fp8": trainer.fp8.format, "fp8_recipe": trainer.fp8.recipe} if trainer.fp8 else {}),
+        **recompute.arguments(trainer),
         **family,
     )
+    return configured(of_family, arguments, "transformer", trainer.megatron.transformer)
+
+
+def configured(of: type[T], arguments: dict[str, Any], section: str, given: dict[str, Any]) -> T:
+    """Build one of Megatron's configurations with the given fields of trainer.megatron. Raises ConfigError if Megatron
+    refuses them."""
+    try:
+        return of(**{**arguments, **given})
+    except (ValueError, AssertionError, ImportError) as error:
+        if not given:
+            raise
+        raise ConfigError(f"trainer.megatron.{section}", given, f"Megatron refuses it: {error}") from error
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -107,6 +129,11 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x. The view makes autograd add the two gradients of x, where norms are not fused, before that of
+        the residual, as it does where the norm is recomputed: otherwise sums would differ in the last bit."""
+        return super().forward(x.view_as(x))
 
 
 class HeadNorm(torch.nn.RMSNorm):
@@ -204,16 +231,21 @@ def padded_vocab(vocab: int, tp: int) -> int:
     return -(-vocab // tp) * tp
 
 
-def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack) -> Tensor:
+def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack, route: Callable[[], None] = lambda: None) -> Tensor:
     """Return the hidden states: [1, U, H] of the rows that predict a token on the last stage, [N, 1, H] on earlier
-    stages. `wrapped` is `model` in its DDP wrapper."""
-    for rotary in model.ropes:
-        rotary.positions = pack.positions
-    if model.post_process:
-        model.output_layer.rows = pack.logit_rows
+    stages. `wrapped` is `model` in its DDP wrapper; `route` sets the experts of the routers that replay others."""
+
+    def prepare() -> None:
+        for rotary in model.ropes:
+            rotary.positions = pack.positions
+        if model.post_process:
+            model.output_layer.rows = pack.logit_rows
+        route()
+
     precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy the hidden states
-    # The pack is passed as the attention mask.
-    out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack, **precision)
+    with recompute.micro_batch(prepare):
+        # The pack is passed as the attention mask.
+        out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack, **precision)
     return out
 
 

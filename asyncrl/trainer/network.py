@@ -60,6 +60,8 @@ class FastDDP(DistributedDataParallel):
                 if not getattr(param, "grad_added_to_main_grad", False):
                     collect(param, param.grad)
                 param.grad = None
+            if self.ddp_config.overlap_grad_reduce:  # without param.grad too: the head has added it itself
+                self.param_to_bucket_group[param].register_grad_ready(param)
 
         return hook
 
@@ -93,11 +95,22 @@ class Network:
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.sharded)
+        buffers = {
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": self.sharded,
+            "overlap_grad_reduce": trainer.overlap_grad_reduce,
+            "overlap_param_gather": trainer.overlap_param_gather,
+        }
+        ddp = megatron.configured(DistributedDataParallelConfig, buffers, "ddp", trainer.megatron.ddp)
         for chunk in chunks:
             _mark_experts(chunk)
         self._costs = costs_of(self.hf)
-        self.wrapped = [FastDDP(self.config, ddp, module) for module in inner]
+        self.wrapped = [
+            FastDDP(self.config, ddp, module, disable_bucketing=number > 0) for number, module in enumerate(inner)
+        ]
+        if trainer.overlap_grad_reduce:
+            waits = [chunk.no_sync for chunk in self.wrapped]
+            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         self._inner = dict(zip(self.wrapped, chunks, strict=True))
         # Of two stages, each is both the next and the previous of the other: without overlap, one batch of
         # point-to-point operations would mix the shapes of both directions.
@@ -124,6 +137,13 @@ class Network:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self._run(packs, visit, forward_only=False)
+
+    def gather(self) -> None:
+        """Complete the parameters after the last optimizer step of a batch. With trainer.overlap_param_gather a step
+        leaves each rank only its own shard new, and the next forward pass gathers the others."""
+        if self._trainer.overlap_param_gather:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def score(self, packs: list[Pack], visit: Visit) -> None:
@@ -159,10 +179,10 @@ class Network:
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
             if self.routing:
-                self.routing.before(inner, batch)
-            out = megatron.forward(model, inner, batch)
-            if self.routing:
+                out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
                 self.routing.after(inner, batch)
+            else:
+                out = megatron.forward(model, inner, batch)
             return out, loss_function
 
         interleaved = len(self.wrapped) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.models import catalog
+from asyncrl.parallel import PipelineSplit
 from asyncrl.planner.memory import (
     ParallelLayout,
     RankParameters,
+    Recompute,
     Shape,
     Training,
     Weight,
@@ -173,11 +176,29 @@ def test_activations_shrink_by_what_the_layout_divides() -> None:
     assert (
         of(ParallelLayout()) / 2 < of(ParallelLayout(tensor=2)) < of(ParallelLayout())
     )  # without it the hidden rows are not
-    assert of(ParallelLayout(pipeline=4)) == of(
-        ParallelLayout()
-    )  # the first stage has as many micro-batches as there are stages
-    assert of(ParallelLayout(pipeline=4), 3) == of(ParallelLayout()) / 4
-    assert of(ParallelLayout(pipeline=2, chunks=2)) == of(ParallelLayout()) * 1.25
+    last_norm = TRAINING.tokens * SHAPE.hidden * (2 + 8)
+    layers = of(ParallelLayout()) - last_norm
+    # the first stage has as many micro-batches as there are stages
+    assert of(ParallelLayout(pipeline=4)) == layers
+    assert of(ParallelLayout(pipeline=4), 3) == layers / 4 + last_norm
+    assert of(ParallelLayout(pipeline=2, chunks=2)) == layers * 1.25
+    uneven = ParallelLayout(pipeline=2, split=PipelineSplit(2, first=3))
+    assert of(uneven) == 2 * layers * 3 / 4
+    assert of(uneven, 1) == layers / 4 + last_norm
+
+
+def test_recomputed_activations_are_kept_for_one_unit_at_a_time() -> None:
+    def of(**recompute: Any) -> float:
+        return activations(SHAPE, ParallelLayout(), replace(TRAINING, recompute=Recompute(**recompute)), 0)
+
+    last_norm, inputs = TRAINING.tokens * SHAPE.hidden * (2 + 8), TRAINING.tokens * SHAPE.hidden * 2
+    layer = (of() - last_norm) / 4
+    assert of(granularity="full") == 4 * inputs + layer + last_norm
+    assert of(granularity="full", num_layers=2) == 2 * inputs + 2 * layer + last_norm
+    assert of(granularity="full", method="block") == inputs + 3 * layer + layer + last_norm
+    mlp = TRAINING.tokens * 3 * SHAPE.inner * 2
+    assert of(granularity="selective", modules=("mlp",)) == of() - 3 * mlp
+    assert of(granularity="selective", modules=("core_attn",)) == of()
 
 
 def test_a_routed_token_pays_for_each_of_its_experts() -> None:

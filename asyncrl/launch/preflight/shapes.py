@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.models.architectures import megatron_arguments, rope
-from asyncrl.planner.memory import ParallelLayout, Shape, Training
+from asyncrl.planner.memory import ParallelLayout, Recompute, Shape, Training
 
 
 def shape_of(hf: dict[str, Any]) -> Shape:
@@ -53,6 +53,7 @@ def layout_of(trainer: TrainerConfig) -> ParallelLayout:
         expert=trainer.expert_parallel,
         expert_tensor=trainer.expert_tensor_parallel or trainer.tensor_parallel,
         sequence=trainer.sequence_parallel,
+        split=trainer.split if trainer.pipeline_parallel > 1 else None,
     )
 
 
@@ -71,4 +72,11 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         bucket=config.weights.bucket_mb << 20 if two_buckets else 0,
         publishes=config.mode == "train",
         fused_norms=gpu,
+        recompute=recompute_of(trainer),
     )
+
+
+def recompute_of(trainer: TrainerConfig) -> Recompute:
+    """Return what is recomputed in backward."""
+    recompute = trainer.recompute
+    return Recompute(recompute.granularity, recompute.method, recompute.num_layers, tuple(recompute.modules))
