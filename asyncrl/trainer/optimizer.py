@@ -116,6 +116,14 @@ class NetworkOptimizer:
             part.optimizer.state.clear()
         self._applied = 0
 
+    def states(self) -> Iterator[Tensor]:
+        """Yield every tensor of the optimizer: masters, and the moments that exist."""
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
     def shards(self) -> Iterator[Shard]:
@@ -198,6 +206,10 @@ class Resets:
         self._every, self._share = every, share
         self._network, self._optimizer = network, optimizer
         self._start: list[Tensor] = [p.detach().clone() for p in network.parameters()] if every else []
+
+    def states(self) -> list[Tensor]:
+        """Return the initial weights; none if resets are off."""
+        return self._start
 
     @torch.no_grad()
     def after(self, batches: int) -> None:
