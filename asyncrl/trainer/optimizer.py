@@ -117,12 +117,12 @@ class NetworkOptimizer:
         self._applied = 0
 
     def states(self) -> Iterator[Tensor]:
-        """Yield every tensor of the optimizer: masters, and the moments that exist."""
+        """Yield the tensors of the optimizer that take memory: masters, and the moments that exist."""
         for part in self._parts():
             for group in part.optimizer.param_groups:
                 yield from group["params"]
             for state in part.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+                yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
