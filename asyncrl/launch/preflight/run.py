@@ -22,7 +22,7 @@ from asyncrl.launch.preflight import folders, network
 from asyncrl.launch.preflight.devices import check_gpus
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
+from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
 from asyncrl.launch.preflight.versions import check_versions, installed, pinned
@@ -173,6 +173,8 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
             )
             needs[name] = MemoryNeed(parts, on_gpu(section, gpus))
+    if config.cluster.placement == "colocated" and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
+        needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
     return needs
 
 
