@@ -15,6 +15,7 @@ from pydantic import ValidationError, model_validator
 
 from asyncrl import renamed
 from asyncrl.algo.advantage import ADVANTAGES
+from asyncrl.config.colocated import check_colocated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
@@ -163,6 +164,7 @@ class Config(Section):
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
         self._check_sets()
         self._check_teacher()
+        check_colocated(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
                 remedy = (

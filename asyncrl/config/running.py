@@ -147,6 +147,9 @@ class ContainerConfig(Section):
 class ClusterConfig(Section):
     """Machines, addresses, supervision and shutdown."""
 
+    placement: Literal["separate", "colocated"]
+    """separate: trainers and engines have GPUs of their own and work at the same time. colocated: they use the same
+    GPUs in turns, with rollout.max_staleness of 0 or 1 (docs/colocated.md); without GPUs they take the same turns."""
     launcher: Literal["local", "slurm"]
     """local: everything runs on this machine; slurm: as a Slurm job, or inside of one (docs/slurm.md)."""
     nodes: Count | None

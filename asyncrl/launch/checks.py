@@ -202,6 +202,11 @@ def check_devices(config: Config, gpus: int) -> None:
         if section.device == "cuda" and gpus == 0:
             raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
+    if config.cluster.placement == "colocated" and on_gpu(config.engine, gpus):
+        wanted -= config.engine.count * config.engine.tensor_parallel  # they use the trainers'
+        if config.engine.max_total_tokens is None:
+            remedy = "SGLang would measure a GPU that trainers use, too: set the number of tokens of its KV cache."
+            raise ConfigError("engine.max_total_tokens", None, remedy)
     if wanted > gpus:
         raise ConfigError(
             "trainer × engine ranks",

@@ -32,6 +32,9 @@ NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 """Disables proxies: the router's HTTP client would otherwise use a proxy from the environment for requests to engines,
 which carry the run's API key."""
 CUMEM = "NCCL_CUMEM_ENABLE"
+NO_HEALTH_TOKENS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+"""Makes /health answer without generating a token, which an engine without weights could not do. The launcher's own
+check, /server_info, is answered by the scheduler."""
 ROUTER_PATIENCE = 30.0
 """Seconds that the router may take to answer: it computes nothing, but its machine may be busy."""
 
@@ -150,7 +153,9 @@ def engines(
     later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
-    by_ipc = config.weights.transport == "tensor"  # an IPC handle can only be opened where the trainer's GPU is visible
+    colocated = config.cluster.placement == "colocated"
+    # an IPC handle can only be opened where the trainer's GPU is visible
+    by_ipc = config.weights.transport == "tensor" or (colocated and config.weights.transport == "auto")
     for number, seats in enumerate(seats_of):
         for place, seat in enumerate(seats):  # if several: one per machine, of which the first answers
             full = server_argv(
@@ -162,6 +167,7 @@ def engines(
                 custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
                 nccl_port=_meeting(config.engine, seat.meeting) if len(seats) == 1 else None,
+                enable_memory_saver=(colocated and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **_shown(run_dir, seat.url),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
@@ -175,6 +181,7 @@ def engines(
                 **server_env(config.engine, gpu=gpu),
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
+                **(NO_HEALTH_TOKENS if colocated else {}),
                 "CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus) if gpu and by_ipc else seat.visible,
             }
             name = f"engine-{label}{number}"

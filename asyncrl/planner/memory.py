@@ -333,6 +333,27 @@ def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, *, ten
     return int((room - rank["weights"]) * 1_000_000 / rank["KV cache"])
 
 
+AWAY = ("weights", "masters", "moments", "frozen weights")
+"""Parts of a trainer rank that it keeps in host memory while engines use its GPU; gradients are dropped."""
+
+
+def turns(trainer: dict[str, int], engine: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Return the bytes on a GPU that a trainer rank and an engine rank use in turns (cluster.placement=colocated), by
+    turn and purpose. The buckets of a publish stay throughout."""
+    both = {f"engine's {name}": size for name, size in engine.items()}
+    sent = {"publish buckets": trainer["publish buckets"]}
+    return {
+        "generate": {**both, **sent},
+        "train": trainer,
+        "publish": {"engine's weights": engine["weights"], "weights": trainer["weights"], **sent},
+    }
+
+
+def away(trainer: dict[str, int]) -> int:
+    """Return the bytes of host memory that a trainer rank needs while engines use its GPU."""
+    return sum(trainer[name] for name in AWAY)
+
+
 def buckets(sizes: Iterable[int], limit: int) -> int:
     """Return the number of buckets of at most `limit` bytes; a larger tensor gets a bucket of its own, and none is
     split."""

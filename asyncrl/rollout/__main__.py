@@ -135,7 +135,7 @@ async def main(run_dir: Path) -> None:
         await wait_until_healthy(addresses.judges, addresses.access, config.engine.start_timeout, "the judge's engines")
         await each(players.values(), "start")
         (run_dir / READY).touch()
-        if resumed or (addresses.attached and config.mode == "train"):
+        if _trainer_sends_first(config, addresses):
             await groups.released()
         if resumed is None:
             await evaluations.now()  # has the engines to itself: version 0, before the first rollout
@@ -162,6 +162,12 @@ async def main(run_dir: Path) -> None:
             await teachers.close()
         if writer:
             writer.close()
+
+
+def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
+    """Return whether the engines get weights of the trainer before the first rollout."""
+    attached = addresses.attached and config.mode == "train"
+    return bool(addresses.resume or attached or config.cluster.placement == "colocated")
 
 
 def _client(

@@ -165,6 +165,12 @@ class Network:
         for chunk in self.wrapped:
             yield from chunk.parameters()
 
+    def gradients(self) -> list[Tensor]:
+        """Return the buffers of this rank's gradients."""
+        return [
+            buffer.grad_data for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
         which, kind = itertools.count(1), "" if not forward_only else " without gradient"
         passes = len(packs) * len(self.wrapped)

@@ -21,6 +21,7 @@ from asyncrl.planner.memory import (
     Training,
     Weight,
     activations,
+    away,
     cache_that_fits,
     checkpoint_staging,
     counted,
@@ -29,6 +30,7 @@ from asyncrl.planner.memory import (
     layer_bytes,
     parameters,
     trainer_rank,
+    turns,
 )
 from asyncrl.weights.names import FAMILIES
 
@@ -272,3 +274,16 @@ def test_what_nobody_loads_is_not_counted() -> None:
     assert counted([*model(), *extra], SHAPE) == model()
     assert counted(model(), replace(SHAPE, tied=True)) == model(tied=True)
     assert parameters(model(experts=2)) == RankParameters(2 * 80 + 5 * 8 + 4 * (64 + 16), 4 * 2 * 128)
+
+
+def test_turns_on_a_shared_gpu_count_what_each_side_keeps() -> None:
+    """A turn of the trainers counts nothing of the engine, and no other turn counts gradients, optimizer or
+    activations."""
+    weights = model()
+    trainer = trainer_rank(weights, SHAPE, ParallelLayout(), replace(TRAINING, frozen=1, bucket=64))
+    engine = engine_rank(weights, SHAPE, tensor=1, dtype="bfloat16", tokens=1000)
+    found = turns(trainer, engine)
+    assert found["train"] == trainer
+    assert sum(found["generate"].values()) == sum(engine.values()) + trainer["publish buckets"]
+    assert sum(found["publish"].values()) == engine["weights"] + trainer["weights"] + trainer["publish buckets"]
+    assert away(trainer) == (2 + 4 + 8 + 2) * parameters(counted(weights, SHAPE)).all

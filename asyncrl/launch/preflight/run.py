@@ -22,7 +22,7 @@ from asyncrl.launch.preflight import folders, network
 from asyncrl.launch.preflight.devices import check_gpus
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
+from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
 from asyncrl.launch.preflight.versions import (
@@ -204,6 +204,8 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")
             needs[name] = MemoryNeed(parts, gpu)
+    if config.cluster.placement == "colocated" and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
+        needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
     return needs
 
 
