@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup bubblewrap run test unit slurm integration campaign peers container fresh check bench clean cuda-stub
+.PHONY: docs help setup bubblewrap run test unit slurm integration campaign peers te-stub cuda-stub container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +57,13 @@ $(PEERS): pyproject.toml $(READY)
 
 peers: $(PEERS)  ## the algorithms against verl's and TRL's own functions
 	PYTHONPATH=$(PEERS) $(BIN)/pytest -q tests/algo/test_peers.py
+
+TE := .venv/te
+$(TE): requirements/te.txt $(READY)
+	rm -rf $@ && $(BIN)/pip install --quiet --no-deps --target $@ -r requirements/te.txt && touch $@
+
+te-stub: $(TE)  ## TransformerEngine's layers on a CPU, with a stand-in for its compiled extension (0.7 GB in .venv/te)
+	PYTHONPATH=$(CURDIR)/$(TE) ASYNCRL_ZYGOTE=tests.te_stub.zygote $(BIN)/pytest -q tests/te_stub
 
 # An environment of its own, 6.5 GB: CUDA builds of torch and of what SGLang needs, before the packages of the CPU's.
 $(CUDA)/.stamp: requirements/cuda.txt $(READY)

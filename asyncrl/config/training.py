@@ -10,7 +10,9 @@ from pydantic import field_validator, model_validator
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
+from asyncrl.config.megatron import MegatronConfig, PipelineSplitConfig, RecomputeConfig
 from asyncrl.errors import ConfigError
+from asyncrl.parallel import PipelineSplit
 from asyncrl.settings import Bounds, Choice, Count, Dtype, Natural, NonNegative, Positive, Section, Share
 
 
@@ -48,6 +50,23 @@ class OptimizerConfig(Section):
     """Clip the global gradient norm to this; 0 turns clipping off."""
 
 
+class Fp8Config(Section):
+    """FP8 matrix products in TransformerEngine's layers. Parameters and published weights stay in bfloat16. Recipes
+    compute every scale anew, so that a checkpoint needs none; TransformerEngine's delayed scaling is not offered,
+    because its history of maxima would be lost on resume."""
+
+    format: Literal["e4m3", "hybrid"]
+    """Number format; hybrid: e5m2 for gradients in backward, e4m3 for all else."""
+    recipe: Literal["tensorwise", "blockwise", "mxfp8"]
+    """Scaling: one scale per tensor, per block of 128 (Hopper), or per 32 elements (Blackwell)."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Return the number of rows by which the rows of every product must be divisible, as Megatron's
+        get_fp8_align_size has it."""
+        return 32 if self.recipe == "mxfp8" else 16
+
+
 class TrainerConfig(Section):
     """Megatron trainer: parallel layout, precision, optimizer, and handling of bad steps."""
 
@@ -59,6 +78,7 @@ class TrainerConfig(Section):
     """Pipeline-parallel ranks (stages), which share the layers."""
     virtual_pipeline: Count
     """Chunks of layers per pipeline stage, interleaved with those of the other stages; 1: no interleaving."""
+    pipeline_split: PipelineSplitConfig
     context_parallel: Count
     """Context-parallel ranks, which share the tokens of each sequence, for long sequences; each rank's queries attend
     to the keys of all ranks."""
@@ -73,6 +93,11 @@ class TrainerConfig(Section):
     dtype: Dtype
     """Precision of the weights in forward and backward; the master weights are always float32. auto: bfloat16 on GPUs;
     on CPUs the format with the faster matrix multiplication."""
+    layers: Literal["auto", "transformer_engine", "local"]
+    """Layers of the model: TransformerEngine's fused ones with grouped experts, or Megatron's own. auto: those of
+    TransformerEngine on GPUs where it is installed, else local. Weights and checkpoints are the same."""
+    fp8: Fp8Config | None
+    """FP8 recipe of TransformerEngine's layers; unset: products in dtype. Needs GPUs and bfloat16."""
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
     logit_rows: Count
@@ -81,6 +106,15 @@ class TrainerConfig(Section):
     share_prompts: bool
     """Run the prompt of a group once and let all its completions attend to it (exact; disable it only for
     comparison)."""
+    recompute: RecomputeConfig
+    megatron: MegatronConfig
+    overlap_grad_reduce: bool
+    """Reduce the gradients of a bucket over replicas while backward computes the others (Megatron's
+    overlap_grad_reduce); bucket_size in trainer.megatron.ddp sets the size of a
+    bucket."""
+    overlap_param_gather: bool
+    """Gather the new parameters of a bucket from the distributed optimizer's shards while forward runs (Megatron's
+    overlap_param_gather). After a batch's last step they are gathered at once, because they are published next."""
     threads: Count
     """Number of torch threads per rank on CPU."""
     optimizer: OptimizerConfig
@@ -94,6 +128,14 @@ class TrainerConfig(Section):
     """Write the weights as an HF folder every this many steps; unset: only at the end."""
 
     @property
+    def split(self) -> PipelineSplit:
+        """Return how pipeline stages share the layers."""
+        own = self.pipeline_split
+        numbers = own.first_stage_layers, own.last_stage_layers
+        counts = own.account_for_embedding, own.account_for_loss
+        return PipelineSplit(self.pipeline_parallel, self.virtual_pipeline, *numbers, *counts)
+
+    @property
     def world_size(self) -> int:
         """Return the number of trainer ranks."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
@@ -102,9 +144,21 @@ class TrainerConfig(Section):
     def _layout_is_possible(self) -> TrainerConfig:
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
+        if self.fp8 and self.dtype == "float32":
+            raise ConfigError("trainer.fp8", self.fp8.format, "Needs trainer.dtype=bfloat16: set it, or fp8=null.")
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."
+            )
+        if self.overlap_grad_reduce and self.data_parallel * self.context_parallel == 1:
+            raise ConfigError(
+                "trainer.overlap_grad_reduce", True, "There are no replicas: set trainer.data_parallel of 2 or more."
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ConfigError("trainer.overlap_param_gather", True, "Needs trainer.overlap_grad_reduce=true.")
+        if self.pipeline_parallel == 1 and self.split != PipelineSplit():
+            raise ConfigError(
+                "trainer.pipeline_split", self.pipeline_split.model_dump(), "Needs pipeline_parallel of 2 or more."
             )
         stage = self.tensor_parallel * self.context_parallel * self.data_parallel
         matrix = self.expert_tensor_parallel or self.tensor_parallel

@@ -1,7 +1,8 @@
 """Client of the engines' control endpoints, which it calls directly because the router answers these paths with 404.
 
 A call goes to all engines at once, is checked for `success`, and has a deadline. An engine that fails a call is lost:
-it is removed from the fleet and from the router, and the others go on. When none is left, the error ends the run.
+it is removed from the fleet and from the router, and the others go on. When none is left, the trainer waits for one
+that is restarted, or the error ends the run (cluster.on_engine_death=fail).
 Connections are kept only for the calls of one publish: uvicorn drops idle ones after 5 s, and a dead connection in the
 middle of a publish would cost an engine.
 """

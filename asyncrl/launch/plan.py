@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ its process listens."""
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 """Disables proxies: the router's HTTP client would otherwise use a proxy from the environment for requests to engines,
 which carry the run's API key."""
+CUMEM = "NCCL_CUMEM_ENABLE"
 ROUTER_PATIENCE = 30.0
 """Seconds that the router may take to answer: it computes nothing, but its machine may be busy."""
 
@@ -170,6 +173,7 @@ def engines(
                 **hidden,
                 **({} if gpu else KEEP_MEMORY),
                 **server_env(config.engine, gpu=gpu),
+                **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
                 "CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus) if gpu and by_ipc else seat.visible,
             }
@@ -190,6 +194,17 @@ def engines(
                 )
             )
     return specs
+
+
+def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the NCCL settings that trainers and engines must share before their first communicator.
+
+    NCCL chooses the form of a memory handle by its own process's setting, on both ends. SGLang turns cuMem off unless
+    the environment says otherwise, and always turns it on for symmetric memory.
+    """
+    if engine.server_args.get("enable_symm_mem"):
+        return {CUMEM: "1"}
+    return {CUMEM: environment.get(CUMEM, "0")}
 
 
 def _shown(run_dir: Path, url: str) -> dict[str, object]:
@@ -263,6 +278,7 @@ def _trainers(config: Config, addresses: Addresses, placement: Placement, run_di
         env = {
             **_shared_env(addresses, seat),
             **({} if gpu else KEEP_MEMORY),
+            **_nccl_env(config.engine),
             **(DETERMINISTIC_ENV if config.deterministic else {}),
             "OMP_NUM_THREADS": str(config.trainer.threads),
             "CUDA_VISIBLE_DEVICES": seat.visible,

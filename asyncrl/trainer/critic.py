@@ -75,6 +75,7 @@ class Critic:
         self.optimizer.zero_grad()
         self._network.train(self._network.packs(groups), visit)
         norm, applied = self.optimizer.step()
+        self._network.gather()
         _, totals = seen.gather((), ("loss",))
         return {
             "critic/loss": totals["loss"],

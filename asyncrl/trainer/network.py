@@ -21,11 +21,12 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
+from asyncrl.trainer.layers import accumulates_by_itself
 from asyncrl.trainer.microbatches import Groups, costs_of, packs_of_rank
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
-from asyncrl.weights.reshard import Resharder
+from asyncrl.weights.reshard import Resharder, weights_of
 
 Visit = Callable[[Head, Pack], Tensor]
 """Callback that the last stage runs on each pack. It returns the loss, or any tensor in a pass without gradient."""
@@ -34,12 +35,16 @@ Visit = Callable[[Head, Pack], Tensor]
 class FastDDP(DistributedDataParallel):
     """DistributedDataParallel that copies the first gradient of a step into the float32 buffer. Megatron fills the
     buffer with zeros and adds: three passes over all gradients instead of one. Code that adds to a buffer itself must
-    call `gradient_buffer`."""
+    call `gradient_buffer`. TransformerEngine's layers do not, so the buffers are filled with zeros for them."""
 
     def zero_grad_buffer(self) -> None:
         """Mark the buffers as stale. Those that get no gradient during the step are zeroed after its passes."""
+        fused = accumulates_by_itself(self.module)
         for parameter in self.params_with_grad:
-            parameter.holds_old_gradient = True
+            parameter.holds_old_gradient = not fused
+        if fused:
+            super().zero_grad_buffer()
+            return
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.reset()
 
@@ -52,8 +57,11 @@ class FastDDP(DistributedDataParallel):
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if param.grad is not None:
-                collect(param, param.grad)
+                if not getattr(param, "grad_added_to_main_grad", False):
+                    collect(param, param.grad)
                 param.grad = None
+            if self.ddp_config.overlap_grad_reduce:  # without param.grad too: the head has added it itself
+                self.param_to_bucket_group[param].register_grad_ready(param)
 
         return hook
 
@@ -87,11 +95,22 @@ class Network:
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.sharded)
+        buffers = {
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": self.sharded,
+            "overlap_grad_reduce": trainer.overlap_grad_reduce,
+            "overlap_param_gather": trainer.overlap_param_gather,
+        }
+        ddp = megatron.configured(DistributedDataParallelConfig, buffers, "ddp", trainer.megatron.ddp)
         for chunk in chunks:
             _mark_experts(chunk)
         self._costs = costs_of(self.hf)
-        self.wrapped = [FastDDP(self.config, ddp, module) for module in inner]
+        self.wrapped = [
+            FastDDP(self.config, ddp, module, disable_bucketing=number > 0) for number, module in enumerate(inner)
+        ]
+        if trainer.overlap_grad_reduce:
+            waits = [chunk.no_sync for chunk in self.wrapped]
+            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         self._inner = dict(zip(self.wrapped, chunks, strict=True))
         # Of two stages, each is both the next and the previous of the other: without overlap, one batch of
         # point-to-point operations would mix the shapes of both directions.
@@ -119,6 +138,13 @@ class Network:
             chunk.zero_grad_buffer()
         self._run(packs, visit, forward_only=False)
 
+    def gather(self) -> None:
+        """Complete the parameters after the last optimizer step of a batch. With trainer.overlap_param_gather a step
+        leaves each rank only its own shard new, and the next forward pass gathers the others."""
+        if self._trainer.overlap_param_gather:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+
     @torch.no_grad()
     def score(self, packs: list[Pack], visit: Visit) -> None:
         """Run the packs without gradient."""
@@ -126,8 +152,7 @@ class Network:
 
     def tensors(self) -> list[Tensor]:
         """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
-        states = [chunk.state_dict(keep_vars=True) for chunk in self._inner.values()]
-        return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
+        return [tensor for chunk in self._inner.values() for tensor in weights_of(chunk, keep_vars=True).values()]
 
     def placed(self) -> list[PlacedTensor]:
         """Return all of these tensors with their positions in the whole model."""
@@ -154,10 +179,10 @@ class Network:
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
             if self.routing:
-                self.routing.before(inner, batch)
-            out = megatron.forward(model, inner, batch)
-            if self.routing:
+                out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
                 self.routing.after(inner, batch)
+            else:
+                out = megatron.forward(model, inner, batch)
             return out, loss_function
 
         interleaved = len(self.wrapped) > 1

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import BadStep
+from asyncrl.trainer.model import configured
 from asyncrl.trainer.network import Network
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,22 +40,21 @@ class NetworkOptimizer:
     def __init__(self, trainer: TrainerConfig, network: Network, max_steps: int) -> None:
         self._trainer, self._network = trainer, network
         settings = trainer.optimizer
-        self._optimizer: Any = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                min_lr=settings.min_lr,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.eps,
-                weight_decay=settings.weight_decay,
-                clip_grad=settings.clip_grad,
-                bf16=trainer.dtype == "bfloat16",
-                params_dtype=getattr(torch, trainer.dtype),
-                use_distributed_optimizer=network.sharded,
-            ),
-            network.wrapped,
-        )
+        arguments = {
+            "optimizer": "adam",
+            "lr": settings.lr,
+            "min_lr": settings.min_lr,
+            "adam_beta1": settings.beta1,
+            "adam_beta2": settings.beta2,
+            "adam_eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+            "clip_grad": settings.clip_grad,
+            "bf16": trainer.dtype == "bfloat16",
+            "params_dtype": getattr(torch, trainer.dtype),
+            "use_distributed_optimizer": network.sharded,
+        }
+        config = configured(OptimizerConfig, arguments, "optimizer", trainer.megatron.optimizer)
+        self._optimizer: Any = get_megatron_optimizer(config, network.wrapped)
         network.config.grad_scale_func = self._optimizer.scale_loss
         self._fused = next(network.parameters()).device.type == "cpu"
         if self._fused:

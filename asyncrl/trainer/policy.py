@@ -163,6 +163,7 @@ class Policy:
             norm, applied = self._optimizer.step()
             norms.append(norm)
             bad, trained = bad + (not applied), trained + len(chosen)
+        self.network.gather()
         return {
             "groups/trained": float(trained),
             "lr": lr,
