@@ -204,9 +204,6 @@ def check_devices(config: Config, gpus: int) -> None:
         wanted += ranks if on_gpu(section, gpus) else 0
     if config.cluster.placement == "colocated" and on_gpu(config.engine, gpus):
         wanted -= config.engine.count * config.engine.tensor_parallel  # they use the trainers'
-        if config.engine.max_total_tokens is None:
-            remedy = "SGLang would measure a GPU that trainers use, too: set the number of tokens of its KV cache."
-            raise ConfigError("engine.max_total_tokens", None, remedy)
     if wanted > gpus:
         raise ConfigError(
             "trainer × engine ranks",
