@@ -36,6 +36,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_features(config.trainer, {**hf, **family})
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
+    _check_publishes(config)
     longest = hf.get("max_position_embeddings", 0)
     if config.rollout.max_new_tokens >= longest:
         raise ConfigError(
@@ -122,12 +123,36 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError("algo.routing_replay", replay, "The model has no routed experts: set none.")
     if replay == "R3" and hf["architectures"][0] == "MixtralForCausalLM":
         raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not report its experts: set R2 or none.")
-    for name in CANNOT_TELL_EXPERTS if replay == "R3" else ():
-        value = config.engine.server_args.get(name)
-        if value is True or value not in (None, False, 1):
-            raise ConfigError(
-                f"engine.server_args.{name}", value, "SGLang cannot report routed experts with it: remove it, or R3."
-            )
+    _refuse(config, CANNOT_TELL_EXPERTS if replay == "R3" else (), "cannot report routed experts", "remove it, or R3.")
+
+
+CANNOT_LOAD = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "speculative_algorithm")
+"""SGLang settings with which an engine cannot take new weights. SGLang 0.5.21 refuses updates with several replicas in
+one engine; the ranks of pipeline stages would join the group of weights under the same numbers, and open one handle of
+shared memory twice; and it loads the tensors of the model into the draft model, too."""
+CANNOT_VERIFY = (
+    *("ep_size", "expert_parallel_size", "ep", "moe_a2a_backend", "moe_dp_size", "moe_data_parallel_size"),
+    *("attn_cp_size", "attention_context_parallel_size", "moe_dense_tp_size", "dwdp_size"),
+)
+"""SGLang settings that cut weights in other ways than weights/engine_layout.py, so that every engine would fail the
+comparison of checksums. SGLang's own loaders cut the tensors of a publish as they cut those of a folder."""
+
+
+def _check_publishes(config: Config) -> None:
+    """Check that the engines can take new weights, and prove that they have them."""
+    if config.mode != "train":
+        return
+    _refuse(config, CANNOT_LOAD, "cannot load new weights", "remove it; use more engines, or tensor parallelism.")
+    if config.weights.verify:
+        remedy = "remove it, or set weights.verify=false."
+        _refuse(config, CANNOT_VERIFY, "cuts weights in a way that weights.verify does not know", remedy)
+
+
+def _refuse(config: Config, names: Sequence[str], why: str, remedy: str) -> None:
+    """Refuse arguments of SGLang that are set to anything but off, or one."""
+    for given, value in config.engine.server_args.items():
+        if given.replace("-", "_") in names and (value is True or value not in (None, False, 1, "1", "none")):
+            raise ConfigError(f"engine.server_args.{given}", value, f"SGLang {why} with it: {remedy}")
 
 
 def check_devices(config: Config, gpus: int) -> None:
