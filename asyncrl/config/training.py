@@ -102,6 +102,9 @@ class TrainerConfig(Section):
     """Gradient norm (before clipping) above which a step counts as bad; unset: only NaN and infinity do."""
     max_bad_steps: Count
     """With `skip`, end the run after this many consecutive bad steps."""
+    profile: list[Count]
+    """Steps of which every rank writes a trace of torch's profiler into profile/ of the run folder, and on GPUs a
+    snapshot of its memory: [3, 10]."""
     save_hf_every: Count | None
     """Write the weights as an HF folder every this many steps; unset: only at the end."""
 

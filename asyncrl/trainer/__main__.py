@@ -45,6 +45,7 @@ from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.trainer.profiling import profiled  # noqa: E402
 from asyncrl.trainer.recordings import (  # noqa: E402
     NoEngines,
     ReplaySource,
@@ -133,7 +134,11 @@ def main(run_dir: Path) -> None:
     scores = ScoreWriter(run_dir, warn) if config.record and config.mode == "train" and parallel.is_first else None
 
     def update(batch: Batch) -> dict[str, float]:
-        figures = policy.update(batch)
+        meter, begun = policy.network.meter, batch.version + 1
+        meter.begin()
+        with profiled(begun, config.trainer.profile, run_dir, parallel):
+            figures = policy.update(batch)
+        figures |= meter.figures(figures["tokens/packed"])
         if scores:
             scores.write(batch.version, policy.started[: sum(group.num_tokens for group in batch.groups)])
         return figures
