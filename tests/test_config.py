@@ -523,6 +523,30 @@ def test_routing_replay_that_the_engines_can_give_passes() -> None:
     check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), MIXTRAL)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("dp_size", 2, "cannot load new weights"),
+        ("data-parallel-size", 2, "cannot load new weights"),
+        ("pipeline_parallel_size", 2, "cannot load new weights"),
+        ("speculative_algorithm", "EAGLE", "cannot load new weights"),
+        ("ep_size", 2, "weights.verify=false"),
+        ("moe_a2a_backend", "deepep", "weights.verify=false"),
+    ],
+)
+def test_engines_that_cannot_take_or_prove_new_weights_are_refused(name: str, value: Any, remedy: str) -> None:
+    args = {"engine.server_args": {name: value}}
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        check_model(tiny_config(**args), MOE)
+    assert (caught.value.field, caught.value.value) == (f"engine.server_args.{name}", value)
+    check_model(tiny_config(**args, mode="rollout_only", record=True), MOE)
+
+
+def test_engines_whose_weights_are_cut_in_other_ways_pass_without_verification() -> None:
+    check_model(tiny_config(**{"engine.server_args": {"ep_size": 2}, "weights.verify": False}), MOE)
+    check_model(tiny_config(**{"engine.server_args": {"dp_size": 1, "moe_a2a_backend": "none"}}), MOE)
+
+
 def test_recorded_routing_needs_a_second_step() -> None:
     with pytest.raises(ConfigError, match="With one optimizer step there is nothing to replay"):
         tiny_config(**{"algo.routing_replay": "R2"})

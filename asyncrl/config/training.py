@@ -10,7 +10,7 @@ from pydantic import field_validator, model_validator
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
-from asyncrl.config.megatron import MegatronConfig, PipelineSplitConfig, RecomputeConfig
+from asyncrl.config.megatron import Fp8Config, MegatronConfig, PipelineSplitConfig, RecomputeConfig
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import PipelineSplit
 from asyncrl.settings import Bounds, Choice, Count, Dtype, Natural, NonNegative, Positive, Section, Share
@@ -76,6 +76,11 @@ class TrainerConfig(Section):
     dtype: Dtype
     """Precision of the weights in forward and backward; the master weights are always float32. auto: bfloat16 on GPUs;
     on CPUs the format with the faster matrix multiplication."""
+    layers: Literal["auto", "transformer_engine", "local"]
+    """Layers of the model: TransformerEngine's fused ones with grouped experts, or Megatron's own. auto: those of
+    TransformerEngine on GPUs where it is installed, else local. Weights and checkpoints are the same."""
+    fp8: Fp8Config | None
+    """FP8 recipe of TransformerEngine's layers; unset: products in dtype. Needs GPUs and bfloat16."""
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
     logit_rows: Count
@@ -88,8 +93,7 @@ class TrainerConfig(Section):
     megatron: MegatronConfig
     overlap_grad_reduce: bool
     """Reduce the gradients of a bucket over replicas while backward computes the others (Megatron's
-    overlap_grad_reduce); bucket_size in trainer.megatron.ddp sets the size of a
-    bucket."""
+    overlap_grad_reduce); bucket_size in trainer.megatron.ddp is the size of a bucket."""
     overlap_param_gather: bool
     """Gather the new parameters of a bucket from the distributed optimizer's shards while forward runs (Megatron's
     overlap_param_gather). After a batch's last step they are gathered at once, because they are published next."""
@@ -125,6 +129,13 @@ class TrainerConfig(Section):
     def _layout_is_possible(self) -> TrainerConfig:
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
+        if self.fp8 and self.dtype == "float32":
+            raise ConfigError("trainer.fp8", self.fp8.format, "Needs trainer.dtype=bfloat16: set it, or fp8=null.")
+        if self.fp8 and self.recompute.granularity != "none":
+            remedy = (
+                "TransformerEngine's own checkpoint, which FP8 needs, takes no packs: set none, or trainer.fp8=null."
+            )
+            raise ConfigError("trainer.recompute.granularity", self.recompute.granularity, remedy)
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.config import AuxiliaryModelConfig, EngineConfig, JudgeConfig, TeacherConfig
+from asyncrl.config import AuxiliaryModelConfig, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
 
 # Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
 CPU_ARGS: dict[str, Any] = {
@@ -24,11 +24,10 @@ DELTA_LOADER = "asyncrl.engine.delta.load"
 """Custom weight loader of delta updates. SGLang accepts only loaders that it was started with."""
 
 
-DETERMINISTIC_ENV = {
-    "TORCHDYNAMO_DISABLE": "1",  # a compiled sampler needs a compiler and half a minute
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-}
+DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+"""Environment of deterministic engines and trainers. Compilation stays on: without it, FlexAttention in a trainer on a
+GPU computes dense scores, and SGLang on a GPU needs no help, because its deterministic mode turns off compiled prefills
+itself and draws tokens with a compiled sampler."""
 
 
 def deterministic_args(*, gpu: bool) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
         "port": address.port,
         "dtype": section.dtype,
         "tp_size": section.tensor_parallel,
-        "max_total_tokens": section.max_total_tokens,
+        "max_total_tokens": cache_tokens(section, gpu=gpu),
         "skip_tokenizer_init": True,  # requests and answers are token ids, never text
         "skip_server_warmup": True,
         "log_level": "warning",
@@ -107,8 +106,8 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
 def server_env(engine: EngineConfig | AuxiliaryModelConfig, *, gpu: bool) -> dict[str, str]:
     """Return the environment of one engine.
 
-    On a CPU, compilation is disabled: SGLang compiles the embedding of several ranks, which needs a C++ compiler on the
-    machine and takes longer than it saves.
+    On a CPU, compilation is disabled: SGLang compiles the embedding of several ranks and the sampler of deterministic
+    engines, which needs a C++ compiler on the machine and takes longer than it saves.
     """
     if gpu:
         return {}

@@ -39,6 +39,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     check_fields(config.trainer, family)
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
+    _check_publishes(config)
     longest = hf.get("max_position_embeddings", 0)
     if config.rollout.max_new_tokens >= longest:
         raise ConfigError(
@@ -94,8 +95,9 @@ def _check_recompute(trainer: TrainerConfig, layers: int, family: dict[str, Any]
     for module, has in (("moe", experts), ("moe_act", experts), ("shared_experts", shared), ("mla_up_proj", latent)):
         if module in recompute.modules and not has:
             raise ConfigError(f"{field}.modules", module, "The model has no such module: remove it.")
-    if "moe_act" in recompute.modules:
-        raise ConfigError(f"{field}.modules", "moe_act", "Megatron recomputes it in grouped experts only: use moe.")
+    if "moe_act" in recompute.modules and trainer.layers != "transformer_engine":
+        remedy = "Only grouped experts have it: set trainer.layers=transformer_engine, or use moe."
+        raise ConfigError(f"{field}.modules", "moe_act", remedy)
 
 
 def _check_features(trainer: TrainerConfig, model: dict[str, Any]) -> None:
@@ -154,12 +156,36 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError("algo.routing_replay", replay, "The model has no routed experts: set none.")
     if replay == "R3" and hf["architectures"][0] == "MixtralForCausalLM":
         raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not report its experts: set R2 or none.")
-    for name in CANNOT_TELL_EXPERTS if replay == "R3" else ():
-        value = config.engine.server_args.get(name)
-        if value is True or value not in (None, False, 1):
-            raise ConfigError(
-                f"engine.server_args.{name}", value, "SGLang cannot report routed experts with it: remove it, or R3."
-            )
+    _refuse(config, CANNOT_TELL_EXPERTS if replay == "R3" else (), "cannot report routed experts", "remove it, or R3.")
+
+
+CANNOT_LOAD = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "speculative_algorithm")
+"""SGLang settings with which an engine cannot take new weights. SGLang 0.5.21 refuses updates with several replicas in
+one engine; the ranks of pipeline stages would join the group of weights under the same numbers, and open one handle of
+shared memory twice; and it loads the tensors of the model into the draft model, too."""
+CANNOT_VERIFY = (
+    *("ep_size", "expert_parallel_size", "ep", "moe_a2a_backend", "moe_dp_size", "moe_data_parallel_size"),
+    *("attn_cp_size", "attention_context_parallel_size", "moe_dense_tp_size", "dwdp_size"),
+)
+"""SGLang settings that cut weights in other ways than weights/engine_layout.py, so that every engine would fail the
+comparison of checksums. SGLang's own loaders cut the tensors of a publish as they cut those of a folder."""
+
+
+def _check_publishes(config: Config) -> None:
+    """Check that the engines can take new weights, and prove that they have them."""
+    if config.mode != "train":
+        return
+    _refuse(config, CANNOT_LOAD, "cannot load new weights", "remove it; use more engines, or tensor parallelism.")
+    if config.weights.verify:
+        remedy = "remove it, or set weights.verify=false."
+        _refuse(config, CANNOT_VERIFY, "cuts weights in a way that weights.verify does not know", remedy)
+
+
+def _refuse(config: Config, names: Sequence[str], why: str, remedy: str) -> None:
+    """Refuse arguments of SGLang that are set to anything but off, or one."""
+    for given, value in config.engine.server_args.items():
+        if given.replace("-", "_") in names and (value is True or value not in (None, False, 1, "1", "none")):
+            raise ConfigError(f"engine.server_args.{given}", value, f"SGLang {why} with it: {remedy}")
 
 
 def check_devices(config: Config, gpus: int) -> None:
@@ -177,6 +203,11 @@ def check_devices(config: Config, gpus: int) -> None:
         if section.device == "cuda" and gpus == 0:
             raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
+    if config.cluster.placement == "colocated" and on_gpu(config.engine, gpus):
+        wanted -= config.engine.count * config.engine.tensor_parallel  # they use the trainers'
+        if config.engine.max_total_tokens is None:
+            remedy = "SGLang would measure a GPU that trainers use, too: set the number of tokens of its KV cache."
+            raise ConfigError("engine.max_total_tokens", None, remedy)
     if wanted > gpus:
         raise ConfigError(
             "trainer × engine ranks",

@@ -162,6 +162,12 @@ STEP_CHECKPOINT = {
     "the state",
 }
 
+# The same file, with cluster.placement=colocated
+STEP_COLOCATED = {
+    "time/release": "time from the batch's arrival until the engines had released their memory, part of "
+    "time/wait_batch; time/pause is then the trainers' whole turn",
+}
+
 # The same file, for each token age in the batch, in versions; the last one includes all older tokens
 STEP_BY_LAG = {"logprob_gap/lag<k>": "the same as logprob_gap/mean, over the tokens that are <k> versions old"}
 

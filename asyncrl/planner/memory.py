@@ -5,7 +5,8 @@ Persistent memory is counted exactly: weights, gradients, master weights and mom
 trainer/optimizer.py, and the buckets of a publish as in weights/publish.py. Activations are estimated in the manner of
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for the layers that trainer/model.py builds: no dropout and no
 dropout masks, gated MLPs, attention that does not store the score matrix; a test compares the estimate with what
-Megatron keeps on a CPU. Not counted: the libraries' own memory, and fragmentation of their allocators.
+Megatron keeps on a CPU. Not counted: the libraries' own memory, fragmentation of their allocators, and the block masks
+of attention (trainer/tree_attention.py), which take 1 KB for every million pairs of rows.
 """
 
 from __future__ import annotations
@@ -307,10 +308,9 @@ def _mlp(shape: Shape, layout: ParallelLayout, recompute: Recompute, *, routed: 
 
 
 def _logits(shape: Shape, layout: ParallelLayout, training: Training) -> int:
-    """Return the bytes of one chunk of logits and of the product that is added to the output layer's gradient."""
-    columns = -(-shape.vocab // layout.tensor)
+    """Return the bytes of one chunk of logits. (The gradient of the output layer is added in place.)"""
     rows = min(training.logit_rows, -(-training.tokens // layout.context))
-    return rows * columns * LOGITS + columns * shape.hidden * BYTES[training.dtype]
+    return rows * -(-shape.vocab // layout.tensor) * LOGITS
 
 
 def engine_rank(
@@ -325,6 +325,33 @@ def engine_rank(
         "weights": (held(weights, shape, share, 0).all + repeated) * BYTES[dtype],
         "KV cache": cache // parts,
     }
+
+
+def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, *, tensor: int, dtype: str) -> int:
+    """Return the number of tokens whose KV cache fits beside an engine's weights, with `room` bytes on each rank."""
+    rank = engine_rank(weights, shape, tensor=tensor, dtype=dtype, tokens=1_000_000)
+    return int((room - rank["weights"]) * 1_000_000 / rank["KV cache"])
+
+
+AWAY = ("weights", "masters", "moments", "frozen weights")
+"""Parts of a trainer rank that it keeps in host memory while engines use its GPU; gradients are dropped."""
+
+
+def turns(trainer: dict[str, int], engine: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Return the bytes on a GPU that a trainer rank and an engine rank use in turns (cluster.placement=colocated), by
+    turn and purpose. The buckets of a publish stay throughout."""
+    both = {f"engine's {name}": size for name, size in engine.items()}
+    sent = {"publish buckets": trainer["publish buckets"]}
+    return {
+        "generate": {**both, **sent},
+        "train": trainer,
+        "publish": {"engine's weights": engine["weights"], "weights": trainer["weights"], **sent},
+    }
+
+
+def away(trainer: dict[str, int]) -> int:
+    """Return the bytes of host memory that a trainer rank needs while engines use its GPU."""
+    return sum(trainer[name] for name in AWAY)
 
 
 def buckets(sizes: Iterable[int], limit: int) -> int:

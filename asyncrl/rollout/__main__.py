@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
-from asyncrl.config import Config, RolloutConfig, read
+from asyncrl.config import Config, RolloutConfig, cache_tokens, on_gpu, read
 from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
@@ -72,6 +72,8 @@ async def main(run_dir: Path) -> None:
     prompts = Prompts(config, tasks, template, hf["max_position_embeddings"], RunReporter(run_dir).warn)
     routing = routing_shape(hf) if config.algo.routing_replay == "R3" else None
     context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
+    cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
+    context = min(context, cache or context)
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing, context)
     rollout, loads = config.rollout, Loads(addresses.router, addresses.access)
     teachers = _teacher_engines(config, addresses)
@@ -125,12 +127,15 @@ async def main(run_dir: Path) -> None:
 
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout, attached=config.mode == "rollout_only")
+        if cache is None:  # what fits on a GPU may be less than the model's context
+            for engine in await loads.ask():
+                client.narrow(int(engine.capacity))
         if teachers:
             await teachers.wait_until_ready(config.engine.start_timeout)
         await wait_until_healthy(addresses.judges, addresses.access, config.engine.start_timeout, "the judge's engines")
         await each(players.values(), "start")
         (run_dir / READY).touch()
-        if resumed or (addresses.attached and config.mode == "train"):
+        if _trainer_sends_first(config, addresses):
             await groups.released()
         if resumed is None:
             await evaluations.now()  # has the engines to itself: version 0, before the first rollout
@@ -159,6 +164,12 @@ async def main(run_dir: Path) -> None:
             writer.close()
 
 
+def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
+    """Return whether the engines get weights of the trainer before the first rollout."""
+    attached = addresses.attached and config.mode == "train"
+    return bool(addresses.resume or attached or config.cluster.placement == "colocated")
+
+
 def _client(
     config: Config, addresses: Addresses, stop_token_ids: list[int], routing: RoutingShape | None, context: int
 ) -> GenerationClient:
@@ -177,7 +188,7 @@ def _client(
         fields=config.engine.request_fields,
         routing=routing,
         seed=config.run.seed if config.deterministic else None,
-        context=min(context, config.engine.max_total_tokens),
+        context=context,
     )
 
 

@@ -21,6 +21,7 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
+from asyncrl.trainer.offload import HeldTensors
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
@@ -51,9 +52,14 @@ class Critic:
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})
         self.optimizer = NetworkOptimizer(trainer, self._network, config.run.max_steps)
 
-    def sharded(self) -> ShardedState:
+    def sharded(self, readable: Callable[[Tensor], Tensor]) -> ShardedState:
         """Return the state that a checkpoint holds."""
-        return ShardedState(self._network, self.optimizer)
+        return ShardedState(self._network, self.optimizer, readable)
+
+    def held(self) -> HeldTensors:
+        """Return the tensors that take memory; the parameters are states, because they are not published."""
+        states = [*self._network.parameters(), *self.optimizer.states()]
+        return HeldTensors([], self._network.gradients(), states)
 
     def values(self, groups: Groups, table: TokenTable) -> Tensor:
         """Return the values of all tokens under the current weights, [N]."""

@@ -30,6 +30,9 @@ from asyncrl.trainer.gradients import gradient_buffer
 
 NOT_A_TOKEN = -1e30  # logit of a padding column of the vocabulary; not -inf, because 0 * inf is NaN
 
+PIECE = 1 << 20
+"""Elements of a bfloat16 product that a CPU adds to float32 gradients at a time."""
+
 
 @dataclass(frozen=True)
 class Head:
@@ -78,7 +81,7 @@ class _Shard:
         return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
     def scaled(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return s [C, V / tp]. The product is computed in the model's precision, like the engine's."""
+        """Return s [C, V / tp]. The product is rounded to the model's precision, like the engine's."""
         s = (hidden @ weight.t()).to(_exact(hidden.dtype))
         if self.temperature != 1.0:
             s.div_(self.temperature)
@@ -196,8 +199,13 @@ def _joined(shard: _Shard, largest: Tensor, sums: Tensor, chosen: Tensor) -> tup
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute into += left @ right. The sum over chunks and micro-batches has the precision of `into`."""
+    """Compute into += left @ right, without writing the product of all rows first. The sum over chunks and
+    micro-batches has the precision of `into`."""
     if into.dtype == left.dtype:
         into.addmm_(left, right)
-    else:
-        into.add_(left @ right)
+    elif into.is_cuda:
+        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+    else:  # on a CPU, products have the type of their factors
+        rows = max(1, min(PIECE, left.numel()) // right.shape[1])
+        for total, part in zip(into.split(rows), left.split(rows), strict=True):
+            total.add_(part @ right)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.parallel import Parallel
+from asyncrl.schema import Batch
 
 PURPOSES = ("forward", "backward", "communication", "optimizer")
 PEAK = {"B200": 2.25e15, "B100": 1.75e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12}
@@ -36,6 +37,12 @@ class StepMeter:
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
         """Return the timer of one of Megatron's names."""
         return _Timer(self, _purpose(name))
+
+    def measure(self, update: Callable[[Batch], dict[str, float]], batch: Batch) -> dict[str, float]:
+        """Take the optimizer steps of a batch. Returns their statistics and the metrics of the step."""
+        self.begin()
+        figures = update(batch)
+        return {**figures, **self.figures(figures["tokens/packed"])}
 
     def begin(self) -> None:
         """Start a step."""

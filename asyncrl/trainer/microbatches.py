@@ -34,7 +34,7 @@ def packs_of_rank(groups: Groups, trainer: TrainerConfig, parallel: Parallel, co
     mine = assign_micro_batches(groups, p.dp, limit, costs, share=share, equal=experts_cross_replicas, rounds=rounds)[
         p.dp_rank
     ]
-    multiple = p.tp if trainer.sequence_parallel else 1
+    multiple = (p.tp if trainer.sequence_parallel else 1) * (trainer.fp8.row_multiple if trainer.fp8 else 1)
     packs = [pack(batch or IDLE, share=share, multiple=multiple * p.cp) for batch in mine]
     if p.cp > 1:
         packs = [part(one, bounds_of(one, p.cp, multiple, costs), p.cp_rank) for one in packs]

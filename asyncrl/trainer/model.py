@@ -16,9 +16,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -28,7 +30,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
+from asyncrl.trainer.layers import adapt, transformer_engine_spec
 from asyncrl.trainer.mlp import GatedMLP
+
+# Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
+moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 T = TypeVar("T")
 
@@ -50,7 +56,10 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
     """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine."""
     dtype = getattr(torch, trainer.dtype)
     family = megatron_arguments(hf)
-    of_family = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
+    te, latent = trainer.layers == "transformer_engine", bool(family.get("multi_latent_attention"))
+    if te and latent:
+        family["qk_layernorm"] = True  # otherwise the TransformerEngine spec silently omits the two latent norms
+    of_family = MLATransformerConfig if latent else TransformerConfig
     arguments = dict(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -85,14 +94,17 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         moe_token_dispatcher_type="alltoall",  # the default forbids variable_seq_lengths, even in dense models
         perform_initialization=True,  # turning it off leaves tensor_model_parallel unset, and grad norms wrong under TP
         use_cpu_initialization=False,
-        gradient_accumulation_fusion=False,
+        transformer_impl="transformer_engine" if te else "local",
+        moe_grouped_gemm=te and "num_moe_experts" in family,
+        gradient_accumulation_fusion=False,  # layers.py turns it on where it needs no Apex
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=te,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=te and not latent,  # the fused kernel of latent attention takes no positions
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
+        **({"fp8": trainer.fp8.format, "fp8_recipe": trainer.fp8.recipe} if trainer.fp8 else {}),
         **recompute.arguments(trainer),
         **family,
     )
@@ -159,10 +171,8 @@ class ExactBiasRouter(TopKRouter):
 
 def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | None = None) -> GPTModel:
     """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
-    spec.layer_norm = RMSNorm
-    for layer in spec.layer_specs:
-        _use_own_modules(layer, config)
+    te = config.transformer_impl == "transformer_engine"
+    spec = transformer_engine_spec(config, vp_stage) if te else _local_spec(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config,
@@ -187,11 +197,22 @@ def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | N
             module.__class__ = ExactBiasRouter
         elif type(module) is MLP:
             module.__class__ = GatedMLP
-        elif isinstance(module, MLASelfAttention):
+        elif isinstance(module, MLASelfAttention) and not te:
             sum_rotary_gradients(module)
     if model.post_process:
         model.output_layer.__class__ = PredictingRows
+    if te:
+        adapt(model)
     return model
+
+
+def _local_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return Megatron's local layer spec with our modules."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    spec.layer_norm = RMSNorm
+    for layer in spec.layer_specs:
+        _use_own_modules(layer, config)
+    return spec
 
 
 def _use_own_modules(layer: ModuleSpec, config: TransformerConfig) -> None:

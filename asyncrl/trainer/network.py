@@ -21,12 +21,13 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
+from asyncrl.trainer.layers import accumulates_by_itself
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
-from asyncrl.weights.reshard import Resharder
+from asyncrl.weights.reshard import Resharder, weights_of
 
 Visit = Callable[[Head, Pack], Tensor]
 """Callback that the last stage runs on each pack. It returns the loss, or any tensor in a pass without gradient."""
@@ -35,12 +36,16 @@ Visit = Callable[[Head, Pack], Tensor]
 class FastDDP(DistributedDataParallel):
     """DistributedDataParallel that copies the first gradient of a step into the float32 buffer. Megatron fills the
     buffer with zeros and adds: three passes over all gradients instead of one. Code that adds to a buffer itself must
-    call `gradient_buffer`."""
+    call `gradient_buffer`. TransformerEngine's layers do not, so the buffers are filled with zeros for them."""
 
     def zero_grad_buffer(self) -> None:
         """Mark the buffers as stale. Those that get no gradient during the step are zeroed after its passes."""
+        fused = accumulates_by_itself(self.module)
         for parameter in self.params_with_grad:
-            parameter.holds_old_gradient = True
+            parameter.holds_old_gradient = not fused
+        if fused:
+            super().zero_grad_buffer()
+            return
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.reset()
 
@@ -53,7 +58,8 @@ class FastDDP(DistributedDataParallel):
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if param.grad is not None:
-                collect(param, param.grad)
+                if not getattr(param, "grad_added_to_main_grad", False):
+                    collect(param, param.grad)
                 param.grad = None
             if self.ddp_config.overlap_grad_reduce:  # without param.grad too: the head has added it itself
                 self.param_to_bucket_group[param].register_grad_ready(param)
@@ -150,8 +156,7 @@ class Network:
 
     def tensors(self) -> list[Tensor]:
         """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
-        states = [chunk.state_dict(keep_vars=True) for chunk in self._inner.values()]
-        return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
+        return [tensor for chunk in self._inner.values() for tensor in weights_of(chunk, keep_vars=True).values()]
 
     def placed(self) -> list[PlacedTensor]:
         """Return all of these tensors with their positions in the whole model."""
@@ -163,6 +168,12 @@ class Network:
         """Return all parameters of this rank."""
         for chunk in self.wrapped:
             yield from chunk.parameters()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the buffers of this rank's gradients."""
+        return [
+            buffer.grad_data for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
 
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
         which, kind = itertools.count(1), "" if not forward_only else " without gradient"

@@ -119,7 +119,17 @@ class NetworkOptimizer:
         self._optimizer.reload_model_params()
         for part in self._parts():
             part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
+                group.pop("step", None)  # of Apex and TransformerEngine, see _count
         self._applied = 0
+
+    def states(self) -> Iterator[Tensor]:
+        """Yield the tensors of the optimizer that take memory: masters, and the moments that exist."""
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
@@ -203,6 +213,10 @@ class Resets:
         self._every, self._share = every, share
         self._network, self._optimizer = network, optimizer
         self._start: list[Tensor] = [p.detach().clone() for p in network.parameters()] if every else []
+
+    def states(self) -> list[Tensor]:
+        """Return the initial weights; none if resets are off."""
+        return self._start
 
     @torch.no_grad()
     def after(self, batches: int) -> None:

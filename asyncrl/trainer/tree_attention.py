@@ -11,9 +11,20 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from asyncrl.algo.pack import Pack
 from asyncrl.backends.cpu import pack_attention
+
+BLOCK = 128
+"""Rows and keys of a block of FlexAttention's mask."""
+KERNEL_OPTIONS = {"BACKEND": "TRITON"}
+"""Options of FlexAttention. By itself, torch 2.13 takes its decoding kernel for fewer than 128 rows, and raises
+NoValidChoicesError for many combinations of rows and heads."""
+MOST_GRAPHS = 32
+"""Limit on compiled versions of FlexAttention: packs and parts of packs of one row, of one block and of several blocks,
+each with and without gradient. Beyond its own limit of 8, torch would compute dense scores."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
@@ -26,29 +37,50 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
 
 @cache
 def _flex_attention() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+    options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "recompile_limit": MOST_GRAPHS}
+    return torch.compile(flex_attention, **options)  # torch's overloads lack the limit
 
-    return torch.compile(flex_attention, dynamic=True)
 
+def block_mask(pack: Pack) -> BlockMask:
+    """Return the rule of `pack.ends` for FlexAttention, which stores it in blocks of rows and keys.
 
-def block_mask(pack: Pack) -> Any:
-    """Return the rule of `pack.ends` for FlexAttention, which stores it in blocks of 128 rows."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
+    The blocks follow from the largest and the smallest end of each block of keys. (torch's create_block_mask evaluates
+    the rule for every pair of rows: 3 bytes for each.) Nothing here makes the host wait for the device.
+    """
     ends, (first, last) = pack.ends, pack.rows
+    blocks = -(-len(ends) // BLOCK)
+    by_block = pad(ends, (0, blocks * BLOCK - len(ends))).view(blocks, BLOCK)  # padding: keys that no row attends to
+    key, row = torch.arange(blocks, device=ends.device) * BLOCK, torch.arange(first, last, BLOCK, device=ends.device)
+    row = row[:, None]
+    some = (key < (row + BLOCK).clamp(max=last)) & (row < by_block.amax(1))
+    full = (key + BLOCK <= row + 1) & (row + BLOCK <= by_block.amin(1).clamp(max=last))
+    offset = torch.full((), first, device=ends.device)  # a tensor, so that no compiled kernel depends on its value
 
     def attends(_: Tensor, __: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return (key <= row + first) & (row + first < ends[key])
+        return (key <= row + offset) & (row + offset < ends[key])
 
-    return create_block_mask(attends, None, None, last - first, len(ends), device=str(ends.device))
+    lengths = (last - first, len(ends))
+    return BlockMask.from_kv_blocks(*_ordered(some & ~full), *_ordered(full), BLOCK, attends, lengths)
 
 
-_MASKS: WeakKeyDictionary[Pack, Any] = WeakKeyDictionary()
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys are chosen for each block of rows, and their numbers, the chosen ones first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order[None, None]
+
+
+_MASKS: WeakKeyDictionary[Pack, BlockMask] = WeakKeyDictionary()
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
     if pack not in _MASKS:
         _MASKS[pack] = block_mask(pack)
     batched = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out: Tensor = _flex_attention()(*batched, block_mask=_MASKS[pack], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out: Tensor = _flex_attention()(
+        *batched,
+        block_mask=_MASKS[pack],
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=KERNEL_OPTIONS,
+    )
     return out[0].transpose(0, 1)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import Config, WeightsConfig
+from asyncrl.config import Config, WeightsConfig, streams
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
@@ -65,12 +65,15 @@ class Publisher:
         expected: Callable[[], ExpectedChecksums],
         hold: Callable[[], None],
         announce: Callable[[int], None],
+        update: Update | None = None,
+        sent: Callable[[], None] = lambda: None,
     ) -> None:
+        """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue."""
         self._parallel, self._fleet, self._transport = parallel, fleet, transport
         self._weights, self._settings = weights, settings
         self._expected, self._hold, self._announce = expected, hold, announce
-        self._update = Update(fleet, mode=settings.pause_mode)
-        self._full = settings.staging == "full" and not transport.ahead
+        self._update, self._sent = update or Update(fleet, mode=settings.pause_mode), sent
+        self._full = not streams(settings, gpu=parallel.device.type == "cuda") and not transport.ahead
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send-weights")
         self._plan: list[Bucket] | None = None
         self._memory: list[Tensor] = []
@@ -112,6 +115,7 @@ class Publisher:
                 verified = self._verify(expected)
             if first:
                 self._update.label(version)
+            self._sent()
         if first:
             self._announce(version)
         return {
@@ -251,7 +255,9 @@ def build_transport(
     is where disk and delta write.
     """
     engine_tp = config.engine.tensor_parallel
-    name, reason = choose(config.weights.transport, list(fleet.urls), host if alone else "", gpu=gpu)
+    colocated = config.cluster.placement == "colocated"
+    host_of_all = host if alone else ""
+    name, reason = choose(config.weights.transport, list(fleet.urls), host_of_all, gpu=gpu, colocated=colocated)
     if name == "tensor":
         return TensorTransport(fleet, engine_tp), f"tensor ({reason})"
     if name == "disk":

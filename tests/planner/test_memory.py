@@ -21,6 +21,8 @@ from asyncrl.planner.memory import (
     Training,
     Weight,
     activations,
+    away,
+    cache_that_fits,
     checkpoint_staging,
     counted,
     engine_rank,
@@ -28,6 +30,7 @@ from asyncrl.planner.memory import (
     layer_bytes,
     parameters,
     trainer_rank,
+    turns,
 )
 from asyncrl.weights.names import FAMILIES
 
@@ -225,10 +228,10 @@ def test_the_stage_with_most_is_told() -> None:
 
 def test_logits_are_a_chunk_of_rows_over_a_ranks_part_of_the_vocabulary() -> None:
     one, two = (trainer_rank(model(), SHAPE, ParallelLayout(tensor=degree), TRAINING)["logits"] for degree in (1, 2))
-    assert one == 10 * 10 * 12 + 10 * 8 * 2
+    assert one == 10 * 10 * 12
     assert two == one // 2
     few = replace(TRAINING, tokens=16)  # on four ranks of a context fewer rows than a chunk has
-    assert trainer_rank(model(), SHAPE, ParallelLayout(context=4), few)["logits"] == 4 * 10 * 12 + 10 * 8 * 2
+    assert trainer_rank(model(), SHAPE, ParallelLayout(context=4), few)["logits"] == 4 * 10 * 12
 
 
 def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() -> None:
@@ -240,6 +243,13 @@ def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() 
     latent = replace(SHAPE, cache_heads=1)
     assert engine_rank(model(), latent, tensor=2, dtype="bfloat16", tokens=1000)["KV cache"] == 1000 * 4 * 8 * 2
     assert engine_rank(model(), SHAPE, tensor=1, dtype="bfloat16", tokens=1, cache_dtype="fp8_e4m3")["KV cache"] == 32
+
+
+def test_the_cache_that_fits_fills_the_room_beside_the_weights() -> None:
+    part = {"tensor": 2, "dtype": "bfloat16"}
+    tokens = cache_that_fits(model(), SHAPE, 10_000, **part)  # type: ignore[arg-type]
+    assert sum(engine_rank(model(), SHAPE, **part, tokens=tokens).values()) <= 10_000  # type: ignore[arg-type]
+    assert sum(engine_rank(model(), SHAPE, **part, tokens=tokens + 1).values()) > 10_000  # type: ignore[arg-type]
 
 
 def test_ranks_beyond_the_key_value_heads_repeat_them() -> None:
@@ -264,3 +274,16 @@ def test_what_nobody_loads_is_not_counted() -> None:
     assert counted([*model(), *extra], SHAPE) == model()
     assert counted(model(), replace(SHAPE, tied=True)) == model(tied=True)
     assert parameters(model(experts=2)) == RankParameters(2 * 80 + 5 * 8 + 4 * (64 + 16), 4 * 2 * 128)
+
+
+def test_turns_on_a_shared_gpu_count_what_each_side_keeps() -> None:
+    """A turn of the trainers counts nothing of the engine, and no other turn counts gradients, optimizer or
+    activations."""
+    weights = model()
+    trainer = trainer_rank(weights, SHAPE, ParallelLayout(), replace(TRAINING, frozen=1, bucket=64))
+    engine = engine_rank(weights, SHAPE, tensor=1, dtype="bfloat16", tokens=1000)
+    found = turns(trainer, engine)
+    assert found["train"] == trainer
+    assert sum(found["generate"].values()) == sum(engine.values()) + trainer["publish buckets"]
+    assert sum(found["publish"].values()) == engine["weights"] + trainer["weights"] + trainer["publish buckets"]
+    assert away(trainer) == (2 + 4 + 8 + 2) * parameters(counted(weights, SHAPE)).all

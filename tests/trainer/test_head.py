@@ -152,7 +152,7 @@ class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default)
-        if isinstance(out, Tensor):
+        if isinstance(out, Tensor) and not func.is_view and out is not args[0]:
             self.elements = max(self.elements, out.numel())
         return out
 
@@ -163,3 +163,16 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_and_the_last_chunk_is_made_o
             scored(*case(), chunk_rows)
         assert seen.elements == -(-ROWS // chunks) * PADDED
         assert seen.products == chunks + chunks - 1 + 2 * chunks  # forward, again, and two of backward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_is_added_without_a_tensor_of_its_size(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 8, generator=draw).to(dtype).requires_grad_()
+    weight = torch.randn(200, 8, generator=draw).to(dtype).requires_grad_()
+    weight.main_grad = torch.zeros(200, 8)  # type: ignore[attr-defined]
+    pack: Any = SimpleNamespace(row_of_target=torch.arange(6), targets=torch.arange(6))
+    logprobs, _ = Head(hidden, weight, 200, 2, ALONE).score(pack, 1.0)
+    with _Largest() as seen:
+        logprobs.sum().backward()
+    assert seen.elements == 2 * 200

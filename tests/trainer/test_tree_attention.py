@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from asyncrl.algo.balance import TOKEN, Costs
 from asyncrl.algo.context_parallel_split import bounds_of, part
 from asyncrl.algo.pack import Pack, pack
 from asyncrl.algo.samples import Sample
 from asyncrl.backends.cpu.pack_attention import plan
-from asyncrl.trainer.tree_attention import attend, block_mask
+from asyncrl.trainer import tree_attention
+from asyncrl.trainer.tree_attention import BLOCK, MOST_GRAPHS, attend, block_mask
 from tests.algo.test_pack import Groups, packs, words
 
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
@@ -78,16 +86,82 @@ def sample(prompt: list[int], tokens: list[int]) -> Sample:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @given(case=packs())
 @settings(max_examples=10, deadline=None)
-def test_the_mask_for_gpus_has_the_same_values(case: tuple) -> None:
+def test_the_path_for_gpus_has_the_same_values(case: tuple) -> None:
     """FlexAttention's own reference runs on CPU, forward only."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     groups, share, _ = case
     p = pack(groups, share=share)
     q, k, v, _ = drawn(p, 0, torch.float32)
-    batched = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = flex_attention(*batched, block_mask=block_mask(p), scale=0.3, enable_gqa=True)[0].transpose(0, 1)
+    with mock.patch.object(tree_attention, "_flex_attention", return_value=flex_attention):
+        out = tree_attention._flex(q, k, v, p, 0.3)
     torch.testing.assert_close(out, dense(q, k, v, p, 0.3), rtol=0, atol=3e-5)
+
+
+def test_short_packs_do_not_take_the_decoding_kernel() -> None:
+    """For fewer than 128 rows, torch's own choice is a decoding kernel that fails to compile for many head counts."""
+    p = pack([[sample([1, 2], [3])]])
+    with mock.patch.object(tree_attention, "_flex_attention") as flex:
+        flex.return_value.return_value = torch.zeros(1, 4, p.num_tokens, 8)
+        tree_attention._flex(*drawn(p, 0, torch.float32)[:3], p, 0.3)
+    assert flex.return_value.call_args.kwargs["kernel_options"]["BACKEND"] == "TRITON"
+
+
+@given(case=packs(), stretch=st.sampled_from([1, 3, 17, 40]), parts=st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_block_masks_are_those_of_all_pairs_of_rows_on_every_rank(case: tuple, stretch: int, parts: int) -> None:
+    """Packs have one row to several blocks, and seldom whole blocks."""
+    groups, share, _ = case
+    p = pack([[stretched(one, stretch) for one in group] for group in groups], share=share, multiple=parts)
+    bounds = bounds_of(p, parts, 1, Costs(pair=TOKEN // 50))
+    for one in [part(p, bounds, number) for number in range(parts)] if parts > 1 else [p]:
+        found = block_mask(one)
+        rows, keys = one.rows[1] - one.rows[0], one.num_tokens
+        expected = create_block_mask(found.mask_mod, None, None, rows, keys, device="cpu")
+        assert found.seq_lengths == expected.seq_lengths
+        assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+        for name in BLOCKS:
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+BLOCKS = [
+    f"{full}{side}_{what}" for full in ("", "full_") for side in ("q", "kv") for what in ("num_blocks", "indices")
+]
+
+
+def stretched(one: Sample, times: int) -> Sample:
+    """Every token several times."""
+    prompt, tokens, mask = ([x for x in xs for _ in range(times)] for xs in (one.prompt_ids, one.token_ids, one.mask))
+    return replace(one, prompt_ids=prompt, token_ids=tokens, mask=mask)
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000])
+def test_making_a_block_mask_takes_memory_for_blocks_and_not_for_pairs(rows: int) -> None:
+    p = pack([[sample(list(range(rows)), [1])]])
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max([largest, *(x.nbytes for x in tree_leaves(out) if isinstance(x, Tensor))])
+            return out
+
+    with Largest():
+        block_mask(p)
+    blocks = -(-rows // BLOCK)
+    assert largest <= 8 * max(blocks * (blocks + 1), blocks * BLOCK)  # of rows, their ends
+
+
+def test_the_number_of_compiled_graphs_does_not_grow_with_the_number_of_packs() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=counter)
+    with mock.patch.object(tree_attention, "_flex_attention", return_value=compiled), torch.no_grad():
+        for rows in (1, 17, 88, 130, 300, 517, 1000):
+            p = pack([[sample(list(range(rows)), [1, 2])]])
+            for one in (p, *(part(p, bounds_of(p, 2, 1, Costs(pair=TOKEN // 50)), number) for number in (0, 1))):
+                q, k, v, _ = drawn(p, 0, torch.float32)
+                tree_attention._flex(q[slice(*one.rows)], k, v, one, 0.3)
+    assert counter.frame_count <= 6
+    assert 2 * counter.frame_count <= MOST_GRAPHS // 2  # with gradient as many again, and room for coincidences
 
 
 # --- a whole model ------------------------------------------------------------------------------------------

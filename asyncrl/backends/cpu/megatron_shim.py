@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
 import os
 import sys
@@ -28,8 +29,10 @@ CPU = torch.device("cpu")
 
 
 def enable() -> bool:
-    """Install the shim unless CUDA is available. Returns whether it is active."""
+    """Install the shim unless CUDA is available. Returns whether it is active. With CUDA, TransformerEngine is hidden
+    if it is broken."""
     if torch.cuda.is_available():
+        _hide_broken_transformer_engine()
         return False
     if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return True
@@ -38,11 +41,36 @@ def enable() -> bool:
     )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*")
-    # Without its CUDA libraries, importing it raises RuntimeError, which Megatron does not catch.
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    _hide_transformer_engine()
     sys.meta_path.insert(0, _MegatronFinder(_torch_for_megatron()))
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     return True
+
+
+def _hide_broken_transformer_engine() -> None:
+    """Hide TransformerEngine, with a warning, if it is installed but cannot be imported.
+
+    Without one of its packages or CUDA libraries, importing it raises any of these errors. Megatron catches only
+    ImportError, and not in all places if `transformer_engine` can be imported and `transformer_engine.pytorch` cannot.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, AssertionError, RuntimeError, OSError) as error:
+        warnings.warn(
+            f"TransformerEngine is installed but cannot be imported, so Megatron runs without it: {error!r}. Install"
+            " the packages of requirements/gpu.txt, or remove transformer_engine.",
+            stacklevel=3,
+        )
+        _hide_transformer_engine()
+
+
+def _hide_transformer_engine() -> None:
+    """Make every import of TransformerEngine raise ImportError."""
+    for name in [name for name in sys.modules if name.startswith("transformer_engine.")]:
+        del sys.modules[name]
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 class _View(types.ModuleType):
@@ -129,9 +157,6 @@ def _after_random(module: types.ModuleType) -> None:
 
 
 def _after_moe_utils(module: types.ModuleType) -> None:
-    module.__dict__.setdefault(
-        "te_general_gemm", None
-    )  # without TransformerEngine, 0.16.1 leaves it undefined and then reads it
     move = module.maybe_move_tensor_to_cpu  # type: ignore[attr-defined]
 
     def as_sequence(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

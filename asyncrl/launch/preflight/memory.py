@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+from asyncrl.planner.memory import away, turns
 
 CERTAIN = 0.5
 """Fraction of the estimated activations that is certainly needed; the rest only leads to a warning."""
@@ -49,6 +50,14 @@ class MemoryNeed:
     def certain(self) -> float:
         """Return a lower bound of the total."""
         return self.total - (1 - CERTAIN) * self.parts.get(ESTIMATED, 0)
+
+
+def in_turns(trainer: MemoryNeed, engine: MemoryNeed) -> MemoryNeed:
+    """Return the need of a trainer rank that shares its GPU with an engine rank (cluster.placement=colocated): that of
+    the largest turn, and host memory for what leaves the GPU."""
+    parts = dict(trainer.parts)
+    largest = max(turns(parts, dict(engine.parts)).values(), key=lambda turn: sum(turn.values()))
+    return MemoryNeed(largest, trainer.gpu, trainer.host + away(parts))
 
 
 def check_memory(
