@@ -1,4 +1,4 @@
-"""Configuration of Megatron's memory and pipeline mechanisms."""
+"""Configuration of Megatron's own mechanisms: number formats of layers, memory, pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from pydantic import model_validator
 
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Section
+
+
+class Fp8Config(Section):
+    """FP8 matrix products in TransformerEngine's layers. Parameters and published weights stay in bfloat16. Recipes
+    compute every scale anew, so that a checkpoint needs none; TransformerEngine's delayed scaling is not offered,
+    because its history of maxima would be lost on resume."""
+
+    format: Literal["e4m3", "hybrid"]
+    """Number format; hybrid: e5m2 for gradients in backward, e4m3 for all else."""
+    recipe: Literal["tensorwise", "blockwise", "mxfp8"]
+    """Scaling: one scale per tensor, per block of 128 (Hopper), or per 32 elements (Blackwell)."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Return the number of rows by which the rows of every product must be divisible, as Megatron's
+        get_fp8_align_size has it."""
+        return 32 if self.recipe == "mxfp8" else 16
 
 
 class RecomputeConfig(Section):

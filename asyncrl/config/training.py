@@ -10,7 +10,7 @@ from pydantic import field_validator, model_validator
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
-from asyncrl.config.megatron import MegatronConfig, PipelineSplitConfig, RecomputeConfig
+from asyncrl.config.megatron import Fp8Config, MegatronConfig, PipelineSplitConfig, RecomputeConfig
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import PipelineSplit
 from asyncrl.settings import Bounds, Choice, Count, Dtype, Natural, NonNegative, Positive, Section, Share
@@ -48,23 +48,6 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad: NonNegative
     """Clip the global gradient norm to this; 0 turns clipping off."""
-
-
-class Fp8Config(Section):
-    """FP8 matrix products in TransformerEngine's layers. Parameters and published weights stay in bfloat16. Recipes
-    compute every scale anew, so that a checkpoint needs none; TransformerEngine's delayed scaling is not offered,
-    because its history of maxima would be lost on resume."""
-
-    format: Literal["e4m3", "hybrid"]
-    """Number format; hybrid: e5m2 for gradients in backward, e4m3 for all else."""
-    recipe: Literal["tensorwise", "blockwise", "mxfp8"]
-    """Scaling: one scale per tensor, per block of 128 (Hopper), or per 32 elements (Blackwell)."""
-
-    @property
-    def row_multiple(self) -> int:
-        """Return the number of rows by which the rows of every product must be divisible, as Megatron's
-        get_fp8_align_size has it."""
-        return 32 if self.recipe == "mxfp8" else 16
 
 
 class TrainerConfig(Section):
@@ -110,8 +93,7 @@ class TrainerConfig(Section):
     megatron: MegatronConfig
     overlap_grad_reduce: bool
     """Reduce the gradients of a bucket over replicas while backward computes the others (Megatron's
-    overlap_grad_reduce); bucket_size in trainer.megatron.ddp sets the size of a
-    bucket."""
+    overlap_grad_reduce); bucket_size in trainer.megatron.ddp is the size of a bucket."""
     overlap_param_gather: bool
     """Gather the new parameters of a bucket from the distributed optimizer's shards while forward runs (Megatron's
     overlap_param_gather). After a batch's last step they are gathered at once, because they are published next."""
@@ -124,6 +106,9 @@ class TrainerConfig(Section):
     """Gradient norm (before clipping) above which a step counts as bad; unset: only NaN and infinity do."""
     max_bad_steps: Count
     """With `skip`, end the run after this many consecutive bad steps."""
+    profile: list[Count]
+    """Steps of which every rank writes a trace of torch's profiler into profile/ of the run folder, and on GPUs a
+    snapshot of its memory: [3, 10]."""
     save_hf_every: Count | None
     """Write the weights as an HF folder every this many steps; unset: only at the end."""
 
@@ -146,6 +131,11 @@ class TrainerConfig(Section):
             raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
         if self.fp8 and self.dtype == "float32":
             raise ConfigError("trainer.fp8", self.fp8.format, "Needs trainer.dtype=bfloat16: set it, or fp8=null.")
+        if self.fp8 and self.recompute.granularity != "none":
+            remedy = (
+                "TransformerEngine's own checkpoint, which FP8 needs, takes no packs: set none, or trainer.fp8=null."
+            )
+            raise ConfigError("trainer.recompute.granularity", self.recompute.granularity, remedy)
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."

@@ -47,6 +47,7 @@ from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, VersionPublisher, train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.trainer.profiling import profiled  # noqa: E402
 from asyncrl.trainer.recordings import (  # noqa: E402
     NoEngines,
     ReplaySource,
@@ -139,10 +140,12 @@ def main(run_dir: Path) -> None:
             with log.span("save"):
                 checkpoints.save(version)
 
+    measured = partial(policy.network.meter.measure, policy.update)
     scores = ScoreWriter(run_dir, warn) if config.record and config.mode == "train" and parallel.is_first else None
 
     def update(batch: Batch) -> dict[str, float]:
-        figures = turns.update(policy.update, batch) if turns else policy.update(batch)
+        with profiled(batch.version + 1, config.trainer.profile, run_dir, parallel):
+            figures = turns.update(measured, batch) if turns else measured(batch)
         if scores:
             scores.write(batch.version, policy.started[: sum(group.num_tokens for group in batch.groups)])
         return figures

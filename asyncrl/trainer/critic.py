@@ -18,6 +18,7 @@ from asyncrl.algo.table import TokenTable, TrainingTable
 from asyncrl.config import Config
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.head import Head
+from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.offload import HeldTensors
@@ -30,12 +31,22 @@ class Critic:
     """The critic on one rank, sharded like the policy."""
 
     def __init__(
-        self, config: Config, folder: Path, parallel: Parallel, progress: Callable[[str], None] = lambda part: None
+        self,
+        config: Config,
+        folder: Path,
+        parallel: Parallel,
+        progress: Callable[[str], None] = lambda part: None,
+        meter: StepMeter | None = None,
     ) -> None:
         self._config, self._parallel = config, parallel
         start = Path(config.algo.critic.path).expanduser() if config.algo.critic.path else folder
         self._network = Network(
-            config.trainer, start, parallel, value_head=True, progress=lambda part: progress(f"the critic's {part}")
+            config.trainer,
+            start,
+            parallel,
+            value_head=True,
+            progress=lambda part: progress(f"the critic's {part}"),
+            meter=meter,
         )
         optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic.lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})

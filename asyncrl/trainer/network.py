@@ -22,7 +22,8 @@ from asyncrl.trainer import model as megatron
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself
-from asyncrl.trainer.microbatches import Groups, costs_of, packs_of_rank
+from asyncrl.trainer.meter import StepMeter
+from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
@@ -78,9 +79,11 @@ class Network:
         *,
         value_head: bool = False,
         progress: Callable[[str], None] = lambda part: None,
+        meter: StepMeter | None = None,
     ) -> None:
         """Load the model of an HF folder. With `value_head` it outputs a number for each token instead of logits.
         `progress` is called at the start of each micro-batch."""
+        self.meter = meter or StepMeter(parallel)
         self._trainer, self._parallel, self._progress = trainer, parallel, progress
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
@@ -104,7 +107,7 @@ class Network:
         ddp = megatron.configured(DistributedDataParallelConfig, buffers, "ddp", trainer.megatron.ddp)
         for chunk in chunks:
             _mark_experts(chunk)
-        self._costs = costs_of(self.hf)
+        self._costs, self._operations = costs_of(self.hf), operations_of(self.hf)
         self.wrapped = [
             FastDDP(self.config, ddp, module, disable_bucketing=number > 0) for number, module in enumerate(inner)
         ]
@@ -116,6 +119,7 @@ class Network:
         # point-to-point operations would mix the shapes of both directions.
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.timers = self.meter
         self.routing: RoutingReplay | None = None
         self._placed: list[PlacedTensor] | None = None
         for chunk in self.wrapped:
@@ -178,6 +182,8 @@ class Network:
         def forward_step(batches: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch, inner = next(batches), self._inner[model]
             self._progress(f"micro-batch {next(which)} of {passes}{kind}")
+            if inner.post_process and self._parallel.counts:
+                self.meter.count(self._operations.of(batch) / (3 if forward_only else 1))
 
             def loss_function(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss = visit(self._head(inner, hidden[0]), batch)

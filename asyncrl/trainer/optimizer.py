@@ -52,6 +52,7 @@ class NetworkOptimizer:
             "bf16": trainer.dtype == "bfloat16",
             "params_dtype": getattr(torch, trainer.dtype),
             "use_distributed_optimizer": network.sharded,
+            "timers": network.meter,
         }
         config = configured(OptimizerConfig, arguments, "optimizer", trainer.megatron.optimizer)
         self._optimizer: Any = get_megatron_optimizer(config, network.wrapped)
@@ -91,6 +92,10 @@ class NetworkOptimizer:
     def step(self) -> tuple[float, bool]:
         """Apply the gradient, unless it is bad. Returns its norm before clipping, and whether it was applied. Raises
         BadStep as configured."""
+        with self._network.meter.span("optimizer"):
+            return self._step()
+
+    def _step(self) -> tuple[float, bool]:
         trainer = self._trainer
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())

@@ -50,7 +50,9 @@ class Policy:
         self._replay = ReplayBuffer(algo.replay_groups, config.rollout.max_staleness, config.run.seed)
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
         self._advantage, self._objective = ADVANTAGES.find(algo.advantage), Objective(algo, config.rollout)
-        self._critic = Critic(config, folder, parallel, progress) if self._advantage.traits.critic else None
+        self._critic = (
+            Critic(config, folder, parallel, progress, self.network.meter) if self._advantage.traits.critic else None
+        )
         self._warm_at = algo.critic.warmup if self._critic else 0
         self._temperature = config.rollout.temperature
         self.memory = DeviceMemory(self._held)
