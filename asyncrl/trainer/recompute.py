@@ -36,22 +36,37 @@ def micro_batch(prepare: Callable[[], None]) -> Iterator[None]:
         _set = None
 
 
+def _prepared(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which sets the modules again for the present micro-batch when it is recomputed."""
+    prepare = _set
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if prepare and torch.is_grad_enabled():  # recomputing
+            prepare()
+        return function(*args, **kwargs)
+
+    return run
+
+
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """Run Megatron's checkpoint for a function of tensors and other objects."""
-    prepare = _set
+    prepared = _prepared(function)
     others = {place: arg for place, arg in enumerate(args) if not (arg is None or torch.is_tensor(arg))}
 
     def run(*tensors: Any) -> Any:
-        if prepare and torch.is_grad_enabled():  # recomputing
-            prepare()
-        return function(*(others.get(place, tensor) for place, tensor in enumerate(tensors)))
+        return prepared(*(others.get(place, tensor) for place, tensor in enumerate(tensors)))
 
     tensors = (None if place in others else arg for place, arg in enumerate(args))
     return _megatron_checkpoint(run, distribute_saved_activations, *tensors)
 
 
 tensor_parallel.checkpoint = checkpoint
-if not megatron_random.HAVE_TE:  # the default in 0.16.1, fp8=False, counts as fp8, which asks for TransformerEngine
+if megatron_random.HAVE_TE:  # under FP8, Megatron calls TransformerEngine's checkpoint, which accepts other objects
+    from transformer_engine.pytorch import distributed as engine
+
+    _engine_checkpoint = engine.checkpoint
+    engine.checkpoint = lambda function, *args, **kwargs: _engine_checkpoint(_prepared(function), *args, **kwargs)
+else:  # the default in 0.16.1, fp8=False, counts as fp8, which asks for TransformerEngine
     megatron_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 

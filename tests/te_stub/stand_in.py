@@ -62,6 +62,9 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("transformer_engine.") and module.__dict__.get("torch") is torch:
             module.torch = view  # type: ignore[attr-defined]
+    distributed: Any = sys.modules["transformer_engine.pytorch.distributed"]
+    distributed._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     torch.Tensor.is_cuda = property(_is_cuda)  # type: ignore[assignment]
     # Megatron then takes torch's AdamW for both layer specs, as it does without TransformerEngine.
     sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
