@@ -131,11 +131,6 @@ class TrainerConfig(Section):
             raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
         if self.fp8 and self.dtype == "float32":
             raise ConfigError("trainer.fp8", self.fp8.format, "Needs trainer.dtype=bfloat16: set it, or fp8=null.")
-        if self.fp8 and self.recompute.granularity != "none":
-            remedy = (
-                "TransformerEngine's own checkpoint, which FP8 needs, takes no packs: set none, or trainer.fp8=null."
-            )
-            raise ConfigError("trainer.recompute.granularity", self.recompute.granularity, remedy)
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."
