@@ -8,7 +8,7 @@ are skipped.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,13 @@ from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refuse
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
-from asyncrl.launch.preflight.versions import check_versions, installed, pinned
+from asyncrl.launch.preflight.versions import (
+    check_gpu_engines,
+    check_gpu_trainers,
+    check_versions,
+    installed,
+    pinned,
+)
 from asyncrl.launch.preflight.weights import check_shared, check_sync
 from asyncrl.launch.prepare import ROLES, Preparation
 from asyncrl.launch.slurm.job import SlurmJob
@@ -122,9 +128,30 @@ def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Itera
         yield from network.check_ports(prepared.nodes, ports_wanted(config))
     needs = _needs(config, prepared.gpus, models)
     known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
+    yield from _gpu_software(config, prepared, models, known)
     yield from check_memory(prepared.placement, needs, known)
     if policy := models.get("model"):
         yield from check_sync(config, prepared.placement, policy.weights, prepared.gpus)
+
+
+def _gpu_software(
+    config: Config, prepared: Preparation, models: dict[str, ModelFolder], known: Mapping[str, MachineFacts]
+) -> Iterator[Finding]:
+    """Check the packages and the compiler that only parts on GPUs need, on the machines of these parts."""
+    placed, pins = prepared.placement, pinned(gpu=True)
+    fleets = (
+        (config.engine, [seat for seats in placed.engines for seat in seats]),
+        (config.teacher, placed.teachers),
+        (config.judge, placed.judges),
+    )
+    serving = dict.fromkeys(
+        seat.node.name for section, seats in fleets if on_gpu(section, prepared.gpus) for seat in seats
+    )
+    yield from check_gpu_engines([known[name] for name in serving if name in known], pins)
+    if on_gpu(config.trainer, prepared.gpus) and (policy := models.get("model")):
+        training = dict.fromkeys(seat.node.name for seat in placed.trainers)
+        machines = [known[name] for name in training if name in known]
+        yield from check_gpu_trainers(machines, pins, experts=bool(policy.shape.sparse))
 
 
 def _precision(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterator[Finding]:

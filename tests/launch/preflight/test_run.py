@@ -232,6 +232,18 @@ def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
     return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation), tmp_path / "run")}
 
 
+def test_parts_on_gpus_are_checked_on_the_machines_that_run_them(tmp_path: Path) -> None:
+    config = job(**{"trainer.device": "cpu"})
+    machines = [machine("node0", gpus=1, nvcc="", transformer_engine=None)]
+    allocation = SlurmJob("3", [["node0"]], config.cluster, nodes(config, 1, 1), machines)
+    told = preflight(Preparation(config, tmp_path / "run", allocation), tmp_path / "run")
+    findings = {one.field: one for one in told}
+    assert findings["nvcc"].level == "error"
+    assert "node0 has no nvcc" in findings["nvcc"].value
+    assert "transformer-engine" not in findings  # no trainer runs on a GPU
+    assert "nvcc" not in of_job(tmp_path, 1)
+
+
 BOTH = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
 
 
