@@ -57,9 +57,11 @@ __all__ = [
     "TeacherConfig",
     "TrainerConfig",
     "WeightsConfig",
+    "cache_tokens",
     "load",
     "on_gpu",
     "read",
+    "streams",
 ]
 
 
@@ -280,3 +282,17 @@ def _explained(error: ValidationError) -> ConfigError:
 def on_gpu(section: TrainerConfig | EngineConfig | AuxiliaryModelConfig, gpus: int) -> bool:
     """Return whether the processes of this section run on GPUs."""
     return section.device == "cuda" or (section.device == "auto" and gpus > 0)
+
+
+CPU_CACHE_TOKENS = 16_384
+"""KV cache of an engine on a CPU, where SGLang would take most of the machine's memory for it."""
+
+
+def cache_tokens(section: EngineConfig | AuxiliaryModelConfig, *, gpu: bool) -> int | None:
+    """Return the KV cache size with which an engine is started; None on a GPU if it takes what fits."""
+    return section.max_total_tokens or (None if gpu else CPU_CACHE_TOKENS)
+
+
+def streams(weights: WeightsConfig, *, gpu: bool) -> bool:
+    """Return whether buckets are filled during the pause, in two buckets of memory. `gpu` is the trainer's."""
+    return weights.staging == "stream" or (weights.staging == "auto" and gpu)

@@ -234,6 +234,10 @@ class GenerationClient:
             loop.call_soon(self._start, key, token_ids)
         return future
 
+    def narrow(self, context: int) -> None:
+        """Lower the maximum length of a sequence to the KV cache of an engine, in tokens."""
+        self._context = min(self._context or context, context)
+
     def _limit(self, asked: int, most: int | None) -> int:
         """Return the maximum length of an answer to a prompt of `asked` tokens; 0 or less means no room."""
         limit = self._longest if most is None else min(most, self._longest)

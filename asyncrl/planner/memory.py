@@ -271,6 +271,12 @@ def engine_rank(
     }
 
 
+def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, *, tensor: int, dtype: str) -> int:
+    """Return the number of tokens whose KV cache fits beside an engine's weights, with `room` bytes on each rank."""
+    rank = engine_rank(weights, shape, tensor=tensor, dtype=dtype, tokens=1_000_000)
+    return int((room - rank["weights"]) * 1_000_000 / rank["KV cache"])
+
+
 def buckets(sizes: Iterable[int], limit: int) -> int:
     """Return the number of buckets of at most `limit` bytes; a larger tensor gets a bucket of its own, and none is
     split."""

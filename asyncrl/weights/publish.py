@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import Config, WeightsConfig
+from asyncrl.config import Config, WeightsConfig, streams
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
@@ -70,7 +70,7 @@ class Publisher:
         self._weights, self._settings = weights, settings
         self._expected, self._hold, self._announce = expected, hold, announce
         self._update = Update(fleet, mode=settings.pause_mode)
-        self._full = settings.staging == "full" and not transport.ahead
+        self._full = not streams(settings, gpu=parallel.device.type == "cuda") and not transport.ahead
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send-weights")
         self._plan: list[Bucket] | None = None
         self._memory: list[Tensor] = []

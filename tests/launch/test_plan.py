@@ -97,6 +97,14 @@ def test_engines_are_told_to_keep_experts_only_where_they_are_replayed() -> None
     assert flag not in flags(made()["engine-0"])
 
 
+def test_cache_of_an_engine_is_what_fits_on_a_gpu_and_a_stated_size_on_a_cpu() -> None:
+    unset = {"engine.max_total_tokens": None, "teacher.max_total_tokens": None}
+    for name in ("engine-0", "teacher-0"):
+        assert flags(taught(**unset)[name])["max-total-tokens"] == "16384"
+        assert "max-total-tokens" not in flags(taught(4, **unset)[name])  # SGLang measures
+    assert flags(taught(4, **{"engine.max_total_tokens": 99})["engine-0"])["max-total-tokens"] == "99"
+
+
 def test_deterministic_engines_heed_seeds_and_on_a_cpu_have_one_request_at_a_time() -> None:
     settings = {"deterministic": True, "rollout.max_staleness": 0}
     cpu, gpu = (made(gpus=gpus, **settings)["engine-0"] for gpus in (0, 2))

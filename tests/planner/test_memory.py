@@ -18,6 +18,7 @@ from asyncrl.planner.memory import (
     Training,
     Weight,
     activations,
+    cache_that_fits,
     checkpoint_staging,
     counted,
     engine_rank,
@@ -219,6 +220,13 @@ def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() 
     latent = replace(SHAPE, cache_heads=1)
     assert engine_rank(model(), latent, tensor=2, dtype="bfloat16", tokens=1000)["KV cache"] == 1000 * 4 * 8 * 2
     assert engine_rank(model(), SHAPE, tensor=1, dtype="bfloat16", tokens=1, cache_dtype="fp8_e4m3")["KV cache"] == 32
+
+
+def test_the_cache_that_fits_fills_the_room_beside_the_weights() -> None:
+    part = {"tensor": 2, "dtype": "bfloat16"}
+    tokens = cache_that_fits(model(), SHAPE, 10_000, **part)  # type: ignore[arg-type]
+    assert sum(engine_rank(model(), SHAPE, **part, tokens=tokens).values()) <= 10_000  # type: ignore[arg-type]
+    assert sum(engine_rank(model(), SHAPE, **part, tokens=tokens + 1).values()) > 10_000  # type: ignore[arg-type]
 
 
 def test_ranks_beyond_the_key_value_heads_repeat_them() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from asyncrl.config import Config, on_gpu
+from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch import forecast, precision
 from asyncrl.launch.checks import check_model, check_sandboxes
@@ -191,15 +191,19 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
         ("judge", config.judge, models.get("judge")),
     ):
         if model:
+            gpu = on_gpu(section, gpus)
+            tokens = cache_tokens(section, gpu=gpu)
             parts = planner.engine_rank(
                 model.weights,
                 model.shape,
                 tensor=section.tensor_parallel,
                 dtype=section.dtype,
-                tokens=section.max_total_tokens,
+                tokens=tokens or config.rollout.max_new_tokens,
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
             )
-            needs[name] = MemoryNeed(parts, on_gpu(section, gpus))
+            if tokens is None:  # it takes what fits; a run needs at least one answer's
+                parts["KV cache of one answer"] = parts.pop("KV cache")
+            needs[name] = MemoryNeed(parts, gpu)
     return needs
 
 

@@ -158,6 +158,12 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
     assert found(job(), tmp_path)["cluster.gpus"].level == "error"
 
 
+def test_an_engine_whose_cache_takes_what_fits_needs_room_for_one_answer(tmp_path: Path) -> None:
+    settings = {"cluster.gpus": 2, "cluster.nodes": 1, "engine.max_total_tokens": None}
+    assert "KV cache of one answer" in found(job(**settings), tmp_path)["engine"].value
+    assert "KV cache of one answer" not in found(job(**{**settings, "cluster.gpus": 0}), tmp_path)["engine"].value
+
+
 def test_dtype_of_a_job_to_come_is_decided_on_its_machines_unless_it_runs_on_gpus(tmp_path: Path) -> None:
     auto = {"trainer.dtype": "auto", "engine.dtype": "auto"}
     cpus = found(job(**{"cluster.gpus": 0, "cluster.nodes": 1, **auto}), tmp_path)
