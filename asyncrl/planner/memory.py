@@ -198,6 +198,7 @@ class Training:
     publishes: bool = True
     fused_norms: bool = False  # fused norms (GPU) keep only their input; else also the output in float32
     recompute: Recompute = Recompute()
+    fp8: bool = False  # whether layers keep their matrices in FP8 too, by rows and by columns
 
 
 def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> dict[str, int]:
@@ -214,8 +215,10 @@ def _stage(
     stepped = _stepped(mine, layout)
     sent = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * item * training.publishes
     last = stage == layout.pipeline - 1
+    matrices = [one for one in weights if one.layer is not None and len(one.shape) > 1]
     return {
         "weights": mine.all * item * networks,
+        "weights in FP8": 2 * held(matrices, shape, layout, stage).all * networks * training.fp8,
         "gradients": mine.all * GRADIENT * networks,
         "masters": stepped * MASTER * networks if item < MASTER else 0,  # float32 weights are their own masters
         "moments": stepped * MOMENTS * networks,

@@ -140,6 +140,15 @@ def test_a_critic_doubles_what_lasts_and_frozen_weights_come_once_each() -> None
     assert more["frozen weights"] == 2 * plain["weights"]
 
 
+def test_fp8_keeps_two_more_bytes_for_each_element_of_a_matrix_in_a_layer() -> None:
+    plain, more = (
+        trainer_rank(model(), SHAPE, ParallelLayout(tensor=2), replace(TRAINING, fp8=on)) for on in (False, True)
+    )
+    assert plain["weights in FP8"] == 0
+    assert more["weights in FP8"] == 2 * 4 * (8 * 8 + 16 * 8) // 2
+    assert {**more, "weights in FP8": 0} == plain
+
+
 def test_buckets_of_a_stream_are_two_and_never_more_than_the_weights() -> None:
     total = parameters(model()).all * 2
     sizes = [

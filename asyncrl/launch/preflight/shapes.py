@@ -73,6 +73,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         publishes=config.mode == "train",
         fused_norms=gpu,
         recompute=recompute_of(trainer),
+        fp8=trainer.fp8 is not None,
     )
 
 
