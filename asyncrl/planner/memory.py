@@ -75,6 +75,7 @@ class ParallelLayout:
     expert_tensor: int = 1
     sequence: bool = False
     split: PipelineSplit | None = None  # of the layers over stages; None: evenly
+    whole: tuple[str, ...] = ()  # endings of further names that tensor-parallel ranks hold entirely
 
     @property
     def replicas(self) -> int:
@@ -152,7 +153,7 @@ def held(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, stage:
             continue
         if one.routed:
             routed += one.elements // layout.expert // layout.expert_tensor
-        elif one.whole:
+        elif one.whole or one.name.endswith(layout.whole):
             dense += one.elements
         else:
             rows = -(-one.shape[0] // layout.tensor)  # the vocabulary is padded; everything else divides evenly

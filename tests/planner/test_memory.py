@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.preflight.shapes import layout_of
 from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
 from asyncrl.planner.memory import (
@@ -33,6 +34,7 @@ from asyncrl.planner.memory import (
     turns,
 )
 from asyncrl.weights.names import FAMILIES
+from tests.fakes import tiny_config
 
 SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8, cache_heads=2)
 TRAINING = Training(dtype="bfloat16", tokens=100, logit_rows=10)
@@ -112,6 +114,13 @@ def test_experts_are_shared_by_their_own_ranks_and_routers_by_none() -> None:
     assert (layout.replicas, layout.expert_replicas) == (4, 2)
     split = replace(layout, expert=2, expert_tensor=2)  # as many ranks, each with half of twice as many
     assert held(model(experts=8), SHAPE, split, 0) == mine
+
+
+def test_down_projections_of_latent_attention_are_shared_without_transformer_engine_alone() -> None:
+    weights = [Weight("model.layers.0.self_attn.q_a_proj.weight", (8, 8))]
+    for layers, expected in (("local", 32), ("transformer_engine", 64)):
+        trainer = tiny_config(**{"trainer.tensor_parallel": 2, "trainer.layers": layers}).trainer
+        assert held(weights, SHAPE, layout_of(trainer), 0).dense == expected
 
 
 def test_replicas_share_masters_and_moments_and_nothing_else() -> None:
