@@ -57,6 +57,9 @@ class Bigrams:
         for pack in packs:
             visit(Rows(self.logits[pack.token_ids[pack.logit_rows]]), pack).backward()
 
+    def gather(self) -> None:
+        """Do nothing: all parameters are here."""
+
     @torch.no_grad()
     def score(self, packs: list[Pack], visit: Callable[[Any, Pack], Tensor]) -> None:
         self.passes.append("score")
