@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,6 +34,8 @@ class ScramblingEngine:
         self.broken: list[str] = []
         self.fails: set[str] = set()
         """Paths that are answered with an error."""
+        self.hangs: dict[str, float] = {}
+        """Paths that are answered late, by this many seconds."""
         self._routes = {
             "/pause_generation": self._pause,
             "/flush_cache": self._flush,
@@ -59,6 +62,7 @@ class ScramblingEngine:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 engine.calls.append(self.path)
+                time.sleep(engine.hangs.get(self.path, 0.0))
                 try:
                     assert not engine.broken, engine.broken
                     assert self.path not in engine.fails, "as the test demands"
@@ -83,7 +87,7 @@ class ScramblingEngine:
         port = self._server.server_port if hasattr(self, "_server") else 0
         self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 

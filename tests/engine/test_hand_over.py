@@ -4,6 +4,7 @@ sent again, no memory is released or resumed out of turn, and every wait ends.""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
@@ -28,7 +29,7 @@ from tests.fakes import tiny_config
 from tests.integration.publisher import ALONE, SeededWeights
 
 MODEL = "builtin:tiny"
-START_SECONDS = 5.0
+START_SECONDS, CALL_SECONDS = 5.0, 2.0
 TURN = [
     *("/pause_generation", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"),
     *("/update_weights_from_disk", "/weights_checker", "/update_weight_version"),
@@ -60,7 +61,7 @@ class Rig:
         self.fleet = Fleet(
             [engine.url for engine in self.engines],
             Access("key0"),
-            timeout=2.0,
+            timeout=CALL_SECONDS,
             on_lost=lambda url, incarnation, reason: self.lost.append(url),
         )
         self.folder = folder
@@ -173,8 +174,10 @@ def test_trainers_wait_for_an_engine_that_is_being_restarted(rig: Rig) -> None:
     rig.hand_over.give()
     rig.engines[1].die()
     rig.publish(1)
-    threading.Timer(0.5, rig.engines[1].start, ["restart-1"]).start()
+    timer = threading.Timer(0.5, rig.engines[1].start, ["restart-1"])
+    timer.start()
     rig.hand_over.give()
+    timer.join()
     assert {rig.hand_over.phase(engine.url) for engine in rig.engines} == {Phase.RELEASED}
     assert rig.engines[1].released == {"weights", "kv_cache"}
 
@@ -198,3 +201,14 @@ def test_engine_that_fails_a_call_is_lost_and_the_other_generates(path: str, rig
     assert rig.first_tokens == ["1"]
     assert rig.lost == [rig.engines[1].url]
     assert rig.engines[0].broken == []
+
+
+@pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation", "/continue_generation"])
+def test_engine_that_does_not_answer_a_call_in_time_is_lost(path: str, rig: Rig) -> None:
+    rig.engines[1].hangs[path] = 2 * CALL_SECONDS
+    began = time.monotonic()
+    rig.hand_over.release()
+    assert rig.publish(1)["engines"] == 1
+    assert time.monotonic() - began < 2 * CALL_SECONDS
+    assert "ReadTimeout" in rig.fleet.lost[rig.engines[1].url]
+    assert rig.engines[0].calls == TURN
