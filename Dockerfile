@@ -52,7 +52,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:${PATH}
 COPY requirements/${VARIANT}.txt /tmp/lock.txt
-RUN grep -E '^(setuptools|wheel|wheel-stub)==' /tmp/lock.txt > /tmp/tools.txt \
+RUN grep -E '^(setuptools|wheel)==' /tmp/lock.txt > /tmp/tools.txt \
     && pip install --no-deps -r /tmp/tools.txt
 # TransformerEngine's extension compiles against the torch that is there, so it comes last; by itself it would first look for
 # a binary on its release page.

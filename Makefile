@@ -7,16 +7,18 @@ TRIALS ?= 20
 BIN := .venv/bin
 READY := .venv/.stamp
 PEERS := .venv/peers
+CUDA := .venv/cuda
+STUBS := .venv/stubs
 
 # Two torch threads per process under contention are many times slower than one.
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup bubblewrap run test unit slurm integration campaign peers container fresh check bench clean
+.PHONY: docs help setup bubblewrap run test unit slurm integration campaign peers te-stub cuda-stub container fresh check bench clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY)  ## the environment in .venv, from the locks (PYTHON=python3.11)
 
@@ -56,6 +58,29 @@ $(PEERS): pyproject.toml $(READY)
 peers: $(PEERS)  ## the algorithms against verl's and TRL's own functions
 	PYTHONPATH=$(PEERS) $(BIN)/pytest -q tests/algo/test_peers.py
 
+TE := .venv/te
+$(TE): requirements/te.txt $(READY)
+	rm -rf $@ && $(BIN)/pip install --quiet --no-deps --target $@ -r requirements/te.txt && touch $@
+
+te-stub: $(TE)  ## TransformerEngine's layers on a CPU, with a stand-in for its compiled extension (0.7 GB in .venv/te)
+	PYTHONPATH=$(CURDIR)/$(TE) ASYNCRL_ZYGOTE=tests.te_stub.zygote $(BIN)/pytest -q tests/te_stub
+
+# An environment of its own, 6.5 GB: CUDA builds of torch and of what SGLang needs, before the packages of the CPU's.
+$(CUDA)/.stamp: requirements/cuda.txt $(READY)
+	$(BIN)/python -m venv --without-pip $(CUDA)
+	$(BIN)/pip --python $(CUDA)/bin/python install --quiet --no-deps -r requirements/cuda.txt
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(CUDA)/lib/python3.11/site-packages/cpu.pth
+	touch $@
+
+$(STUBS)/libcuda.so.1: tests/cuda_stub/driver.c tests/cuda_stub/runtime.c
+	mkdir -p $(STUBS)
+	cc -shared -fPIC -w -o $(STUBS)/cuda_stub_runtime.so tests/cuda_stub/runtime.c
+	cc -shared -fPIC -w -o $@ tests/cuda_stub/driver.c
+
+cuda-stub: $(CUDA)/.stamp $(STUBS)/libcuda.so.1  ## the CUDA path without a GPU: fake tensors, compiled kernels (docs/cuda_stub.md)
+	LD_PRELOAD=$(abspath $(STUBS))/cuda_stub_runtime.so LD_LIBRARY_PATH=$(abspath $(STUBS)) \
+	$(CUDA)/bin/python -m pytest -q -n 2 $(ARGS) tests/cuda_stub
+
 container:  ## the image for CPUs: the Dockerfile's steps in a clean root (as root; ARGS="--bind FILE ...")
 	$(PYTHON) scripts/container_check.py $(ARGS)
 
@@ -72,8 +97,9 @@ $(DOCS): requirements/docs.txt $(READY)
 docs: $(DOCS)  ## the documentation as a site, in site/; a dead link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-bench: setup bubblewrap  ## every scripts/bench_*.py (BENCH_ARGS="...")
-	set -e; for script in scripts/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
+bench: setup bubblewrap  ## every scripts/bench_*.py for CPUs (BENCH_ARGS="...")
+	set -e; for script in $(filter-out scripts/bench_gpu.py,$(wildcard scripts/bench_*.py)); do \
+	$(BIN)/python $$script $(BENCH_ARGS); done
 
 clean:  ## caches, builds and runs; .venv stays
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -5,6 +5,13 @@ of the import time of SGLang, Megatron and transformers.
 """
 
 import gc
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 gc.disable()
 
@@ -16,3 +23,31 @@ def done() -> None:
     """
     gc.freeze()
     gc.enable()
+
+
+def after_import(name: str, patch: Callable[[Any], None]) -> None:
+    """Run `patch` on a module right after the module's own code, when it is imported."""
+    sys.meta_path.insert(0, _AfterImport(name, patch))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Import hook for one module."""
+
+    def __init__(self, name: str, patch: Callable[[Any], None]) -> None:
+        self._name, self._patch = name, patch
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self._patch(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -11,6 +11,50 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class PipelineSplit:
+    """How pipeline stages share a model's layers, as Megatron's settings of the same meaning say."""
+
+    stages: int = 1
+    chunks: int = 1  # per stage
+    first: int | None = None  # layers of the first stage; None: as many as a middle one
+    last: int | None = None
+    embedding: bool = False  # the embedding counts as a layer of the first stage
+    loss: bool = False  # the output layer counts as a layer of the last stage
+
+    def chunk_layers(self, layers: int) -> list[list[range]]:
+        """Return the layers of each chunk of each stage. Raises ValueError with the degree that does not divide
+        them, and the problem."""
+        if self.chunks > 1 and self.stages == 2 and self.first and self.last:
+            raise ValueError(
+                "virtual_pipeline", "Megatron interleaves two stages only if one of them has no own number"
+            )
+        per_stage = [self._of_stage(layers, stage) for stage in range(self.stages)]
+        if uneven := next((size for size in per_stage if size % self.chunks), 0):
+            raise ValueError("virtual_pipeline", f"{self.chunks} chunks cannot share the {uneven} layers of a stage")
+        found: list[list[range]] = [[] for _ in per_stage]
+        start = 0
+        for chunk in range(self.chunks):
+            for stage, size in enumerate(per_stage):
+                end = start + size // self.chunks
+                end -= self.embedding and (stage, chunk) == (0, 0)
+                end -= self.loss and (stage, chunk) == (self.stages - 1, self.chunks - 1)
+                found[stage].append(range(start, end))
+                start = end
+        return found
+
+    def _of_stage(self, layers: int, stage: int) -> int:
+        """Return the layers of a stage, embedding and output layer included if they count."""
+        given = {0: self.first, self.stages - 1: self.last} if self.stages > 1 else {}
+        if (own := given.get(stage)) is not None:
+            return own
+        middle = layers + self.embedding + self.loss - sum(size or 0 for size in given.values())
+        others = self.stages - sum(size is not None for size in given.values())
+        if middle <= 0 or middle % others:
+            raise ValueError("pipeline_parallel", f"{others} stages cannot share {middle} layers evenly")
+        return middle // others
+
+
+@dataclass(frozen=True)
 class Parallel:
     """Position of this rank in the parallel layout."""
 
@@ -33,6 +77,7 @@ class Parallel:
     expert_group: dist.ProcessGroup  # the ranks that together hold all routed experts of a stage
     stage_group: dist.ProcessGroup | None = None  # all ranks of a pipeline stage; None if it has only one
     cp_group: dist.ProcessGroup | None = None  # the ranks that share each sequence
+    pp_group: dist.ProcessGroup | None = None  # this rank's counterparts on all pipeline stages, in their order
 
     @property
     def is_first(self) -> bool:

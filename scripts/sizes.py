@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 
 from asyncrl import config as configuration
 from asyncrl.config import Config
+from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
@@ -176,9 +177,13 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
     weights = memory.counted([Weight(name, size) for name, size in tensors(hf)], shape)
     layout, training = layout_of(config.trainer), training_of(config, gpu=True)
     section = config.engine
-    engine = memory.engine_rank(
-        weights, shape, tensor=section.tensor_parallel, dtype=section.dtype, tokens=section.max_total_tokens
-    )
+    received = 2 * (config.weights.bucket_mb << 20)  # the bucket, and its tensors
+    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype}
+    tokens = section.max_total_tokens or memory.cache_that_fits(weights, shape, ROOM - received, **part)
+    if tokens < config.rollout.max_new_tokens:
+        remedy = f"Its GPUs have room for the cache of {tokens} tokens, less than rollout.max_new_tokens: raise it."
+        raise ConfigError("engine.tensor_parallel", section.tensor_parallel, remedy)
+    engine = memory.engine_rank(weights, shape, **part, tokens=tokens)
     sent = sizing.publish(
         weights,
         shape,
@@ -189,7 +194,7 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
         one_machine=machines == 1,
         hardware=HARDWARE,
     )
-    fleet = FleetSpec(section.count, section.tensor_parallel, section.max_running_requests, section.max_total_tokens)
+    fleet = FleetSpec(section.count, section.tensor_parallel, section.max_running_requests, tokens)
     longest = config.rollout.max_new_tokens
     balance = sizing.balance(
         weights,
@@ -201,9 +206,9 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
         sent=sent,
         hardware=HARDWARE,
     )
-    received = {**engine, "received bucket": 2 * (config.weights.bucket_mb << 20)}  # the bucket, and its tensors
     trainer = memory.trainer_rank(weights, shape, layout, training)
-    return Sized(config, shape, weights, machines, trainer, received, sent, balance)
+    engine["received bucket"] = received
+    return Sized(config, shape, weights, machines, trainer, engine, sent, balance)
 
 
 @cache

@@ -369,6 +369,32 @@ def test_first_of_several_problems_keeps_its_whole_text() -> None:
     assert str(error).splitlines()[0] == str(refusal(**{"run.name": ["v. 1"]}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "field", "remedy"),
+    [
+        ({"overlap_grad_reduce": True}, "overlap_grad_reduce", "no replicas"),
+        ({"overlap_param_gather": True, "data_parallel": 2}, "overlap_param_gather", "overlap_grad_reduce=true"),
+        ({"pipeline_split.first_stage_layers": 1}, "pipeline_split", "pipeline_parallel of 2"),
+        (
+            {"pipeline_split.first_stage_layers": 1, "pipeline_split.account_for_loss": True, "pipeline_parallel": 2},
+            "pipeline_split",
+            "not both",
+        ),
+        (
+            {"recompute.granularity": "selective", "recompute.modules": []},
+            "recompute.modules",
+            "Name a module",
+        ),
+    ],
+)
+def test_megatron_settings_that_do_not_fit_each_other_are_refused(
+    changes: dict[str, Any], field: str, remedy: str
+) -> None:
+    error = refusal(**{f"trainer.{name}": value for name, value in changes.items()})
+    assert error.field == f"trainer.{field}"
+    assert remedy in str(error)
+
+
 # --- what the model and the machine rule out ----------------------------------------------------------------
 
 
@@ -379,7 +405,7 @@ def test_first_of_several_problems_keeps_its_whole_text() -> None:
         ("trainer.tensor_parallel", 3, r"Must divide the model's 2 key-value heads: one of \[1, 2\]"),
         ("engine.tensor_parallel", 3, r"Must divide the model's 2 key-value heads: one of \[1, 2, 6\]"),
         ("engine.tensor_parallel", 4, r"Must divide the model's 6 attention heads: one of \[1, 2, 6\]"),
-        ("trainer.pipeline_parallel", 3, "Must divide the model's 4 layers"),
+        ("trainer.pipeline_parallel", 3, "The model has 4 layers, and 3 stages cannot share 4 layers evenly"),
         ("rollout.max_new_tokens", 64, "Must leave room for a prompt within the model's 64 positions"),
     ],
 )
@@ -392,7 +418,7 @@ def test_layout_that_the_model_rules_out_names_field_value_and_remedy(field: str
 @pytest.mark.parametrize(
     ("hf", "field", "value", "others", "remedy"),
     [
-        (LLAMA, "virtual_pipeline", 4, {"pipeline_parallel": 2}, "Must divide the 2 layers of a pipeline stage"),
+        (LLAMA, "virtual_pipeline", 4, {"pipeline_parallel": 2}, "4 chunks cannot share the 2 layers of a stage"),
         (LLAMA, "tensor_parallel", 2, {"intermediate_size": 9}, "the 9 features of an MLP evenly"),
         (LLAMA, "expert_parallel", 2, {"data_parallel": 2}, "no routed experts: set it to 1"),
         (LLAMA, "expert_tensor_parallel", 1, {}, "no routed experts: set it to None"),
@@ -410,6 +436,46 @@ def test_layout_of_layers_and_experts_that_the_model_rules_out_is_refused(
     with pytest.raises(ConfigError, match=remedy) as caught:
         check_model(tiny_config(**changes), hf)
     assert (caught.value.field, caught.value.value) == (f"trainer.{field}", value)
+
+
+@pytest.mark.parametrize(
+    ("hf", "changes", "field", "remedy"),
+    [
+        (LLAMA, {"pipeline_split.first_stage_layers": 5}, "pipeline_parallel", "1 stages cannot share -1 layers"),
+        (
+            LLAMA,
+            {"pipeline_split.first_stage_layers": 1, "pipeline_split.last_stage_layers": 1},
+            "pipeline_split",
+            "not the model's 4 layers",
+        ),
+        (LLAMA, {"pipeline_split.account_for_loss": True}, "pipeline_parallel", "2 stages cannot share 5 layers"),
+        (
+            LLAMA,
+            {"recompute.granularity": "full", "recompute.num_layers": 2, "pipeline_split.first_stage_layers": 3},
+            "recompute.num_layers",
+            "Must divide the 3 layers of a pipeline stage's chunk",
+        ),
+        (
+            LLAMA,
+            {"recompute.granularity": "selective", "recompute.modules": ["mlp", "moe"]},
+            "recompute.modules",
+            "no such module",
+        ),
+        (
+            MOE,
+            {"recompute.granularity": "selective", "recompute.modules": ["mla_up_proj"]},
+            "recompute.modules",
+            "no such module",
+        ),
+    ],
+)
+def test_recomputation_and_stages_that_the_model_rules_out_are_refused(
+    hf: dict[str, Any], changes: dict[str, Any], field: str, remedy: str
+) -> None:
+    settings = {"trainer.pipeline_parallel": 2, **{f"trainer.{name}": value for name, value in changes.items()}}
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        check_model(tiny_config(**settings), hf)
+    assert caught.value.field == f"trainer.{field}"
 
 
 @pytest.mark.parametrize(
@@ -455,6 +521,30 @@ def test_routing_replay_needs_experts_and_engines_that_tell_them(
 def test_routing_replay_that_the_engines_can_give_passes() -> None:
     check_model(tiny_config(**{"algo.routing_replay": "R3", "engine.server_args": {"pp_size": 1}}), MOE)
     check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), MIXTRAL)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("dp_size", 2, "cannot load new weights"),
+        ("data-parallel-size", 2, "cannot load new weights"),
+        ("pipeline_parallel_size", 2, "cannot load new weights"),
+        ("speculative_algorithm", "EAGLE", "cannot load new weights"),
+        ("ep_size", 2, "weights.verify=false"),
+        ("moe_a2a_backend", "deepep", "weights.verify=false"),
+    ],
+)
+def test_engines_that_cannot_take_or_prove_new_weights_are_refused(name: str, value: Any, remedy: str) -> None:
+    args = {"engine.server_args": {name: value}}
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        check_model(tiny_config(**args), MOE)
+    assert (caught.value.field, caught.value.value) == (f"engine.server_args.{name}", value)
+    check_model(tiny_config(**args, mode="rollout_only", record=True), MOE)
+
+
+def test_engines_whose_weights_are_cut_in_other_ways_pass_without_verification() -> None:
+    check_model(tiny_config(**{"engine.server_args": {"ep_size": 2}, "weights.verify": False}), MOE)
+    check_model(tiny_config(**{"engine.server_args": {"dp_size": 1, "moe_a2a_backend": "none"}}), MOE)
 
 
 def test_recorded_routing_needs_a_second_step() -> None:

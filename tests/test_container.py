@@ -105,7 +105,7 @@ def test_apt_takes_no_more_than_it_is_told_and_leaves_no_lists() -> None:
 def test_build_tools_are_all_in_the_locks() -> None:
     for names in re.findall(r"grep -h?E '\^\(([^)]*)\)==' (?=requirements)", runs()):
         assert set(names.split("|")) <= (lock("cpu.txt") | lock("dev.txt")).keys()
-    assert lock("gpu.txt").keys() >= {"setuptools", "wheel", "wheel-stub", "transformer-engine-torch"}
+    assert lock("gpu.txt").keys() >= {"setuptools", "wheel", "transformer-engine-torch"}
     assert "setuptools" in lock("cpu.txt")
 
 
@@ -121,6 +121,16 @@ def test_gpu_lock_holds_all_that_pyproject_asks_of_it() -> None:
         name = canonicalize_name(wanted.name)
         assert wanted.specifier.contains(locked[name], prereleases=True), line
         assert all(f"{name}-torch" in locked for extra in wanted.extras if extra == "pytorch"), line
+
+
+def test_gpu_lock_replaces_what_pypi_has_only_as_a_stub() -> None:
+    """`scripts/lock.sh check` asks PyPI; here, the versions that its list of exceptions names are those of the lock."""
+    script = (ROOT / "scripts" / "lock.sh").read_text()
+    exceptions = {name: re.search(rf"^{name}=\((.*)\)$", script, re.MULTILINE) for name in ("OVERRIDES", "SDISTS")}
+    overrides, sources = ((found[1] if found else "").split() for found in exceptions.values())
+    assert dict(line.split("==") for line in overrides).items() <= lock("gpu.txt").items()
+    assert set(sources) <= lock("gpu.txt").keys()
+    assert "cuda-tile==1.6.0" in overrides
 
 
 def test_gpu_lock_is_the_cpu_lock_and_more() -> None:

@@ -49,7 +49,11 @@ def test_locks_do_not_overlap():
     assert not (lock("cpu.txt") | lock("dev.txt")).keys() & lock("docs.txt").keys()
 
 
-@pytest.mark.parametrize("name", [*LOCKS, "gpu.txt", *ELSEWHERE])
+def test_tests_of_transformer_engine_use_the_versions_of_the_gpu_lock():
+    assert lock("te.txt").items() <= lock("gpu.txt").items()
+
+
+@pytest.mark.parametrize("name", [*LOCKS, "gpu.txt", "te.txt", *ELSEWHERE])
 def test_no_index_or_machine_path_is_written_down(name):
     text = (ROOT / "requirements" / name).read_text()
     assert not re.search(r"https?://|file:|^--|/home/|/root/|/work/", text, re.MULTILINE)

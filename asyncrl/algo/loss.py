@@ -43,7 +43,7 @@ class LossTraits:
 
     corrects: bool = False  # it weights by pi / mu itself: no correction may be added
     per_sequence: bool = False  # it is a loss over sequences: requires aggregation=sequence
-    selection: Function | None = None  # decides over the whole batch which tokens are trained (selection.py)
+    selection: Function | None = None  # decides over the whole batch which tokens are trained
 
 
 LOSSES: AlgorithmRegistry[LossTraits] = AlgorithmRegistry(
@@ -188,7 +188,7 @@ def least_deviating(table: TrainingTable, *, threshold: Positive = 0.04) -> Tens
 
 @LOSSES.register(LossTraits(corrects=True, selection=least_deviating))
 def m2po(logprobs: Tensor, rows: LossRows) -> Tensor:
-    """Return -w A, with no other bound than its token selection (selection.py): M2PO, arXiv 2510.01161."""
+    """Return -w A, with no other bound than its token selection (least_deviating): M2PO, arXiv 2510.01161."""
     return -_ratio(logprobs, rows.behaviour) * rows.advantages
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError, model_validator
 
 from asyncrl import renamed
 from asyncrl.algo.advantage import ADVANTAGES
+from asyncrl.config.colocated import check_colocated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
@@ -57,9 +58,11 @@ __all__ = [
     "TeacherConfig",
     "TrainerConfig",
     "WeightsConfig",
+    "cache_tokens",
     "load",
     "on_gpu",
     "read",
+    "streams",
 ]
 
 
@@ -161,6 +164,7 @@ class Config(Section):
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
         self._check_sets()
         self._check_teacher()
+        check_colocated(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
                 remedy = (
@@ -280,3 +284,17 @@ def _explained(error: ValidationError) -> ConfigError:
 def on_gpu(section: TrainerConfig | EngineConfig | AuxiliaryModelConfig, gpus: int) -> bool:
     """Return whether the processes of this section run on GPUs."""
     return section.device == "cuda" or (section.device == "auto" and gpus > 0)
+
+
+CPU_CACHE_TOKENS = 16_384
+"""KV cache of an engine on a CPU, where SGLang would take most of the machine's memory for it."""
+
+
+def cache_tokens(section: EngineConfig | AuxiliaryModelConfig, *, gpu: bool) -> int | None:
+    """Return the KV cache size with which an engine is started; None on a GPU if it takes what fits."""
+    return section.max_total_tokens or (None if gpu else CPU_CACHE_TOKENS)
+
+
+def streams(weights: WeightsConfig, *, gpu: bool) -> bool:
+    """Return whether buckets are filled during the pause, in two buckets of memory. `gpu` is the trainer's."""
+    return weights.staging == "stream" or (weights.staging == "auto" and gpu)

@@ -26,8 +26,9 @@ class EngineConfig(Section):
     dtype: Dtype
     """Precision of the weights in the engines. auto: bfloat16 on GPUs; on CPUs the format with the faster matrix
     multiplication."""
-    max_total_tokens: Count
-    """KV cache size of one engine, in tokens."""
+    max_total_tokens: Count | None
+    """KV cache size of one engine, in tokens; unset: what fits on its GPUs, as SGLang measures it, or 16,384 on a
+    CPU."""
     max_running_requests: Count
     """Maximum number of requests that one engine decodes concurrently."""
     stream_interval: Count
@@ -73,8 +74,9 @@ class AuxiliaryModelConfig(Section):
     """Device of the engines; auto uses CUDA if the machine has it."""
     dtype: Dtype
     """Precision of the weights. auto: bfloat16 on GPUs; on CPUs the format with the faster matrix multiplication."""
-    max_total_tokens: Count
-    """KV cache size of one engine, in tokens."""
+    max_total_tokens: Count | None
+    """KV cache size of one engine, in tokens; unset: what fits on its GPUs, as SGLang measures it, or 16,384 on a
+    CPU."""
     max_running: Count
     """Maximum number of concurrent requests: to all engines of a teacher together, in each engine of a judge."""
     server_args: dict[str, Any]

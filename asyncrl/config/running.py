@@ -101,10 +101,11 @@ class WeightsConfig(Section):
     """tensor: shared memory or CUDA IPC on one host; distributed: gloo or NCCL broadcast; disk: files on a file system
     that the engines share; delta: the same, but only with what changed; auto: picks tensor or distributed and reports
     why."""
-    staging: Literal["full", "stream"]
+    staging: Literal["auto", "full", "stream"]
     """full: every bucket is filled before the pause, which is then shortest, but takes memory for all weights of a
     stage; stream: two buckets are filled and sent alternately during the pause. disk and delta write before the pause,
-    from two buckets."""
+    from two buckets. auto: stream if the trainer runs on GPUs, of which one rarely has room for all weights of its
+    stage; otherwise full."""
     bucket_mb: Count
     """Size of a bucket in MiB; a larger tensor gets a bucket of its own."""
     pause_mode: Literal["in_place", "retract", "abort", "drain"]
@@ -146,6 +147,9 @@ class ContainerConfig(Section):
 class ClusterConfig(Section):
     """Machines, addresses, supervision and shutdown."""
 
+    placement: Literal["separate", "colocated"]
+    """separate: trainers and engines have GPUs of their own and work at the same time. colocated: they use the same
+    GPUs in turns, with rollout.max_staleness of 0 or 1 (docs/colocated.md); without GPUs they take the same turns."""
     launcher: Literal["local", "slurm"]
     """local: everything runs on this machine; slurm: as a Slurm job, or inside of one (docs/slurm.md)."""
     nodes: Count | None

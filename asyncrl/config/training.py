@@ -10,7 +10,9 @@ from pydantic import field_validator, model_validator
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
+from asyncrl.config.megatron import Fp8Config, MegatronConfig, PipelineSplitConfig, RecomputeConfig
 from asyncrl.errors import ConfigError
+from asyncrl.parallel import PipelineSplit
 from asyncrl.settings import Bounds, Choice, Count, Dtype, Natural, NonNegative, Positive, Section, Share
 
 
@@ -59,6 +61,7 @@ class TrainerConfig(Section):
     """Pipeline-parallel ranks (stages), which share the layers."""
     virtual_pipeline: Count
     """Chunks of layers per pipeline stage, interleaved with those of the other stages; 1: no interleaving."""
+    pipeline_split: PipelineSplitConfig
     context_parallel: Count
     """Context-parallel ranks, which share the tokens of each sequence, for long sequences; each rank's queries attend
     to the keys of all ranks."""
@@ -73,6 +76,11 @@ class TrainerConfig(Section):
     dtype: Dtype
     """Precision of the weights in forward and backward; the master weights are always float32. auto: bfloat16 on GPUs;
     on CPUs the format with the faster matrix multiplication."""
+    layers: Literal["auto", "transformer_engine", "local"]
+    """Layers of the model: TransformerEngine's fused ones with grouped experts, or Megatron's own. auto: those of
+    TransformerEngine on GPUs where it is installed, else local. Weights and checkpoints are the same."""
+    fp8: Fp8Config | None
+    """FP8 recipe of TransformerEngine's layers; unset: products in dtype. Needs GPUs and bfloat16."""
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
     logit_rows: Count
@@ -81,6 +89,14 @@ class TrainerConfig(Section):
     share_prompts: bool
     """Run the prompt of a group once and let all its completions attend to it (exact; disable it only for
     comparison)."""
+    recompute: RecomputeConfig
+    megatron: MegatronConfig
+    overlap_grad_reduce: bool
+    """Reduce the gradients of a bucket over replicas while backward computes the others (Megatron's
+    overlap_grad_reduce); bucket_size in trainer.megatron.ddp is the size of a bucket."""
+    overlap_param_gather: bool
+    """Gather the new parameters of a bucket from the distributed optimizer's shards while forward runs (Megatron's
+    overlap_param_gather). After a batch's last step they are gathered at once, because they are published next."""
     threads: Count
     """Number of torch threads per rank on CPU."""
     optimizer: OptimizerConfig
@@ -90,8 +106,19 @@ class TrainerConfig(Section):
     """Gradient norm (before clipping) above which a step counts as bad; unset: only NaN and infinity do."""
     max_bad_steps: Count
     """With `skip`, end the run after this many consecutive bad steps."""
+    profile: list[Count]
+    """Steps of which every rank writes a trace of torch's profiler into profile/ of the run folder, and on GPUs a
+    snapshot of its memory: [3, 10]."""
     save_hf_every: Count | None
     """Write the weights as an HF folder every this many steps; unset: only at the end."""
+
+    @property
+    def split(self) -> PipelineSplit:
+        """Return how pipeline stages share the layers."""
+        own = self.pipeline_split
+        numbers = own.first_stage_layers, own.last_stage_layers
+        counts = own.account_for_embedding, own.account_for_loss
+        return PipelineSplit(self.pipeline_parallel, self.virtual_pipeline, *numbers, *counts)
 
     @property
     def world_size(self) -> int:
@@ -102,9 +129,21 @@ class TrainerConfig(Section):
     def _layout_is_possible(self) -> TrainerConfig:
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
+        if self.fp8 and self.dtype == "float32":
+            raise ConfigError("trainer.fp8", self.fp8.format, "Needs trainer.dtype=bfloat16: set it, or fp8=null.")
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."
+            )
+        if self.overlap_grad_reduce and self.data_parallel * self.context_parallel == 1:
+            raise ConfigError(
+                "trainer.overlap_grad_reduce", True, "There are no replicas: set trainer.data_parallel of 2 or more."
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ConfigError("trainer.overlap_param_gather", True, "Needs trainer.overlap_grad_reduce=true.")
+        if self.pipeline_parallel == 1 and self.split != PipelineSplit():
+            raise ConfigError(
+                "trainer.pipeline_split", self.pipeline_split.model_dump(), "Needs pipeline_parallel of 2 or more."
             )
         stage = self.tensor_parallel * self.context_parallel * self.data_parallel
         matrix = self.expert_tensor_parallel or self.tensor_parallel

@@ -1,4 +1,5 @@
-"""HTTP client for generation: it sends token ids, and receives token ids, log-probabilities and weight versions.
+"""HTTP client for generation: it sends token ids, and receives token ids, log-probabilities and, with the last chunk,
+weight versions (partial_completion.py).
 
 Siblings that request the same prompt at the same time share one request with n samples. Answers stream as disjoint
 chunks, so the client holds every token that an engine has sent. When an answer is interrupted (by a weight update that
@@ -233,6 +234,10 @@ class GenerationClient:
             self._waiting[key] = [(session, exchange, future)]
             loop.call_soon(self._start, key, token_ids)
         return future
+
+    def narrow(self, context: int) -> None:
+        """Lower the maximum length of a sequence to the KV cache of an engine, in tokens."""
+        self._context = min(self._context or context, context)
 
     def _limit(self, asked: int, most: int | None) -> int:
         """Return the maximum length of an answer to a prompt of `asked` tokens; 0 or less means no room."""

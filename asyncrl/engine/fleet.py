@@ -1,7 +1,8 @@
 """Client of the engines' control endpoints, which it calls directly because the router answers these paths with 404.
 
 A call goes to all engines at once, is checked for `success`, and has a deadline. An engine that fails a call is lost:
-it is removed from the fleet and from the router, and the others go on. When none is left, the error ends the run.
+it is removed from the fleet and from the router, and the others go on. When none is left, the trainer waits for one
+that is restarted, or the error ends the run (cluster.on_engine_death=fail).
 Connections are kept only for the calls of one publish: uvicorn drops idle ones after 5 s, and a dead connection in the
 middle of a publish would cost an engine.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -113,15 +114,24 @@ class Fleet:
         """URLs of all engines that receive weights."""
         return (*self.serving, *self.joining)
 
+    def absent(self) -> list[str]:
+        """Return the run's own engines that were lost and have not come back."""
+        return [url for url in self._configured if url not in self.urls]
+
+    def incarnation(self, url: str) -> str:
+        """Return the label with which an engine's process reported for this run; empty for its first process."""
+        return self._incarnations.get(url, "")
+
     # -- calls ---------------------------------------------------------------------------------------------
 
     def call(self, path: str, body: Answer | None = None) -> dict[str, Answer]:
         """POST to every engine, wait for all, and return the answers by engine. Engines that fail are lost."""
         return self.on_each(lambda url: self.post(url, path, body))
 
-    def on_each(self, step: Callable[[str], Answer]) -> dict[str, Answer]:
-        """Run a step for every engine at once and return the answers. Engines whose step fails are lost."""
-        return self.finish({url: self._pool.submit(step, url) for url in self.urls})
+    def on_each(self, step: Callable[[str], Answer], urls: Iterable[str] | None = None) -> dict[str, Answer]:
+        """Run a step for every engine, or for these, at once, and return the answers. Engines whose step fails are
+        lost."""
+        return self.finish({url: self._pool.submit(step, url) for url in (self.urls if urls is None else urls)})
 
     def start(self, path: str, bodies: Mapping[str, Answer]) -> Calls:
         """POST a body to each engine without waiting: a broadcast needs its receivers to be running."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.config import AuxiliaryModelConfig, EngineConfig, JudgeConfig, TeacherConfig
+from asyncrl.config import AuxiliaryModelConfig, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
 
 # Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
 CPU_ARGS: dict[str, Any] = {
@@ -81,7 +81,7 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
         "port": address.port,
         "dtype": section.dtype,
         "tp_size": section.tensor_parallel,
-        "max_total_tokens": section.max_total_tokens,
+        "max_total_tokens": cache_tokens(section, gpu=gpu),
         "skip_tokenizer_init": True,  # requests and answers are token ids, never text
         "skip_server_warmup": True,
         "log_level": "warning",

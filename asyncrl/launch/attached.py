@@ -29,9 +29,10 @@ def check_attached(config: Config, key: str) -> None:
         told = _ask(url, "/server_info", key)
         for name, wanted in wanted_of(config).items():
             if told.get(name) != wanted:
-                values = [] if wanted is True else wanted if isinstance(wanted, list) else [wanted]
+                values = [] if wanted is True or wanted is None else wanted if isinstance(wanted, list) else [wanted]
                 flag = " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
-                raise ConfigError(FIELD, url, f"Its {name} is {told.get(name)!r}: start it with {flag}.")
+                how = "without" if wanted is None else "with"
+                raise ConfigError(FIELD, url, f"Its {name} is {told.get(name)!r}: start it {how} {flag}.")
         version = str(_ask(url, "/model_info", key).get("weight_version"))
         if config.mode == "rollout_only" and not version.isdigit():  # nobody will assign another version
             remedy = f"Its weight_version is {version!r}, which is not a number: start it with --weight-version 0."
@@ -55,10 +56,16 @@ def attached_dtype(config: Config, key: str) -> str | None:
 
 def wanted_of(config: Config) -> dict[str, Any]:
     """Return the fields of /server_info that every attached engine must have."""
-    engine = config.engine
+    engine, publishes = config.engine, config.mode == "train"
+    # the stock server's pauses record wrong versions with overlap; only our own server (engine/overlap.py) mends that
+    overlaps = publishes and config.weights.pause_mode == "in_place"
+    loads = {"dp_size": 1, "pp_size": 1, "speculative_algorithm": None}  # as in checks.py
     return {
         "tp_size": engine.tensor_parallel,
         "incremental_streaming_output": True,
+        **({"disable_overlap_schedule": True} if overlaps else {}),
+        **(loads if publishes else {}),
+        **({"ep_size": 1} if publishes and config.weights.verify else {}),
         **({"custom_weight_loader": [DELTA_LOADER]} if config.weights.transport == "delta" else {}),
         **({"enable_return_routed_experts": True} if config.algo.routing_replay == "R3" else {}),
         **({"enable_deterministic_inference": True} if config.deterministic else {}),

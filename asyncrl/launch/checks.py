@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl import tasks
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
+from asyncrl.launch.megatron_fields import check_fields
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.sandbox.local import LocalSandboxes, noted
 from asyncrl.sandbox.protections import Protections
@@ -33,9 +34,12 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
     _check_engine(hf)
+    _check_recompute(config.trainer, hf["num_hidden_layers"], family)
     _check_features(config.trainer, {**hf, **family})
+    check_fields(config.trainer, family)
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
+    _check_publishes(config)
     longest = hf.get("max_position_embeddings", 0)
     if config.rollout.max_new_tokens >= longest:
         raise ConfigError(
@@ -56,14 +60,44 @@ def _check_engine(hf: dict[str, Any]) -> None:
 
 
 def _check_layers(trainer: TrainerConfig, layers: int) -> None:
-    """Check that the layers can be divided evenly among pipeline stages and their chunks."""
-    stages, chunks = trainer.pipeline_parallel, trainer.virtual_pipeline
-    if layers % stages:
-        raise ConfigError("trainer.pipeline_parallel", stages, f"Must divide the model's {layers} layers.")
-    if layers // stages % chunks:
+    """Check that pipeline stages and their chunks can share the layers as they are told to, and that none is empty."""
+    try:
+        chunks = trainer.split.chunk_layers(layers)
+    except ValueError as error:
+        field, problem = error.args
         raise ConfigError(
-            "trainer.virtual_pipeline", chunks, f"Must divide the {layers // stages} layers of a pipeline stage."
+            f"trainer.{field}",
+            getattr(trainer, field),
+            f"The model has {layers} layers, and {problem}: change it, or set trainer.pipeline_split.",
+        ) from None
+    if chunks[-1][-1].stop != layers or not all(len(chunk) for stage in chunks for chunk in stage):
+        sizes = [[len(chunk) for chunk in stage] for stage in chunks]
+        raise ConfigError(
+            "trainer.pipeline_split", sizes, f"These are not the model's {layers} layers, at least one in each chunk."
         )
+
+
+def _check_recompute(trainer: TrainerConfig, layers: int, family: dict[str, Any]) -> None:
+    """Check that the units of layers divide each chunk, and that the model has the modules that are recomputed."""
+    recompute, field = trainer.recompute, "trainer.recompute"
+    if recompute.granularity == "full" and recompute.method == "uniform":
+        for chunk in (len(chunk) for stage in trainer.split.chunk_layers(layers) for chunk in stage):
+            if chunk % recompute.num_layers:
+                raise ConfigError(
+                    f"{field}.num_layers",
+                    recompute.num_layers,
+                    f"Must divide the {chunk} layers of a pipeline stage's chunk: set method=block, or a divisor.",
+                )
+    if recompute.granularity != "selective":
+        return
+    experts, latent = family.get("num_moe_experts"), family.get("multi_latent_attention")
+    shared = family.get("moe_shared_expert_intermediate_size")
+    for module, has in (("moe", experts), ("moe_act", experts), ("shared_experts", shared), ("mla_up_proj", latent)):
+        if module in recompute.modules and not has:
+            raise ConfigError(f"{field}.modules", module, "The model has no such module: remove it.")
+    if "moe_act" in recompute.modules and trainer.layers != "transformer_engine":
+        remedy = "Only grouped experts have it: set trainer.layers=transformer_engine, or use moe."
+        raise ConfigError(f"{field}.modules", "moe_act", remedy)
 
 
 def _check_features(trainer: TrainerConfig, model: dict[str, Any]) -> None:
@@ -122,12 +156,36 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError("algo.routing_replay", replay, "The model has no routed experts: set none.")
     if replay == "R3" and hf["architectures"][0] == "MixtralForCausalLM":
         raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not report its experts: set R2 or none.")
-    for name in CANNOT_TELL_EXPERTS if replay == "R3" else ():
-        value = config.engine.server_args.get(name)
-        if value is True or value not in (None, False, 1):
-            raise ConfigError(
-                f"engine.server_args.{name}", value, "SGLang cannot report routed experts with it: remove it, or R3."
-            )
+    _refuse(config, CANNOT_TELL_EXPERTS if replay == "R3" else (), "cannot report routed experts", "remove it, or R3.")
+
+
+CANNOT_LOAD = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "speculative_algorithm")
+"""SGLang settings with which an engine cannot take new weights. SGLang 0.5.21 refuses updates with several replicas in
+one engine; the ranks of pipeline stages would join the group of weights under the same numbers, and open one handle of
+shared memory twice; and it loads the tensors of the model into the draft model, too."""
+CANNOT_VERIFY = (
+    *("ep_size", "expert_parallel_size", "ep", "moe_a2a_backend", "moe_dp_size", "moe_data_parallel_size"),
+    *("attn_cp_size", "attention_context_parallel_size", "moe_dense_tp_size", "dwdp_size"),
+)
+"""SGLang settings that cut weights in other ways than weights/engine_layout.py, so that every engine would fail the
+comparison of checksums. SGLang's own loaders cut the tensors of a publish as they cut those of a folder."""
+
+
+def _check_publishes(config: Config) -> None:
+    """Check that the engines can take new weights, and prove that they have them."""
+    if config.mode != "train":
+        return
+    _refuse(config, CANNOT_LOAD, "cannot load new weights", "remove it; use more engines, or tensor parallelism.")
+    if config.weights.verify:
+        remedy = "remove it, or set weights.verify=false."
+        _refuse(config, CANNOT_VERIFY, "cuts weights in a way that weights.verify does not know", remedy)
+
+
+def _refuse(config: Config, names: Sequence[str], why: str, remedy: str) -> None:
+    """Refuse arguments of SGLang that are set to anything but off, or one."""
+    for given, value in config.engine.server_args.items():
+        if given.replace("-", "_") in names and (value is True or value not in (None, False, 1, "1", "none")):
+            raise ConfigError(f"engine.server_args.{given}", value, f"SGLang {why} with it: {remedy}")
 
 
 def check_devices(config: Config, gpus: int) -> None:
@@ -145,6 +203,8 @@ def check_devices(config: Config, gpus: int) -> None:
         if section.device == "cuda" and gpus == 0:
             raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
+    if config.cluster.placement == "colocated" and on_gpu(config.engine, gpus):
+        wanted -= config.engine.count * config.engine.tensor_parallel  # they use the trainers'
     if wanted > gpus:
         raise ConfigError(
             "trainer × engine ranks",

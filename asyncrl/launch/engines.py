@@ -92,6 +92,9 @@ class _Run:
         if self.config.mode != "train":
             remedy = "Engines can only join a run that trains."
             raise ConfigError("mode", self.config.mode, remedy)
+        if self.config.cluster.placement == "colocated":
+            remedy = "The engines of this run share the GPUs of its trainers: no others can join, and none can leave."
+            raise ConfigError("cluster.placement", "colocated", remedy)
 
     def lease(self) -> dict[str, object] | None:
         """Return the launcher's lease; None if the launcher has ended, or the run was restarted with other keys."""

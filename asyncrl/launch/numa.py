@@ -7,20 +7,28 @@ The topology is read from the driver and the kernel, without CUDA. If it is unkn
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path("/")
 
 
-def near(visible: str, root: Path = ROOT) -> None:
-    """Bind this process to the CPUs near these GPUs (a value of CUDA_VISIBLE_DEVICES), as far as it is allowed to use
-    them."""
-    if wanted := processors(visible, root) & os.sched_getaffinity(0):
-        os.sched_setaffinity(0, wanted)
+def near(environment: Mapping[str, str], root: Path = ROOT) -> set[int]:
+    """Return the CPUs near the GPUs of a process with this environment, among those that this process may use. A
+    trainer rank sees all GPUs of its machine's trainers, and uses one."""
+    visible, rank = environment.get("CUDA_VISIBLE_DEVICES", ""), environment.get("LOCAL_RANK")
+    own = visible.split(",")[int(rank)] if visible and rank else visible
+    return processors(own, root) & os.sched_getaffinity(0)
+
+
+def bind(cpus: set[int]) -> None:
+    """Bind this process to these CPUs, if there are any. Called in a child before its program begins."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
 
 
 def processors(visible: str, root: Path = ROOT) -> set[int]:
-    """Return the CPUs near the GPUs; an empty set if they are unknown."""
+    """Return the CPUs near these GPUs (a value of CUDA_VISIBLE_DEVICES); an empty set if they are unknown."""
     known = _by_bus(root)
     found: set[int] = set()
     for name in filter(None, visible.split(",")):

@@ -9,6 +9,7 @@ and engines are assigned to the others round-robin.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +94,12 @@ class _Room:
         port, meeting, *_ = (*(next(self._ports) for _ in range(ports)), 0, 0)
         return Seat(self.node, taken, port, meeting, self._scheme)
 
+    def again(self, gpus: Sequence[int]) -> _Room:
+        """Return this node with these GPUs, to be assigned a second time."""
+        room = copy(self)
+        room.free = list(gpus)
+        return room
+
 
 def ports_wanted(config: Config) -> int:
     """Return the number of free ports that suffices for a node, whatever is placed on it."""
@@ -124,9 +131,25 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
         ("judge", config.judge, config.judge.started),
     ):
         rooms_for = others if config.cluster.trainer_nodes or not _on_gpu(name, section, each) else working
+        if name == "engine" and config.cluster.placement == "colocated":
+            rooms_for = _shared(config, trainers, working[:used])
         fleets[name] = _fleet(name, section, count, rooms_for, each)
     heads = {name: [seats[0] for seats in fleet] for name, fleet in fleets.items()}
     return Placement(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"])
+
+
+def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:
+    """Return the trainers' machines with the trainers' GPUs, for engines that use them in turns."""
+    gpus = {seat.node.name: seat.gpus for seat in trainers}
+    count, ranks = config.engine.count, config.engine.tensor_parallel
+    if (shared := sum(map(len, gpus.values()))) and shared != count * ranks:
+        raise ConfigError(
+            "engine.count × engine.tensor_parallel",
+            f"{count} × {ranks}",
+            f"With cluster.placement=colocated the engines use the {shared} GPUs of the trainers: the product must be "
+            "that number.",
+        )
+    return [room.again(gpus[room.node.name]) for room in rooms]
 
 
 def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> list[list[Seat]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,10 @@ its process listens."""
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 """Disables proxies: the router's HTTP client would otherwise use a proxy from the environment for requests to engines,
 which carry the run's API key."""
+CUMEM = "NCCL_CUMEM_ENABLE"
+NO_HEALTH_TOKENS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+"""Makes /health answer without generating a token, which an engine without weights could not do. The launcher's own
+check, /server_info, is answered by the scheduler."""
 ROUTER_PATIENCE = 30.0
 """Seconds that the router may take to answer: it computes nothing, but its machine may be busy."""
 
@@ -147,7 +153,9 @@ def engines(
     later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
-    by_ipc = config.weights.transport == "tensor"  # an IPC handle can only be opened where the trainer's GPU is visible
+    colocated = config.cluster.placement == "colocated"
+    # an IPC handle can only be opened where the trainer's GPU is visible
+    by_ipc = config.weights.transport == "tensor" or (colocated and config.weights.transport == "auto")
     for number, seats in enumerate(seats_of):
         for place, seat in enumerate(seats):  # if several: one per machine, of which the first answers
             full = server_argv(
@@ -159,6 +167,7 @@ def engines(
                 custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
                 nccl_port=_meeting(config.engine, seat.meeting) if len(seats) == 1 else None,
+                enable_memory_saver=(colocated and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **_shown(run_dir, seat.url),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
@@ -170,7 +179,9 @@ def engines(
                 **hidden,
                 **({} if gpu else KEEP_MEMORY),
                 **server_env(config.engine, gpu=gpu),
+                **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
+                **(NO_HEALTH_TOKENS if colocated else {}),
                 "CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus) if gpu and by_ipc else seat.visible,
             }
             name = f"engine-{label}{number}"
@@ -190,6 +201,17 @@ def engines(
                 )
             )
     return specs
+
+
+def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the NCCL settings that trainers and engines must share before their first communicator.
+
+    NCCL chooses the form of a memory handle by its own process's setting, on both ends. SGLang turns cuMem off unless
+    the environment says otherwise, and always turns it on for symmetric memory.
+    """
+    if engine.server_args.get("enable_symm_mem"):
+        return {CUMEM: "1"}
+    return {CUMEM: environment.get(CUMEM, "0")}
 
 
 def _shown(run_dir: Path, url: str) -> dict[str, object]:
@@ -263,6 +285,7 @@ def _trainers(config: Config, addresses: Addresses, placement: Placement, run_di
         env = {
             **_shared_env(addresses, seat),
             **({} if gpu else KEEP_MEMORY),
+            **_nccl_env(config.engine),
             **(DETERMINISTIC_ENV if config.deterministic else {}),
             "OMP_NUM_THREADS": str(config.trainer.threads),
             "CUDA_VISIBLE_DEVICES": seat.visible,

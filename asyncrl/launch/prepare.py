@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch import forecast, precision, resume
+from asyncrl.launch import forecast, layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_model
 from asyncrl.launch.machine import count_gpus, this_node
@@ -140,14 +140,15 @@ class Preparation:
         self.origin = resume.choose(self.config, self._run_dir)
 
     def precision(self) -> None:
-        """Resolve every dtype, on the machines that will run the part."""
+        """Resolve the trainer's layers, and every dtype on the machines that will run the part."""
         roles = {"trainer": "model", "engine": "model", "teacher": "teacher", "judge": "judge"}
         measurable = {role: hf for role, hf in self.hf.items() if "hidden_size" in hf}  # not every judge's has one
         models = {part: measurable[role] for part, role in roles.items() if role in measurable}
         before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self._run_dir)
         attached = attached_dtype(self.config, self.key)
+        config = layers.resolve(self.config, self.gpus, before)
         self.chosen = precision.resolve(
-            self.config, models, self.placement, self.gpus, job=self.job, before=before, attached=attached
+            config, models, self.placement, self.gpus, job=self.job, before=before, attached=attached
         )
 
     def estimate(self) -> None:

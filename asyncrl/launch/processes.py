@@ -27,6 +27,7 @@ from pathlib import Path
 
 from asyncrl.errors import Paused, ProcessDied, Stopped
 from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent
+from asyncrl.launch.numa import bind, near
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.run_folder import full
@@ -105,7 +106,7 @@ class Supervisor:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, signal.SIGTERM if spec.step else signal.SIGKILL),
+                preexec_fn=partial(_prepare, spec, near(spec.env)),
             )
 
     def _finished(self) -> bool:
@@ -286,6 +287,12 @@ class Supervisor:
         for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _prepare(spec: ProcessSpec, cpus: set[int]) -> None:
+    """Prepare the child. A step's environment names no GPUs: its task binds the process on its own machine."""
+    die_with_parent(signal.SIGTERM if spec.step else signal.SIGKILL)
+    bind(cpus)
 
 
 def _signal(child: subprocess.Popen[bytes], number: int) -> None:

@@ -29,7 +29,7 @@ from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.launch.watch import HealthWatch
-from asyncrl.network.addresses import LOST, READY, RESTARTED, Addresses
+from asyncrl.network.addresses import LOST, READY, RESTARTED, TRAINING, Addresses
 
 FORGET_SECONDS = 5.0
 """Timeout of the router's response when it is told to forget a dead engine."""
@@ -94,6 +94,8 @@ class RestartPolicy:
         if spec.name not in self._announced:
             self._announced.add(spec.name)
             print(f"asyncrl: {spec.name} died ({how}); restarting it", file=sys.stderr, flush=True)
+        if spec.url and (self._run_dir / TRAINING).exists():
+            return False  # the trainers use its GPU
         try:
             if spec.url:
                 self._forget(spec.url)

@@ -90,6 +90,23 @@ STEP = {
     "bytes/published": "bytes of weights sent by this rank",
 }
 
+# The same file, unless mode=rollout_only; within time/train, as a mean over the trainer's ranks
+STEP_TRAINER = {
+    "time/forward": "time of forward passes, with and without gradient, and of losses; communication inside layers "
+    "(tensor, context and expert parallelism) belongs to the pass",
+    "time/backward": "time of backward passes, in which recomputed activations are included",
+    "time/communication": "time of exchanges between pipeline stages, and of gradients and parameters between "
+    "replicas, as far as it does not overlap with computation",
+    "time/optimizer": "time of gradient norm, clipping and optimizer step",
+    "memory/peak": "bytes of the rank that had most: allocated on its GPU during the step, or on CPUs by its process "
+    "since its start",
+    "tokens_per_s/rank": "number of packed tokens (tokens/packed) per second of training and rank",
+    "flops/rank": "floating-point operations of the model per second of training and rank: packed tokens, attended "
+    "pairs and predicted tokens, without recomputation",
+    "flops/utilization": "model FLOPs utilization (MFU): flops/rank divided by the peak rate of the GPU in bfloat16; "
+    "only for GPUs whose peak is known (trainer/meter.py)",
+}
+
 # The same file, if algo.kl.coefficient or algo.kl.measure_every requires a reference model
 STEP_REFERENCE = {
     "kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the start of the step",
@@ -143,6 +160,12 @@ STEP_COMPARISON = {
 STEP_CHECKPOINT = {
     "time/save": "time of the checkpoint after the previous step: waiting for the earlier checkpoint, then copying "
     "the state",
+}
+
+# The same file, with cluster.placement=colocated
+STEP_COLOCATED = {
+    "time/release": "time from the batch's arrival until the engines had released their memory, part of "
+    "time/wait_batch; time/pause is then the trainers' whole turn",
 }
 
 # The same file, for each token age in the batch, in versions; the last one includes all older tokens

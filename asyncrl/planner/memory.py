@@ -4,9 +4,9 @@ otherwise.
 Persistent memory is counted exactly: weights, gradients, master weights and moments as in trainer/network.py and
 trainer/optimizer.py, and the buckets of a publish as in weights/publish.py. Activations are estimated in the manner of
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for the layers that trainer/model.py builds: no dropout and no
-dropout masks, gated MLPs, attention that does not store the score matrix, no recomputation; a test compares the
-estimate with what Megatron keeps on a CPU. Not counted: the libraries' own memory, fragmentation of their allocators,
-and the block masks of attention (trainer/tree_attention.py), which take 1 KB for every million pairs of rows.
+dropout masks, gated MLPs, attention that does not store the score matrix; a test compares the estimate with what
+Megatron keeps on a CPU. Not counted: the libraries' own memory, fragmentation of their allocators, and the block masks
+of attention (trainer/tree_attention.py), which take 1 KB for every million pairs of rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from asyncrl.parallel import PipelineSplit
 
 BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT = 4
@@ -72,6 +74,7 @@ class ParallelLayout:
     expert: int = 1
     expert_tensor: int = 1
     sequence: bool = False
+    split: PipelineSplit | None = None  # of the layers over stages; None: evenly
 
     @property
     def replicas(self) -> int:
@@ -83,9 +86,14 @@ class ParallelLayout:
         """Return the number of ranks that shard the optimizer state of a routed expert's parameter."""
         return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
 
+    def layers_of(self, layers: int) -> list[list[range]]:
+        """Return the layers of each chunk of each pipeline stage."""
+        return (self.split or PipelineSplit(self.pipeline, self.chunks)).chunk_layers(layers)
+
     def stage_of(self, layer: int, layers: int) -> int:
         """Return the pipeline stage of a layer; under virtual pipelining, chunks alternate between stages."""
-        return layer // (layers // (self.pipeline * self.chunks)) % self.pipeline
+        stages = enumerate(self.layers_of(layers))
+        return next(stage for stage, chunks in stages if any(layer in chunk for chunk in chunks))
 
 
 @dataclass(frozen=True)
@@ -164,6 +172,20 @@ def stages_of(weight: Weight, shape: Shape, layout: ParallelLayout) -> tuple[int
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """Activations that are recomputed in backward; the fields are those of trainer.recompute."""
+
+    granularity: str = "none"
+    method: str = "uniform"
+    num_layers: int = 1
+    modules: tuple[str, ...] = ()
+
+    def drops(self, module: str) -> bool:
+        """Return whether a part of each layer is recomputed by itself."""
+        return self.granularity == "selective" and module in self.modules
+
+
+@dataclass(frozen=True)
 class Training:
     """The settings that determine the memory of a trainer rank."""
 
@@ -175,6 +197,7 @@ class Training:
     bucket: int = 0  # bytes of a bucket if a publish uses two; 0: all buckets at once
     publishes: bool = True
     fused_norms: bool = False  # fused norms (GPU) keep only their input; else also the output in float32
+    recompute: Recompute = Recompute()
 
 
 def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> dict[str, int]:
@@ -218,36 +241,70 @@ def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: Parallel
 
 
 def activations(shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
-    """Return the bytes that forward keeps for backward. With 1F1B, the first of p stages holds p micro-batches at once
-    and each later stage one less; interleaved stages hold 1 + (p - 1) / (p v) times p (arXiv 2205.05198, section 4.2.3
-    and appendix C)."""
+    """Return the bytes that forward keeps for backward, and that backward recomputes at once. With 1F1B, the first of p
+    stages holds p micro-batches at once and each later stage one less; interleaved stages hold 1 + (p - 1) / (p v)
+    times p (arXiv 2205.05198, section 4.2.3 and appendix C)."""
     p, v = layout.pipeline, layout.chunks
     in_flight = p - stage if v == 1 else p * (1 + (p - 1) / (p * v))
-    sparse = shape.sparse / shape.layers
-    per_token = (1 - sparse) * layer_bytes(shape, layout, training, routed=False)
-    per_token += sparse * layer_bytes(shape, layout, training, routed=True)
+    whole = _mean_layer(shape, layout, replace(training, recompute=Recompute()))
+    kept, again = _mean_layer(shape, layout, training), 0.0
+    layers, recompute = sum(map(len, layout.layers_of(shape.layers)[stage])), training.recompute
+    if recompute.granularity == "selective":
+        again = whole - kept
+    elif recompute.granularity == "full":
+        of_input = BYTES[training.dtype] * shape.hidden / (layout.tensor if layout.sequence else 1)
+        uniform = recompute.method == "uniform"
+        redone = 1.0 if uniform else min(1.0, recompute.num_layers / max(1, layers / v))
+        kept = (1 - redone) * whole + redone * of_input / (recompute.num_layers if uniform else 1)
+        again = whole * (recompute.num_layers if uniform else 1)
+    last = _norm_bytes(shape, layout, training) if stage == p - 1 else 0.0
     tokens = -(-training.tokens // layout.context)
-    return round(tokens * per_token * shape.layers / p * in_flight)
+    return round(tokens * (kept * layers * in_flight + again + last))
+
+
+def _mean_layer(shape: Shape, layout: ParallelLayout, training: Training) -> float:
+    """Return the bytes per token that forward keeps of a layer, on average over dense layers and those with experts."""
+    sparse = shape.sparse / shape.layers
+    dense = layer_bytes(shape, layout, training, routed=False)
+    return (1 - sparse) * dense + sparse * layer_bytes(shape, layout, training, routed=True)
 
 
 def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:
-    """Return the bytes per token that a layer keeps on a rank.
+    """Return the bytes per token that a layer keeps on a rank, except of the modules that are recomputed by themselves.
 
     Counted are its two norms; the projections of attention, rotated queries and keys with their angles, and its output;
     gate, up and their product in an MLP. The rows of a routed expert count once per expert of a token, assuming equal
-    loads.
+    loads. Recomputing attention alone drops nothing: its arguments are what it keeps.
     """
     t, rows, item = layout.tensor, layout.tensor if layout.sequence else 1, BYTES[training.dtype]
-    norm = item if training.fused_norms else 2 * FLOAT  # of its input, for backward
-    kept = 2 * (item + norm) * shape.hidden / rows
-    kept += item * (2 * shape.queries + 2 * shape.keys + shape.values + shape.queries) / t + 4 * item * shape.rotated
+    drops = training.recompute.drops
+    kept = 2 * (item * shape.hidden / rows if drops("layernorm") else _norm_bytes(shape, layout, training))
+    projected = 2 * shape.queries + 2 * shape.keys + shape.values
+    if drops("mla_up_proj") and drops("core_attn"):  # attention alone would keep copies
+        projected = 0
+    kept += item * (projected + shape.queries) / t + 4 * item * shape.rotated
     if shape.normed and not training.fused_norms:
-        kept += norm * (shape.queries + shape.keys) / t
+        kept += 2 * FLOAT * (shape.queries + shape.keys) / t
+    return kept + item * _mlp(shape, layout, training.recompute, routed=routed)
+
+
+def _norm_bytes(shape: Shape, layout: ParallelLayout, training: Training) -> float:
+    """Return the bytes per token that a norm keeps: its output, and its input for backward."""
+    item, rows = BYTES[training.dtype], layout.tensor if layout.sequence else 1
+    return (item + (item if training.fused_norms else 2 * FLOAT)) * shape.hidden / rows
+
+
+def _mlp(shape: Shape, layout: ParallelLayout, recompute: Recompute, *, routed: bool) -> float:
+    """Return the numbers per token that an MLP keeps besides its input."""
+    t, rows = layout.tensor, layout.tensor if layout.sequence else 1
     if not routed:
-        return kept + item * 3 * shape.inner / t
+        return 0.0 if recompute.drops("mlp") else 3 * shape.inner / t
+    if recompute.drops("moe"):
+        return 0.0
     copies = shape.chosen * layout.expert_tensor / rows
-    of_experts = copies * (2 * shape.hidden + 3 * shape.expert_inner / layout.expert_tensor)
-    return kept + item * (of_experts + 3 * shape.shared_inner / t)
+    of_activation = (2 if recompute.drops("moe_act") else 3) * shape.expert_inner / layout.expert_tensor
+    shared = 0 if recompute.drops("shared_experts") else 3 * shape.shared_inner / t
+    return copies * (2 * shape.hidden + of_activation) + shared
 
 
 def _logits(shape: Shape, layout: ParallelLayout, training: Training) -> int:
@@ -268,6 +325,33 @@ def engine_rank(
         "weights": (held(weights, shape, share, 0).all + repeated) * BYTES[dtype],
         "KV cache": cache // parts,
     }
+
+
+def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, *, tensor: int, dtype: str) -> int:
+    """Return the number of tokens whose KV cache fits beside an engine's weights, with `room` bytes on each rank."""
+    rank = engine_rank(weights, shape, tensor=tensor, dtype=dtype, tokens=1_000_000)
+    return int((room - rank["weights"]) * 1_000_000 / rank["KV cache"])
+
+
+AWAY = ("weights", "masters", "moments", "frozen weights")
+"""Parts of a trainer rank that it keeps in host memory while engines use its GPU; gradients are dropped."""
+
+
+def turns(trainer: dict[str, int], engine: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Return the bytes on a GPU that a trainer rank and an engine rank use in turns (cluster.placement=colocated), by
+    turn and purpose. The buckets of a publish stay throughout."""
+    both = {f"engine's {name}": size for name, size in engine.items()}
+    sent = {"publish buckets": trainer["publish buckets"]}
+    return {
+        "generate": {**both, **sent},
+        "train": trainer,
+        "publish": {"engine's weights": engine["weights"], "weights": trainer["weights"], **sent},
+    }
+
+
+def away(trainer: dict[str, int]) -> int:
+    """Return the bytes of host memory that a trainer rank needs while engines use its GPU."""
+    return sum(trainer[name] for name in AWAY)
 
 
 def buckets(sizes: Iterable[int], limit: int) -> int:

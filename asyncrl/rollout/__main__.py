@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
-from asyncrl.config import Config, RolloutConfig, read
+from asyncrl.config import Config, RolloutConfig, cache_tokens, on_gpu, read
 from asyncrl.engine.client import GenerationClient, GenerationSession
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
@@ -49,7 +50,6 @@ from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.rollout.worker import Patience, Worker
-from asyncrl.routing import RoutingShape
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
 from asyncrl.tasks.scores import rewards
@@ -70,13 +70,11 @@ async def main(run_dir: Path) -> None:
     template = ChatTemplate(tokenizer)
     hf = json.loads((addresses.model / "config.json").read_text())
     prompts = Prompts(config, tasks, template, hf["max_position_embeddings"], RunReporter(run_dir).warn)
-    routing = routing_shape(hf) if config.algo.routing_replay == "R3" else None
-    context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
-    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), routing, context)
+    cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
+    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), hf, cache)
     rollout, loads = config.rollout, Loads(addresses.router, addresses.access)
     teachers = _teacher_engines(config, addresses)
     teacher = TeacherScorer(teachers) if teachers else None
-
     reporter = RunReporter(run_dir, lambda: client.inflight.version)
     players, scores = agents(config, tasks, reporter.warn), rewards(config, tasks)
     mixer = _mixer(config, tasks, prompts)
@@ -125,12 +123,14 @@ async def main(run_dir: Path) -> None:
 
     async def roll_out() -> None:
         await wait_until_ready(addresses, config.engine.start_timeout, attached=config.mode == "rollout_only")
+        for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
+            client.narrow(int(engine.capacity))
         if teachers:
             await teachers.wait_until_ready(config.engine.start_timeout)
         await wait_until_healthy(addresses.judges, addresses.access, config.engine.start_timeout, "the judge's engines")
         await each(players.values(), "start")
         (run_dir / READY).touch()
-        if resumed or (addresses.attached and config.mode == "train"):
+        if _trainer_sends_first(config, addresses):
             await groups.released()
         if resumed is None:
             await evaluations.now()  # has the engines to itself: version 0, before the first rollout
@@ -159,9 +159,16 @@ async def main(run_dir: Path) -> None:
             writer.close()
 
 
+def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
+    """Return whether the engines get weights of the trainer before the first rollout."""
+    attached = addresses.attached and config.mode == "train"
+    return bool(addresses.resume or attached or config.cluster.placement == "colocated")
+
+
 def _client(
-    config: Config, addresses: Addresses, stop_token_ids: list[int], routing: RoutingShape | None, context: int
+    config: Config, addresses: Addresses, stop_token_ids: list[int], hf: dict[str, Any], cache: int | None
 ) -> GenerationClient:
+    context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
     return GenerationClient(
         addresses.router,
         run=addresses.run_id,
@@ -175,9 +182,9 @@ def _client(
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
-        routing=routing,
+        routing=routing_shape(hf) if config.algo.routing_replay == "R3" else None,
         seed=config.run.seed if config.deterministic else None,
-        context=min(context, config.engine.max_total_tokens),
+        context=min(context, cache or context),
     )
 
 

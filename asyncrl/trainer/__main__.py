@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
 from asyncrl.engine.fleet import Fleet, build_fleet  # noqa: E402
+from asyncrl.engine.hand_over import HandOver  # noqa: E402
 from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
@@ -42,15 +44,17 @@ from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
-from asyncrl.trainer.loop import ASKED, train  # noqa: E402
+from asyncrl.trainer.loop import ASKED, VersionPublisher, train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.trainer.profiling import profiled  # noqa: E402
 from asyncrl.trainer.recordings import (  # noqa: E402
     NoEngines,
     ReplaySource,
     ScoreWriter,
 )
 from asyncrl.trainer.stop import StopRule  # noqa: E402
+from asyncrl.trainer.turns import Turns, free  # noqa: E402
 from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 from asyncrl.weights.publish import Publisher, build_transport  # noqa: E402
@@ -59,6 +63,7 @@ TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out t
 DOING = {
     "start": "starting",
     "wait_batch": "waiting for a batch",
+    "release": "waiting for the engines to release their memory",
     "train": "training",
     "publish": "publishing weights",
     "save": "saving a checkpoint",
@@ -75,10 +80,12 @@ def main(run_dir: Path) -> None:
     progress, begins = _watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
     torch.use_deterministic_algorithms(config.deterministic)
-    policy = Policy(config, addresses.model, parallel, progress.part)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
+    colocated = config.cluster.placement == "colocated"
+    hand_over = _first_turn(config, run_dir, fleet, parallel) if colocated else None
+    policy = Policy(config, addresses.model, parallel, progress.part)
     source: BatchSource
-    publisher: Publisher | NoEngines
+    publisher: VersionPublisher
     if config.mode == "replay":
         recorded = ReplaySource(config.replay)
         first, end, why = recorded.first, recorded.end, "none (mode=replay)"
@@ -87,7 +94,7 @@ def main(run_dir: Path) -> None:
         publisher = NoEngines(lambda version: source.announce(version, policy.reused), first=parallel.is_first)
     else:
         source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
-        publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, source)
+        publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, source, hand_over)
         first, end = 0, None
     warn = partial(_warn, run_dir)
     log = StepLog(
@@ -96,6 +103,8 @@ def main(run_dir: Path) -> None:
         tasks=tuple(config.mixture),
         begins=begins,
     )
+    turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
+    publisher = turns or publisher
     stop = StopRule(config.run, end)
     store = CheckpointStore(run_dir)
     checkpoints = Checkpoints(
@@ -110,7 +119,7 @@ def main(run_dir: Path) -> None:
     )
     if addresses.resume:
         first = _go_on(addresses.resume, run_dir, policy, log, stop)
-    if addresses.resume or addresses.attached:  # the engines hold other weights
+    if addresses.resume or addresses.attached or turns:  # the engines hold other weights, or none
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified like a first publish; the engines resume only afterwards
@@ -120,20 +129,23 @@ def main(run_dir: Path) -> None:
         else:
             checkpoints.save(first)  # into this run's own folder, so that the next resume=auto finds it
 
-    def export(folder: Path) -> None:
-        save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
+    def export(folder: Path, version: int) -> None:
+        with turns.parameters(version) if turns else nullcontext():
+            save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
 
     def save(version: int) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
-            export(run_dir / f"hf-{version:06d}")
+            export(run_dir / f"hf-{version:06d}", version)
         if checkpoints.due(version):
             with log.span("save"):
                 checkpoints.save(version)
 
+    measured = partial(policy.network.meter.measure, policy.update)
     scores = ScoreWriter(run_dir, warn) if config.record and config.mode == "train" and parallel.is_first else None
 
     def update(batch: Batch) -> dict[str, float]:
-        figures = policy.update(batch)
+        with profiled(batch.version + 1, config.trainer.profile, run_dir, parallel):
+            figures = turns.update(measured, batch) if turns else measured(batch)
         if scores:
             scores.write(batch.version, policy.started[: sum(group.num_tokens for group in batch.groups)])
         return figures
@@ -143,12 +155,13 @@ def main(run_dir: Path) -> None:
         fleet.needs_weights,
         parallel,
         asked_to_stop=(run_dir / STOP).exists,
+        received=turns.take if turns else lambda: None,
     )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
     begins("end", version)
     checkpoints.save(version)
     if reason != ASKED:
-        export(run_dir / "hf")
+        export(run_dir / "hf", version)
     checkpoints.finish()
     if scores:
         scores.close()
@@ -174,6 +187,19 @@ def _watched(config: Config, run_dir: Path, longest: float) -> tuple[Progress, C
     return progress, begins
 
 
+def _first_turn(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) -> HandOver | None:
+    """Wait until the engines are up and have released their memory, before this rank uses the GPU. Return the hand-over
+    on rank 0."""
+    hand_over = None
+    if parallel.is_first:
+        timeout = config.engine.start_timeout
+        wait_for_file(run_dir / READY, timeout, "the engines")
+        hand_over = HandOver(fleet, mode=config.weights.pause_mode, start_timeout=timeout, folder=run_dir)
+        hand_over.give()
+    dist.barrier()
+    return hand_over
+
+
 def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: StopRule) -> int:
     """Restore the run from a checkpoint and return its version. The steps before it are read from the run folder."""
     counters = checkpoint.load(folder, policy)
@@ -190,6 +216,7 @@ def _publisher(
     policy: Policy,
     fleet: Fleet,
     source: BatchSource,
+    hand_over: HandOver | None,
 ) -> tuple[Publisher, str]:
     """Return the publisher and the reason for its choice of transport."""
     gpu = on_gpu(config.trainer, addresses.gpus)
@@ -218,6 +245,8 @@ def _publisher(
         ),
         hold=source.hold,
         announce=lambda version: source.announce(version, policy.reused),
+        update=hand_over.update if hand_over else None,
+        sent=partial(free, policy.memory) if config.cluster.placement == "colocated" else lambda: None,
     )
     publisher.prepare()
     return publisher, why

@@ -18,8 +18,10 @@ from asyncrl.algo.table import TokenTable, TrainingTable
 from asyncrl.config import Config
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.head import Head
+from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
+from asyncrl.trainer.offload import HeldTensors
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
@@ -29,20 +31,35 @@ class Critic:
     """The critic on one rank, sharded like the policy."""
 
     def __init__(
-        self, config: Config, folder: Path, parallel: Parallel, progress: Callable[[str], None] = lambda part: None
+        self,
+        config: Config,
+        folder: Path,
+        parallel: Parallel,
+        progress: Callable[[str], None] = lambda part: None,
+        meter: StepMeter | None = None,
     ) -> None:
         self._config, self._parallel = config, parallel
         start = Path(config.algo.critic.path).expanduser() if config.algo.critic.path else folder
         self._network = Network(
-            config.trainer, start, parallel, value_head=True, progress=lambda part: progress(f"the critic's {part}")
+            config.trainer,
+            start,
+            parallel,
+            value_head=True,
+            progress=lambda part: progress(f"the critic's {part}"),
+            meter=meter,
         )
         optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic.lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})
         self.optimizer = NetworkOptimizer(trainer, self._network, config.run.max_steps)
 
-    def sharded(self) -> ShardedState:
+    def sharded(self, readable: Callable[[Tensor], Tensor]) -> ShardedState:
         """Return the state that a checkpoint holds."""
-        return ShardedState(self._network, self.optimizer)
+        return ShardedState(self._network, self.optimizer, readable)
+
+    def held(self) -> HeldTensors:
+        """Return the tensors that take memory; the parameters are states, because they are not published."""
+        states = [*self._network.parameters(), *self.optimizer.states()]
+        return HeldTensors([], self._network.gradients(), states)
 
     def values(self, groups: Groups, table: TokenTable) -> Tensor:
         """Return the values of all tokens under the current weights, [N]."""
@@ -75,6 +92,7 @@ class Critic:
         self.optimizer.zero_grad()
         self._network.train(self._network.packs(groups), visit)
         norm, applied = self.optimizer.step()
+        self._network.gather()
         _, totals = seen.gather((), ("loss",))
         return {
             "critic/loss": totals["loss"],

@@ -30,9 +30,12 @@ class BatchFeed:
         parallel: Parallel,
         *,
         asked_to_stop: Callable[[], bool] = lambda: False,
+        received: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the feed. Only rank 0 has a `source` and calls the callbacks."""
+        """Set up the feed. Only rank 0 has a `source` and calls the callbacks, except `received`, which every rank
+        calls for each batch."""
         self._source, self._interrupt, self._parallel, self._asked = source, interrupt, parallel, asked_to_stop
+        self._received = received
         self.stopped = False
         """Whether no further batch will come because the run is asked to stop. The same on every rank."""
 
@@ -46,6 +49,7 @@ class BatchFeed:
             return None
         batch = decode_batch(data)
         assert batch.version == version, f"asked for batch {version}, received {batch.version}"
+        self._received()
         return batch
 
     def _fetch(self, version: int) -> bytes:

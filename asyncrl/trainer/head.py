@@ -136,8 +136,8 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute the gradients. Under Megatron's data parallelism the weight's gradient is added to its float32 buffer
         (main_grad) and not returned. That saves a second buffer and a pass over it, and tied embeddings still add
-        theirs as usual. (Megatron's own fused accumulation does the same. With overlap_grad_reduce, which is off, its
-        hook would miss the gradient.)"""
+        theirs as usual. (Megatron's own fused accumulation does the same.) The hook that starts the reduction of a
+        bucket (trainer.overlap_grad_reduce) still runs after this."""
         hidden, weight, rows, targets, log_z, entropy = ctx.saved_tensors
         of_chosen, of_entropy = gradients
         shard: _Shard = ctx.shard

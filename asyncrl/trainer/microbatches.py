@@ -4,7 +4,11 @@ and the cost of a token, by which they are balanced."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from asyncrl.algo.balance import TOKEN, Costs, assign_micro_batches
 from asyncrl.algo.context_parallel_split import bounds_of, part
@@ -30,15 +34,32 @@ def packs_of_rank(groups: Groups, trainer: TrainerConfig, parallel: Parallel, co
     mine = assign_micro_batches(groups, p.dp, limit, costs, share=share, equal=experts_cross_replicas, rounds=rounds)[
         p.dp_rank
     ]
-    multiple = p.tp if trainer.sequence_parallel else 1
+    multiple = (p.tp if trainer.sequence_parallel else 1) * (trainer.fp8.row_multiple if trainer.fp8 else 1)
     packs = [pack(batch or IDLE, share=share, multiple=multiple * p.cp) for batch in mine]
     if p.cp > 1:
         packs = [part(one, bounds_of(one, p.cp, multiple, costs), p.cp_rank) for one in packs]
     return [one.to(p.device) for one in packs]
 
 
-def costs_of(hf: dict[str, Any]) -> Costs:
-    """Compute the costs from a model folder's config.json, in units of one token's products with all layer weights.
+@dataclass(frozen=True)
+class PassOperations:
+    """Floating-point operations of a forward and backward pass of the whole model; forward takes a third."""
+
+    token: float
+    """The products of a token with all layer weights."""
+    pair: float
+    """A token that attends to one other."""
+    row: float
+    """A predicted token: the products with the vocabulary."""
+
+    def of(self, pack: Pack) -> Tensor:
+        """Return the operations of a pack, as a tensor on its device."""
+        pairs = (pack.ends - torch.arange(pack.num_tokens, device=pack.ends.device)).sum()
+        return self.token * pack.num_tokens + self.pair * pairs.double() + self.row * len(pack.table_rows)
+
+
+def operations_of(hf: dict[str, Any]) -> PassOperations:
+    """Compute the operations from a model folder's config.json.
 
     A product with a weight takes 2 FLOPs forward and 4 backward. A pair of tokens takes 2 FLOPs forward for each
     element of a query and of a value, and two and a half times that backward, where the scores are recomputed (Dao,
@@ -48,8 +69,13 @@ def costs_of(hf: dict[str, Any]) -> Costs:
     attention, head = _attention_weights(hf)
     weights = sum(attention + _mlp_weights(hf, family, layer) for layer in range(hf["num_hidden_layers"]))
     pair = 7 * head * hf["num_attention_heads"] * hf["num_hidden_layers"]  # 2 x 3.5
-    row = 6 * hf["hidden_size"] * hf["vocab_size"]
-    return Costs(pair=round(TOKEN * pair / (6 * weights)), row=round(TOKEN * row / (6 * weights)))
+    return PassOperations(6 * weights, pair, 6 * hf["hidden_size"] * hf["vocab_size"])
+
+
+def costs_of(hf: dict[str, Any]) -> Costs:
+    """Return the costs in units of one token's products with all layer weights."""
+    whole = operations_of(hf)
+    return Costs(pair=round(TOKEN * whole.pair / whole.token), row=round(TOKEN * whole.row / whole.token))
 
 
 def _attention_weights(hf: dict[str, Any]) -> tuple[int, int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +20,23 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
+from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
+from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
+from asyncrl.trainer.layers import adapt, transformer_engine_spec
 from asyncrl.trainer.mlp import GatedMLP
 
 # Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
 moe_utils.__dict__.setdefault("te_general_gemm", None)
+
+T = TypeVar("T")
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:
@@ -49,8 +56,11 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
     """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine."""
     dtype = getattr(torch, trainer.dtype)
     family = megatron_arguments(hf)
-    of_family = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
-    return of_family(
+    te, latent = trainer.layers == "transformer_engine", bool(family.get("multi_latent_attention"))
+    if te and latent:
+        family["qk_layernorm"] = True  # otherwise the TransformerEngine spec silently omits the two latent norms
+    of_family = MLATransformerConfig if latent else TransformerConfig
+    arguments = dict(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
@@ -71,6 +81,10 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
         virtual_pipeline_model_parallel_size=trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=trainer.split.first,
+        num_layers_in_last_pipeline_stage=trainer.split.last,
+        account_for_embedding_in_pipeline_split=trainer.split.embedding,
+        account_for_loss_in_pipeline_split=trainer.split.loss,
         context_parallel_size=trainer.context_parallel,
         expert_model_parallel_size=trainer.expert_parallel,
         expert_tensor_parallel_size=trainer.expert_tensor_parallel,  # None: equal to tensor_parallel
@@ -80,16 +94,32 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         moe_token_dispatcher_type="alltoall",  # the default forbids variable_seq_lengths, even in dense models
         perform_initialization=True,  # turning it off leaves tensor_model_parallel unset, and grad norms wrong under TP
         use_cpu_initialization=False,
-        gradient_accumulation_fusion=False,
+        transformer_impl="transformer_engine" if te else "local",
+        moe_grouped_gemm=te and "num_moe_experts" in family,
+        gradient_accumulation_fusion=False,  # layers.py turns it on where it needs no Apex
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=te,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=te and not latent,  # the fused kernel of latent attention takes no positions
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
+        **({"fp8": trainer.fp8.format, "fp8_recipe": trainer.fp8.recipe} if trainer.fp8 else {}),
+        **recompute.arguments(trainer),
         **family,
     )
+    return configured(of_family, arguments, "transformer", trainer.megatron.transformer)
+
+
+def configured(of: type[T], arguments: dict[str, Any], section: str, given: dict[str, Any]) -> T:
+    """Build one of Megatron's configurations with the given fields of trainer.megatron. Raises ConfigError if Megatron
+    refuses them."""
+    try:
+        return of(**{**arguments, **given})
+    except (ValueError, AssertionError, ImportError) as error:
+        if not given:
+            raise
+        raise ConfigError(f"trainer.megatron.{section}", given, f"Megatron refuses it: {error}") from error
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -99,6 +129,11 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x. The view makes autograd add the two gradients of x, where norms are not fused, before that of
+        the residual, as it does where the norm is recomputed: otherwise sums would differ in the last bit."""
+        return super().forward(x.view_as(x))
 
 
 class HeadNorm(torch.nn.RMSNorm):
@@ -136,10 +171,8 @@ class ExactBiasRouter(TopKRouter):
 
 def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | None = None) -> GPTModel:
     """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
-    spec.layer_norm = RMSNorm
-    for layer in spec.layer_specs:
-        _use_own_modules(layer, config)
+    te = config.transformer_impl == "transformer_engine"
+    spec = transformer_engine_spec(config, vp_stage) if te else _local_spec(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config,
@@ -164,11 +197,22 @@ def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | N
             module.__class__ = ExactBiasRouter
         elif type(module) is MLP:
             module.__class__ = GatedMLP
-        elif isinstance(module, MLASelfAttention):
+        elif isinstance(module, MLASelfAttention) and not te:
             sum_rotary_gradients(module)
     if model.post_process:
         model.output_layer.__class__ = PredictingRows
+    if te:
+        adapt(model)
     return model
+
+
+def _local_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return Megatron's local layer spec with our modules."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    spec.layer_norm = RMSNorm
+    for layer in spec.layer_specs:
+        _use_own_modules(layer, config)
+    return spec
 
 
 def _use_own_modules(layer: ModuleSpec, config: TransformerConfig) -> None:
@@ -187,16 +231,21 @@ def padded_vocab(vocab: int, tp: int) -> int:
     return -(-vocab // tp) * tp
 
 
-def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack) -> Tensor:
+def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack, route: Callable[[], None] = lambda: None) -> Tensor:
     """Return the hidden states: [1, U, H] of the rows that predict a token on the last stage, [N, 1, H] on earlier
-    stages. `wrapped` is `model` in its DDP wrapper."""
-    for rotary in model.ropes:
-        rotary.positions = pack.positions
-    if model.post_process:
-        model.output_layer.rows = pack.logit_rows
+    stages. `wrapped` is `model` in its DDP wrapper; `route` sets the experts of the routers that replay others."""
+
+    def prepare() -> None:
+        for rotary in model.ropes:
+            rotary.positions = pack.positions
+        if model.post_process:
+            model.output_layer.rows = pack.logit_rows
+        route()
+
     precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy the hidden states
-    # The pack is passed as the attention mask.
-    out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack, **precision)
+    with recompute.micro_batch(prepare):
+        # The pack is passed as the attention mask.
+        out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack, **precision)
     return out
 
 

@@ -21,11 +21,13 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.microbatches import Groups, costs_of, packs_of_rank
+from asyncrl.trainer.layers import accumulates_by_itself
+from asyncrl.trainer.meter import StepMeter
+from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
-from asyncrl.weights.reshard import Resharder
+from asyncrl.weights.reshard import Resharder, weights_of
 
 Visit = Callable[[Head, Pack], Tensor]
 """Callback that the last stage runs on each pack. It returns the loss, or any tensor in a pass without gradient."""
@@ -34,12 +36,16 @@ Visit = Callable[[Head, Pack], Tensor]
 class FastDDP(DistributedDataParallel):
     """DistributedDataParallel that copies the first gradient of a step into the float32 buffer. Megatron fills the
     buffer with zeros and adds: three passes over all gradients instead of one. Code that adds to a buffer itself must
-    call `gradient_buffer`."""
+    call `gradient_buffer`. TransformerEngine's layers do not, so the buffers are filled with zeros for them."""
 
     def zero_grad_buffer(self) -> None:
         """Mark the buffers as stale. Those that get no gradient during the step are zeroed after its passes."""
+        fused = accumulates_by_itself(self.module)
         for parameter in self.params_with_grad:
-            parameter.holds_old_gradient = True
+            parameter.holds_old_gradient = not fused
+        if fused:
+            super().zero_grad_buffer()
+            return
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.reset()
 
@@ -52,8 +58,11 @@ class FastDDP(DistributedDataParallel):
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if param.grad is not None:
-                collect(param, param.grad)
+                if not getattr(param, "grad_added_to_main_grad", False):
+                    collect(param, param.grad)
                 param.grad = None
+            if self.ddp_config.overlap_grad_reduce:  # without param.grad too: the head has added it itself
+                self.param_to_bucket_group[param].register_grad_ready(param)
 
         return hook
 
@@ -70,9 +79,11 @@ class Network:
         *,
         value_head: bool = False,
         progress: Callable[[str], None] = lambda part: None,
+        meter: StepMeter | None = None,
     ) -> None:
         """Load the model of an HF folder. With `value_head` it outputs a number for each token instead of logits.
         `progress` is called at the start of each micro-batch."""
+        self.meter = meter or StepMeter(parallel)
         self._trainer, self._parallel, self._progress = trainer, parallel, progress
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
@@ -87,16 +98,28 @@ class Network:
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.sharded)
+        buffers = {
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": self.sharded,
+            "overlap_grad_reduce": trainer.overlap_grad_reduce,
+            "overlap_param_gather": trainer.overlap_param_gather,
+        }
+        ddp = megatron.configured(DistributedDataParallelConfig, buffers, "ddp", trainer.megatron.ddp)
         for chunk in chunks:
             _mark_experts(chunk)
-        self._costs = costs_of(self.hf)
-        self.wrapped = [FastDDP(self.config, ddp, module) for module in inner]
+        self._costs, self._operations = costs_of(self.hf), operations_of(self.hf)
+        self.wrapped = [
+            FastDDP(self.config, ddp, module, disable_bucketing=number > 0) for number, module in enumerate(inner)
+        ]
+        if trainer.overlap_grad_reduce:
+            waits = [chunk.no_sync for chunk in self.wrapped]
+            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         self._inner = dict(zip(self.wrapped, chunks, strict=True))
         # Of two stages, each is both the next and the previous of the other: without overlap, one batch of
         # point-to-point operations would mix the shapes of both directions.
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.timers = self.meter
         self.routing: RoutingReplay | None = None
         self._placed: list[PlacedTensor] | None = None
         for chunk in self.wrapped:
@@ -119,6 +142,13 @@ class Network:
             chunk.zero_grad_buffer()
         self._run(packs, visit, forward_only=False)
 
+    def gather(self) -> None:
+        """Complete the parameters after the last optimizer step of a batch. With trainer.overlap_param_gather a step
+        leaves each rank only its own shard new, and the next forward pass gathers the others."""
+        if self._trainer.overlap_param_gather:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+
     @torch.no_grad()
     def score(self, packs: list[Pack], visit: Visit) -> None:
         """Run the packs without gradient."""
@@ -126,8 +156,7 @@ class Network:
 
     def tensors(self) -> list[Tensor]:
         """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
-        states = [chunk.state_dict(keep_vars=True) for chunk in self._inner.values()]
-        return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
+        return [tensor for chunk in self._inner.values() for tensor in weights_of(chunk, keep_vars=True).values()]
 
     def placed(self) -> list[PlacedTensor]:
         """Return all of these tensors with their positions in the whole model."""
@@ -140,6 +169,12 @@ class Network:
         for chunk in self.wrapped:
             yield from chunk.parameters()
 
+    def gradients(self) -> list[Tensor]:
+        """Return the buffers of this rank's gradients."""
+        return [
+            buffer.grad_data for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
         which, kind = itertools.count(1), "" if not forward_only else " without gradient"
         passes = len(packs) * len(self.wrapped)
@@ -147,6 +182,8 @@ class Network:
         def forward_step(batches: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch, inner = next(batches), self._inner[model]
             self._progress(f"micro-batch {next(which)} of {passes}{kind}")
+            if inner.post_process and self._parallel.counts:
+                self.meter.count(self._operations.of(batch) / (3 if forward_only else 1))
 
             def loss_function(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss = visit(self._head(inner, hidden[0]), batch)
@@ -154,10 +191,10 @@ class Network:
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
             if self.routing:
-                self.routing.before(inner, batch)
-            out = megatron.forward(model, inner, batch)
-            if self.routing:
+                out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
                 self.routing.after(inner, batch)
+            else:
+                out = megatron.forward(model, inner, batch)
             return out, loss_function
 
         interleaved = len(self.wrapped) > 1

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import BadStep
+from asyncrl.trainer.model import configured
 from asyncrl.trainer.network import Network
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,22 +40,22 @@ class NetworkOptimizer:
     def __init__(self, trainer: TrainerConfig, network: Network, max_steps: int) -> None:
         self._trainer, self._network = trainer, network
         settings = trainer.optimizer
-        self._optimizer: Any = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                min_lr=settings.min_lr,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.eps,
-                weight_decay=settings.weight_decay,
-                clip_grad=settings.clip_grad,
-                bf16=trainer.dtype == "bfloat16",
-                params_dtype=getattr(torch, trainer.dtype),
-                use_distributed_optimizer=network.sharded,
-            ),
-            network.wrapped,
-        )
+        arguments = {
+            "optimizer": "adam",
+            "lr": settings.lr,
+            "min_lr": settings.min_lr,
+            "adam_beta1": settings.beta1,
+            "adam_beta2": settings.beta2,
+            "adam_eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+            "clip_grad": settings.clip_grad,
+            "bf16": trainer.dtype == "bfloat16",
+            "params_dtype": getattr(torch, trainer.dtype),
+            "use_distributed_optimizer": network.sharded,
+            "timers": network.meter,
+        }
+        config = configured(OptimizerConfig, arguments, "optimizer", trainer.megatron.optimizer)
+        self._optimizer: Any = get_megatron_optimizer(config, network.wrapped)
         network.config.grad_scale_func = self._optimizer.scale_loss
         self._fused = next(network.parameters()).device.type == "cpu"
         if self._fused:
@@ -91,6 +92,10 @@ class NetworkOptimizer:
     def step(self) -> tuple[float, bool]:
         """Apply the gradient, unless it is bad. Returns its norm before clipping, and whether it was applied. Raises
         BadStep as configured."""
+        with self._network.meter.span("optimizer"):
+            return self._step()
+
+    def _step(self) -> tuple[float, bool]:
         trainer = self._trainer
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
@@ -117,6 +122,14 @@ class NetworkOptimizer:
             for group in part.optimizer.param_groups:
                 group.pop("step", None)  # of Apex and TransformerEngine, see _count
         self._applied = 0
+
+    def states(self) -> Iterator[Tensor]:
+        """Yield the tensors of the optimizer that take memory: masters, and the moments that exist."""
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
@@ -200,6 +213,10 @@ class Resets:
         self._every, self._share = every, share
         self._network, self._optimizer = network, optimizer
         self._start: list[Tensor] = [p.detach().clone() for p in network.parameters()] if every else []
+
+    def states(self) -> list[Tensor]:
+        """Return the initial weights; none if resets are off."""
+        return self._start
 
     @torch.no_grad()
     def after(self, batches: int) -> None:

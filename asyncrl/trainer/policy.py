@@ -26,6 +26,7 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
+from asyncrl.trainer.offload import DeviceMemory, HeldTensors
 from asyncrl.trainer.optimizer import NetworkOptimizer, Resets
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.sharded import ShardedState
@@ -49,9 +50,12 @@ class Policy:
         self._replay = ReplayBuffer(algo.replay_groups, config.rollout.max_staleness, config.run.seed)
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
         self._advantage, self._objective = ADVANTAGES.find(algo.advantage), Objective(algo, config.rollout)
-        self._critic = Critic(config, folder, parallel, progress) if self._advantage.traits.critic else None
+        self._critic = (
+            Critic(config, folder, parallel, progress, self.network.meter) if self._advantage.traits.critic else None
+        )
         self._warm_at = algo.critic.warmup if self._critic else 0
         self._temperature = config.rollout.temperature
+        self.memory = DeviceMemory(self._held)
 
     @property
     def reused(self) -> int:
@@ -68,8 +72,18 @@ class Policy:
 
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
-        parts = {"policy": ShardedState(self.network, self._optimizer)}
-        return {**parts, "critic": self._critic.sharded()} if self._critic else parts
+        read = self.memory.readable
+        parts = {"policy": ShardedState(self.network, self._optimizer, read)}
+        return {**parts, "critic": self._critic.sharded(read)} if self._critic else parts
+
+    def _held(self) -> HeldTensors:
+        critic = self._critic.held() if self._critic else HeldTensors([], [], [])
+        frozen = [*self._resets.states(), *(self._reference.states() if self._reference else [])]
+        return HeldTensors(
+            list(self.network.parameters()),
+            [*self.network.gradients(), *critic.gradients],
+            [*self._optimizer.states(), *critic.states, *frozen],
+        )
 
     def counters(self) -> dict[str, Any]:
         """Return the counters that a checkpoint holds besides weights and moments."""
@@ -163,6 +177,7 @@ class Policy:
             norm, applied = self._optimizer.step()
             norms.append(norm)
             bad, trained = bad + (not applied), trained + len(chosen)
+        self.network.gather()
         return {
             "groups/trained": float(trained),
             "lr": lr,

@@ -28,6 +28,10 @@ class Reference:
         for place, data in zip(places, own, strict=True):
             place.data = data
 
+    def states(self) -> list[Tensor]:
+        """Return the weights."""
+        return self._weights
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Make the network compute with these weights inside the block; only for passes without gradient."""

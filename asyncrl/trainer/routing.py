@@ -11,7 +11,7 @@ docs/algorithms.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -119,17 +119,20 @@ class RoutingReplay:
 
     # -- a pass --------------------------------------------------------------------------------------------
 
-    def before(self, chunk: GPTModel, pack: Pack) -> None:
-        """Set the replayed experts, before a chunk runs the pack."""
+    def before(self, chunk: GPTModel, pack: Pack) -> Callable[[], None]:
+        """Return what sets the replayed experts, before a chunk runs the pack and before it recomputes a part of it."""
         choices, layers = self._choices[chunk], self._of(chunk)
-        for choice in choices:
-            choice.given = None
-        if self._mode != "replay" or pack.keys is None or not choices:
-            return
-        experts, known = self._routes.get(self._mine(pack.keys, chunk), layers)
-        experts, known = experts.to(self._parallel.device).long(), known.to(self._parallel.device)
-        for place, choice in enumerate(choices):
-            choice.given = (experts[:, place], known)
+        given: list[tuple[Tensor, Tensor] | None] = [None for _ in choices]
+        if self._mode == "replay" and pack.keys is not None and choices:
+            experts, known = self._routes.get(self._mine(pack.keys, chunk), layers)
+            experts, known = experts.to(self._parallel.device).long(), known.to(self._parallel.device)
+            given = [(experts[:, place], known) for place in range(len(choices))]
+
+        def route() -> None:
+            for choice, experts in zip(choices, given, strict=True):
+                choice.given = experts
+
+        return route
 
     def after(self, chunk: GPTModel, pack: Pack) -> None:
         """Record the chosen experts, after a chunk has run the pack."""

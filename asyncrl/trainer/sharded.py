@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,14 @@ class TensorShard:
 class ShardedState:
     """A network with its optimizer, as the pieces that this rank writes or reads."""
 
-    def __init__(self, network: Network, optimizer: NetworkOptimizer) -> None:
-        self._network, self._optimizer = network, optimizer
+    def __init__(
+        self,
+        network: Network,
+        optimizer: NetworkOptimizer,
+        readable: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        """`readable` returns where the elements of a tensor can be read, if they are not on the device."""
+        self._network, self._optimizer, self._readable = network, optimizer, readable
 
     def written(self) -> Iterator[TensorShard]:
         """Yield the pieces that this rank writes. Each element of the whole is written by one rank."""
@@ -68,7 +74,8 @@ class ShardedState:
         for shard in self._optimizer.shards():
             place = places[id(shard.parameter)]
             if place.ours if self._network.sharded else place.first:
-                yield from _pieces(place, shard.start, {"": shard.master, **_moments(shard.moments)})
+                values = {"": shard.master, **_moments(shard.moments)}
+                yield from _pieces(place, shard.start, {name: self._readable(one) for name, one in values.items()})
         for place in places.values():
             if place.first and not isinstance(place.tensor, torch.nn.Parameter):  # a buffer
                 yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})

@@ -19,6 +19,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from asyncrl.weights.reshard import weights_of
+
 Shape = tuple[int, ...]
 
 
@@ -83,7 +85,7 @@ def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
 def placed(chunks: list[GPTModel], vocab_size: int) -> list[PlacedTensor]:
     """Return every parameter and persistent buffer of these chunks of layers. The vocabulary's padding, which differs
     between layouts, belongs to no box."""
-    tensors = [t for chunk in chunks for t in chunk.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
+    tensors = [tensor for chunk in chunks for tensor in weights_of(chunk, keep_vars=True).values()]
     tensors = sorted({t.data_ptr(): t for t in tensors if t.numel()}.values(), key=lambda t: t.data_ptr())
     starts = [tensor.data_ptr() for tensor in tensors]
     found: dict[int, list[ShardedTensor]] = {number: [] for number in range(len(tensors))}

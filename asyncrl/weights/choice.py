@@ -11,19 +11,22 @@ from asyncrl.errors import ConfigError
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
-def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool) -> tuple[str, str]:
-    """Return the transport for the setting `weights.transport`, and the reason. Raises ConfigError if it cannot reach
-    the engines."""
+def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool, colocated: bool = False) -> tuple[str, str]:
+    """Return the transport for the setting `weights.transport`, and the reason. `colocated` says that trainers and
+    engines share their GPUs. Raises ConfigError if it cannot reach the engines."""
     hosts = {str(urlsplit(url).hostname) for url in engines}
     here = hosts <= LOOPBACK | {host}
-    if setting == "tensor" and not here:
+    if not here and (setting == "tensor" or (setting == "auto" and colocated)):
         raise ConfigError(
             "weights.transport",
             setting,
-            f"The engines are on the hosts {sorted(hosts)}, but shared memory works only within one host: set auto.",
+            f"The engines are on the hosts {sorted(hosts)}, but shared memory works only within one host: set "
+            + ("disk." if colocated else "auto."),
         )
     if setting != "auto":
         return setting, "as configured"
+    if colocated:
+        return "tensor", "engines and trainers share their devices: engines read the buckets where they are"
     if gpu:
         return "distributed", "trainers and engines have separate GPUs: NCCL uses the fastest path between them"
     if here:

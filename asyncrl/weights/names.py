@@ -1,13 +1,14 @@
 """Mapping between Megatron parameters and HF tensors: one table per model family, used in both directions.
 
 A new family needs a table here, an entry in models/architectures.py, and a line in its test. Megatron's names are those
-of megatron-core's local layer spec; HF's are those of the safetensors files.
+of megatron-core's local layer spec, and TRANSFORMER_ENGINE translates those of its other one; HF's are those of the
+safetensors files.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
@@ -119,6 +120,26 @@ FAMILIES: dict[str, Table] = {
 }
 
 
+TRANSFORMER_ENGINE: tuple[tuple[str, str], ...] = (
+    (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
+    (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
+    (r"linear_(q|kv)_up_proj\.layer_norm_weight$", r"\1_layernorm.weight"),
+    (r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight"),
+)
+"""Names under Megatron's TransformerEngine spec, which fuses norms into the linear layers that follow them and keeps
+all experts of a rank in one module, and the same parameters under the local spec. All other names are equal."""
+WHOLE_WITH_TRANSFORMER_ENGINE = re.compile(r"linear_(q|kv)_down_proj\.weight$")
+"""Parameters that every tensor-parallel rank holds in full under the TransformerEngine spec, and shares under the local
+one."""
+
+
+def local_name(name: str) -> str:
+    """Return the name under Megatron's local spec of a parameter of its TransformerEngine spec."""
+    for pattern, replacement in TRANSFORMER_ENGINE:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 INSEPARABLE = {"self_attn.kv_a_proj_with_mqa.weight": "self_attn.q_a_proj.weight"}
 """HF tensors that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only if it sees both, and
 otherwise silently keeps the old weights."""
@@ -147,9 +168,11 @@ class Found:
 
 
 class Mapping:
-    """The table of one architecture, looked up by Megatron name or by HF name."""
+    """The table of one architecture, looked up by Megatron name or by HF name. With `transformer_engine`, parameters
+    have the layouts of Megatron's TransformerEngine spec."""
 
-    def __init__(self, architecture: str) -> None:
+    def __init__(self, architecture: str, *, transformer_engine: bool = False) -> None:
+        self._transformer_engine = transformer_engine
         if architecture not in FAMILIES:
             raise WeightsError(f"{architecture}: no table of names for this architecture; known: {sorted(FAMILIES)}")
         self.architecture = architecture
@@ -157,11 +180,14 @@ class Mapping:
         self._hf = {name: rule for rule in FAMILIES[architecture] for name in rule.hf}
 
     def find(self, megatron_name: str) -> Found:
-        """Return the rule of a parameter whose layer and expert numbers are global."""
+        """Return the rule of a parameter, named as in the local spec, whose layer and expert numbers are global."""
         general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
         if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")
-        return Found(self._rules[general], layer, None if expert is None else int(expert))
+        rule = self._rules[general]
+        if self._transformer_engine and WHOLE_WITH_TRANSFORMER_ENGINE.search(general):
+            rule = replace(rule, layout=WHOLE)
+        return Found(rule, layer, None if expert is None else int(expert))
 
     def knows(self, hf_name: str) -> bool:
         """Return whether some Megatron parameter holds this HF tensor."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from asyncrl.parallel import Parallel
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import Dims, Pieces
-from asyncrl.weights.names import Found, Mapping, unit_of
+from asyncrl.weights.names import Found, Mapping, local_name, unit_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -37,7 +37,8 @@ class Resharder:
 
     def __init__(self, chunks: Sequence[GPTModel], architecture: str, dims: Dims, parallel: Parallel) -> None:
         self._chunks, self._dims, self._parallel = chunks, dims, parallel
-        self._mapping = Mapping(architecture)
+        te = chunks[0].config.transformer_impl == "transformer_engine"
+        self._mapping = Mapping(architecture, transformer_engine=te)
         self._num_layers = chunks[0].config.num_layers
         self._num_experts = chunks[0].config.num_moe_experts or 0
         self._experts_here = self._num_experts // parallel.ep
@@ -50,14 +51,13 @@ class Resharder:
         return [
             (number, name, self._mapping.find(_global_name(name, _layers(chunk), self._first_expert)))
             for number, chunk in enumerate(self._chunks)
-            for name, tensor in chunk.state_dict().items()
-            if isinstance(tensor, Tensor)  # excludes a layer's extra state
+            for name in weights_of(chunk)
         ]
 
     def _tensors(self, which: list[tuple[int, str, Found]]) -> Iterator[tuple[Found, Tensor]]:
         """Look the tensors up again for each pass: mixed precision and data parallelism move a model's memory after
         construction."""
-        states = [chunk.state_dict() for chunk in self._chunks]
+        states = [weights_of(chunk) for chunk in self._chunks]
         return ((found, states[chunk][name]) for chunk, name, found in which)
 
     def _degree(self, found: Found) -> int:
@@ -160,6 +160,13 @@ class Resharder:
         )
 
 
+def weights_of(module: torch.nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
+    """Return a module's parameters and persistent buffers by name, without TransformerEngine's `_extra_state`, which
+    holds the scales of an FP8 recipe. With `keep_vars`, parameters are returned as such, as by `state_dict`."""
+    states = module.state_dict(keep_vars=keep_vars).items()
+    return {name: t for name, t in states if isinstance(t, Tensor) and not name.endswith("_extra_state")}
+
+
 def _layers(chunk: GPTModel) -> list[int]:
     """Return a chunk's layers by their numbers in the whole model, from 0."""
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
@@ -167,6 +174,6 @@ def _layers(chunk: GPTModel) -> list[int]:
 
 def _global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
     """Rename from local numbers to those of the whole model: `layers` by local number, experts from `first_expert`
-    on."""
+    on. The result is a name of the local spec."""
     name = re.sub(r"(?<=\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name, count=1)
-    return re.sub(r"(?<=\.local_experts\.)\d+", lambda found: str(first_expert + int(found[0])), name)
+    return re.sub(r"(?<=\.local_experts\.)\d+", lambda found: str(first_expert + int(found[0])), local_name(name))

@@ -21,7 +21,7 @@ from asyncrl.engine.fleet import Fleet
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.transport import Transport
 
-DEVICE = 6  # index of the device in what torch's reduce_tensor returns for a CUDA tensor
+SIZE, STRIDE, OFFSET, DEVICE = 1, 2, 3, 6  # indices of what torch's reduce_tensor returns for a CUDA tensor
 
 
 class TensorTransport(Transport):
@@ -35,6 +35,7 @@ class TensorTransport(Transport):
     def __init__(self, fleet: Fleet, engine_tp: int) -> None:
         self._fleet, self._engine_tp = fleet, engine_tp
         self.memories = 3 if torch.cuda.is_available() and engine_tp > 1 else 2
+        self._shared = SharedBuffers()
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Allocate shared memory on CPU. torch's default of sharing file descriptors requires both processes to share a
@@ -51,11 +52,11 @@ class TensorTransport(Transport):
         opened twice.
         """
         if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)
+            torch.cuda.current_stream(flat.device).synchronize()
         metadata = [METADATA.of(e.name, e.shape, e.dtype, e.start, e.end, e.end - e.start) for e in bucket]
         bodies = {
             url: {
-                "serialized_named_tensors": [_handle(flat, metadata) for _ in range(self._engine_tp)],
+                "serialized_named_tensors": [self._handle(flat, metadata) for _ in range(self._engine_tp)],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             }
@@ -63,29 +64,48 @@ class TensorTransport(Transport):
         }
         self._fleet.finish(self._fleet.start("/update_weights_from_tensor", bodies))
 
+    def _handle(self, flat: Tensor, metadata: list[Any]) -> str:
+        """Serialize a handle like SGLang's MultiprocessingSerializer; the bytes are not copied."""
+        buffer = io.BytesIO()
+        shared = _Reduced(self._shared.reduce(flat)) if flat.is_cuda else flat
+        with METADATA.known():
+            ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
+        return base64.b64encode(buffer.getvalue()).decode()
 
-def _handle(flat: Tensor, metadata: list[Any]) -> str:
-    """Serialize a handle like SGLang's MultiprocessingSerializer; the bytes are not copied."""
-    buffer = io.BytesIO()
-    shared = _ByUUID(flat) if flat.is_cuda else flat
-    with METADATA.known():
-        ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
-    return base64.b64encode(buffer.getvalue()).decode()
 
+class SharedBuffers:
+    """Handles of CUDA buffers, each of which is shared with other processes once.
 
-class _ByUUID:
-    """A CUDA tensor that pickles with its GPU's UUID, because engines may number the visible GPUs differently.
-
-    The other half is sglang/srt/utils/patch_torch.py, which looks up the UUID.
+    Every call of torch's reduce_tensor wraps the storage's memory in one more record, with a counter of references and
+    an event of its own, which are freed with the storage. Engines may open one handle any number of times: torch reads
+    its counter only when the storage is freed. They need not wait for its event, because `send` waits for the GPU.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self) -> None:
+        self._reduced: dict[reductions.StorageWeakRef, tuple[Any, tuple[Any, ...]]] = {}
+
+    def reduce(self, tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        """Return what pickle writes for a tensor. It names its GPU by UUID, because engines may number the visible GPUs
+        differently; the other half is sglang/srt/utils/patch_torch.py, which looks up the UUID."""
+        storage = reductions.StorageWeakRef(tensor.untyped_storage())
+        if storage not in self._reduced:
+            rebuild, arguments = reductions.reduce_tensor(tensor)
+            uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+            self._reduced[storage] = rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
+        rebuild, shared = self._reduced[storage]
+        arguments = list(shared)
+        arguments[SIZE], arguments[STRIDE], arguments[OFFSET] = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return rebuild, tuple(arguments)
+
+
+class _Reduced:
+    """An object that pickles as what it was given."""
+
+    def __init__(self, reduced: tuple[Any, tuple[Any, ...]]) -> None:
+        self._reduced = reduced
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, arguments = reductions.reduce_tensor(self._tensor)
-        uuid = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
-        return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
+        return self._reduced
 
 
 class _Metadata:

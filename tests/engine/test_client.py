@@ -50,6 +50,18 @@ def test_answers_arrive_as_sent_wherever_the_bytes_are_cut(answers, size, random
     assert asked(engine, lambda client: siblings(client, len(answers))) == answers
 
 
+def test_answers_are_bounded_by_the_cache_that_an_engine_turned_out_to_have() -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> list[Completion]:
+        client.narrow(len(PROMPT) + 7)  # the smallest with room for a prompt
+        client.narrow(1000)  # of an engine with more
+        return await siblings(client)
+
+    asked(engine, play, context=4096)
+    assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 5
+
+
 def test_siblings_become_one_request_of_n_samples() -> None:
     engine = FakeEngine(echo())
     first, second, third = asked(engine, lambda client: siblings(client, 3))

@@ -12,6 +12,7 @@ from asyncrl.backends.cpu import megatron_shim
 megatron_shim.enable()
 
 import torch  # noqa: E402
+from megatron.core.tensor_parallel import random  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack  # noqa: E402
@@ -43,24 +44,37 @@ def main(folder: Path) -> None:
 
 
 def kept_by_forward(network: Network) -> int:
-    """Return the bytes of all memory that autograd keeps, except the parameters."""
+    """Return the bytes of all memory that autograd keeps at the end of forward, except the parameters, and those of the
+    largest unit that backward recomputes."""
     one = Sample(
         [i % VOCAB for i in range(ROWS)], [(i + 1) % VOCAB for i in range(ROWS)], [True] * ROWS, number=0, first_row=0
     )
     own = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
     kept: dict[int, Tensor] = {}  # by address, held so that none is used again
+    again: list[dict[int, Tensor]] = [{}]  # the same, of each unit in backward
+    forward: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+        address, in_backward = tensor.untyped_storage().data_ptr(), torch._C._current_graph_task_id() != -1
+        if address not in own and not (in_backward and address in kept):
+            (again[-1] if in_backward else kept)[address] = tensor
         return tensor
 
+    begin = random._set_checkpointing
+    random._set_checkpointing = lambda: (again.append({}), begin())
+
     def visit(head: Head, _: Pack) -> Tensor:
+        forward.append(sizes(kept))
         return head.hidden.float().sum()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         network.train(network.packs([[one]] * network._parallel.dp), visit)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return forward[0] + max(sizes(unit) for unit in again)
+
+
+def sizes(tensors: dict[int, Tensor]) -> int:
+    """Return the bytes of all these tensors' storages; a discarded one has none."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
 
 
 if __name__ == "__main__":

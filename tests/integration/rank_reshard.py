@@ -41,7 +41,8 @@ def main(folder: Path) -> None:
     mine: dict[str, dict[str, Any]] = {}
     cases = json.loads((folder / "cases.json").read_text())[str(dist.get_world_size())]
     for layout, (settings, models) in cases.items():
-        trainer = base.model_copy(update=settings)
+        split_of = base.pipeline_split.model_copy(update=settings.get("pipeline_split", {}))
+        trainer = base.model_copy(update={**settings, "pipeline_split": split_of})
         parallel = split(trainer, torch.device("cpu"), seed=0)
         for name in models:
             mine[f"{layout}/{name}"] = found(folder / name, trainer, parallel)

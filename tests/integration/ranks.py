@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -26,13 +27,14 @@ LAST = 4000  # characters of a failure's output
 
 
 def run_ranks(script: str, *arguments: str, world: int, timeout: float = 240.0) -> None:
-    """Run tests/integration/SCRIPT as `world` ranks. Raises AssertionError with what they printed when one fails."""
+    """Run SCRIPT, relative to this folder, as `world` ranks. Raises AssertionError with what they printed when one
+    fails."""
     zygote = _zygote()
     assert zygote.stdin is not None
     assert zygote.stdout is not None
     with tempfile.NamedTemporaryFile() as log:
         order = {
-            "script": str(Path(__file__).with_name(script)),
+            "script": str(Path(__file__).parent / script),
             "arguments": arguments,
             "world": world,
             "port": free_port("127.0.0.1"),
@@ -64,19 +66,21 @@ def run_on_gpu(script: str, *arguments: str, timeout: float = 600.0) -> None:
 
 @cache
 def _zygote() -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.integration.ranks"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", os.environ.get("ASYNCRL_ZYGOTE", "tests.integration.ranks")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     atexit.register(process.kill)
     return process
 
 
-def _serve() -> None:
-    """Execute orders until the tests end."""
+def serve(prepare: Callable[[], None] = lambda: None) -> None:
+    """Execute orders until the tests end. `prepare` runs between the CPU shim and the import of Megatron."""
     from asyncrl import importing
     from asyncrl.backends.cpu import megatron_shim
 
     megatron_shim.enable()
+    prepare()
     import asyncrl.trainer.policy
     import asyncrl.weights.export  # noqa: F401
 
@@ -131,4 +135,4 @@ def _fork(order: dict, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    serve()

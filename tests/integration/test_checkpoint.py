@@ -30,7 +30,7 @@ from tests.integration.test_trainer import LAYOUTS, Outcome, _outcome, folder  #
 pytestmark = pytest.mark.integration
 
 CHAINS: dict[str, list[str]] = {
-    "llama-tied": ["single", "pp2", "tp2-sp-cp2", "dp2", "single"],
+    "llama-tied": ["single", "pp2-uneven", "tp2-sp-cp2", "dp2", "single"],
     "qwen3-moe": ["ep2", "pp2-vpp2-ep2", "tp2-sp-ep2", "single", "etp2-ep2"],
     "glm4-moe": ["pp2-vpp2-ep2", "tp2-sp-ep2"],
 }

@@ -33,7 +33,11 @@ CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() for model in
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write all models with transformers."""
-    made = tmp_path_factory.mktemp("families")
+    return written(tmp_path_factory.mktemp("families"))
+
+
+def written(made: Path) -> Path:
+    """Write all models into an empty folder, which is returned."""
     for seed, (name, (kind, tied, fields)) in enumerate(MODELS.items()):
         write_random_model(
             made / name,
@@ -60,48 +64,52 @@ def megatron(folder: Path) -> Any:
 
     @cache
     def run(layout: str) -> None:
-        settings, models = LAYOUTS[layout]
-        with initialize_config_dir(str(CONF), version_base=None):
-            config: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
-        trainer = {**config["trainer"], **settings}
-        (folder / f"{layout}.json").write_text(json.dumps({"trainer": trainer, "models": models}))
-        ranks = trainer["tensor_parallel"] * trainer["pipeline_parallel"] * trainer["data_parallel"]
-        run_ranks("rank_families.py", str(folder), layout, world=ranks)
+        launch(folder, layout, {})
 
     return run
 
 
-@pytest.fixture(scope="module")
-def transformers(folder: Path) -> Any:
+def launch(folder: Path, layout: str, further: dict[str, Any]) -> None:
+    """Run all models of a layout, with further settings of the trainer."""
+    settings, models = LAYOUTS[layout]
+    with initialize_config_dir(str(CONF), version_base=None):
+        config: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
+    trainer = {**config["trainer"], **settings, **further}
+    (folder / f"{layout}.json").write_text(json.dumps({"trainer": trainer, "models": models}))
+    ranks = trainer["tensor_parallel"] * trainer["pipeline_parallel"] * trainer["data_parallel"]
+    run_ranks("rank_families.py", str(folder), layout, world=ranks)
+
+
+@cache
+def transformers(folder: Path, name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the logits of every group's targets, and the gradients by HF name."""
     from transformers import AutoModelForCausalLM
 
-    @cache
-    def run(name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-        model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-        logits = []
-        for group in groups():
-            rows = []
-            for sample in group:
-                out = model(torch.tensor([sample.prompt_ids + sample.token_ids])).logits[0]
-                rows.append(out[len(sample.prompt_ids) - 1 : -1])
-            logits.append(torch.cat(rows))
-        sum((found * factors(group, 257)).sum() for group, found in enumerate(logits)).backward()
-        for weight in model.parameters():  # transformers itself names the parts of its stacked experts
-            weight.data = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        model.save_pretrained(folder / "gradients" / name)
-        gradients = load_file(folder / "gradients" / name / "model.safetensors")
-        return [found.detach() for found in logits], gradients
-
-    return run
+    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+    logits = []
+    for group in groups():
+        rows = []
+        for sample in group:
+            out = model(torch.tensor([sample.prompt_ids + sample.token_ids])).logits[0]
+            rows.append(out[len(sample.prompt_ids) - 1 : -1])
+        logits.append(torch.cat(rows))
+    sum((found * factors(group, 257)).sum() for group, found in enumerate(logits)).backward()
+    for weight in model.parameters():  # transformers itself names the parts of its stacked experts
+        weight.data = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    model.save_pretrained(folder / "gradients" / name)
+    gradients = load_file(folder / "gradients" / name / "model.safetensors")
+    return [found.detach() for found in logits], gradients
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
-def test_logits_and_gradients_are_those_of_transformers(
-    layout: str, name: str, folder: Path, megatron: Any, transformers: Any
-) -> None:
+def test_logits_and_gradients_are_those_of_transformers(layout: str, name: str, folder: Path, megatron: Any) -> None:
     megatron(layout)
-    logits, gradients = transformers(name)
+    check(folder, layout, name)
+
+
+def check(folder: Path, layout: str, name: str) -> None:
+    """Compare what the ranks of a layout wrote with transformers."""
+    logits, gradients = transformers(folder, name)
     replicas = LAYOUTS[layout][0].get("data_parallel", 1)
     for replica in range(replicas):
         mine = load_file(folder / f"{layout}-{name}-{replica}.logits")["logits"]

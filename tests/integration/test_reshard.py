@@ -51,6 +51,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {"arch": "deepseek_v3", "vocab": 97, "fields": {**DEEPSEEK, "q_lora_rank": 12}},
     "deepseek-full-queries": {"arch": "deepseek_v3", "vocab": 97, "fields": {**DEEPSEEK, "q_lora_rank": None}},
 }
+THREE_LAYERS = {
+    "three-layers": {"arch": "llama", "tied": True, "vocab": 97, "layers": 3},
+    "three-layers-moe": {**MODELS["qwen3-moe"], "layers": 3},
+}
 MIXTURES = ["qwen3-moe", "mixtral", "glm4-moe", "deepseek", "deepseek-full-queries"]
 
 ANY = list(MODELS)
@@ -83,12 +87,21 @@ EXPERT: dict[int, dict[str, dict[str, Any]]] = {
         "cp2-ep2": {"context_parallel": 2, "expert_parallel": 2},
     },
 }
-CASES = {
+SPLITS = {  # of three layers over two stages
+    "pp2-first": {"first_stage_layers": 2},
+    "pp2-last": {"last_stage_layers": 2},
+    "pp2-embedding": {"account_for_embedding": True},
+    "pp2-loss": {"account_for_loss": True},
+}
+CASES: dict[int, dict[str, Any]] = {
     ranks: {
         **{layout: [settings, ANY] for layout, settings in DENSE[ranks].items()},
         **{layout: [settings, MIXTURES] for layout, settings in EXPERT[ranks].items()},
     }
     for ranks in (3, 4)
+}
+CASES[4] |= {
+    name: [{"pipeline_parallel": 2, "pipeline_split": split}, list(THREE_LAYERS)] for name, split in SPLITS.items()
 }
 STAGES = {
     layout: settings.get("pipeline_parallel", 1) for cases in CASES.values() for layout, (settings, _) in cases.items()
@@ -100,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write all models with transformers."""
     made = tmp_path_factory.mktemp("reshard")
     sizes = {"hidden": 48, "layers": 4, "heads": 12, "kv_heads": 6, "intermediate": 36}
-    for seed, (name, model) in enumerate(MODELS.items()):
+    for seed, (name, model) in enumerate((MODELS | THREE_LAYERS).items()):
         defaults = {"tied": False, "dtype": "bfloat16", "seed": seed}
         write_random_model(made / name, **{**sizes, **defaults, **model})
     (made / "config.json").write_text(tiny_config(**{"trainer.dtype": "bfloat16"}).model_dump_json())

@@ -27,6 +27,12 @@ pytestmark = pytest.mark.integration
 
 VOCAB = 257  # odd: every tensor-parallel layout pads it
 UNEVEN = 40  # tokens of a micro-batch: odd numbers of them, and unequal ones on two replicas
+UNEQUAL = {
+    "first_stage_layers": 3,
+    "last_stage_layers": None,
+    "account_for_embedding": False,
+    "account_for_loss": False,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "unshared": {"share_prompts": False},
@@ -35,6 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
     "pp2": {"pipeline_parallel": 2, "micro_batch_tokens": 60},
     "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_tokens": UNEVEN},
+    "pp2-uneven": {"pipeline_parallel": 2, "micro_batch_tokens": 60, "pipeline_split": UNEQUAL},
     "dp2": {"data_parallel": 2},
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "cp2": {"context_parallel": 2},

@@ -183,6 +183,30 @@ def test_request_in_flight_keeps_its_tokens_in_the_other_modes(mode: str, fleet:
     publisher._fleet.close()
 
 
+def test_token_of_the_step_in_flight_at_an_in_place_pause_has_the_version_that_made_it(tmp_path: Path) -> None:
+    """With SGLang's overlap scheduler, a step is in flight when the pause arrives. The first token of an answer's
+    second version must not be one that the first version's weights made (engine/overlap.py)."""
+    with engines(tmp_path, "+engine.server_args.disable_overlap_schedule=false") as running:
+        weights = SeededWeights(running.addresses.model)
+        publisher = make(settings(running.config, transport="tensor"), running.addresses, weights, tmp_path)
+        for serving in (50, 150, 250, 350):  # where others work, too, the answers may end before the first publish
+            publish(publisher, serving)
+            _, answers = asyncio.run(publish_under_way(publisher, running, serving, range(serving + 1, serving + 6)))
+            for found in answers:
+                whole(found)
+            changed = [found for found in answers if len(found.versions) > 1 and found.versions[0].version == serving]
+            if changed:
+                break
+        else:
+            pytest.fail("the publishes fell outside the answers")
+        publisher._fleet.close()
+    for found in changed:
+        first = found.versions[0].end
+        gaps = (torch.tensor(found.logprobs) - logprobs(weights.at(serving), running, PROMPT, found)).abs()
+        assert gaps[:first].max() < 1e-4
+        assert gaps[first] > 1e-3
+
+
 class OneWrongBit(TensorTransport):
     """Transport that sends everything correctly, and then one tensor with a flipped bit to one engine."""
 

@@ -13,7 +13,12 @@ from asyncrl.launch.attached import KEY, check_attached, run_key
 from tests.fakes import tiny_config
 
 URL = "http://10.0.0.9:30000"
-WELL = {"tp_size": 1, "incremental_streaming_output": True}
+WELL = {
+    **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size"), 1),
+    "speculative_algorithm": None,
+    "incremental_streaming_output": True,
+    "disable_overlap_schedule": True,
+}
 ATTACHED = {"engine.urls": [URL], "engine.count": 0}
 
 
@@ -43,6 +48,29 @@ def test_engine_that_was_started_as_the_run_needs_it_passes(engine: Callable[...
     check_attached(tiny_config(**ATTACHED), "key0")
     engine({**WELL, "tp_size": 2})
     check_attached(tiny_config(**ATTACHED, **{"engine.tensor_parallel": 2}), "key0")
+
+
+def test_overlap_scheduling_is_refused_only_where_pauses_are_in_place(engine: Callable[..., None]) -> None:
+    engine({**WELL, "disable_overlap_schedule": False})
+    assert "--disable-overlap-schedule" in str(refusal())
+    check_attached(tiny_config(**ATTACHED, **{"weights.pause_mode": "retract"}), "key0")
+
+
+@pytest.mark.parametrize(
+    ("told", "flag"),
+    [
+        ({"dp_size": 2}, "with --dp-size 1"),
+        ({"ep_size": 4}, "with --ep-size 1"),
+        ({"speculative_algorithm": "EAGLE"}, "without --speculative-algorithm"),
+    ],
+)
+def test_engine_that_cannot_take_or_prove_new_weights_is_refused(
+    engine: Callable[..., None], told: dict[str, Any], flag: str
+) -> None:
+    engine({**WELL, **told})
+    assert flag in str(refusal())
+    engine({**WELL, **told}, version="7")
+    check_attached(tiny_config(**ATTACHED, mode="rollout_only", record=True), "key0")
 
 
 @pytest.mark.parametrize(

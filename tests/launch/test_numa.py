@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.numa import near, processors
+from asyncrl.launch.numa import bind, near, processors
 
 
 @pytest.fixture
@@ -43,7 +43,16 @@ def test_binding_stays_within_what_the_process_may_use(machine: Path, monkeypatc
     bound: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, numbers: bound.append(set(numbers)))
-    near("0", machine)
-    near("", machine)
-    near("9", machine)
+    for visible in ("0", "", "9"):
+        bind(near({"CUDA_VISIBLE_DEVICES": visible}, machine))
+    bind(near({}, machine))
     assert bound == [{2, 3}]
+
+
+def test_a_trainer_rank_is_bound_near_its_own_gpu_of_those_that_it_sees(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    ranks = [{"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_RANK": rank} for rank in ("0", "1")]
+    assert [near(rank, machine) for rank in ranks] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert near({"CUDA_VISIBLE_DEVICES": "", "LOCAL_RANK": "1"}, machine) == set()

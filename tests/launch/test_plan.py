@@ -97,6 +97,14 @@ def test_engines_are_told_to_keep_experts_only_where_they_are_replayed() -> None
     assert flag not in flags(made()["engine-0"])
 
 
+def test_cache_of_an_engine_is_what_fits_on_a_gpu_and_a_stated_size_on_a_cpu() -> None:
+    unset = {"engine.max_total_tokens": None, "teacher.max_total_tokens": None}
+    for name in ("engine-0", "teacher-0"):
+        assert flags(taught(**unset)[name])["max-total-tokens"] == "16384"
+        assert "max-total-tokens" not in flags(taught(4, **unset)[name])  # SGLang measures
+    assert flags(taught(4, **{"engine.max_total_tokens": 99})["engine-0"])["max-total-tokens"] == "99"
+
+
 def test_deterministic_engines_heed_seeds_and_on_a_cpu_have_one_request_at_a_time() -> None:
     settings = {"deterministic": True, "rollout.max_staleness": 0}
     cpu, gpu = (made(gpus=gpus, **settings)["engine-0"] for gpus in (0, 2))
@@ -216,6 +224,22 @@ def test_engines_see_the_trainers_gpus_only_where_weights_come_by_cuda_ipc() -> 
     shared = made(2, gpus=4, **{"trainer.data_parallel": 2, "weights.transport": "tensor"})
     assert {shared[f"engine-{i}"].env["CUDA_VISIBLE_DEVICES"] for i in (0, 1)} == {"0,1,2,3"}
     assert [flags(shared[f"engine-{i}"])["base-gpu-id"] for i in (0, 1)] == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("own", "args", "both"), [(None, {}, "0"), ("1", {}, "1"), ("0", {"enable_symm_mem": True}, "1")]
+)
+def test_trainers_and_engines_agree_on_cumem(
+    own: str | None, args: dict, both: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang sets NCCL_CUMEM_ENABLE=0 if it is unset, and 1 for symmetric memory; peers that differ cannot open each
+    other's memory."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if own is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", own)
+    specs = made(2, gpus=4, **{"trainer.data_parallel": 2, "engine.server_args": args})
+    parts = ("trainer-0", "trainer-1", "engine-0", "engine-1")
+    assert {specs[name].env.get("NCCL_CUMEM_ENABLE") for name in parts} == {both}
 
 
 def test_engines_have_the_delta_loader_only_where_it_is_used() -> None:

@@ -83,6 +83,18 @@ def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
+def test_processes_are_bound_near_their_gpus(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_of_them = os.sched_getaffinity(0)
+    near = min(all_of_them)
+    monkeypatch.setattr(processes, "near", lambda env: {near} if env.get("CUDA_VISIBLE_DEVICES") else set())
+    told = "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"
+    on_gpu = spec(run_id, "engine", f"{told}\n{FOREVER}")
+    on_gpu = dataclasses.replace(on_gpu, env={**on_gpu.env, "CUDA_VISIBLE_DEVICES": "0"})
+    supervise(run_id, tmp_path, on_gpu, spec(run_id, "trainer", f"{told}\nimport time; time.sleep(1)", ends=True))
+    logs = {name: (tmp_path / "logs" / f"{name}.log").read_text().strip() for name in ("engine", "trainer")}
+    assert logs == {"engine": f"[{near}]", "trainer": str(sorted(all_of_them))}
+
+
 def test_run_ends_well_when_all_trainers_have_and_the_rest_is_stopped(run_id: str, tmp_path: Path) -> None:
     polls = []
     supervise(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,13 +12,17 @@ from hypothesis import strategies as st
 
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.models import catalog
+from asyncrl.parallel import PipelineSplit
 from asyncrl.planner.memory import (
     ParallelLayout,
     RankParameters,
+    Recompute,
     Shape,
     Training,
     Weight,
     activations,
+    away,
+    cache_that_fits,
     checkpoint_staging,
     counted,
     engine_rank,
@@ -25,6 +30,7 @@ from asyncrl.planner.memory import (
     layer_bytes,
     parameters,
     trainer_rank,
+    turns,
 )
 from asyncrl.weights.names import FAMILIES
 
@@ -172,11 +178,29 @@ def test_activations_shrink_by_what_the_layout_divides() -> None:
     assert (
         of(ParallelLayout()) / 2 < of(ParallelLayout(tensor=2)) < of(ParallelLayout())
     )  # without it the hidden rows are not
-    assert of(ParallelLayout(pipeline=4)) == of(
-        ParallelLayout()
-    )  # the first stage has as many micro-batches as there are stages
-    assert of(ParallelLayout(pipeline=4), 3) == of(ParallelLayout()) / 4
-    assert of(ParallelLayout(pipeline=2, chunks=2)) == of(ParallelLayout()) * 1.25
+    last_norm = TRAINING.tokens * SHAPE.hidden * (2 + 8)
+    layers = of(ParallelLayout()) - last_norm
+    # the first stage has as many micro-batches as there are stages
+    assert of(ParallelLayout(pipeline=4)) == layers
+    assert of(ParallelLayout(pipeline=4), 3) == layers / 4 + last_norm
+    assert of(ParallelLayout(pipeline=2, chunks=2)) == layers * 1.25
+    uneven = ParallelLayout(pipeline=2, split=PipelineSplit(2, first=3))
+    assert of(uneven) == 2 * layers * 3 / 4
+    assert of(uneven, 1) == layers / 4 + last_norm
+
+
+def test_recomputed_activations_are_kept_for_one_unit_at_a_time() -> None:
+    def of(**recompute: Any) -> float:
+        return activations(SHAPE, ParallelLayout(), replace(TRAINING, recompute=Recompute(**recompute)), 0)
+
+    last_norm, inputs = TRAINING.tokens * SHAPE.hidden * (2 + 8), TRAINING.tokens * SHAPE.hidden * 2
+    layer = (of() - last_norm) / 4
+    assert of(granularity="full") == 4 * inputs + layer + last_norm
+    assert of(granularity="full", num_layers=2) == 2 * inputs + 2 * layer + last_norm
+    assert of(granularity="full", method="block") == inputs + 3 * layer + layer + last_norm
+    mlp = TRAINING.tokens * 3 * SHAPE.inner * 2
+    assert of(granularity="selective", modules=("mlp",)) == of() - 3 * mlp
+    assert of(granularity="selective", modules=("core_attn",)) == of()
 
 
 def test_a_routed_token_pays_for_each_of_its_experts() -> None:
@@ -221,6 +245,13 @@ def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() 
     assert engine_rank(model(), SHAPE, tensor=1, dtype="bfloat16", tokens=1, cache_dtype="fp8_e4m3")["KV cache"] == 32
 
 
+def test_the_cache_that_fits_fills_the_room_beside_the_weights() -> None:
+    part = {"tensor": 2, "dtype": "bfloat16"}
+    tokens = cache_that_fits(model(), SHAPE, 10_000, **part)  # type: ignore[arg-type]
+    assert sum(engine_rank(model(), SHAPE, **part, tokens=tokens).values()) <= 10_000  # type: ignore[arg-type]
+    assert sum(engine_rank(model(), SHAPE, **part, tokens=tokens + 1).values()) > 10_000  # type: ignore[arg-type]
+
+
 def test_ranks_beyond_the_key_value_heads_repeat_them() -> None:
     keys = [Weight("model.layers.0.self_attn.k_proj.weight", (8, 8))]
     sizes = [engine_rank(keys, SHAPE, tensor=tensor, dtype="bfloat16", tokens=1000) for tensor in (1, 2, 4)]
@@ -243,3 +274,16 @@ def test_what_nobody_loads_is_not_counted() -> None:
     assert counted([*model(), *extra], SHAPE) == model()
     assert counted(model(), replace(SHAPE, tied=True)) == model(tied=True)
     assert parameters(model(experts=2)) == RankParameters(2 * 80 + 5 * 8 + 4 * (64 + 16), 4 * 2 * 128)
+
+
+def test_turns_on_a_shared_gpu_count_what_each_side_keeps() -> None:
+    """A turn of the trainers counts nothing of the engine, and no other turn counts gradients, optimizer or
+    activations."""
+    weights = model()
+    trainer = trainer_rank(weights, SHAPE, ParallelLayout(), replace(TRAINING, frozen=1, bucket=64))
+    engine = engine_rank(weights, SHAPE, tensor=1, dtype="bfloat16", tokens=1000)
+    found = turns(trainer, engine)
+    assert found["train"] == trainer
+    assert sum(found["generate"].values()) == sum(engine.values()) + trainer["publish buckets"]
+    assert sum(found["publish"].values()) == engine["weights"] + trainer["weights"] + trainer["publish buckets"]
+    assert away(trainer) == (2 + 4 + 8 + 2) * parameters(counted(weights, SHAPE)).all

@@ -17,7 +17,7 @@ from asyncrl.models.architectures import ARCHITECTURES
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import layouts
 from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, Dims, TensorLayout, dims_of
-from asyncrl.weights.names import FAMILIES, Mapping, unit_of
+from asyncrl.weights.names import FAMILIES, Mapping, local_name, unit_of
 
 HIDDEN = 8
 ONE = Dims(heads=1, kv_heads=1, head_dim=1, vocab=5, tied=False)
@@ -142,6 +142,29 @@ def test_numbers_of_layer_and_expert_stand_in_every_hf_name() -> None:
     )
     assert expert.rule.expert
     assert Mapping("LlamaForCausalLM").find("decoder.final_layernorm.weight").hf_names() == ("model.norm.weight",)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.weight"),
+        ("self_attention.q_layernorm.weight", "self_attention.q_layernorm.weight"),
+        ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
+        ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight"),
+        ("mlp.experts.linear_fc2.weight12", "mlp.experts.local_experts.12.linear_fc2.weight"),
+    ],
+)
+def test_names_of_transformer_engine_become_those_of_the_local_layers(name: str, expected: str) -> None:
+    assert local_name(f"decoder.layers.3.{name}") == f"decoder.layers.3.{expected}"
+
+
+def test_transformer_engine_holds_latent_down_projections_whole() -> None:
+    name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
+    assert Mapping("DeepseekV3ForCausalLM").find(name).rule.layout is COLUMN
+    assert Mapping("DeepseekV3ForCausalLM", transformer_engine=True).find(name).rule.layout is WHOLE
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class Chunk(nn.Module):
         for name, shape in ends.items():
             self._put(self, name, shape)
         experts = 4 if "mlp.router.weight" in layer else None
-        self.config = SimpleNamespace(num_layers=LAYERS, num_moe_experts=experts)
+        self.config = SimpleNamespace(num_layers=LAYERS, num_moe_experts=experts, transformer_impl="local")
 
     def _put(self, module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
         *path, last = name.split(".")

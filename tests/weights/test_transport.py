@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import ConfigError
@@ -13,6 +16,7 @@ from asyncrl.network.addresses import Access
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.choice import choose
 from asyncrl.weights.disk import KEPT, DiskTransport
+from asyncrl.weights.tensor import SharedBuffers
 
 HERE, THERE = "http://127.0.0.1:20000", "http://10.0.0.7:20000"
 
@@ -66,6 +70,38 @@ def test_a_version_appears_when_it_is_whole_and_old_ones_go(tmp_path: Path) -> N
         assert transport.deliver(version)
     assert fleet.folders == [["model-stage0-00001.safetensors", "model-stage0-00002.safetensors"]] * 4
     assert sorted(folder.name for folder in (tmp_path / "weights").iterdir()) == ["v000003", "v000004"][-KEPT:]
+
+
+def test_a_buffer_on_a_gpu_is_shared_once_whatever_is_sent_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of torch's reduce_tensor leaves a record that lives as long as the buffer."""
+    calls: list[int] = []
+
+    def reduce_tensor(tensor: torch.Tensor) -> tuple:
+        calls.append(tensor.data_ptr())
+        shape = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return len, (torch.Tensor, *shape, "storage class", tensor.dtype, 0, b"handle", 64, 0, False)
+
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="the-gpu"))
+    shared, buffers = SharedBuffers(), [torch.empty(64, dtype=torch.uint8) for _ in range(2)]
+    for size in (64, 16, 32):  # versions
+        for _ in range(4):  # engines and their ranks
+            for buffer in buffers:
+                rebuild, arguments = shared.reduce(buffer[:size])
+                assert rebuild is len
+                assert (arguments[1], arguments[2], arguments[3]) == ((size,), (1,), 0)
+                assert arguments[6] == "the-gpu"
+    assert calls == [buffer.data_ptr() for buffer in buffers]
+    another = torch.empty(64, dtype=torch.uint8)
+    shared.reduce(another)
+    assert calls[2:] == [another.data_ptr()]
+
+
+def test_arguments_of_torchs_reduction_are_where_they_are_replaced() -> None:
+    rebuilt = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert [rebuilt[place] for place in (1, 2, 3, 6)] == [
+        *("tensor_size", "tensor_stride", "tensor_offset", "storage_device")
+    ]
 
 
 def test_what_a_dead_trainer_left_half_written_is_not_delivered(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import os
 import platform
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from asyncrl.importing import after_import
 
 KEPT_MAPPINGS = 16
 """Number of shared-memory mappings to keep: enough for every bucket of a small model. Mappings of a dead trainer are
@@ -37,12 +38,12 @@ def install() -> None:
     torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it on every device
     _keep_mappings()
     _fork_children()
-    sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", _no_host_registration))
-    sys.meta_path.insert(0, _AfterImport("sglang.srt.layers.attention.attention_registry", _register_attention))
-    sys.meta_path.insert(0, _AfterImport("sglang.srt.arg_groups.choices", _allow_deterministic))
-    sys.meta_path.insert(0, _AfterImport("sglang.srt.batch_invariant_ops", _without_invariant_kernels))
-    sys.meta_path.insert(0, _AfterImport("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch))
-    sys.meta_path.insert(0, _AfterImport("sglang.srt.layers.sampler", _sample_by_inversion))
+    after_import("sglang.srt.mem_cache.pool_host.common", _no_host_registration)
+    after_import("sglang.srt.layers.attention.attention_registry", _register_attention)
+    after_import("sglang.srt.arg_groups.choices", _allow_deterministic)
+    after_import("sglang.srt.batch_invariant_ops", _without_invariant_kernels)
+    after_import("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch)
+    after_import("sglang.srt.layers.sampler", _sample_by_inversion)
 
 
 def _stub_triton(torch: Any) -> None:
@@ -134,29 +135,6 @@ class _AbsentKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return _Absent(f"{module.__name__}.{name}")
 
         module.__dict__.update(__version__="0.0.0", __getattr__=attribute)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Import hook that runs `patch` on one module right after the module's own code."""
-
-    def __init__(self, name: str, patch: Callable[[types.ModuleType], None]) -> None:
-        self._name, self._patch = name, patch
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return None
-        run = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            run(module)
-            self._patch(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 def _register_attention(registry: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -35,6 +36,8 @@ class MachineFacts:
     gpus: tuple[Gpu, ...] = ()
     memory: int = 0
     """Bytes available to its processes together: the machine's memory, or the limit of their control group."""
+    nvcc: str = ""
+    """The CUDA compiler that SGLang would call."""
 
     def told(self) -> dict[str, Any]:
         """Return the facts as values for JSON."""
@@ -55,7 +58,7 @@ class MachineFacts:
 
 def this_machine(name: str, versions: dict[str, str]) -> MachineFacts:
     """Return the facts about this machine."""
-    return MachineFacts(name, versions, tuple(_gpus()), _memory())
+    return MachineFacts(name, versions, tuple(_gpus()), _memory(), _nvcc())
 
 
 def parse_gpus(text: str) -> list[Gpu]:
@@ -76,6 +79,13 @@ def _gpus() -> list[Gpu]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return parse_gpus(done.stdout) if done.returncode == 0 else []
+
+
+def _nvcc() -> str:
+    """Return the path of nvcc, found as SGLang and tvm-ffi find it (sglang/kernels/jit/utils/arch.py)."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = Path(home, "bin", "nvcc") if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    return str(found) if found.is_file() else ""
 
 
 def _memory() -> int:

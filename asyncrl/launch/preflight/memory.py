@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+from asyncrl.planner.memory import away, turns
 
 CERTAIN = 0.5
 """Fraction of the estimated activations that is certainly needed; the rest only leads to a warning."""
@@ -20,8 +21,8 @@ PROCESS = {"trainer": 301_000_000, "engine": _SGLANG, "teacher": _SGLANG, "judge
 """Bytes of a process after it has imported its libraries, measured with those of requirements/cpu.txt. An engine has
 two processes, a server and a scheduler."""
 REMEDIES = {
-    "trainer": "Raise trainer.tensor_parallel, pipeline_parallel or data_parallel, lower trainer.micro_batch_tokens, "
-    "or set weights.staging=stream.",
+    "trainer": "Set trainer.recompute, raise trainer.tensor_parallel, pipeline_parallel or data_parallel, lower "
+    "trainer.micro_batch_tokens, or set weights.staging=stream.",
     "engine": "Raise engine.tensor_parallel, or lower engine.max_total_tokens.",
     "teacher": "Raise teacher.tensor_parallel, or lower teacher.max_total_tokens.",
     "judge": "Raise judge.tensor_parallel, or lower judge.max_total_tokens.",
@@ -49,6 +50,14 @@ class MemoryNeed:
     def certain(self) -> float:
         """Return a lower bound of the total."""
         return self.total - (1 - CERTAIN) * self.parts.get(ESTIMATED, 0)
+
+
+def in_turns(trainer: MemoryNeed, engine: MemoryNeed) -> MemoryNeed:
+    """Return the need of a trainer rank that shares its GPU with an engine rank (cluster.placement=colocated): that of
+    the largest turn, and host memory for what leaves the GPU."""
+    parts = dict(trainer.parts)
+    largest = max(turns(parts, dict(engine.parts)).values(), key=lambda turn: sum(turn.values()))
+    return MemoryNeed(largest, trainer.gpu, trainer.host + away(parts))
 
 
 def check_memory(

@@ -8,12 +8,12 @@ are skipped.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from asyncrl.config import Config, on_gpu
+from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch import forecast, precision
 from asyncrl.launch.checks import check_model, check_sandboxes
@@ -22,10 +22,16 @@ from asyncrl.launch.preflight import folders, network
 from asyncrl.launch.preflight.devices import check_gpus
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
+from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
-from asyncrl.launch.preflight.versions import check_versions, installed, pinned
+from asyncrl.launch.preflight.versions import (
+    check_gpu_engines,
+    check_gpu_trainers,
+    check_versions,
+    installed,
+    pinned,
+)
 from asyncrl.launch.preflight.weights import check_shared, check_sync
 from asyncrl.launch.prepare import ROLES, Preparation
 from asyncrl.launch.slurm.job import SlurmJob
@@ -122,9 +128,30 @@ def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Itera
         yield from network.check_ports(prepared.nodes, ports_wanted(config))
     needs = _needs(config, prepared.gpus, models)
     known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
+    yield from _gpu_software(config, prepared, models, known)
     yield from check_memory(prepared.placement, needs, known)
     if policy := models.get("model"):
         yield from check_sync(config, prepared.placement, policy.weights, prepared.gpus)
+
+
+def _gpu_software(
+    config: Config, prepared: Preparation, models: dict[str, ModelFolder], known: Mapping[str, MachineFacts]
+) -> Iterator[Finding]:
+    """Check the packages and the compiler that only parts on GPUs need, on the machines of these parts."""
+    placed, pins = prepared.placement, pinned(gpu=True)
+    fleets = (
+        (config.engine, [seat for seats in placed.engines for seat in seats]),
+        (config.teacher, placed.teachers),
+        (config.judge, placed.judges),
+    )
+    serving = dict.fromkeys(
+        seat.node.name for section, seats in fleets if on_gpu(section, prepared.gpus) for seat in seats
+    )
+    yield from check_gpu_engines([known[name] for name in serving if name in known], pins)
+    if on_gpu(config.trainer, prepared.gpus) and (policy := models.get("model")):
+        training = dict.fromkeys(seat.node.name for seat in placed.trainers)
+        machines = [known[name] for name in training if name in known]
+        yield from check_gpu_trainers(machines, pins, experts=bool(policy.shape.sparse))
 
 
 def _precision(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterator[Finding]:
@@ -164,15 +191,21 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
         ("judge", config.judge, models.get("judge")),
     ):
         if model:
+            gpu = on_gpu(section, gpus)
+            tokens = cache_tokens(section, gpu=gpu)
             parts = planner.engine_rank(
                 model.weights,
                 model.shape,
                 tensor=section.tensor_parallel,
                 dtype=section.dtype,
-                tokens=section.max_total_tokens,
+                tokens=tokens or config.rollout.max_new_tokens,
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
             )
-            needs[name] = MemoryNeed(parts, on_gpu(section, gpus))
+            if tokens is None:  # it takes what fits; a run needs at least one answer's
+                parts["KV cache of one answer"] = parts.pop("KV cache")
+            needs[name] = MemoryNeed(parts, gpu)
+    if config.cluster.placement == "colocated" and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
+        needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
     return needs
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.config import Config, TrainerConfig
+from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.models.architectures import megatron_arguments, rope
-from asyncrl.planner.memory import ParallelLayout, Shape, Training
+from asyncrl.planner.memory import ParallelLayout, Recompute, Shape, Training
 
 
 def shape_of(hf: dict[str, Any]) -> Shape:
@@ -53,6 +53,7 @@ def layout_of(trainer: TrainerConfig) -> ParallelLayout:
         expert=trainer.expert_parallel,
         expert_tensor=trainer.expert_tensor_parallel or trainer.tensor_parallel,
         sequence=trainer.sequence_parallel,
+        split=trainer.split if trainer.pipeline_parallel > 1 else None,
     )
 
 
@@ -61,14 +62,21 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     have rollout.max_new_tokens tokens."""
     trainer, algo = config.trainer, config.algo
     refers = algo.kl.reference == "weights" and algo.measures_reference
-    streams = config.weights.staging == "stream" or config.weights.transport in ("disk", "delta")
+    two_buckets = streams(config.weights, gpu=gpu) or config.weights.transport in ("disk", "delta")
     return Training(
         dtype=trainer.dtype,
         tokens=max(trainer.micro_batch_tokens, config.rollout.max_new_tokens),
         logit_rows=trainer.logit_rows,
         frozen=int(refers and not algo.kl.reference_offload) + int(algo.reset_every is not None),
         critic=algo.has_critic,
-        bucket=config.weights.bucket_mb << 20 if streams else 0,
+        bucket=config.weights.bucket_mb << 20 if two_buckets else 0,
         publishes=config.mode == "train",
         fused_norms=gpu,
+        recompute=recompute_of(trainer),
     )
+
+
+def recompute_of(trainer: TrainerConfig) -> Recompute:
+    """Return what is recomputed in backward."""
+    recompute = trainer.recompute
+    return Recompute(recompute.granularity, recompute.method, recompute.num_layers, tuple(recompute.modules))

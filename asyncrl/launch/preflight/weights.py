@@ -21,7 +21,8 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
     hosts = {seat.node.address for seat in placement.trainers}
     try:
         host = hosts.pop() if len(hosts) == 1 else ""  # as weights/publish.py receives it
-        chosen, why = choose(config.weights.transport, engines, host, gpu=gpu)
+        colocated = config.cluster.placement == "colocated"
+        chosen, why = choose(config.weights.transport, engines, host, gpu=gpu, colocated=colocated)
     except ConfigError as problem:
         return [error(problem.field, str(problem.value), problem.remedy)]
     item = BYTES[config.trainer.dtype]

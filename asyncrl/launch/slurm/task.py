@@ -21,11 +21,12 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl.launch.leftovers import Scratch, die_with_parent
-from asyncrl.launch.numa import near
+from asyncrl.launch.numa import bind, near
 from asyncrl.launch.stalls import stack_file, write_stack
 from asyncrl.leases import COUNTED_SECONDS, Watched
 from asyncrl.progress import DUMP_SIGNAL
@@ -106,7 +107,7 @@ def main(path: Path) -> int:
         env={**os.environ, **mine, **scratch.environment, MARK: mark},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: _prepare(mine.get("CUDA_VISIBLE_DEVICES", "")),
+        preexec_fn=partial(_prepare, near(mine)),
     )
     _note(begin_file(path.parent, name), {"node": node(), "pid": child.pid})
     launcher = Watched(Path(task.lease), task.lost_timeout, every=task.look_seconds) if task.lease else None
@@ -154,13 +155,13 @@ def _orphaned(task: SlurmTask, folder: Path) -> None:
         subprocess.run(task.orphaned, timeout=COMMAND_SECONDS, check=False)
 
 
-def _prepare(visible: str) -> None:
+def _prepare(cpus: set[int]) -> None:
     """Prepare the child. Slurm signals every process of a step, but SIGUSR1 and SIGUSR2 are for the task alone. If the
     task is killed, the process is killed with it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
     die_with_parent()
-    near(visible)
+    bind(cpus)
 
 
 def node() -> str:

@@ -73,6 +73,20 @@ def test_a_driver_that_fails_or_hangs_shows_no_gpu(
     assert len(this_machine("node3", {}).gpus) == count
 
 
+def test_nvcc_is_the_one_that_sglang_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("cuda/bin", "path"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "nvcc").touch(mode=0o755)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
+    assert this_machine("", {}).nvcc == str(tmp_path / "path" / "nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert this_machine("", {}).nvcc == str(tmp_path / "cuda" / "bin" / "nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))  # SGLang looks nowhere else
+    assert this_machine("", {}).nvcc == ""
+
+
 def test_a_machine_tells_the_launcher_what_it_knows_of_itself(capsys: object) -> None:
     machine = this_machine("node3", {"torch": "2.13.0"})
     assert machine.memory > 1 << 30

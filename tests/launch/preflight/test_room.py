@@ -11,7 +11,7 @@ import pytest
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.preflight.findings import Finding
 from asyncrl.launch.preflight.folders import FolderState, SpaceNeeded, check_folders, room_of
-from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
+from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
 from tests.launch.preflight.worlds import GB, job, machine, placed
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -159,3 +159,21 @@ def test_a_checkpoint_is_written_by_all_ranks() -> None:
     assert "checkpoint.timeout" in disk(99, speed=1e8, **{"checkpoint.timeout": 100.0})
     shape = {"checkpoint.timeout": 100.0, "trainer.data_parallel": 2}
     assert "checkpoint.every" in disk(99, speed=1e8, **shape)
+
+
+def test_gpu_that_is_shared_in_turns_holds_the_largest_turn_and_the_machine_what_is_away() -> None:
+    config = job(
+        **{"cluster.placement": "colocated", "weights.pause_mode": "retract", "rollout.max_staleness": 1},
+    )
+    parts = {"weights": 16, "gradients": 16, "masters": 8, "moments": 16, "frozen weights": 0, "publish buckets": 1}
+    trainer = MemoryNeed({part: int(size * GB) for part, size in parts.items()}, True)
+    engine = MemoryNeed({"weights": int(16 * GB), "KV cache": int(40 * GB)}, True)
+    needs = {"trainer": in_turns(trainer, engine), "engine": engine}
+
+    def found(size: float, ram: float) -> dict[str, str]:
+        here = replace(machine(gpus=1, ram=ram), gpus=(Gpu(0, "it", int(size * GB), "GPU-0"),))
+        return levels(check_memory(placed(config, 1, 1), needs, {"node0": here}))
+
+    assert found(70, 60) == {"trainer.tensor_parallel": "ok", "engine.tensor_parallel": "ok", "memory": "ok"}
+    assert found(56.5, 60)["trainer.tensor_parallel"] == "error"  # 57 while trainers work, and while engines generate
+    assert found(70, 40)["memory"] == "error"  # 16 + 8 + 16, and the processes

@@ -158,6 +158,12 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
     assert found(job(), tmp_path)["cluster.gpus"].level == "error"
 
 
+def test_an_engine_whose_cache_takes_what_fits_needs_room_for_one_answer(tmp_path: Path) -> None:
+    settings = {"cluster.gpus": 2, "cluster.nodes": 1, "engine.max_total_tokens": None}
+    assert "KV cache of one answer" in found(job(**settings), tmp_path)["engine"].value
+    assert "KV cache of one answer" not in found(job(**{**settings, "cluster.gpus": 0}), tmp_path)["engine"].value
+
+
 def test_dtype_of_a_job_to_come_is_decided_on_its_machines_unless_it_runs_on_gpus(tmp_path: Path) -> None:
     auto = {"trainer.dtype": "auto", "engine.dtype": "auto"}
     cpus = found(job(**{"cluster.gpus": 0, "cluster.nodes": 1, **auto}), tmp_path)
@@ -230,6 +236,18 @@ def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
     group = [one.name for one in machines]
     allocation = SlurmJob("3", [group], config.cluster, nodes(config, count, 0), machines)
     return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation), tmp_path / "run")}
+
+
+def test_parts_on_gpus_are_checked_on_the_machines_that_run_them(tmp_path: Path) -> None:
+    config = job(**{"trainer.device": "cpu"})
+    machines = [machine("node0", gpus=1, nvcc="", transformer_engine=None)]
+    allocation = SlurmJob("3", [["node0"]], config.cluster, nodes(config, 1, 1), machines)
+    told = preflight(Preparation(config, tmp_path / "run", allocation), tmp_path / "run")
+    findings = {one.field: one for one in told}
+    assert findings["nvcc"].level == "error"
+    assert "node0 has no nvcc" in findings["nvcc"].value
+    assert "transformer-engine" not in findings  # no trainer runs on a GPU
+    assert "nvcc" not in of_job(tmp_path, 1)
 
 
 BOTH = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}

@@ -79,3 +79,8 @@ def test_experts_are_split_as_all_else_unless_their_own_degree_is_set() -> None:
 def test_what_takes_memory_follows_from_the_settings(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     found = training_of(tiny_config(**changes), gpu=False)
     assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_trainers_on_gpus_stream_their_weights_unless_told_otherwise() -> None:
+    buckets = [training_of(tiny_config(**{"weights.staging": word}), gpu=True).bucket for word in ("auto", "full")]
+    assert buckets == [512 << 20, 0]

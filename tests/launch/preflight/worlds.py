@@ -41,12 +41,20 @@ def placed(config: Config, count: int, gpus: int) -> Placement:
     return place(config, nodes(config, count, gpus))
 
 
-def machine(name: str = "node0", gpus: int = 0, gb: float = 80, ram: float = 500, **versions: str) -> MachineFacts:
-    """One that has what the project is made for, unless `versions` (with _ for -) say otherwise."""
-    mine = {"python": "3.11.7", "asyncrl": "0.1.0", **pinned()}
-    mine |= {package.replace("_", "-"): version for package, version in versions.items()}
+def machine(
+    name: str = "node0",
+    gpus: int = 0,
+    gb: float = 80,
+    ram: float = 500,
+    nvcc: str = "/usr/local/cuda/bin/nvcc",
+    **versions: str | None,
+) -> MachineFacts:
+    """One that has what the project is made for, unless `versions` (with _ for -) say otherwise; None removes one."""
+    mine = {"python": "3.11.7", "asyncrl": "0.1.0", **pinned(), **(pinned(gpu=True) if gpus else {})}
+    changed = {package.replace("_", "-"): version for package, version in versions.items()}
+    mine = {package: version for package, version in {**mine, **changed}.items() if version is not None}
     cards = tuple(Gpu(number, "NVIDIA H100 80GB HBM3", int(gb * GB), f"GPU-{number}") for number in range(gpus))
-    return MachineFacts(name, mine, cards, int(ram * GB))
+    return MachineFacts(name, mine, cards, int(ram * GB), nvcc)
 
 
 def weights(parameters: float) -> list[Weight]:

@@ -1,0 +1,27 @@
+"""The shipped experiments, each with a small model of its architecture."""
+
+from __future__ import annotations
+
+from asyncrl.launch.help import recipe_confs
+from asyncrl.launch.main import CONF
+from tests.cuda_stub.step import Case
+
+TINY = ("tiny", "tiny_game", "forking", "gigpo", "guided", "memory", "self_play")
+SIZED = {
+    "llama3_70b": Case("llama", layers=5),
+    "qwen3_8b": Case("qwen3"),
+    "qwen3_30b_a3b": Case("qwen3_moe", fields={"num_experts": 16, "num_experts_per_tok": 4}),
+    "qwen3_235b_a22b": Case("qwen3_moe", layers=2, fields={"num_experts": 128, "num_experts_per_tok": 8}),
+}
+"""Experiments that are sized for GPUs: their layouts need these layers and experts."""
+
+
+def _case(name: str) -> Case:
+    from dataclasses import replace
+
+    one = SIZED.get(name) or Case("llama" if name in TINY else "tied llama")
+    return replace(one, experiment=name)
+
+
+NAMES = sorted(file.stem for conf in (CONF, *recipe_confs()) for file in (conf / "experiment").glob("*.yaml"))
+EXPERIMENTS = {name: _case(name) for name in NAMES}

@@ -1,0 +1,12 @@
+"""What each test process needs, imported once: conftest.py forks them from a process that has imported this."""
+
+import torch
+
+from tests.cuda_stub import device  # isort: skip
+
+device.install()  # before Megatron asks
+
+import megatron.core.models.gpt  # noqa: E402
+import transformers  # noqa: E402
+
+__all__ = ["device", "megatron", "torch", "transformers"]

@@ -1,0 +1,152 @@
+"""One rank of a trainer on a fake GPU: it loads a model, makes updates, fills weight buckets, and reports what it saw.
+
+`report` runs in a process of its own (conftest.py forks it), because what it replaces stays replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.cuda_stub import device, fake  # isort: skip
+from asyncrl import config as configuration
+from asyncrl.config import Config
+from asyncrl.models.tiny import write_random_model
+from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
+from tests.cuda_stub import attention, ranks
+from tests.fakes import changed, compose_values
+
+VOCAB = 320
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"heads": 8, "kv_heads": 8, "tied": False},
+    "tied llama": {"heads": 9, "kv_heads": 3, "tied": True, "hidden": 288},
+    "qwen3": {"heads": 8, "kv_heads": 4, "tied": False},
+    "qwen3_moe": {"heads": 8, "kv_heads": 4, "tied": False},
+    "deepseek_v3": {"heads": 8, "kv_heads": 8, "tied": False},
+}
+"""Small models by architecture; the heads' ratio is that of a shipped experiment's model."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process does."""
+
+    model: str
+    layers: int = 4
+    experiment: str = "default"
+    changes: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)  # of the model's config.json
+    sizes: dict[str, int] = field(default_factory=dict)
+    splits: str = "even"
+    rank: int = 0
+    updates: int = 2
+    answers: int = 60  # tokens of an answer, about
+
+
+def settings(case: Case) -> Config:
+    """Return the configuration of a case, on a GPU."""
+    values = compose_values(f"experiment={case.experiment}", "model.path=.", "task.train_file=.")
+    if values["trainer"]["dtype"] == "auto":
+        values["trainer"]["dtype"] = "bfloat16"  # which the launcher chooses on GPUs
+    values["trainer"]["micro_batch_tokens"] = 512
+    return configuration.load(changed(values, case.changes))
+
+
+def write_model(folder: Path, case: Case, dtype: str) -> None:
+    """Write the model of a case."""
+    shape = {"hidden": 256, "layers": case.layers, "intermediate": 512, "vocab": VOCAB, **MODELS[case.model]}
+    kind = case.model.rpartition(" ")[2]
+    write_random_model(folder, kind, **shape | case.sizes, fields=case.fields, seed=0, dtype=dtype, max_positions=512)
+
+
+def batch(version: int, count: int, length: int) -> Batch:
+    """Return groups of four answers, of two turns each, with rewards that differ."""
+    draw = random.Random(version)
+
+    def tokens(low: int, high: int) -> list[int]:
+        return [draw.randrange(VOCAB) for _ in range(draw.randint(low, high))]
+
+    def turn(observation: list[int]) -> Turn:
+        ids = tokens(length // 4, length // 2)
+        return Turn(observation, Completion(ids, [-0.5] * len(ids), [VersionSpan(version, 0, len(ids))], "stop"))
+
+    def group(number: int) -> Group:
+        played = [Trajectory([turn([]), turn(tokens(1, 4))], float(i % 2)) for i in range(4)]
+        return Group(f"g{version}-{number}", number, tokens(10, 20), played, "copy")
+
+    return Batch(version, [group(number) for number in range(count)], {})
+
+
+def report(case: Case, folder: Path) -> dict[str, Any]:
+    """Run a case. Returns what it saw."""
+    torch.set_num_threads(1)
+    config = settings(case)
+    write_model(folder, case, config.trainer.dtype)
+    world = config.trainer.world_size
+    os.environ.update(RANK=str(case.rank), LOCAL_RANK="0", WORLD_SIZE=str(world), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    device.install()
+    fake.install()
+    ranks.be_rank(case.rank, world)
+    _replace_kernels(case)
+
+    from asyncrl.trainer.parallel import initialize
+    from asyncrl.trainer.policy import Policy
+
+    parallel = initialize(config.trainer, gpu=True, seed=0, timeout=100.0)
+    with fake.OnDevice():
+        policy = Policy(config, folder, parallel)
+        count = max(8, 2 * config.trainer.data_parallel)
+        seen: dict[str, Any] = {"figures": [], "waits": []}
+        for version in range(case.updates):
+            fake.MODE.ledger.waits.clear()
+            device.Synchronizations.count = 0
+            seen["figures"].append(policy.update(batch(version, count, case.answers)))
+            seen["waits"].append({**fake.MODE.ledger.waits, "synchronize": device.Synchronizations.count})
+        seen["devices"] = sorted({str(p.device) for p in policy.network.parameters()})
+        seen["published"] = _fill(policy, parallel, config.engine.tensor_parallel)
+    return {"case": asdict(case), **seen}
+
+
+def _replace_kernels(case: Case) -> None:
+    """Replace what no fake tensor can run: compiled functions (test_kernels.py compiles them), and a norm that Megatron
+    builds of tensors."""
+    from asyncrl.backends.cpu import megatron_shim
+
+    assert not megatron_shim.enable(), "torch sees no GPU: run with the stand-ins preloaded (make cuda-stub)"
+    import megatron.core.optimizer.clip_grads as clip_grads
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from asyncrl.trainer import tree_attention
+
+    TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
+    tree_attention._flex_attention = lambda: attention.flex_attention  # type: ignore[assignment]
+    apply, norm = clip_grads.multi_tensor_applier, object()
+    clip_grads.l2_norm_impl = norm
+    clip_grads.multi_tensor_applier = lambda function, *args: (
+        (torch.ones(1, device="cuda:0"), None) if function is norm else apply(function, *args)
+    )
+    ranks.answer_shapes()
+    ranks.route(case.splits)
+
+
+def _fill(policy: Any, parallel: Any, engine_ranks: int) -> dict[str, Any]:
+    """Fill the buckets of a publish as weights/publish.py does, and expect checksums. Returns counts."""
+    from asyncrl.weights.bucket import fill, nbytes, plan_buckets
+    from asyncrl.weights.checksum import ExpectedChecksums
+
+    buckets, stream = plan_buckets(policy.weights.described(), 1 << 20), policy.weights.stream()
+    places: dict[str, torch.Tensor] = {}
+    for bucket in buckets:
+        places |= fill(torch.empty(nbytes(bucket), dtype=torch.uint8, device=parallel.device), bucket, stream)
+    assert not list(stream), "tensors that were not planned"
+    assert bool(places) == parallel.exports
+    checksums = ExpectedChecksums(policy.hf, engine_ranks, dtype=torch.bfloat16, device="cuda")
+    for name, tensor in policy.weights.hf_tensors():
+        checksums.add(name, tensor)
+    assert {str(x.device) for x in places.values()} <= {"cuda:0"}
+    return {"tensors": len(places), "checksums": len((checksums.result() or [()])[0])}

@@ -1,0 +1,79 @@
+"""SGLang starts with the arguments of every shipped experiment on a GPU, as far as its parser can tell."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda_stub.experiments import EXPERIMENTS
+from tests.cuda_stub.step import Case, settings, write_model
+
+MODULES = (
+    "sgl_kernel",
+    "sgl_kernel.flash_attn",
+    "flashinfer",
+    "sglang.srt.layers.attention.flashattention_backend",
+    "sglang.srt.layers.moe.fused_moe_triton.layer",
+    "sglang.srt.models.llama",
+    "sglang.srt.models.qwen3",
+    "sglang.srt.models.qwen3_moe",
+    "sglang.srt.models.deepseek_v2",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.entrypoints.http_server",
+)
+PARSED = ("device", "dtype", "tp_size", "max_running_requests", "max_total_tokens", "stream_interval")
+
+
+def import_all() -> list[str]:
+    """Import what an engine on a GPU imports. Returns the errors."""
+    from tests.cuda_stub import device
+
+    device.install()
+    failed = []
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+    return failed
+
+
+def parse(case: Case, folder: Path, deterministic: bool) -> dict[str, Any]:
+    """Parse the engine's command line with SGLang's own parser."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from asyncrl.engine.server import deterministic_args, server_argv
+    from tests.cuda_stub import device
+
+    device.install()
+    engine = settings(case).engine
+    if engine.dtype == "auto":
+        engine = engine.model_copy(update={"dtype": "bfloat16"})  # which the launcher chooses on GPUs
+    write_model(folder, case, engine.dtype)
+    more = deterministic_args(gpu=True) if deterministic else {}
+    argv = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=True, seed=0, **more)
+    parsed = prepare_server_args(argv[3:])  # after python -m module
+    return {name: getattr(parsed, name) for name in (*PARSED, "enable_deterministic_inference")}
+
+
+def test_the_modules_of_a_gpu_engine_import(apart: Callable[..., Any]) -> None:
+    assert apart(import_all) == []
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_sglang_parses_the_arguments_of_every_experiment(
+    experiment: str, deterministic: bool, apart: Callable[..., Any], tmp_path: Path
+) -> None:
+    case = EXPERIMENTS[experiment]
+    parsed = apart(parse, case, tmp_path / "model", deterministic)
+    engine = settings(case).engine
+    assert parsed["device"] in (None, "cuda")  # None: SGLang chooses at its start
+    assert parsed["tp_size"] == engine.tensor_parallel
+    assert parsed["stream_interval"] == engine.stream_interval
+    assert parsed["max_running_requests"] == engine.max_running_requests
+    assert parsed["enable_deterministic_inference"] == deterministic

@@ -1,0 +1,37 @@
+"""Every kernel of attention that a shipped experiment needs compiles for the GPUs that people have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.cuda_stub.kernels import GPUS, compile_packs
+
+SHAPES = {
+    "qwen3_8b": (32, 8, 128, 128),
+    "qwen3_8b, tensor parallel": (16, 4, 128, 128),
+    "llama3_70b": (8, 1, 128, 128),  # of a rank
+    "qwen3_30b_a3b": (16, 2, 128, 128),
+    "qwen3_235b_a22b": (16, 1, 128, 128),
+    "smollm2": (9, 3, 64, 64),
+    "tiny": (4, 4, 16, 16),
+    "latent attention": (16, 16, 192, 128),
+}
+"""Query heads, key heads, and the widths of a key and a value, on one rank."""
+LENGTHS = (17, 88, 127, 129, 700, 1000, 9000, 131_072)
+GRAPHS = 3
+"""The most graphs that all lengths need together."""
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_compiles_for_packs_of_any_length_with_few_graphs(
+    shape: str, gpu: str, apart: Callable[..., Any]
+) -> None:
+    told = apart(compile_packs, gpu, SHAPES[shape], LENGTHS)
+    made = [kernel for one in told for kernel in one["kernels"]]
+    assert set(made) == {gpu}
+    assert len(told[0]["kernels"]) >= 3, "forward, the workspace of backward, backward"
+    assert told[-1]["graphs"] <= GRAPHS, told

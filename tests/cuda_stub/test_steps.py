@@ -1,0 +1,113 @@
+"""A trainer's updates never mix devices, shapes or number formats on a GPU: in every shipped experiment with the layout
+that it names, and in a matrix of layouts and features, on one rank of each class of coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.cuda_stub.experiments import EXPERIMENTS
+from tests.cuda_stub.ranks import classes
+from tests.cuda_stub.step import Case, settings
+
+TP, SP, PP = "trainer.tensor_parallel", "trainer.sequence_parallel", "trainer.pipeline_parallel"
+VPP, CP, DP = "trainer.virtual_pipeline", "trainer.context_parallel", "trainer.data_parallel"
+EP, ETP = "trainer.expert_parallel", "trainer.expert_tensor_parallel"
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "DP 2": {DP: 2},
+    "TP 2": {TP: 2},
+    "TP 2, SP": {TP: 2, SP: True},
+    "CP 2": {CP: 2},
+    "PP 2": {PP: 2},
+    "PP 4": {PP: 4},
+    "PP 2, VPP 2": {PP: 2, VPP: 2},
+    "TP 2, SP, CP 2, DP 2": {TP: 2, SP: True, CP: 2, DP: 2},
+    "TP 2, SP, PP 2, VPP 2, CP 2, DP 2": {TP: 2, SP: True, PP: 2, VPP: 2, CP: 2, DP: 2},
+}
+SPARSE: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "EP 2": {DP: 2, EP: 2},
+    "EP 4": {DP: 4, EP: 4},
+    "TP 2, SP, ETP 2": {TP: 2, SP: True},
+    "TP 2, SP, EP 4, ETP 1": {TP: 2, SP: True, DP: 2, EP: 4, ETP: 1},
+    "TP 2, SP, EP 2, ETP 2": {TP: 2, SP: True, DP: 2, EP: 2, ETP: 2},
+    "PP 2, EP 2": {PP: 2, DP: 2, EP: 2},
+    "PP 2, VPP 2, CP 2, EP 2": {PP: 2, VPP: 2, CP: 2, EP: 2},
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "KL in the loss": {"algo.kl.coefficient": 0.01, "algo.kl.place": "loss"},
+    "KL in the reward, offloaded": {
+        "algo.kl.coefficient": 0.01,
+        "algo.kl.place": "reward",
+        "algo.kl.reference_offload": True,
+    },
+    "critic": {"algo.advantage": "gae"},
+    "entropy": {"algo.entropy_bonus": 0.01},
+    "resets": {"algo.reset_every": 1},
+    "four mini-batches, twice": {"algo.mini_batches": 4, "algo.epochs": 2},
+    "chunks of logits": {"trainer.logit_rows": 64},
+    "float32": {"trainer.dtype": "float32"},
+    "all": {
+        "algo.advantage": "gae",
+        "algo.kl.coefficient": 0.01,
+        "algo.entropy_bonus": 0.01,
+        "algo.reset_every": 1,
+        "algo.mini_batches": 4,
+    },
+}
+
+
+def ranked(cases: dict[str, Case]) -> list[Any]:
+    """Return each case once for each class of ranks of its layout."""
+    return [
+        pytest.param(replace(case, rank=rank), id=f"{name}: rank {rank}")
+        for name, case in cases.items()
+        for rank in classes(settings(case).trainer)
+    ]
+
+
+DENSE_CASES = {name: Case("qwen3", changes=changes) for name, changes in LAYOUTS.items()}
+FEATURE_CASES = {
+    f"{feature} in {layout}": Case("qwen3", changes=LAYOUTS[layout] | changes)
+    for feature, changes in FEATURES.items()
+    for layout in ("one rank", "TP 2, SP, PP 2, VPP 2, CP 2, DP 2")
+}
+SPARSE_CASES = {
+    f"{model}, {splits} loads, {name}": Case(model, changes=changes, splits=splits)
+    for model in ("qwen3_moe", "deepseek_v3")
+    for splits in ("even", "skewed")
+    for name, changes in SPARSE.items()
+}
+
+
+def check(found: dict[str, Any]) -> None:
+    """Raise unless both updates trained, and everything stayed on the device."""
+    assert found["devices"] == ["cuda:0"]
+    for figures in found["figures"]:
+        assert figures["steps/optimizer"] >= 1
+        assert figures["step/bad"] == 0
+
+
+@pytest.mark.parametrize("case", ranked(EXPERIMENTS))
+def test_every_shipped_experiment_trains(case: Case, step: Callable[[Case], dict[str, Any]]) -> None:
+    check(step(case))
+
+
+@pytest.mark.parametrize("case", ranked(DENSE_CASES))
+def test_a_dense_model_trains_in_every_layout(case: Case, step: Callable[[Case], dict[str, Any]]) -> None:
+    check(step(case))
+
+
+@pytest.mark.parametrize("case", ranked(FEATURE_CASES))
+def test_every_feature_trains(case: Case, step: Callable[[Case], dict[str, Any]]) -> None:
+    check(step(case))
+
+
+@pytest.mark.parametrize("case", ranked(SPARSE_CASES))
+def test_routed_experts_train_in_every_layout(case: Case, step: Callable[[Case], dict[str, Any]]) -> None:
+    check(step(case))

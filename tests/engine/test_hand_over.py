@@ -1,0 +1,200 @@
+"""The hand-over of GPUs between engines and trainers: no token is generated from weights that were released and not
+sent again, no memory is released or resumed out of turn, and every wait ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.hand_over import CHANGES, HandOver, HandOverStep, OutOfTurn, Phase, after
+from asyncrl.errors import DeadlineExceeded
+from asyncrl.models import catalog
+from asyncrl.network.addresses import TRAINING, Access
+from asyncrl.parallel import Parallel
+from asyncrl.weights.checksum import ExpectedChecksums
+from asyncrl.weights.disk import DiskTransport
+from asyncrl.weights.publish import Publisher
+from tests.engine.scrambling import ScramblingEngine
+from tests.fakes import tiny_config
+from tests.integration.publisher import ALONE, SeededWeights
+
+MODEL = "builtin:tiny"
+START_SECONDS = 5.0
+TURN = [
+    *("/pause_generation", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"),
+    *("/update_weights_from_disk", "/weights_checker", "/update_weight_version"),
+    *("/resume_memory_occupation", "/continue_generation"),
+]
+"""Calls of a turn, in order."""
+
+
+def test_each_step_applies_to_one_phase_and_together_they_return_to_generating() -> None:
+    assert all(
+        then is required for (_, then), (required, _) in pairwise([*CHANGES.values(), CHANGES[HandOverStep.PAUSE]])
+    )
+    for step, (required, then) in CHANGES.items():
+        assert after(step, required, "one") is then
+        for phase in set(Phase) - {required}:
+            with pytest.raises(OutOfTurn, match=f"cannot {step} engine one: it is {phase}, and must be {required}"):
+                after(step, phase, "one")
+
+
+class Rig:
+    """Two engines, the fleet that reaches them, and a real publisher with weights of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        model = catalog.resolve(MODEL)
+        self.weights = SeededWeights(model)
+        self.first_tokens: list[str] = []
+        self.engines = [ScramblingEngine(model, self._check) for _ in range(2)]
+        self.lost: list[str] = []
+        self.fleet = Fleet(
+            [engine.url for engine in self.engines],
+            Access("key0"),
+            timeout=2.0,
+            on_lost=lambda url, incarnation, reason: self.lost.append(url),
+        )
+        self.folder = folder
+        self.hand_over = HandOver(self.fleet, mode="retract", start_timeout=START_SECONDS, folder=folder)
+        config = tiny_config(
+            **{"weights.pause_mode": "retract", "weights.staging": "stream", "weights.verify_every": 1}
+        )
+        hf = self.engines[0]._hf
+        self.publisher = Publisher(
+            Parallel(**ALONE),
+            self.fleet,
+            DiskTransport(self.fleet, folder / "weights", 0),
+            self.weights,  # type: ignore[arg-type]
+            config.weights,
+            expected=lambda: ExpectedChecksums(hf, 1, dtype=torch.float32),
+            hold=lambda: None,
+            announce=lambda version: None,
+            update=self.hand_over.update,
+        )
+
+    def publish(self, version: int) -> dict[str, float]:
+        self.weights.version = version
+        return self.publisher.publish(version)
+
+    def _check(self, version: str, held: dict[str, Tensor]) -> None:
+        """At its first token an engine has every tensor of its version."""
+        sent = self.weights.at(int(version))
+        assert held.keys() == sent.keys()
+        wrong = [name for name, tensor in held.items() if not tensor.equal(sent[name])]
+        assert not wrong, wrong
+        self.first_tokens.append(version)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    for engine in made.engines:
+        with suppress(OSError):
+            engine.die()
+    made.fleet.close()
+
+
+def test_every_released_weight_is_sent_again_before_the_first_token(rig: Rig) -> None:
+    for version in (1, 2):
+        rig.hand_over.give()
+        assert {rig.hand_over.phase(engine.url) for engine in rig.engines} == {Phase.RELEASED}
+        assert all(tensor.isnan().all() for engine in rig.engines for tensor in engine.weights.values())
+        assert (rig.folder / TRAINING).exists()
+        figures = rig.publish(version)
+        assert figures["engines"] == 2
+        assert figures["pause"] > 0
+        assert not (rig.folder / TRAINING).exists()
+    assert rig.first_tokens == ["1", "1", "2", "2"]
+    assert [engine.calls for engine in rig.engines] == [TURN * 2] * 2
+    assert [engine.broken for engine in rig.engines] == [[], []]
+
+
+def test_engine_that_misses_a_tensor_never_generates(rig: Rig) -> None:
+    engine = rig.engines[1]
+    load = engine._routes["/update_weights_from_disk"]
+
+    def all_but_one(body: dict[str, Any]) -> dict[str, Any]:
+        load(body)
+        next(iter(engine.weights.values())).fill_(torch.nan)
+        return {}
+
+    engine._routes["/update_weights_from_disk"] = all_but_one
+    rig.hand_over.give()
+    rig.publish(1)
+    assert rig.first_tokens == ["1"]
+    assert rig.lost == [engine.url]
+
+
+def test_memory_that_was_released_is_not_released_again(rig: Rig) -> None:
+    rig.hand_over.give()
+    rig.hand_over.give()
+    rig.publish(1)
+    assert [engine.calls for engine in rig.engines] == [TURN] * 2
+
+
+def test_weights_are_not_resumed_out_of_turn(rig: Rig) -> None:
+    rig.hand_over.give()
+    with pytest.raises(OutOfTurn, match="cannot resume the cache of"):
+        rig.hand_over.take_back()
+    assert "/continue_generation" not in [path for engine in rig.engines for path in engine.calls]
+
+
+def test_engine_that_dies_without_its_memory_is_lost_and_the_other_generates(rig: Rig) -> None:
+    rig.hand_over.give()
+    rig.engines[1].die()
+    assert rig.publish(1)["engines"] == 1
+    assert rig.first_tokens == ["1"]
+    assert rig.lost == [rig.engines[1].url]
+    assert rig.fleet.absent() == [rig.engines[1].url]
+
+
+def test_engine_that_was_restarted_during_the_turn_has_its_memory_and_follows(rig: Rig) -> None:
+    rig.hand_over.give()
+    rig.engines[1].die()
+    rig.engines[1].start("restart-1")
+    rig.engines[1].calls.clear()
+    assert rig.publish(1)["engines"] == 2
+    assert rig.first_tokens == ["1", "1"]
+    assert rig.engines[1].calls == TURN
+    assert rig.engines[1].broken == []
+
+
+def test_trainers_wait_for_an_engine_that_is_being_restarted(rig: Rig) -> None:
+    rig.hand_over.give()
+    rig.engines[1].die()
+    rig.publish(1)
+    threading.Timer(0.5, rig.engines[1].start, ["restart-1"]).start()
+    rig.hand_over.give()
+    assert {rig.hand_over.phase(engine.url) for engine in rig.engines} == {Phase.RELEASED}
+    assert rig.engines[1].released == {"weights", "kv_cache"}
+
+
+def test_engine_that_does_not_come_back_ends_the_wait_by_name(rig: Rig) -> None:
+    rig.hand_over = HandOver(rig.fleet, mode="retract", start_timeout=0.2, folder=rig.folder)
+    rig.engines[1].die()
+    with pytest.raises(DeadlineExceeded, match=rf"{rig.engines[1].url}.*to start, so that they can release"):
+        rig.hand_over.give()
+    assert not (rig.folder / TRAINING).exists()
+
+
+@pytest.mark.parametrize("path", sorted({path for path in TURN if "weights" not in path}))
+def test_engine_that_fails_a_call_is_lost_and_the_other_generates(path: str, rig: Rig) -> None:
+    rig.engines[1].fails.add(path)
+    if path in TURN[:3]:
+        rig.hand_over.release()
+    else:
+        rig.hand_over.give()
+    assert rig.publish(1)["engines"] == 1
+    assert rig.first_tokens == ["1"]
+    assert rig.lost == [rig.engines[1].url]
+    assert rig.engines[0].broken == []

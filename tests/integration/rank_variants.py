@@ -1,0 +1,89 @@
+"""One trainer rank of a test of settings that change no bit of an update: python rank_variants.py FOLDER..., under
+torchrun.
+
+In each FOLDER it trains groups.msgpack for two updates with config.json, and again with each change of the trainer's
+settings in variants.json, and asserts that no bit of figures and weights depends on it. counts.json gets for each what
+ran inside backward: passes through attention, which are recomputed ones, and reductions of gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from asyncrl.backends.cpu import megatron_shim
+
+megatron_shim.enable()
+
+import msgspec  # noqa: E402
+import torch  # noqa: E402
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from asyncrl.config import Config, read  # noqa: E402
+from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.schema import Batch, Group  # noqa: E402
+from asyncrl.trainer.attention import PackedAttention  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.trainer.policy import Policy  # noqa: E402
+from tests.fakes import changed  # noqa: E402
+from tests.integration.rank_routing import with_settings  # noqa: E402
+
+COUNTS = {"attention": 0, "reductions": 0}
+
+
+def counted(kind: str, owner: Any, name: str) -> None:
+    """Count the calls of a method while autograd runs a backward pass in this thread."""
+    own = getattr(owner, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        COUNTS[kind] += torch._C._current_graph_task_id() != -1
+        return own(*args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def updated(
+    config: Config, folder: Path, groups: list[Group], parallel: Parallel
+) -> tuple[list[dict[str, float]], list[Tensor], list[Tensor]]:
+    """Return the figures of two updates, and weights and gradients after them."""
+    policy = Policy(config, folder / "model", parallel)
+    COUNTS.update(attention=0, reductions=0)
+    figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
+    parameters = list(policy.network.parameters())
+    gradients = [one.main_grad.clone() for one in parameters]  # type: ignore[attr-defined]
+    return figures, [one.detach().clone() for one in parameters], gradients
+
+
+def main(folders: list[Path]) -> None:
+    parallel = initialize(read(folders[0]).trainer, gpu=False, seed=0, timeout=120.0)
+    counted("attention", PackedAttention, "forward")
+    counted("reductions", _ParamAndGradBucketGroup, "start_grad_sync")
+    for folder in folders:
+        config = read(folder)
+        groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+        figures, weights, gradients = updated(config, folder, groups, parallel)
+        assert not any(COUNTS.values())
+        counts: dict[str, dict[str, int]] = {}
+        for name, changes in json.loads((folder / "variants.json").read_text()).items():
+            other = with_settings(config, trainer=changed(config.trainer.model_dump(), changes))
+            mine, my_weights, my_gradients = updated(other, folder, groups, parallel)
+            counts[name] = dict(COUNTS)
+            differ = [key for one, two in zip(figures, mine, strict=True) for key in one if one[key] != two[key]]
+            if other.trainer.overlap_grad_reduce:  # the norm is a sum over shards, and those depend on buckets
+                for one, two in zip(figures, mine, strict=True):
+                    assert math.isclose(one["grad_norm"], two["grad_norm"], rel_tol=1e-6)
+                differ = [key for key in differ if key != "grad_norm"]
+            assert not differ, f"{folder.name}, {name}: {differ} of {mine} and {figures}"
+            assert all(one.equal(two) for one, two in zip(weights, my_weights, strict=True)), f"{folder.name}, {name}"
+            if not other.trainer.overlap_grad_reduce:  # which shards hold a reduced gradient depends on buckets
+                assert all(one.equal(two) for one, two in zip(gradients, my_gradients, strict=True)), name
+        if parallel.is_first:
+            (folder / "counts.json").write_text(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main([Path(folder) for folder in sys.argv[1:]])

@@ -1,0 +1,126 @@
+"""Engines and trainers in turns (cluster.placement=colocated), with real engines on a CPU: they are asked for the steps
+of the hand-over in order, train what the other placement trains, and a death during a turn ends or is mended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from asyncrl.network.addresses import TRAINING
+from tests.integration.running import (
+    TIMEOUT,
+    descendants,
+    evidence,
+    finish,
+    lines,
+    nothing_is_left,
+    processes_of,
+    run,
+    start,
+    wait_for_step,
+)
+from tests.integration.test_synchronous import weights
+
+pytestmark = pytest.mark.integration
+
+STEPS = 4
+COLOCATED = ["cluster.placement=colocated", "weights.pause_mode=retract", "weights.staging=stream"]
+SMALL = ["rollout.batch_groups=4", "rollout.group_size=4", "eval.questions=0"]
+LOGGED = ["+engine.server_args.log_level=info", "+engine.server_args.log_level_http=info"]
+CONTROL = re.compile(r'"POST (/\w+) HTTP/1.1" (\d+)')
+RELEASE = ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
+RESUME = [
+    *("/resume_memory_occupation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"),
+    *("/update_weight_version", "/resume_memory_occupation", "/continue_generation"),
+]
+SLOW = ["trainer.micro_batch_tokens=16", "trainer.share_prompts=false"]
+"""Settings with which the trainers' turn takes long enough to be hit."""
+
+
+def control_calls(log: str) -> list[str]:
+    """Return the control calls in an engine's log, each with success, without repetitions and checksums."""
+    found = [match.groups() for match in CONTROL.finditer(log)]
+    assert {status for _, status in found} <= {"200"}, found
+    ours = [path for path, _ in found if path in {*RELEASE, *RESUME}]
+    return [path for path, _ in groupby(ours)]
+
+
+def test_colocated_run_trains_the_same_weights_and_asks_for_every_step_in_order(tmp_path: Path) -> None:
+    """With bound 0 and deterministic=true the placement decides nothing but the time."""
+    common = [*SMALL, f"run.max_steps={STEPS}", "deterministic=true", "rollout.max_staleness=0", "checkpoint.every=2"]
+    separate = run(tmp_path / "separate", *common)
+    turns = run(tmp_path / "turns", *common, *COLOCATED, *LOGGED)
+    for one, other in zip(separate, turns, strict=True):
+        for name in ("reward/mean", "grad_norm", "loss/policy", "logprob_gap/mean", "staleness/max"):
+            assert one.get(name) == other.get(name), name
+        assert other["time/release"] > 0
+        assert other["time/pause"] > other["time/train"]
+    mine, theirs = weights(tmp_path / "turns" / "hf"), weights(tmp_path / "separate" / "hf")
+    assert mine.keys() == theirs.keys()
+    assert all(mine[name].equal(theirs[name]) for name in mine)
+    log = (tmp_path / "turns" / "logs" / "engine-0.log").read_text()
+    # at the start, with each version, and once more for the final export
+    assert control_calls(log) == (RELEASE + RESUME) * (1 + STEPS + 1)
+    assert log.count("Cache flushed successfully!") >= 2 + STEPS
+    assert not (tmp_path / "turns" / TRAINING).exists()
+    assert json.loads((tmp_path / "turns" / "summary.json").read_text())["checkpoint/failed"] == 0
+
+
+def test_colocated_run_resumes_from_its_checkpoint_with_the_same_weights(tmp_path: Path) -> None:
+    common = [*SMALL, *COLOCATED, "deterministic=true", "rollout.max_staleness=0", "checkpoint.every=1"]
+    whole = run(tmp_path / "whole", *common, f"run.max_steps={STEPS}")
+    origin = tmp_path / "whole" / "checkpoints"
+    second = sorted(origin.iterdir())[0]
+    resumed = run(tmp_path / "resumed", *common, f"run.max_steps={STEPS}", f"resume={second}")
+    assert resumed[-1]["grad_norm"] == whole[-1]["grad_norm"]
+    mine, theirs = weights(tmp_path / "resumed" / "hf"), weights(tmp_path / "whole" / "hf")
+    assert all(mine[name].equal(theirs[name]) for name in mine)
+
+
+def wait_for_turn(process: subprocess.Popen[str], run_dir: Path) -> None:
+    """Wait until the trainers' next turn begins."""
+    deadline = time.monotonic() + TIMEOUT
+    while not (run_dir / TRAINING).exists():
+        assert process.poll() is None, evidence(run_dir)
+        assert time.monotonic() < deadline, evidence(run_dir)
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_engine_that_fails_without_its_memory_is_restarted_and_the_run_goes_on(number: int, tmp_path: Path) -> None:
+    """One step off, two engines, two trainer ranks: the staleness stays within its bound."""
+    run_dir = tmp_path / "run"
+    shape = ["engine.count=2", "trainer.data_parallel=2", "rollout.max_staleness=1", "weights.timeout=10"]
+    with start(run_dir, *SMALL, *COLOCATED, *SLOW, *shape, "run.max_steps=12") as process:
+        wait_for_step(process, run_dir, 2)
+        wait_for_turn(process, run_dir)
+        os.killpg(processes_of(process, run_dir)["engine-1"], number)
+        code, text = finish(process, run_dir)
+    assert code == 0, evidence(run_dir)
+    steps = lines(run_dir / "metrics.jsonl")
+    assert len(steps) == 12
+    assert max(step["staleness/max"] for step in steps) <= 1
+    assert {step["engines/serving"] for step in steps[-2:]} == {2}
+    assert "engine-1 died" in text
+    nothing_is_left(run_dir)
+
+
+def test_trainer_that_dies_during_its_turn_ends_the_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with start(run_dir, *SMALL, *COLOCATED, *SLOW, "rollout.max_staleness=1", "run.max_steps=100000") as process:
+        wait_for_step(process, run_dir, 1)
+        wait_for_turn(process, run_dir)
+        started = descendants(process)
+        os.kill(processes_of(process, run_dir)["trainer-0"], signal.SIGKILL)
+        code, text = finish(process, run_dir, 60.0)
+    assert code == 1, text
+    assert "trainer-0 died: killed by SIGKILL" in text
+    nothing_is_left(run_dir, started)

@@ -1,0 +1,41 @@
+"""A trainer whose storages leave the device between two updates trains the same bits: Megatron's views of its buffers
+survive, float32 masters stay the parameters that they are, and checkpoints are read from host memory.
+
+The device is a CPU, whose storages are moved like those of a GPU (DeviceMemory's stand_in)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.models.tiny import write_random_model
+from tests.fakes import tiny_config
+from tests.integration.ranks import run_ranks
+from tests.integration.test_step import VOCAB
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("replicas", [1, 2])  # with 2, Megatron's distributed optimizer
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_offload_between_updates_changes_no_bit(dtype: str, replicas: int, experts: bool, tmp_path: Path) -> None:
+    family = "qwen3_moe" if experts else "llama"
+    sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    write_random_model(tmp_path / "model", family, vocab=VOCAB, tied=True, seed=1, dtype=dtype, **sizes)
+    config = tiny_config(**{"trainer.dtype": dtype, "trainer.data_parallel": replicas})
+    (tmp_path / "trainer.json").write_text(config.trainer.model_dump_json())
+    run_ranks("rank_offload.py", str(tmp_path), world=replicas)
+    for rank in range(replicas):
+        found = json.loads((tmp_path / f"found-{rank}.json").read_text())
+        assert found["restored"]
+        for update in found["updates"]:
+            assert update["published"]
+            assert update["saved"]
+            assert update["nothing"] == 0
+            assert update["everything"] > 2.5 * update["weights_alone"]
+            assert update["weights_alone"] >= found["parameters"]
+            assert update["weights_alone"] < 1.2 * found["parameters"]  # a buffer is padded

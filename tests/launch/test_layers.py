@@ -1,0 +1,64 @@
+"""trainer.layers=auto takes TransformerEngine where it can run, and a run that goes on keeps its layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch import layers
+from tests.fakes import tiny_config
+
+GPU: dict[str, Any] = {"trainer.device": "cuda", "trainer.dtype": "bfloat16"}
+FP8 = {"format": "hybrid", "recipe": "blockwise"}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    monkeypatch.setattr(layers, "find_spec", lambda name: object() if name in packages else None)
+
+
+def resolved(setting: str = "auto", before: dict[str, Any] | None = None, **changes: Any) -> str:
+    return layers.resolve(tiny_config(**{"trainer.layers": setting, **changes}), 8, before).trainer.layers
+
+
+def test_auto_needs_a_gpu_and_both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *layers.PACKAGES)
+    assert resolved(**GPU) == "transformer_engine"
+    assert resolved(**{"trainer.device": "cpu"}) == "local"
+    assert resolved("local", **GPU) == "local"
+    for present in layers.PACKAGES:
+        install(monkeypatch, present)
+        assert resolved(**GPU) == "local"
+
+
+def test_explicit_choice_that_cannot_run_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "transformer_engine")
+    with pytest.raises(ConfigError, match=r"trainer\.layers.*transformer_engine_torch cannot be found.*set local"):
+        resolved("transformer_engine", **GPU)
+    with pytest.raises(ConfigError, match=r"trainer\.layers.*no CPU kernels"):
+        resolved("transformer_engine", **{"trainer.device": "cpu"})
+
+
+def test_run_that_goes_on_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *layers.PACKAGES)
+    assert resolved(before={"trainer": {"layers": "local"}}, **GPU) == "local"
+    assert resolved(before={"trainer": {}}, **GPU) == "local"  # written before there was a choice
+    assert resolved(before={"trainer": {"layers": "transformer_engine"}}, **GPU) == "transformer_engine"
+    assert resolved("transformer_engine", before={"trainer": {"layers": "local"}}, **GPU) == "transformer_engine"
+    install(monkeypatch)
+    with pytest.raises(ConfigError, match="cannot be found"):
+        resolved(before={"trainer": {"layers": "transformer_engine"}}, **GPU)
+
+
+def test_fp8_needs_layers_of_transformer_engine_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *layers.PACKAGES)
+    assert resolved(**GPU, **{"trainer.fp8": FP8}) == "transformer_engine"
+    with pytest.raises(ConfigError, match=r"trainer\.fp8.*trainer\.layers=local"):
+        resolved("local", **GPU, **{"trainer.fp8": FP8})
+    with pytest.raises(ConfigError, match=r"trainer\.fp8.*no CPU kernels"):
+        resolved(**{**GPU, "trainer.device": "cpu", "trainer.fp8": FP8})
+    with pytest.raises(ConfigError, match=r"trainer\.fp8.*bfloat16"):
+        tiny_config(**{"trainer.fp8": FP8, "trainer.dtype": "float32"})
+    with pytest.raises(ConfigError, match=r"trainer\.fp8\.recipe"):
+        tiny_config(**{"trainer.fp8": {"format": "hybrid", "recipe": "delayed"}})

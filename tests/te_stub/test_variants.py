@@ -1,0 +1,47 @@
+"""What changes no bit of an update with local layers changes none with TransformerEngine's: recomputation of
+activations, which Megatron leaves to TransformerEngine under FP8, and overlapped communication."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import test_variants
+from tests.te_stub.test_transformer_engine import FP8, TE
+
+FP8_RECOMPUTED = {"single": "qwen3-untied", "pp2": "qwen3-untied", "pp2-vpp2": "qwen3-moe", "ep2": "qwen3-moe"}
+
+
+@pytest.fixture(autouse=True)
+def _layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_layers(monkeypatch, TE)
+
+
+def set_layers(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    layouts = {name: {**layout, **settings} for name, layout in test_variants.LAYOUTS.items()}
+    monkeypatch.setattr(test_variants, "LAYOUTS", layouts)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2-sp-ep2"])
+def test_recomputed_activation_of_grouped_experts_changes_no_bit(layout: str, tmp_path: Path) -> None:
+    test_variants.run(tmp_path, layout, {"qwen3-moe": {"moe_act": test_variants.selective("moe_act")}})
+
+
+@pytest.mark.parametrize("layout", test_variants.RECOMPUTED)
+def test_recomputation_changes_no_bit(layout: str, tmp_path: Path) -> None:
+    test_variants.test_recomputation_changes_no_bit_of_figures_gradients_and_weights(layout, tmp_path)
+
+
+@pytest.mark.parametrize("layout", FP8_RECOMPUTED)
+def test_recomputation_in_fp8_changes_no_bit(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_layers(monkeypatch, {**TE, **FP8})
+    model = FP8_RECOMPUTED[layout]
+    counts = test_variants.run(tmp_path, layout, {model: test_variants.FULL})[model]
+    assert min(count["attention"] for count in counts.values()) > 0, counts
+
+
+@pytest.mark.parametrize("layout", test_variants.OVERLAPPED)
+def test_overlapped_communication_changes_no_bit(layout: str, tmp_path: Path) -> None:
+    test_variants.test_overlapped_communication_changes_no_bit_of_figures_and_weights(layout, tmp_path)

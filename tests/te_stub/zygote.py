@@ -1,0 +1,7 @@
+"""The process from which ranks with TransformerEngine's Python modules are forked: tests/integration/ranks.py."""
+
+from tests.integration.ranks import serve
+from tests.te_stub.stand_in import install
+
+if __name__ == "__main__":
+    serve(install)
