@@ -75,6 +75,7 @@ class ParallelLayout:
     expert_tensor: int = 1
     sequence: bool = False
     split: PipelineSplit | None = None  # of the layers over stages; None: evenly
+    whole: tuple[str, ...] = ()  # endings of further names that tensor-parallel ranks hold entirely
 
     @property
     def replicas(self) -> int:
@@ -152,7 +153,7 @@ def held(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, stage:
             continue
         if one.routed:
             routed += one.elements // layout.expert // layout.expert_tensor
-        elif one.whole:
+        elif one.whole or one.name.endswith(layout.whole):
             dense += one.elements
         else:
             rows = -(-one.shape[0] // layout.tensor)  # the vocabulary is padded; everything else divides evenly
@@ -198,6 +199,7 @@ class Training:
     publishes: bool = True
     fused_norms: bool = False  # fused norms (GPU) keep only their input; else also the output in float32
     recompute: Recompute = Recompute()
+    fp8: bool = False  # whether layers keep their matrices in FP8 too, by rows and by columns
 
 
 def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> dict[str, int]:
@@ -214,8 +216,10 @@ def _stage(
     stepped = _stepped(mine, layout)
     sent = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * item * training.publishes
     last = stage == layout.pipeline - 1
+    matrices = [one for one in weights if one.layer is not None and len(one.shape) > 1]
     return {
         "weights": mine.all * item * networks,
+        "weights in FP8": 2 * held(matrices, shape, layout, stage).all * networks * training.fp8,
         "gradients": mine.all * GRADIENT * networks,
         "masters": stepped * MASTER * networks if item < MASTER else 0,  # float32 weights are their own masters
         "moments": stepped * MOMENTS * networks,
