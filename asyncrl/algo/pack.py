@@ -69,7 +69,8 @@ class Pack:
         """Return the pack on another device."""
         own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
-            k: x.to(device) if isinstance(x, Tensor) and k != "keys" else x for k, x in own.items()
+            k: x.to(device, non_blocking=device.type == "cuda") if isinstance(x, Tensor) and k != "keys" else x
+            for k, x in own.items()
         }
         return Pack(**moved)
 

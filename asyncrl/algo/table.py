@@ -81,7 +81,7 @@ class TokenTable:
 
     def lengths(self) -> Tensor:
         """Return the number of trained tokens of each sample, [S]."""
-        return torch.bincount(self.sample, minlength=self.num_samples)
+        return self.sum_per_sample(torch.ones_like(self.sample))  # bincount would make the host wait for a GPU
 
     @property
     def owner(self) -> Tensor:
@@ -129,7 +129,7 @@ class TokenTable:
 
     def to(self: T, device: torch.device) -> T:
         """Return the table on another device."""
-        return self._with_columns(lambda _, column: column.to(device))
+        return self._with_columns(lambda _, column: column.to(device, non_blocking=device.type == "cuda"))
 
     def _with_columns(self: T, change: Callable[[str, Tensor], Tensor]) -> T:
         changed: dict[str, Any] = {name: x if x is None else change(name, x) for name, x in self.columns().items()}

@@ -158,10 +158,10 @@ class NetworkOptimizer:
             pass
 
     def _count(self, part: Any, state: dict[str, Any]) -> None:
-        """Set the number of steps used by bias correction. torch's AdamW keeps one per parameter, beside the moments;
-        Apex and TransformerEngine keep one per group."""
+        """Set the number of steps used by bias correction. torch's AdamW keeps one per parameter, on the host unless it
+        is fused (it reads the number); Apex and TransformerEngine keep one per group."""
         if _is_torchs(part.optimizer):
-            device = state[MOMENTS[0]].device if self._fused or state[MOMENTS[0]].is_cuda else "cpu"
+            device = state[MOMENTS[0]].device if self._fused else "cpu"
             state["step"] = torch.tensor(float(self._applied), device=device)
         else:
             for group in part.optimizer.param_groups:

@@ -58,9 +58,10 @@ class RouterReplay:
 
     def _compare(self, own: Tensor, chosen: Tensor, known: Tensor) -> None:
         """Compare the choices as sets, ignoring order. The counts stay on the device."""
-        same = (own[:, :, None] == chosen[:, None, :]).any(2).sum(1)[known]
+        same = (own[:, :, None] == chosen[:, None, :]).any(2).sum(1)
         k = own.shape[1]
-        self.compared += torch.stack([(same < k).sum().double(), same.double().sum() / k, known.sum().double()])
+        differs, overlap = ((same < k) & known).sum(), (same * known).sum().double() / k
+        self.compared += torch.stack([differs.double(), overlap, known.sum().double()])
 
 
 class RoutingReplay:

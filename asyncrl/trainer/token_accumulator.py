@@ -22,7 +22,7 @@ class TokenAccumulator:
 
     def note(self, rows: Tensor, **columns: Tensor) -> None:
         """Record values [T] of the tokens at these rows. A later pass overwrites them."""
-        for name, values in {"seen": torch.ones(len(rows)), **columns}.items():
+        for name, values in {"seen": torch.ones(len(rows), device=rows.device), **columns}.items():
             column = self._columns.setdefault(name, self._zeros())
             column[rows] = values.detach().to(column)
 

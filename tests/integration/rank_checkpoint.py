@@ -15,6 +15,7 @@ from asyncrl.backends.cpu import megatron_shim
 megatron_shim.enable()
 
 import msgspec  # noqa: E402
+import torch  # noqa: E402
 
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import read  # noqa: E402
@@ -28,7 +29,7 @@ VERSION = 2
 
 
 def main(name: str, source: str, folders: list[Path]) -> None:
-    parallel = initialize(read(folders[0]).trainer, gpu=False, seed=0, timeout=120.0)
+    parallel = initialize(read(folders[0]).trainer, gpu=torch.cuda.is_available(), seed=0, timeout=120.0)
     for folder in folders:
         config = read(folder)
         policy = Policy(config, folder / "model", parallel)

@@ -48,10 +48,26 @@ def run_ranks(script: str, *arguments: str, world: int, timeout: float = 240.0) 
     assert outcome == "done", f"{script} with {world} ranks: {outcome}\n{text[-LAST:]}"
 
 
+def run_on_gpu(script: str, *arguments: str, timeout: float = 600.0) -> None:
+    """Run tests/integration/SCRIPT as the only rank, on the first GPU. (A fork could not use CUDA.)"""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **rank, **meeting, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-LAST:]}"
+
+
 @cache
 def _zygote() -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", os.environ.get("ASYNCRL_ZYGOTE", "tests.integration.ranks")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     atexit.register(process.kill)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl.algo.balance import Costs
 from asyncrl.algo.samples import Sample
@@ -22,6 +23,7 @@ def test_fp8_products_of_every_rank_have_a_multiple_of_rows(recipe: str, rows: i
     fp8 = {"trainer.dtype": "bfloat16", "trainer.fp8": {"format": "hybrid", "recipe": recipe}}
     trainer = tiny_config(**layout, **fp8).trainer
     for rank in range(cp):
-        place: Any = SimpleNamespace(tp=tp, cp=cp, pp=1, dp=1, etp=1, ep=1, cp_rank=rank, dp_rank=0, device="cpu")
+        cpu = torch.device("cpu")
+        place: Any = SimpleNamespace(tp=tp, cp=cp, pp=1, dp=1, etp=1, ep=1, cp_rank=rank, dp_rank=0, device=cpu)
         for pack in packs_of_rank(GROUPS, trainer, place, Costs()) + packs_of_rank([], trainer, place, Costs()):
             assert pack.num_tokens % (rows * tp) == 0

@@ -1,4 +1,4 @@
-"""An optimizer that starts anew makes the update of a new one."""
+"""An optimizer that starts anew makes the update of a new one, and its step counts are where it reads them."""
 
 from __future__ import annotations
 
@@ -56,3 +56,16 @@ def test_the_first_update_after_a_reset_is_that_of_a_new_optimizer(kind: Any) ->
         old.param_groups[0]["params"][0].zero_()
     assert torch.equal(update(old, gradients[0]), update(new, gradients[0]))
     assert torch.equal(update(old, gradients[1]), update(new, gradients[1]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_counts_are_on_the_device_only_for_a_fused_optimizer(fused: bool) -> None:
+    """torch's other implementations read them on the host, which would wait for the device once per parameter."""
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    network = NetworkOptimizer.__new__(NetworkOptimizer)
+    network._fused, network._applied = fused, 4
+    part = SimpleNamespace(optimizer=torch.optim.AdamW([parameter]))
+    moment = SimpleNamespace(device=parameter.device, is_cuda=True)
+    state: dict[str, Any] = {"exp_avg": moment, "exp_avg_sq": moment}
+    network._count(part, state)
+    assert state["step"].device.type == ("meta" if fused else "cpu")

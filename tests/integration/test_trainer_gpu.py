@@ -1,0 +1,126 @@
+"""An update on a GPU is that of the CPU in float32, and a checkpoint holds every bit of the state on a GPU.
+
+The same tests run with a trainer on a CPU, in float32 and bfloat16.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from asyncrl.checkpoints.store import CheckpointStore
+from asyncrl.config import load
+from asyncrl.launch.main import CONF
+from asyncrl.models.tiny import write_random_model
+from tests.integration.rank_checkpoint import VERSION
+from tests.integration.ranks import run_on_gpu, run_ranks
+from tests.integration.test_checkpoint import written
+from tests.integration.test_trainer import Outcome, _outcome, drawn_groups
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")],
+)
+on_both = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.integration), CUDA])
+
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "head_dim": 16,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped": {"arch": "qwen3", "kv_heads": 2},
+    "latent": {"arch": "deepseek_v3", "kv_heads": 8, "fields": LATENT},
+}
+"""Models with heads that are wide enough for FlexAttention, which takes at least 16."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    sizes = {"vocab": 257, "hidden": 128, "layers": 3, "heads": 8, "intermediate": 256}
+    for name, model in MODELS.items():
+        write_random_model(made / name / "model", **sizes, tied=False, seed=1, dtype="float32", **model)
+        (made / name / "groups.msgpack").write_bytes(msgspec.msgpack.encode(drawn_groups(seed=3)))
+    return made
+
+
+def configure(folder: Path, dtype: str, *changes: str) -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", *changes]), resolve=True)
+    raw["trainer"]["dtype"] = dtype
+    # a large and smooth update: with a tiny eps, the first steps are signs of rounding
+    raw["trainer"]["optimizer"].update(lr=1e-2, eps=1e-3)
+    (folder / "config.json").write_text(load(raw).model_dump_json())
+
+
+def run(device: str, script: str, *arguments: str) -> None:
+    if device == "cuda":
+        run_on_gpu(script, *arguments)
+    else:
+        run_ranks(script, *arguments, world=1)
+
+
+@cache
+def updated(folder: Path, device: str, dtype: str) -> Outcome:
+    configure(folder, dtype)
+    run(device, "rank_update.py", f"{device}-{dtype}", str(folder))
+    return _outcome(folder, f"{device}-{dtype}")
+
+
+@on_both
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("dtype", "figure", "change"), [("float32", 1e-4, 1e-3), ("bfloat16", 0.02, 0.1)])
+def test_two_updates_are_those_of_a_cpu_in_float32(
+    folder: Path, model: str, dtype: str, figure: float, change: float, device: str
+) -> None:
+    """`figure` is the tolerance of loss, gradient norm and entropy, `change` that of the weights: the norm of their
+    error over the norm of their change. (On a CPU, bfloat16 has 0.003 and 0.03.)"""
+    figures, weights = updated(folder / model, device, dtype)
+    reference, expected = updated(folder / model, "cpu", "float32")
+    for mine, theirs in zip(figures, reference, strict=True):
+        assert mine["steps/optimizer"] == 1
+        assert mine["tokens/trained"] == theirs["tokens/trained"]
+        for name in ("loss", "grad_norm", "entropy"):
+            assert mine[name] == pytest.approx(theirs[name], rel=figure, abs=figure / 10), name
+    before = load_file(folder / model / "model" / "model.safetensors")
+    assert weights.keys() == expected.keys() == before.keys()
+    changes, errors = (
+        [after[name] - other[name] for name in after] for after, other in ((expected, before), (weights, expected))
+    )
+    assert norm(errors) < change * norm(changes)
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    return float(sum(x.double().square().sum() for x in tensors) ** 0.5)
+
+
+@on_both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_restores_every_bit(folder: Path, dtype: str, device: str) -> None:
+    """The first run trains, writes a checkpoint and trains on; the second one restores it in place of the training."""
+    place = folder / "grouped"
+    configure(place, dtype, "checkpoint.every=1")
+    links = [f"{device}-{dtype}-{number}" for number in range(2)]
+    run(device, "rank_checkpoint.py", links[0], "-", str(place))
+    run(device, "rank_checkpoint.py", links[1], links[0], str(place))
+    first, again = (written(CheckpointStore(place / link).path(VERSION)) for link in links)
+    assert first.keys() == again.keys()
+    assert [key for key in first if not torch.equal(first[key], again[key])] == []
+    (figures, weights), (more, more_weights) = (_outcome(place, link) for link in links)
+    tolerance = 0.0 if device == "cpu" else 1e-5  # sums of a GPU may have another order
+    for name in ("loss", "grad_norm", "lr"):
+        assert more[0][name] == pytest.approx(figures[0][name], rel=tolerance, abs=tolerance)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(more_weights[name], tensor, rtol=0, atol=tolerance and 1e-2, msg=name)
