@@ -97,8 +97,9 @@ $(DOCS): requirements/docs.txt $(READY)
 docs: $(DOCS)  ## the documentation as a site, in site/; a dead link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-bench: setup bubblewrap  ## every scripts/bench_*.py (BENCH_ARGS="...")
-	set -e; for script in scripts/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
+bench: setup bubblewrap  ## every scripts/bench_*.py for CPUs (BENCH_ARGS="...")
+	set -e; for script in $(filter-out scripts/bench_gpu.py,$(wildcard scripts/bench_*.py)); do \
+	$(BIN)/python $$script $(BENCH_ARGS); done
 
 clean:  ## caches, builds and runs; .venv stays
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

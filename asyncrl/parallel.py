@@ -77,6 +77,7 @@ class Parallel:
     expert_group: dist.ProcessGroup  # the ranks that together hold all routed experts of a stage
     stage_group: dist.ProcessGroup | None = None  # all ranks of a pipeline stage; None if it has only one
     cp_group: dist.ProcessGroup | None = None  # the ranks that share each sequence
+    pp_group: dist.ProcessGroup | None = None  # this rank's counterparts on all pipeline stages, in their order
 
     @property
     def is_first(self) -> bool:

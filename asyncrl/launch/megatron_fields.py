@@ -33,7 +33,10 @@ SHAPES = "Packs differ in length, and a graph needs equal shapes."
 DENOMINATOR = "Loss and gradient would depend on micro-batches: each step has one denominator (docs/algorithms.md)."
 ENGINES = "Tokens would go to other experts, or to none, than in the engines, whose probabilities are corrected for."
 SHARDED = "Weights are published and saved from whole parameters, which it would shard."
-TE_LAYERS = "It acts on TransformerEngine's layers only, and the trainer builds Megatron's local ones."
+TE_LAYERS = "It acts on TransformerEngine's layers only, and no test has tried it there with packs (docs/layers.md)."
+LAYERS = "Set trainer.layers, which decides it (trainer/model.py)."
+QUANTIZED = "Publishing, checkpoints and resets read the parameters' own memory, which would hold quantized bytes."
+USER_BUFFERS = "TransformerEngine's user buffers have one fixed number of rows, and packs differ in length."
 PRECISION = (
     "Moments of lower precision need TransformerEngine's FusedAdam, and checkpoints hold float32 ones: lower the "
     "memory of a rank with trainer.data_parallel or trainer.optimizer.offload."
@@ -62,7 +65,7 @@ REFUSED: dict[str, tuple[tuple[str, str], ...]] = {  # per section: what matches
         ),
         ("moe_enable_routing_replay", "Set algo.routing_replay, which knows packs."),
         ("moe_token_dispatcher_type|moe_flex_dispatcher_backend|moe_enable_deepep", "Set trainer.token_dispatcher."),
-        ("moe_grouped_gemm|moe_use_legacy_grouped_gemm", TE_LAYERS + " Weights of experts would get other names."),
+        ("moe_grouped_gemm|moe_use_legacy_grouped_gemm|transformer_impl|bias_activation_fusion", LAYERS),
         (
             "attention_.*|softmax_.*|window_.*|flash_decode|masked_softmax_fusion|cp_comm_type|.*context_parallel.*",
             ATTENTION,
@@ -73,11 +76,14 @@ REFUSED: dict[str, tuple[tuple[str, str], ...]] = {  # per section: what matches
             FUSED,
         ),
         (".*cuda_graph.*", SHAPES),
+        ("fp8|fp8_recipe", "Set trainer.fp8."),
+        ("fp[48]_param.*", QUANTIZED),
+        ("tp_comm.*", USER_BUFFERS),
         (
-            "(fp8|fp4|tp_comm|use_kitchen|kitchen).*|quant_recipe|delay_wgrad_compute|use_te_.*|tp_only_amax_red",
+            "(fp8|fp4|use_kitchen|kitchen).*|quant_recipe|delay_wgrad_compute|use_te_.*|tp_only_amax_red",
             TE_LAYERS,
         ),
-        ("transformer_impl|symmetric_ar_type|batch_invariant_mode|num_layers_at_.*|first_last_layers_bf16", TE_LAYERS),
+        ("symmetric_ar_type|batch_invariant_mode|num_layers_at_.*|first_last_layers_bf16", TE_LAYERS),
         ("cpu_offloading.*|fine_grained_activation_offloading|offload_modules|min_offloaded_tensor_size", TE_LAYERS),
         ("overlap_p2p_comm.*|batch_p2p_.*|use_ring_exchange_p2p|deallocate_pipeline_outputs|timers|.*_func", PLANNED),
         (
@@ -111,7 +117,7 @@ REFUSED: dict[str, tuple[tuple[str, str], ...]] = {  # per section: what matches
         ("check_for_.*", "A bad gradient is handled by trainer.on_bad_step and trainer.bad_grad_norm."),
         ("average_in_collective|gradient_reduce_div_fusion", DENOMINATOR),
         (".*fsdp.*|.*sharding_strategy|suggested_.*|preserve_fp32_weights|disable_symmetric.*", SHARDED),
-        ("fp8.*|.*mxfp8.*|keep_fp8.*", TE_LAYERS),
+        ("fp8.*|.*mxfp8.*|keep_fp8.*", QUANTIZED),
     ),
     "optimizer": (
         ("(lr|min_lr|adam_beta[12]|adam_eps|weight_decay|clip_grad)", "Set the field of trainer.optimizer."),
@@ -121,7 +127,7 @@ REFUSED: dict[str, tuple[tuple[str, str], ...]] = {  # per section: what matches
         ("use_precision_aware_optimizer|store_param_remainders|exp_avg_.*", PRECISION),
         ("use_distributed_optimizer|overlap_.*|timers|barrier_.*|log_num_zeros_in_grad", PLANNED),
         ("decoupled_(min_)?lr", "Learning rates of single layers are not supported."),
-        ("fp8.*|.*mxfp8.*", TE_LAYERS),
+        ("fp8.*|.*mxfp8.*", QUANTIZED),
     ),
 }
 SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,)}

@@ -75,6 +75,7 @@ class ParallelLayout:
     expert_tensor: int = 1
     sequence: bool = False
     split: PipelineSplit | None = None  # of the layers over stages; None: evenly
+    whole: tuple[str, ...] = ()  # endings of further names that tensor-parallel ranks hold entirely
 
     @property
     def replicas(self) -> int:
@@ -152,7 +153,7 @@ def held(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, stage:
             continue
         if one.routed:
             routed += one.elements // layout.expert // layout.expert_tensor
-        elif one.whole:
+        elif one.whole or one.name.endswith(layout.whole):
             dense += one.elements
         else:
             rows = -(-one.shape[0] // layout.tensor)  # the vocabulary is padded; everything else divides evenly
@@ -199,6 +200,7 @@ class Training:
     fused_norms: bool = False  # fused norms (GPU) keep only their input; else also the output in float32
     recompute: Recompute = Recompute()
     offload: bool = False  # whether masters and moments are in host memory except during a step
+    fp8: bool = False  # whether layers keep their matrices in FP8 too, by rows and by columns
 
 
 def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> dict[str, int]:
@@ -215,8 +217,10 @@ def _stage(
     stepped = _stepped(mine, layout)
     sent = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * item * training.publishes
     last = stage == layout.pipeline - 1
+    matrices = [one for one in weights if one.layer is not None and len(one.shape) > 1]
     parts = {
         "weights": mine.all * item * networks,
+        "weights in FP8": 2 * held(matrices, shape, layout, stage).all * networks * training.fp8,
         "gradients": mine.all * GRADIENT * networks,
         "masters": stepped * MASTER * networks if item < MASTER else 0,  # float32 weights are their own masters
         "moments": stepped * MOMENTS * networks,
@@ -366,13 +370,9 @@ def away(trainer: dict[str, int]) -> int:
     return sum(trainer[name] for name in AWAY)
 
 
-def buckets(sizes: Iterable[int], limit: int) -> int:
-    """Return the number of buckets of at most `limit` bytes that `packed` fills."""
-    return len(packed(sizes, limit))
-
-
 def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
-    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them."""
+    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them. A larger
+    tensor gets a bucket of its own."""
     found: list[tuple[int, int]] = []
     for size in sizes:
         filled, count = found[-1] if found else (limit, 0)

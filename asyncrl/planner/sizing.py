@@ -2,14 +2,16 @@
 specifications. Pure.
 
 A publish is modelled after weights/publish.py over NCCL (weights/distributed.py). The pipeline stages send one after
-the other. The first rank of a stage gathers its bucket and copies it into place: dense matrices come from its
-tensor-parallel group, routed experts from all ranks that hold them (weights/reshard.py). One broadcast then sends the
-bucket to all ranks of all engines, which load it and confirm.
+the other, because an engine receives one broadcast at a time; at once they would share the same adapter of each engine.
+The first rank of a stage gathers its bucket and copies it into place: dense matrices come from its tensor-parallel
+group, routed experts from all ranks that hold them (weights/reshard.py). One broadcast then sends the bucket to all
+ranks of all engines, which load it and confirm.
 
     gather(b)   b (n - 1)/G / inside + b (G - n)/G / between + 2 b / memory       G ranks, n of them in one machine
     send(b)     b / link + 2 b / memory + call + tensor * (tensors in it)       link: inside if one machine has all
     full        fill: gathers of the slowest stage, while engines generate;    pause: all sends
-    stream      pause, per stage: first gather, max(send, next gather) for each bucket but the last, last send
+    stream      pause, per stage: first gather, max(send, next gather) for each bucket but the last, last send; a later
+                stage has gathered its first two buckets before its turn
 
 None of this was measured on such hardware. `Hardware` states the source of each number.
 """
@@ -108,7 +110,11 @@ def publish(
     if not streams:
         fill = max(sum(gathers) for gathers, _ in stages)
         return Publish(nbytes, tuple(counts), fill, sum(sum(sends) for _, sends in stages))
-    return Publish(nbytes, tuple(counts), 0.0, sum(_in_turn(gathers, sends) for gathers, sends in stages))
+    pause = 0.0
+    for stage, (gathers, sends) in enumerate(stages):
+        left = [0.0, 0.0, *gathers[2:]][: len(gathers)] if stage else gathers
+        pause += _in_turn(left, sends)
+    return Publish(nbytes, tuple(counts), 0.0, pause)
 
 
 def _gather(dense: float, layout: ParallelLayout, hardware: Hardware) -> float:

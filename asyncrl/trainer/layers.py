@@ -6,12 +6,15 @@ that goes to engines and HF folders; checkpoints have the keys of the local spec
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import PackedAttention
@@ -65,3 +68,11 @@ def adapt(model: GPTModel) -> None:
 def accumulates_by_itself(module: torch.nn.Module) -> bool:
     """Return whether some layer of a model adds gradients to the buffers itself."""
     return any(getattr(part, "fuse_wgrad_accumulation", False) for part in module.modules())
+
+
+def fp8_weights(model: torch.nn.Module) -> Iterator[Tensor]:
+    """Yield the memory of weights that TransformerEngine's layers keep in FP8 from one micro-batch to the next. The
+    first micro-batch of a pass writes it again."""
+    for module in model.modules():
+        for copy in getattr(module, "_fp8_workspaces", {}).values():
+            yield from (part for part in copy.get_metadata().values() if isinstance(part, Tensor))

@@ -21,7 +21,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.layers import accumulates_by_itself
+from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
 from asyncrl.trainer.routing import Kind, RoutingReplay
@@ -170,10 +170,10 @@ class Network:
             yield from chunk.parameters()
 
     def gradients(self) -> list[Tensor]:
-        """Return the buffers of this rank's gradients."""
-        return [
-            buffer.grad_data for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
+        """Return the buffers of this rank's gradients, and FP8 copies of weights: each pass computes both anew."""
+        buffers = [one for chunk in self.wrapped for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        copies = [tensor for chunk in self.wrapped for tensor in fp8_weights(chunk)]
+        return [*(buffer.grad_data for buffer in buffers), *copies]
 
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
         which, kind = itertools.count(1), "" if not forward_only else " without gradient"

@@ -61,7 +61,8 @@ class NetworkOptimizer:
         config = configured(OptimizerConfig, arguments, "optimizer", trainer.megatron.optimizer)
         self._optimizer: Any = get_megatron_optimizer(config, network.wrapped)
         network.config.grad_scale_func = self._optimizer.scale_loss
-        self._fused = next(network.parameters()).device.type == "cpu"
+        on_cpu = next(network.parameters()).device.type == "cpu"
+        self._fused = on_cpu and all(_is_torchs(part.optimizer) for part in self._parts())
         if self._fused:
             for part in self._parts():  # torch's default loops over tensors; fused halves the optimizer's time
                 for group in part.optimizer.param_groups:
@@ -173,7 +174,7 @@ class NetworkOptimizer:
     def _count(self, part: Any, state: dict[str, Any]) -> None:
         """Set the number of steps used by bias correction. torch's AdamW keeps one per parameter, beside the moments;
         Apex and TransformerEngine keep one per group."""
-        if isinstance(part.optimizer, torch.optim.AdamW | torch.optim.Adam):
+        if _is_torchs(part.optimizer):
             device = state[MOMENTS[0]].device if self._fused or state[MOMENTS[0]].is_cuda else "cpu"
             state["step"] = torch.tensor(float(self._applied), device=device)
         else:
@@ -209,6 +210,11 @@ class NetworkOptimizer:
             f"trainer.on_bad_step={t.on_bad_step}, trainer.max_bad_steps={t.max_bad_steps}). "
             "Lower trainer.optimizer.lr, or look at reward and logprob_gap of the last steps in metrics.jsonl."
         )
+
+
+def _is_torchs(optimizer: Any) -> bool:
+    """Return whether an optimizer is torch's own, not that of Apex or TransformerEngine."""
+    return isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam)
 
 
 def _masters(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:

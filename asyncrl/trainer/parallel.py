@@ -64,4 +64,5 @@ def split(trainer: TrainerConfig, device: torch.device, seed: int) -> Parallel:
         expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
         stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         cp_group=parallel_state.get_context_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
     )

@@ -24,7 +24,12 @@ class DistributedTransport(Transport):
     A new group is created whenever the fleet has changed. If a gloo broadcast breaks, no receiver gets the bucket:
     receivers that died are lost, and the others get this bucket again in a new group. NCCL does not report that a
     receiver died: the trainer's collective times out, and the run ends.
+
+    An engine receives one broadcast at a time, and blocks until it is complete. If two stages broadcast at once, one
+    engine could wait for the first and another for the second, and neither broadcast would end.
     """
+
+    turns = True
 
     def __init__(self, fleet: Fleet, engine_tp: int, *, host: str, stage: int, backend: str) -> None:
         self._fleet, self._engine_tp, self._host = fleet, engine_tp, host
@@ -33,9 +38,16 @@ class DistributedTransport(Transport):
         self._name = ""
         self._members: tuple[str, ...] = ()
         self._made_at = -1  # the fleet's change counter when the group was created
+        self._work: dist.Work | None = None
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
         """Broadcast one bucket. Raises EngineError if live engines cannot be reached by a broadcast."""
+        self._send(flat, bucket)
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def _send(self, flat: Tensor, bucket: Bucket) -> None:
         body = {
             "names": [entry.name for entry in bucket],
             "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket],
@@ -68,9 +80,17 @@ class DistributedTransport(Transport):
 
     def _broadcast(self, flat: Tensor) -> str:
         """Broadcast, and return why it broke, or "". A broken group is left at once, because it would block the other
-        receivers."""
+        receivers.
+
+        Over NCCL the stream waits only after the engines have answered. Trainers have one queue for all streams
+        (CUDA_DEVICE_MAX_CONNECTIONS=1), in which a stream that waits would hold up the copies into the next bucket.
+        """
         try:
-            dist.broadcast(flat, src=0, group=self._group)
+            work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+            if self._backend == "nccl":
+                self._work = work
+            else:
+                work.wait()
         except RuntimeError as error:
             self._leave()
             return f"broadcast over {self._backend}: {error}"

@@ -9,7 +9,9 @@
 
 With staging=full, the engines are paused only for sending. With staging=stream they are also paused for gathering, all
 of which overlaps with sending except for the first bucket, and only the memory of two buckets (Transport.memories) is
-needed. Pipeline stages send one after the other, each from its first rank, inside the session that rank 0 opened.
+needed. Pipeline stages send from their first ranks, inside the session that rank 0 opened: at once, or in turn if the
+transport requires it, where each has filled its memory before its turn. On GPUs buckets are filled in one stream and
+sent in another.
 
     waits for     the engines (weights.timeout per call), the other stages (the process group's timeout)
     on failure    an engine that fails is lost and the others continue (engine/fleet.py); any other error leaves the
@@ -19,9 +21,10 @@ needed. Pipeline stages send one after the other, each from its first rank, insi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,7 +76,9 @@ class Publisher:
         self._weights, self._settings = weights, settings
         self._expected, self._hold, self._announce = expected, hold, announce
         self._update, self._sent = update or Update(fleet, mode=settings.pause_mode), sent
-        self._full = not streams(settings, gpu=parallel.device.type == "cuda") and not transport.ahead
+        gpu = parallel.device.type == "cuda"
+        self._full = not streams(settings, gpu=gpu) and not transport.ahead
+        self._stream = torch.cuda.Stream(parallel.device) if gpu else None
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send-weights")
         self._plan: list[Bucket] | None = None
         self._memory: list[Tensor] = []
@@ -98,7 +103,7 @@ class Publisher:
         self._meet(version)
         expected = self._expected() if self._verification_is_due(version) else None
         if self._transport.ahead:
-            self._send_in_turn(expected)
+            self._send(expected)
         elif self._full:
             for _ in self._fill(expected):
                 pass
@@ -109,7 +114,7 @@ class Publisher:
         with self._update.paused() if first else nullcontext(Pause(filled)) as pause:
             with self._session():
                 if not self._transport.ahead:
-                    self._send_in_turn(expected)
+                    self._send(expected)
                 self._deliver(version)
             if expected is not None:
                 verified = self._verify(expected)
@@ -144,35 +149,64 @@ class Publisher:
     def _agree(self) -> None:
         """Wait for every rank; engines that one rank lost are lost to all."""
         for lost in _from_all(self._fleet.lost):
-            for url, reason in lost.items():
-                self._fleet.lose(url, reason)
+            self._lose(lost)
+
+    def _lose(self, lost: dict[str, str]) -> None:
+        for url, reason in lost.items():
+            self._fleet.lose(url, reason)
 
     def _session(self) -> AbstractContextManager[None]:
         return self._update.session() if self._parallel.is_first and self._transport.session else nullcontext()
 
     # -- sending -------------------------------------------------------------------------------------------
 
-    def _send_in_turn(self, expected: ExpectedChecksums | None) -> None:
-        """Send stage after stage, inside the session that rank 0 opened."""
-        if self._parallel.pp == 1:
-            self._send(expected)
-            return
-        self._agree()
-        for stage in range(self._parallel.pp):
-            if self._parallel.pp_rank == stage:
-                self._send(expected)
-            self._agree()
-
     def _send(self, expected: ExpectedChecksums | None) -> None:
-        """Send each bucket while the next one is being filled (or one after the other, if all are filled)."""
+        """Send every stage's buckets. Each rank of a stage takes part in its gathers, and its first rank sends."""
         ready = zip(self._memory, self._plan or [], strict=True) if self._full else self._fill(expected)
+        if self._parallel.pp == 1:
+            self._send_each(ready)
+            return
+        self._agree()  # the session is open
+        if self._transport.turns and self._parallel.exports:
+            waits = self._parallel.pp_rank > 0
+            filled = list(islice(ready, len(self._memory))) if waits else []
+            with self._turn():
+                self._send_each(chain(filled, ready))
+        else:
+            self._send_each(ready)
+        self._agree()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the previous stage before this block, and let the next one begin after it. Engines that a stage has
+        lost are lost to the next."""
+        stage, group = self._parallel.pp_rank, self._parallel.pp_group
+        if stage > 0:
+            lost: list[Any] = [None]
+            dist.recv_object_list(lost, group=group, group_src=stage - 1)
+            self._lose(lost[0])
+        yield
+        if not self._parallel.is_last_stage:
+            dist.send_object_list([self._fleet.lost], group=group, group_dst=stage + 1)
+
+    def _send_each(self, ready: Iterable[tuple[Tensor, Bucket]]) -> None:
+        """Send each bucket while the next one is being filled (or one after the other, if all are filled)."""
         sending: Future[None] | None = None
         for flat, bucket in ready:
             if sending:
                 sending.result()
-            sending = self._sender.submit(self._transport.send, flat, bucket)
+            if self._stream:
+                self._stream.wait_stream(torch.cuda.current_stream())  # which has filled the bucket
+            sending = self._sender.submit(self._send_one, flat, bucket)
         if sending:
             sending.result()
+
+    def _send_one(self, flat: Tensor, bucket: Bucket) -> None:
+        """Send one bucket, in the sender's thread and stream. Its memory may be refilled when this returns."""
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            self._transport.send(flat, bucket)
+            if self._stream:
+                self._stream.synchronize()
 
     def _fill(self, expected: ExpectedChecksums | None) -> Iterator[tuple[Tensor, Bucket]]:
         """Fill and yield the buckets in turn. If there is less memory than buckets, one is sent while the next is
@@ -183,8 +217,6 @@ class Publisher:
             for name, tensor in fill(flat, bucket, stream).items():
                 if expected is not None:
                     expected.add(name, tensor)
-            if self._parallel.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # another thread sends the bucket
             yield flat, bucket
         rest = [name for name, _ in stream]  # ranks that export nothing still take part in every gather
         assert not rest, f"the stream yielded tensors that were not planned: {rest}"
@@ -194,7 +226,7 @@ class Publisher:
         while not _from_first(self._transport.deliver(version) if self._parallel.is_first else True):
             if self._parallel.exports:
                 self._transport.start(version, full=True)
-            self._send_in_turn(None)
+            self._send(None)
         self._transport.accepted(version)
 
     # -- verification --------------------------------------------------------------------------------------

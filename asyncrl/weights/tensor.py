@@ -52,7 +52,7 @@ class TensorTransport(Transport):
         opened twice.
         """
         if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)
+            torch.cuda.current_stream(flat.device).synchronize()
         metadata = [METADATA.of(e.name, e.shape, e.dtype, e.start, e.end, e.end - e.start) for e in bucket]
         bodies = {
             url: {

@@ -24,6 +24,8 @@ class Transport(ABC):
     """Whether buckets are sent before the pause; then the engines are paused only for `deliver`."""
     memories = 2
     """Number of buckets that staging=stream needs: one is filled while another is sent."""
+    turns = False
+    """Whether pipeline stages must send one after the other."""
     session = True
     """Whether the engines need a weight-update session around the transfer."""
 

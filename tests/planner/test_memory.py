@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.preflight.shapes import layout_of
 from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
 from asyncrl.planner.memory import (
@@ -34,6 +35,7 @@ from asyncrl.planner.memory import (
     turns,
 )
 from asyncrl.weights.names import FAMILIES
+from tests.fakes import tiny_config
 
 SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8, cache_heads=2)
 TRAINING = Training(dtype="bfloat16", tokens=100, logit_rows=10)
@@ -115,6 +117,13 @@ def test_experts_are_shared_by_their_own_ranks_and_routers_by_none() -> None:
     assert held(model(experts=8), SHAPE, split, 0) == mine
 
 
+def test_down_projections_of_latent_attention_are_shared_without_transformer_engine_alone() -> None:
+    weights = [Weight("model.layers.0.self_attn.q_a_proj.weight", (8, 8))]
+    for layers, expected in (("local", 32), ("transformer_engine", 64)):
+        trainer = tiny_config(**{"trainer.tensor_parallel": 2, "trainer.layers": layers}).trainer
+        assert held(weights, SHAPE, layout_of(trainer), 0).dense == expected
+
+
 def test_replicas_share_masters_and_moments_and_nothing_else() -> None:
     alone, four = (trainer_rank(model(), SHAPE, ParallelLayout(data=degree), TRAINING) for degree in (1, 4))
     context = trainer_rank(model(), SHAPE, ParallelLayout(context=4), TRAINING)  # its ranks are replicas, too
@@ -139,6 +148,15 @@ def test_a_critic_doubles_what_lasts_and_frozen_weights_come_once_each() -> None
     for name in ("weights", "gradients", "masters", "moments"):
         assert more[name] == 2 * plain[name]
     assert more["frozen weights"] == 2 * plain["weights"]
+
+
+def test_fp8_keeps_two_more_bytes_for_each_element_of_a_matrix_in_a_layer() -> None:
+    plain, more = (
+        trainer_rank(model(), SHAPE, ParallelLayout(tensor=2), replace(TRAINING, fp8=on)) for on in (False, True)
+    )
+    assert plain["weights in FP8"] == 0
+    assert more["weights in FP8"] == 2 * 4 * (8 * 8 + 16 * 8) // 2
+    assert {**more, "weights in FP8": 0} == plain
 
 
 def test_buckets_of_a_stream_are_two_and_never_more_than_the_weights() -> None:

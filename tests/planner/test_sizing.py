@@ -49,6 +49,11 @@ def test_full_staging_fills_all_stages_at_once_and_sends_them_in_turn() -> None:
     assert (full.fill, full.pause) == (pytest.approx(2 * 0.5), pytest.approx(40.0))
 
 
+def test_later_stages_gather_their_first_buckets_while_others_send() -> None:
+    layout = ParallelLayout(tensor=2, pipeline=2)  # 0.5 s to gather a bucket, and 10 s to send it
+    assert sent(layout=layout).pause == pytest.approx(0.5 + 4 * 10)
+
+
 def test_experts_of_other_machines_come_over_one_adapter() -> None:
     near, far = ParallelLayout(expert=8), ParallelLayout(expert=16)
     assert sent(EXPERTS, near, streams=False).fill == pytest.approx(400 * 7 / 8 / 100)

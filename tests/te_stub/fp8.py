@@ -38,8 +38,9 @@ def quantize(tensor: Tensor, quantizer: Any, out: Any = None, noop: Any = None) 
         "fp8_scale_inv": (1 / scale).view(1),
     }
     if out is not None:
-        out._data, out._transpose, out._scale_inv = parts.values()
-        out._transpose_invalid = out._transpose is None
+        for into, part in zip((out._data, out._transpose, out._scale_inv), parts.values(), strict=True):
+            if into is not None and part is not None:
+                into.copy_(part)
         return out
     common: dict[str, Any] = {**parts, "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if quantizer.internal:

@@ -222,6 +222,30 @@ def _rotated(x: Tensor, angles: Tensor, sign: float) -> Tensor:
 
 
 @function
+def multi_tensor_adam(
+    chunk: int,
+    noop: Tensor,
+    tensors: list[list[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    decoupled: int,
+    corrected: int,
+    decay: float,
+) -> None:
+    """Take one step of AdamW for each gradient, parameter, first and second moment."""
+    assert decoupled
+    first, second = (1 - beta1**step, 1 - beta2**step) if corrected else (1.0, 1.0)
+    for gradient, parameter, mean, square in zip(*tensors, strict=True):
+        mean.lerp_(gradient.float(), 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient.float(), gradient.float(), value=1 - beta2)
+        update = (mean / first) / ((square / second).sqrt() + eps) + decay * parameter
+        parameter.sub_(lr * update)
+
+
+@function
 def get_cublasLt_version() -> int:
     """Return a version that has everything."""
     return 130100

@@ -24,6 +24,11 @@ def set_layers(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> Non
     monkeypatch.setattr(test_variants, "LAYOUTS", layouts)
 
 
+@pytest.mark.parametrize("layout", ["single", "tp2-sp-ep2"])
+def test_recomputed_activation_of_grouped_experts_changes_no_bit(layout: str, tmp_path: Path) -> None:
+    test_variants.run(tmp_path, layout, {"qwen3-moe": {"moe_act": test_variants.selective("moe_act")}})
+
+
 @pytest.mark.parametrize("layout", test_variants.RECOMPUTED)
 def test_recomputation_changes_no_bit(layout: str, tmp_path: Path) -> None:
     test_variants.test_recomputation_changes_no_bit_of_figures_gradients_and_weights(layout, tmp_path)

@@ -8,6 +8,9 @@ from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.models.architectures import megatron_arguments, rope
 from asyncrl.planner.memory import ParallelLayout, Recompute, Shape, Training
 
+LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
+"""Down projections of latent attention, which TransformerEngine's layers do not share over tensor-parallel ranks."""
+
 
 def shape_of(hf: dict[str, Any]) -> Shape:
     """Return the shape of a model of a family that the trainer knows; `hf` is config.json. Raises ConfigError or
@@ -54,6 +57,7 @@ def layout_of(trainer: TrainerConfig) -> ParallelLayout:
         expert_tensor=trainer.expert_tensor_parallel or trainer.tensor_parallel,
         sequence=trainer.sequence_parallel,
         split=trainer.split if trainer.pipeline_parallel > 1 else None,
+        whole=LATENT_DOWN if trainer.layers == "transformer_engine" else (),
     )
 
 
@@ -74,6 +78,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         fused_norms=gpu,
         recompute=recompute_of(trainer),
         offload=gpu and trainer.optimizer.offload,
+        fp8=trainer.fp8 is not None,
     )
 
 

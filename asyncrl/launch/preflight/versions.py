@@ -17,7 +17,8 @@ SHOULD_MATCH = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 ENGINE_ON_GPU = ("sglang-kernel", "flashinfer-python")
 """Packages without which an engine on a GPU does not start."""
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
-"""The parts of TransformerEngine. With some of them, its import fails, and so does Megatron's."""
+"""The parts of TransformerEngine as PyPI has it; a build from source is one package. With some of the parts, its import
+fails, and so does Megatron's."""
 GPU_INSTALL = "pip install --no-deps -r requirements/gpu.txt, or pip install 'asyncrl[gpu]'."
 NVCC = (
     "Install the CUDA 13.0 toolkit, and set CUDA_HOME to its folder unless nvcc is in PATH or in /usr/local/cuda. The "
@@ -77,12 +78,12 @@ def check_gpu_trainers(machines: Sequence[MachineFacts], pins: Mapping[str, str]
         where = machine.name or "this machine"
         mine = {name: machine.versions.get(name) for name in TRANSFORMER_ENGINE}
         missing = [name for name, version in mine.items() if version is None]
-        other = [f"{name} {version}" for name, version in mine.items() if version not in (None, pins[name])]
+        other = [f"{name} {one}" for name, one in mine.items() if one and one.partition("+")[0] != pins[name]]
         if missing == [*TRANSFORMER_ENGINE]:
             found.append(warning("transformer-engine", f"not installed on {where}: {cost}", GPU_INSTALL))
         elif missing:
-            text = f"{where} lacks {', '.join(missing)}, so that importing TransformerEngine, and Megatron, fails"
-            found.append(error("transformer-engine", text, f"{GPU_INSTALL} Or uninstall all parts."))
+            text = f"{where} lacks {', '.join(missing)}; unless it was built from source, importing Megatron will fail"
+            found.append(warning("transformer-engine", text, f"{GPU_INSTALL} Or uninstall all parts."))
         elif other:
             text = f"{', '.join(other)} on {where}, but asyncrl was locked with {pins[TRANSFORMER_ENGINE[0]]}"
             found.append(warning("transformer-engine", text, GPU_INSTALL))

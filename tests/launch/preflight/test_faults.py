@@ -143,10 +143,6 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
         lambda _: gpu_engine(nvcc=""),
         *("nvcc", "node7 has no nvcc", "CUDA_HOME"),
     ),
-    "half a TransformerEngine": (
-        lambda _: gpu_trainer(transformer_engine_torch=None),
-        *("transformer-engine", "node7 lacks transformer-engine-torch", "uninstall all parts"),
-    ),
     "a shard that is missing": (
         lambda tmp: files(tmp, lambda model: (model / "model-2-of-2.safetensors").unlink()),
         *(MODEL, "model-2-of-2.safetensors is missing", "again"),
@@ -366,6 +362,7 @@ WARNED: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
         ),
         "transformer-engine",
     ),
+    "half a TransformerEngine": (lambda _: gpu_trainer(transformer_engine_torch=None), "transformer-engine"),
     "another TransformerEngine": (lambda _: gpu_trainer(transformer_engine="2.1"), "transformer-engine"),
     "another flashinfer": (lambda _: gpu_engine(flashinfer_python="0.5"), "versions"),
     "memory with nothing to spare": (lambda _: memory("trainer", 75), "trainer.tensor_parallel"),

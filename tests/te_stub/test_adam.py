@@ -1,0 +1,31 @@
+"""TransformerEngine's FusedAdam, which Megatron takes wherever TransformerEngine is installed, trains as torch's AdamW
+does: bias correction, clipping, resets and restored states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import load
+from asyncrl.models.tiny import write_random_model
+from tests.fakes import tiny_values
+from tests.integration.ranks import run_ranks
+from tests.integration.test_trainer import LAYOUTS, MODELS, VOCAB, drawn_groups
+from tests.te_stub.test_transformer_engine import BFLOAT16
+
+
+@pytest.mark.parametrize("dtype", [{}, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_fused_adam_trains_as_torch_does(layout: str, dtype: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"vocab": VOCAB, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "tied": False}
+    write_random_model(tmp_path / "model", **{**sizes, "seed": 1, "dtype": "float32", **MODELS["qwen3-untied"]})
+    (tmp_path / "groups.msgpack").write_bytes(msgspec.msgpack.encode(drawn_groups(seed=3)))
+    values = tiny_values(**{"algo.mini_batches": 2})
+    values["trainer"].update({**LAYOUTS[layout], **dtype})
+    values["trainer"]["optimizer"].update(eps=1e-3, weight_decay=0.1, clip_grad=0.1, lr=1e-3)
+    config = load(values)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    run_ranks(str(Path(__file__).with_name("rank_adam.py")), str(tmp_path), world=config.trainer.world_size)

@@ -1,0 +1,101 @@
+"""Buckets are filled and sent in the right order, in two CUDA streams where there are GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.engine.fleet import Fleet
+from asyncrl.network.addresses import Access
+from asyncrl.parallel import Parallel
+from asyncrl.weights.bucket import Bucket
+from asyncrl.weights.layouts import Pieces
+from asyncrl.weights.publish import Publisher
+from asyncrl.weights.transport import Transport
+from tests.integration.publisher import ALONE
+
+TENSORS = {f"model.layers.{layer}.mlp.gate.weight": torch.full((4,), float(layer)) for layer in range(4)}
+
+
+class Weights:
+    """Four tensors, one for each bucket."""
+
+    def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+        return ((name, tensor.dtype, tensor.shape) for name, tensor in TENSORS.items())
+
+    def stream(self) -> Iterator[tuple[str, Pieces]]:
+        return ((name, Pieces([tensor])) for name, tensor in TENSORS.items())
+
+
+class NotingTransport(Transport):
+    """Transport that notes what it sends."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def send(self, flat: Tensor, bucket: Bucket) -> None:
+        assert torch.equal(flat.view(torch.float32), TENSORS[bucket[0].name])
+        self._events.append(f"send {bucket[0].name.split('.')[2]}")
+
+
+def published(device: str) -> list[str]:
+    """Return the events of one publish of four buckets through the memory of two."""
+    events: list[str] = []
+    settings = SimpleNamespace(staging="stream", pause_mode="in_place", verify=False, verify_every=None, bucket_mb=0)
+    made: Any = Publisher(
+        Parallel(**{**ALONE, "device": torch.device(device)}),
+        Fleet([], Access(""), 1.0, on_lost=lambda *_: None),
+        NotingTransport(events),
+        Weights(),  # type: ignore[arg-type]
+        settings,  # type: ignore[arg-type]
+        expected=lambda: None,  # type: ignore[arg-type, return-value]
+        hold=lambda: None,
+        announce=lambda version: None,
+    )
+    if made._stream:
+        made._stream.events = events
+    made.publish(1)
+    return events
+
+
+def test_every_bucket_is_sent_in_its_turn() -> None:
+    assert published("cpu") == [f"send {number}" for number in range(4)]
+
+
+class Stream:
+    """A CUDA stream that notes what is asked of it."""
+
+    events: list[str]
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def wait_stream(self, other: object) -> None:
+        self.events.append(f"wait for {other}")
+
+    def synchronize(self) -> None:
+        self.events.append("finish")
+
+
+def test_a_bucket_is_sent_in_a_stream_of_its_own_behind_its_filling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's stream waits for what fills; what fills never waits for the sender's stream or for the device."""
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        stream.events.append("enter")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "filling")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for the whole device"))
+    each = (["wait for filling", "enter", f"send {number}", "finish"] for number in range(4))
+    assert published("cuda") == [event for events in each for event in events]
