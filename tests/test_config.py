@@ -439,6 +439,23 @@ def test_layout_of_layers_and_experts_that_the_model_rules_out_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("hf", "changes", "why"),
+    [
+        (LLAMA, {}, "no routed experts"),
+        (MOE, {}, "One rank holds all experts"),
+        (MOE, {"trainer.data_parallel": 2, "trainer.expert_parallel": 2, "trainer.device": "cpu"}, "for GPUs"),
+        (MOE, {"trainer.data_parallel": 2, "trainer.expert_parallel": 2, "trainer.device": "auto"}, "deep_ep"),
+    ],
+)
+def test_a_token_dispatcher_without_its_kernels_or_experts_is_refused(
+    hf: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        check_model(tiny_config(**{"trainer.token_dispatcher": "deepep", **changes}), hf)
+    assert (caught.value.field, caught.value.value) == ("trainer.token_dispatcher", "deepep")
+
+
+@pytest.mark.parametrize(
     ("hf", "changes", "field", "remedy"),
     [
         (LLAMA, {"pipeline_split.first_stage_layers": 5}, "pipeline_parallel", "1 stages cannot share -1 layers"),

@@ -75,6 +75,9 @@ def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
             f"({config.trainer.device}).",
         ),
     ]
+    offload = config.trainer.optimizer.offload
+    remedy = f"{TURNS} moves the optimizer's states away by itself, with everything else: set false."
+    rules.append(("trainer.optimizer.offload", offload, offload, remedy))
     for name in SERVER_ARGS:
         value = engine.server_args.get(name)
         remedy = f"SGLang cannot take turns ({TURNS}) with it: remove it."

@@ -48,6 +48,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad: NonNegative
     """Clip the global gradient norm to this; 0 turns clipping off."""
+    offload: bool
+    """Keep master weights and moments in host memory, except during a step. Costs two copies of them per step."""
 
 
 class TrainerConfig(Section):
@@ -71,6 +73,9 @@ class TrainerConfig(Section):
     """Expert-parallel ranks, which share the routed experts of a mixture-of-experts layer."""
     expert_tensor_parallel: Count | None
     """Tensor-parallel ranks of each routed expert's matrices; unset: tensor_parallel."""
+    token_dispatcher: Literal["alltoall", "deepep", "hybridep"]
+    """How the tokens of mixture-of-experts layers reach the experts of other ranks: by all-to-all, or by the kernels of
+    the package deep_ep (Megatron's flex dispatcher with this backend; GPUs only)."""
     sequence_parallel: bool
     """Split activations along the sequence dimension between the tensor-parallel ranks."""
     dtype: Dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_features(config.trainer, {**hf, **family})
     check_fields(config.trainer, family)
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
+    _check_dispatcher(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
     _check_publishes(config)
     longest = hf.get("max_position_embeddings", 0)
@@ -139,6 +141,20 @@ def _check_experts(trainer: TrainerConfig, experts: int) -> None:
             False,
             "Megatron trains routed experts under trainer.tensor_parallel > 1 only with it: set it to true.",
         )
+
+
+def _check_dispatcher(trainer: TrainerConfig, experts: int) -> None:
+    """Check that the kernels of a token dispatcher are installed, and have ranks to exchange tokens between."""
+    kind = trainer.token_dispatcher
+    ranks = trainer.expert_parallel * (trainer.expert_tensor_parallel or trainer.tensor_parallel)
+    for wrong, why in (
+        (not experts, "The model has no routed experts"),
+        (ranks == 1, "One rank holds all experts"),
+        (trainer.device == "cpu", "Its kernels are for GPUs"),
+        (find_spec("deep_ep") is None, "The package deep_ep, which has its kernels, is not installed"),
+    ):
+        if kind != "alltoall" and wrong:
+            raise ConfigError("trainer.token_dispatcher", kind, f"{why}: set alltoall.")
 
 
 CANNOT_TELL_EXPERTS = ("pp_size", "pipeline_parallel_size", "enable_hierarchical_cache", "speculative_algorithm")

@@ -199,6 +199,7 @@ class Training:
     publishes: bool = True
     fused_norms: bool = False  # fused norms (GPU) keep only their input; else also the output in float32
     recompute: Recompute = Recompute()
+    offload: bool = False  # whether masters and moments are in host memory except during a step
     fp8: bool = False  # whether layers keep their matrices in FP8 too, by rows and by columns
 
 
@@ -217,7 +218,7 @@ def _stage(
     sent = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * item * training.publishes
     last = stage == layout.pipeline - 1
     matrices = [one for one in weights if one.layer is not None and len(one.shape) > 1]
-    return {
+    parts = {
         "weights": mine.all * item * networks,
         "weights in FP8": 2 * held(matrices, shape, layout, stage).all * networks * training.fp8,
         "gradients": mine.all * GRADIENT * networks,
@@ -228,6 +229,10 @@ def _stage(
         "activations": activations(shape, layout, training, stage),
         "logits": _logits(shape, layout, training) if last else 0,
     }
+    if training.offload:  # one network's states come back when nothing is left of a pass
+        returning = (parts.pop("masters") + parts.pop("moments")) // networks
+        parts["states beyond a pass"] = max(0, returning - parts["activations"] - parts["logits"])
+    return parts
 
 
 def _stepped(mine: RankParameters, layout: ParallelLayout) -> int:
@@ -236,6 +241,12 @@ def _stepped(mine: RankParameters, layout: ParallelLayout) -> int:
     if layout.replicas == 1:
         return mine.all
     return -(-mine.dense // layout.replicas) + -(-mine.routed // layout.expert_replicas)
+
+
+def offloaded(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> int:
+    """Return the bytes of host memory in which a rank keeps masters and moments that are offloaded."""
+    stages = (_stage(weights, shape, layout, replace(training, offload=False), n) for n in range(layout.pipeline))
+    return max(parts["masters"] + parts["moments"] for parts in stages) if training.offload else 0
 
 
 def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, *, critic: bool) -> int:
@@ -269,8 +280,8 @@ def activations(shape: Shape, layout: ParallelLayout, training: Training, stage:
 def _mean_layer(shape: Shape, layout: ParallelLayout, training: Training) -> float:
     """Return the bytes per token that forward keeps of a layer, on average over dense layers and those with experts."""
     sparse = shape.sparse / shape.layers
-    dense = layer_bytes(shape, layout, training, routed=False)
-    return (1 - sparse) * dense + sparse * layer_bytes(shape, layout, training, routed=True)
+    dense, routed = (layer_bytes(shape, layout, training, routed=one) for one in (False, True))
+    return (1 - sparse) * dense + sparse * routed
 
 
 def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:
@@ -278,14 +289,15 @@ def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, rou
 
     Counted are its two norms; the projections of attention, rotated queries and keys with their angles, and its output;
     gate, up and their product in an MLP. The rows of a routed expert count once per expert of a token, assuming equal
-    loads. Recomputing attention alone drops nothing: its arguments are what it keeps.
+    loads. Attention that is recomputed drops only what context parallelism gathers.
     """
     t, rows, item = layout.tensor, layout.tensor if layout.sequence else 1, BYTES[training.dtype]
     drops = training.recompute.drops
     kept = 2 * (item * shape.hidden / rows if drops("layernorm") else _norm_bytes(shape, layout, training))
-    projected = 2 * shape.queries + 2 * shape.keys + shape.values
-    if drops("mla_up_proj") and drops("core_attn"):  # attention alone would keep copies
-        projected = 0
+    both = drops("mla_up_proj") and drops("core_attn")  # attention alone would keep copies
+    projected = 0 if both else 2 * shape.queries + 2 * shape.keys + shape.values
+    if layout.context > 1 and not drops("core_attn"):  # the keys and values of all ranks
+        projected += (layout.context - 1) * (shape.keys + shape.values)
     kept += item * (projected + shape.queries) / t + 4 * item * shape.rotated
     if shape.normed and not training.fused_norms:
         kept += 2 * FLOAT * (shape.queries + shape.keys) / t
@@ -301,10 +313,10 @@ def _norm_bytes(shape: Shape, layout: ParallelLayout, training: Training) -> flo
 def _mlp(shape: Shape, layout: ParallelLayout, recompute: Recompute, *, routed: bool) -> float:
     """Return the numbers per token that an MLP keeps besides its input."""
     t, rows = layout.tensor, layout.tensor if layout.sequence else 1
-    if not routed:
-        return 0.0 if recompute.drops("mlp") else 3 * shape.inner / t
-    if recompute.drops("moe"):
+    if recompute.drops("moe" if routed else "mlp"):
         return 0.0
+    if not routed:
+        return 3 * shape.inner / t
     copies = shape.chosen * layout.expert_tensor / rows
     of_activation = (2 if recompute.drops("moe_act") else 3) * shape.expert_inner / layout.expert_tensor
     shared = 0 if recompute.drops("shared_experts") else 3 * shape.shared_inner / t
@@ -358,14 +370,9 @@ def away(trainer: dict[str, int]) -> int:
     return sum(trainer[name] for name in AWAY)
 
 
-def buckets(sizes: Iterable[int], limit: int) -> int:
-    """Return the number of buckets of at most `limit` bytes; a larger tensor gets a bucket of its own, and none is
-    split."""
-    return len(packed(sizes, limit))
-
-
 def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
-    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them."""
+    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them. A larger
+    tensor gets a bucket of its own."""
     found: list[tuple[int, int]] = []
     for size in sizes:
         filled, count = found[-1] if found else (limit, 0)

@@ -54,7 +54,7 @@ def head_dim(hf: dict[str, Any]) -> int:
 
 def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> TransformerConfig:
     """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine."""
-    dtype = getattr(torch, trainer.dtype)
+    dtype, alltoall = getattr(torch, trainer.dtype), trainer.token_dispatcher == "alltoall"
     family = megatron_arguments(hf)
     te, latent = trainer.layers == "transformer_engine", bool(family.get("multi_latent_attention"))
     if te and latent:
@@ -91,7 +91,10 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         sequence_parallel=trainer.sequence_parallel,
         variable_seq_lengths=True,
         calculate_per_token_loss=True,  # gradients are summed over ranks; the loss includes the step's denominator
-        moe_token_dispatcher_type="alltoall",  # the default forbids variable_seq_lengths, even in dense models
+        moe_token_dispatcher_type="alltoall"
+        if alltoall
+        else "flex",  # the default forbids variable_seq_lengths, even in dense models
+        **({} if alltoall else {"moe_flex_dispatcher_backend": trainer.token_dispatcher}),
         perform_initialization=True,  # turning it off leaves tensor_model_parallel unset, and grad norms wrong under TP
         use_cpu_initialization=False,
         transformer_impl="transformer_engine" if te else "local",

@@ -1,4 +1,5 @@
-"""Offload of a trainer rank's memory while engines use its GPU (cluster.placement=colocated).
+"""Offload of a trainer rank's memory while engines use its GPU (cluster.placement=colocated), and of the optimizer's
+states while passes need it (trainer.optimizer.offload).
 
 Storages are moved, not tensors: a storage is copied to pinned host memory and shrunk to nothing, and later takes the
 same bytes back. Megatron's parameters, gradients and shards of the distributed optimizer are views of a few large
@@ -84,7 +85,8 @@ class DeviceMemory:
     def _move(self, key: int, storage: UntypedStorage, *, keep: bool) -> None:
         if key in self._away or not (storage.device.type == "cuda" or self._stand_in) or not storage.nbytes():
             return
-        if keep and key not in self._hosts:
+        known = self._hosts.get(key)
+        if keep and (known is None or known.nbytes != storage.nbytes()):  # the storage of new moments may have the key
             self._hosts[key] = torch.empty(
                 storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
             )

@@ -20,6 +20,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.errors import BadStep
 from asyncrl.trainer.model import configured
 from asyncrl.trainer.network import Network
+from asyncrl.trainer.offload import DeviceMemory, HeldTensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,6 +37,9 @@ class Shard:
 
 class NetworkOptimizer:
     """The optimizer of one network. The decay ends at `max_steps` unless decay_steps is set."""
+
+    memory: DeviceMemory | None = None
+    """Where its states are, if trainer.optimizer.offload keeps them in host memory between steps."""
 
     def __init__(self, trainer: TrainerConfig, network: Network, max_steps: int) -> None:
         self._trainer, self._network = trainer, network
@@ -80,6 +84,8 @@ class NetworkOptimizer:
         self._schedule.step(increment=1)
         self._bad_steps = 0
         self._applied = 0  # steps since the moments were zero
+        if settings.offload:
+            self.memory = DeviceMemory(self._held)
 
     @property
     def lr(self) -> float:
@@ -89,12 +95,18 @@ class NetworkOptimizer:
     def zero_grad(self) -> None:
         """Reset the gradients before those of a step are accumulated."""
         self._optimizer.zero_grad()
+        if self.memory:
+            self.memory.offload(parameters=False)  # after the start or a checkpoint
 
     def step(self) -> tuple[float, bool]:
         """Apply the gradient, unless it is bad. Returns its norm before clipping, and whether it was applied. Raises
         BadStep as configured."""
         with self._network.meter.span("optimizer"):
-            return self._step()
+            self._onload()
+            found = self._step()
+            if self.memory:
+                self.memory.offload(parameters=False)
+            return found
 
     def _step(self) -> tuple[float, bool]:
         trainer = self._trainer
@@ -117,6 +129,7 @@ class NetworkOptimizer:
     def start_anew(self) -> None:
         """Start again from weights that were changed from outside: copy them to the master weights, and set the moments
         to zero."""
+        self._onload()
         self._optimizer.reload_model_params()
         for part in self._parts():
             part.optimizer.state.clear()
@@ -137,6 +150,7 @@ class NetworkOptimizer:
     def shards(self) -> Iterator[Shard]:
         """Yield the optimizer state itself, not a copy: writing to it restores a checkpoint. Moments that AdamW has not
         created yet are zero."""
+        self._onload()
         for part in self._parts():
             for parameter, start, master in _masters(part):
                 state = part.optimizer.state[master]
@@ -166,6 +180,14 @@ class NetworkOptimizer:
         else:
             for group in part.optimizer.param_groups:
                 group["step"] = self._applied
+
+    def _held(self) -> HeldTensors:
+        return HeldTensors(list(self._network.parameters()), [], list(self.states()))
+
+    def _onload(self) -> None:
+        """Bring the states to the device, if they are not there."""
+        if self.memory:
+            self.memory.onload(everything=True)
 
     # -- internals -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@ torchrun.
 
 In each FOLDER it trains groups.msgpack for two updates with config.json, and again with each change of the trainer's
 settings in variants.json, and asserts that no bit of figures and weights depends on it. counts.json gets for each what
-ran inside backward: passes through attention, which are recomputed ones, and reductions of gradients.
+ran inside backward: passes through attention, which are recomputed ones, and reductions of gradients; and how many
+tensors of the optimizer were away during passes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from asyncrl.trainer.policy import Policy  # noqa: E402
 from tests.fakes import changed  # noqa: E402
 from tests.integration.rank_routing import with_settings  # noqa: E402
 
-COUNTS = {"attention": 0, "reductions": 0}
+COUNTS = {"attention": 0, "reductions": 0, "away": 0}
 
 
 def counted(kind: str, owner: Any, name: str) -> None:
@@ -46,12 +47,26 @@ def counted(kind: str, owner: Any, name: str) -> None:
     setattr(owner, name, method)
 
 
+def counted_away(policy: Policy) -> None:
+    """Count the tensors of the optimizer that have no memory while passes with gradient run."""
+    own = policy.network.train
+
+    def train(*args: Any) -> None:
+        COUNTS["away"] += sum(not tensor.untyped_storage().nbytes() for tensor in policy._optimizer.states())
+        own(*args)
+
+    policy.network.train = train  # type: ignore[method-assign]
+
+
 def updated(
     config: Config, folder: Path, groups: list[Group], parallel: Parallel
 ) -> tuple[list[dict[str, float]], list[Tensor], list[Tensor]]:
     """Return the figures of two updates, and weights and gradients after them."""
     policy = Policy(config, folder / "model", parallel)
-    COUNTS.update(attention=0, reductions=0)
+    COUNTS.update(dict.fromkeys(COUNTS, 0))
+    if memory := policy._optimizer.memory:
+        memory._stand_in = True
+        counted_away(policy)
     figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
     parameters = list(policy.network.parameters())
     gradients = [one.main_grad.clone() for one in parameters]  # type: ignore[attr-defined]

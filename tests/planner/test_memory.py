@@ -29,6 +29,7 @@ from asyncrl.planner.memory import (
     engine_rank,
     held,
     layer_bytes,
+    offloaded,
     parameters,
     trainer_rank,
     turns,
@@ -191,7 +192,8 @@ def test_activations_shrink_by_what_the_layout_divides() -> None:
     def of(layout: ParallelLayout, stage: int = 0) -> float:
         return activations(SHAPE, layout, TRAINING, stage)
 
-    assert of(ParallelLayout(context=2)) == of(ParallelLayout()) / 2
+    gathered = TRAINING.tokens // 2 * 4 * (SHAPE.keys + SHAPE.values) * 2
+    assert of(ParallelLayout(context=2)) == of(ParallelLayout()) / 2 + gathered
     assert of(ParallelLayout(tensor=2, sequence=True)) == of(ParallelLayout()) / 2  # section 4.2.2: everything is split
     assert (
         of(ParallelLayout()) / 2 < of(ParallelLayout(tensor=2)) < of(ParallelLayout())
@@ -219,6 +221,16 @@ def test_recomputed_activations_are_kept_for_one_unit_at_a_time() -> None:
     mlp = TRAINING.tokens * 3 * SHAPE.inner * 2
     assert of(granularity="selective", modules=("mlp",)) == of() - 3 * mlp
     assert of(granularity="selective", modules=("core_attn",)) == of()
+
+
+def test_offloaded_states_return_when_activations_are_gone() -> None:
+    plain = trainer_rank(model(), SHAPE, ParallelLayout(), TRAINING)
+    away = trainer_rank(model(), SHAPE, ParallelLayout(), replace(TRAINING, offload=True))
+    states = plain["masters"] + plain["moments"]
+    assert offloaded(model(), SHAPE, ParallelLayout(), replace(TRAINING, offload=True)) == states
+    assert offloaded(model(), SHAPE, ParallelLayout(), TRAINING) == 0
+    rest = sum(plain.values()) - states - plain["activations"] - plain["logits"]
+    assert sum(away.values()) == rest + max(states, plain["activations"] + plain["logits"])
 
 
 def test_a_routed_token_pays_for_each_of_its_experts() -> None:

@@ -180,9 +180,9 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
     if (policy := models.get("model")) and config.mode != "rollout_only":
         gpu = on_gpu(config.trainer, gpus)
         layout, training = layout_of(config.trainer), training_of(config, gpu=gpu)
-        staged = 0
+        staged = planner.offloaded(policy.weights, policy.shape, layout, training)
         if config.checkpoint.every:
-            staged = planner.checkpoint_staging(policy.weights, policy.shape, layout, critic=training.critic)
+            staged += planner.checkpoint_staging(policy.weights, policy.shape, layout, critic=training.critic)
         parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
         needs["trainer"] = MemoryNeed(parts, gpu, staged)
     for name, section, model in (

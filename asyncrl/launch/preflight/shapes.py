@@ -77,6 +77,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         publishes=config.mode == "train",
         fused_norms=gpu,
         recompute=recompute_of(trainer),
+        offload=gpu and trainer.optimizer.offload,
         fp8=trainer.fp8 is not None,
     )
 

@@ -8,7 +8,7 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight.findings import Finding, error, ok
-from asyncrl.planner.memory import BYTES, Weight, buckets
+from asyncrl.planner.memory import BYTES, Weight, packed
 from asyncrl.weights.choice import choose
 
 
@@ -27,7 +27,7 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
         return [error(problem.field, str(problem.value), problem.remedy)]
     item = BYTES[config.trainer.dtype]
     sizes = [one.elements * item for one in weights]
-    count = buckets(sizes, config.weights.bucket_mb << 20)
+    count = len(packed(sizes, config.weights.bucket_mb << 20))
     text = f"{chosen}: {why}; {sum(sizes) / 1e9:.3g} GB per publish, in about {count} bucket(s)"
     return [ok("weights.transport", text)]
 

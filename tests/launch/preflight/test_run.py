@@ -28,7 +28,7 @@ from asyncrl.launch.preflight.run import preflight, require
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.models import catalog
-from asyncrl.planner.memory import buckets
+from asyncrl.planner.memory import packed
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import compose_values, tiny_config
 from tests.launch.preflight.worlds import TENSORS, job, machine, nodes, write_model, write_shard
@@ -340,4 +340,4 @@ def test_the_built_in_model_is_whole() -> None:
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 20))
 def test_buckets_are_as_many_as_a_publish_plans(sizes: list[int], limit: int) -> None:
     tensors = [(str(number), torch.uint8, torch.Size([size])) for number, size in enumerate(sizes)]
-    assert buckets(sizes, limit) == len(plan_buckets(tensors, limit))
+    assert len(packed(sizes, limit)) == len(plan_buckets(tensors, limit))
