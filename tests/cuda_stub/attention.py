@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.cuda_stub.fake import MODE
+
 
 @torch.library.custom_op("cuda_stub::attention", mutates_args=(), device_types="cuda")
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +42,7 @@ def attention_backward(
 @attention_backward.register_fake
 def _(of_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     assert of_out.shape == out.shape
-    torch.empty_like(log_sums)  # the kernel's workspace: the sum of out * of_out of each row
+    MODE.ledger.borrow(log_sums.nbytes)  # the kernel's workspace: the sum of out * of_out of each row
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

@@ -7,6 +7,7 @@ back to the CPU is real again: the values that the harness knows (`tell`), other
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections import Counter
@@ -27,6 +28,16 @@ OF_DATA = (aten.nonzero.default, aten.masked_select.default, aten._local_scalar_
 """Operations whose result the host cannot know without waiting for the device."""
 
 
+FACTORS = {
+    aten.mm: slice(0, 2),
+    aten.bmm: slice(0, 2),
+    aten.addmm: slice(1, 3),
+    aten.addmm_: slice(1, 3),
+    aten.baddbmm: slice(1, 3),
+}
+"""Which arguments of a product are its factors. torch's shape rules let their number formats differ; kernels do not."""
+
+
 class Ledger:
     """The bytes alive on the device, and where the host waited for a value."""
 
@@ -44,8 +55,18 @@ class Ledger:
             self.peak = max(self.peak, self.live)
             weakref.finalize(storage, self._free, storage._cdata)
 
+    def borrow(self, nbytes: int) -> None:
+        """Count bytes that an operation needs until it ends."""
+        self.peak = max(self.peak, self.live + nbytes)
+
     def _free(self, storage: int) -> None:
         self.live -= self._sizes.pop(storage)
+
+    def restart(self) -> None:
+        """Start to count waits, and the peak, anew."""
+        gc.collect()
+        self.waits.clear()
+        self.peak = self.live
 
     def wait(self, what: str) -> None:
         """Note that the host waits, with the innermost caller outside torch."""
@@ -64,14 +85,23 @@ class DeviceMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        self.cache_enabled = False  # a cached answer would hide values that the harness tells
+        self.cache_enabled = True
         self.ledger = Ledger()
+        self._depth = 0
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and note what it does to the device."""
-        out = super().dispatch(func, types, args, kwargs)
+        if (factors := FACTORS.get(getattr(func, "overloadpacket", None))) is not None:
+            assert len({x.dtype for x in args[factors]}) == 1, (func, [x.dtype for x in args])
+        self._depth += 1
+        try:
+            out = super().dispatch(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
         if func in OF_DATA and _is_there(args[0]):
             self.ledger.wait(func._schema.name.partition("::")[2])
+        if self._depth:  # a shape rule that is written as several operations, where the device has one kernel
+            return out
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
                 self.ledger.hold(tensor)

@@ -119,3 +119,16 @@ def compile_packs(gpu: str, heads: tuple[int, int, int, int], lengths: tuple[int
             graphs = counters["stats"]["unique_graphs"]
             told.append({"rows": pack.num_tokens, "kernels": list(made), "graphs": graphs})
     return told
+
+
+def compile_expert_bias(gpu: str, lengths: tuple[int, ...]) -> list[str]:
+    """Run the one function of Megatron that our models use and that it compiles itself: the count of tokens by which a
+    router without an auxiliary loss balances its experts. Returns the architecture of each kernel."""
+    made = _target(GPUS[gpu])
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        router = types.SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(8, device="cuda:0"))
+        for rows in lengths:
+            TopKRouter._apply_expert_bias(router, torch.zeros(rows, 8, dtype=torch.bool, device="cuda:0"))
+    return made

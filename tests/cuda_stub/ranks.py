@@ -17,6 +17,9 @@ from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from tests.cuda_stub.fake import SELECTED, tell
 
+PASSES: list[list[int]] = []
+"""The tokens of each micro-batch of each pass over a network."""
+
 
 def be_rank(rank: int, world: int) -> None:
     """Make torch.distributed this rank of a group in which nothing is sent."""
@@ -94,6 +97,7 @@ def answer_shapes() -> None:
         return expected[-1].of(recv_prev=recv_prev, recv_next=recv_next)
 
     def run_with_arrivals(self: Network, packs: list[Pack], visit: Any, *, forward_only: bool) -> None:
+        PASSES.append([pack.num_tokens for pack in packs])
         expected.append(Arrivals(packs, self))
         run(self, packs, visit, forward_only=forward_only)
         if self._parallel.pp > 1:

@@ -18,7 +18,7 @@ from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.models.tiny import write_random_model
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
-from tests.cuda_stub import attention, ranks
+from tests.cuda_stub import attention, memory, ranks
 from tests.fakes import changed, compose_values
 
 VOCAB = 320
@@ -53,6 +53,7 @@ def settings(case: Case) -> Config:
     values = compose_values(f"experiment={case.experiment}", "model.path=.", "task.train_file=.")
     if values["trainer"]["dtype"] == "auto":
         values["trainer"]["dtype"] = "bfloat16"  # which the launcher chooses on GPUs
+    values["trainer"]["layers"] = "local"  # which it chooses without TransformerEngine
     values["trainer"]["micro_batch_tokens"] = 512
     return configuration.load(changed(values, case.changes))
 
@@ -103,10 +104,12 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
         count = max(8, 2 * config.trainer.data_parallel)
         seen: dict[str, Any] = {"figures": [], "waits": []}
         for version in range(case.updates):
-            fake.MODE.ledger.waits.clear()
+            fake.MODE.ledger.restart()
             device.Synchronizations.count = 0
             seen["figures"].append(policy.update(batch(version, count, case.answers)))
             seen["waits"].append({**fake.MODE.ledger.waits, "synchronize": device.Synchronizations.count})
+        seen["passes"] = ranks.PASSES
+        seen["memory"] = memory.held(policy, config, folder, parallel.pp_rank, max(map(max, ranks.PASSES)))
         seen["devices"] = sorted({str(p.device) for p in policy.network.parameters()})
         seen["published"] = _fill(policy, parallel, config.engine.tensor_parallel)
     return {"case": asdict(case), **seen}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cuda_stub.experiments import EXPERIMENTS
-from tests.cuda_stub.step import Case, settings, write_model
+from tests.cuda_stub.step import settings, write_model
 
 MODULES = (
     "sgl_kernel",
@@ -25,7 +25,7 @@ MODULES = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.entrypoints.http_server",
 )
-PARSED = ("device", "dtype", "tp_size", "max_running_requests", "max_total_tokens", "stream_interval")
+PARSED = ("device", "dtype", "tp_size", "max_running_requests", "stream_interval", "enable_deterministic_inference")
 
 
 def import_all() -> list[str]:
@@ -42,38 +42,44 @@ def import_all() -> list[str]:
     return failed
 
 
-def parse(case: Case, folder: Path, deterministic: bool) -> dict[str, Any]:
-    """Parse the engine's command line with SGLang's own parser."""
+def parse_all(folder: Path) -> dict[tuple[str, bool], dict[str, Any]]:
+    """Parse the engine's command line of every experiment with SGLang's own parser, as it is and deterministic."""
     from sglang.srt.server_args import prepare_server_args
 
     from asyncrl.engine.server import deterministic_args, server_argv
     from tests.cuda_stub import device
 
     device.install()
-    engine = settings(case).engine
-    if engine.dtype == "auto":
-        engine = engine.model_copy(update={"dtype": "bfloat16"})  # which the launcher chooses on GPUs
-    write_model(folder, case, engine.dtype)
-    more = deterministic_args(gpu=True) if deterministic else {}
-    argv = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=True, seed=0, **more)
-    parsed = prepare_server_args(argv[3:])  # after python -m module
-    return {name: getattr(parsed, name) for name in (*PARSED, "enable_deterministic_inference")}
+    found = {}
+    for name, case in EXPERIMENTS.items():
+        engine = settings(case).engine
+        if engine.dtype == "auto":
+            engine = engine.model_copy(update={"dtype": "bfloat16"})  # which the launcher chooses on GPUs
+        write_model(folder / name, case, engine.dtype)
+        for deterministic in (False, True):
+            more = deterministic_args(gpu=True) if deterministic else {}
+            argv = server_argv(engine, folder / name, "http://127.0.0.1:30000", gpu=True, seed=0, **more)
+            parsed = prepare_server_args(argv[3:])  # after python -m module
+            found[name, deterministic] = {field: getattr(parsed, field) for field in PARSED}
+    return found
+
+
+@pytest.fixture(scope="module")
+def parsed(apart: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
+    return apart(parse_all, tmp_path_factory.mktemp("models"))
 
 
 def test_the_modules_of_a_gpu_engine_import(apart: Callable[..., Any]) -> None:
     assert apart(import_all) == []
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_sglang_parses_the_arguments_of_every_experiment(
-    experiment: str, deterministic: bool, apart: Callable[..., Any], tmp_path: Path
-) -> None:
-    case = EXPERIMENTS[experiment]
-    parsed = apart(parse, case, tmp_path / "model", deterministic)
-    engine = settings(case).engine
-    assert parsed["device"] in (None, "cuda")  # None: SGLang chooses at its start
-    assert parsed["tp_size"] == engine.tensor_parallel
-    assert parsed["stream_interval"] == engine.stream_interval
-    assert parsed["max_running_requests"] == engine.max_running_requests
-    assert parsed["enable_deterministic_inference"] == deterministic
+def test_sglang_parses_the_arguments_of_every_experiment(experiment: str, parsed: dict[tuple[str, bool], Any]) -> None:
+    engine = settings(EXPERIMENTS[experiment]).engine
+    for deterministic in (False, True):
+        found = parsed[experiment, deterministic]
+        assert found["device"] in (None, "cuda")  # None: SGLang chooses at its start
+        assert found["tp_size"] == engine.tensor_parallel
+        assert found["stream_interval"] == engine.stream_interval
+        assert found["max_running_requests"] == engine.max_running_requests
+        assert found["enable_deterministic_inference"] == deterministic

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_stub.kernels import GPUS, compile_packs
+from tests.cuda_stub.kernels import GPUS, compile_expert_bias, compile_packs
 
 SHAPES = {
     "qwen3_8b": (32, 8, 128, 128),
@@ -21,7 +21,7 @@ SHAPES = {
 }
 """Query heads, key heads, and the widths of a key and a value, on one rank."""
 LENGTHS = (17, 88, 127, 129, 700, 1000, 9000, 131_072)
-GRAPHS = 3
+GRAPHS = 4
 """The most graphs that all lengths need together."""
 
 
@@ -35,3 +35,8 @@ def test_attention_compiles_for_packs_of_any_length_with_few_graphs(
     assert set(made) == {gpu}
     assert len(told[0]["kernels"]) >= 3, "forward, the workspace of backward, backward"
     assert told[-1]["graphs"] <= GRAPHS, told
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_routers_count_compiles(gpu: str, apart: Callable[..., Any]) -> None:
+    assert set(apart(compile_expert_bias, gpu, LENGTHS)) == {gpu}

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP 2": {CP: 2},
     "PP 2": {PP: 2},
     "PP 4": {PP: 4},
+    "PP 2, uneven": {PP: 2, "trainer.pipeline_split.first_stage_layers": 1},
     "PP 2, VPP 2": {PP: 2, VPP: 2},
     "TP 2, SP, CP 2, DP 2": {TP: 2, SP: True, CP: 2, DP: 2},
     "TP 2, SP, PP 2, VPP 2, CP 2, DP 2": {TP: 2, SP: True, PP: 2, VPP: 2, CP: 2, DP: 2},
@@ -52,6 +53,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "four mini-batches, twice": {"algo.mini_batches": 4, "algo.epochs": 2},
     "chunks of logits": {"trainer.logit_rows": 64},
     "float32": {"trainer.dtype": "float32"},
+    "full recomputation": {"trainer.recompute.granularity": "full"},
+    "selective recomputation": {
+        "trainer.recompute.granularity": "selective",
+        "trainer.recompute.modules": ["core_attn", "layernorm", "mlp"],
+    },
     "all": {
         "algo.advantage": "gae",
         "algo.kl.coefficient": 0.01,
@@ -62,6 +68,30 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+OVERLAP = {"trainer.overlap_grad_reduce": True, "trainer.overlap_param_gather": True}
+WIDE = "TP 2, SP, PP 2, VPP 2, CP 2, DP 2"
+MIXED = ("EP 2", "TP 2, SP, EP 4, ETP 1", "PP 2, VPP 2, CP 2, EP 2")
+
+DENSE_CASES = {name: Case("qwen3", changes=changes) for name, changes in LAYOUTS.items()}
+FEATURE_CASES = {
+    **{f"{feature}, one rank": Case("qwen3", changes=changes) for feature, changes in FEATURES.items()},
+    **{
+        f"{feature}, {WIDE}: rank {rank}": Case("qwen3", changes=LAYOUTS[WIDE] | changes, rank=rank)
+        for feature, changes in {**FEATURES, "overlapped communication": OVERLAP}.items()
+        for rank in (0, 15)  # the first and the last
+    },
+}
+SPARSE_CASES = {
+    f"{model}, {splits} loads, {layout}": Case(model, changes=SPARSE[layout], splits=splits)
+    for model, splits, layouts in (
+        ("qwen3_moe", "skewed", tuple(SPARSE)),
+        ("qwen3_moe", "even", MIXED),
+        ("deepseek_v3", "skewed", ("one rank", *MIXED)),
+    )
+    for layout in layouts
+}
+
+
 def ranked(cases: dict[str, Case]) -> list[Any]:
     """Return each case once for each class of ranks of its layout."""
     return [
@@ -69,20 +99,6 @@ def ranked(cases: dict[str, Case]) -> list[Any]:
         for name, case in cases.items()
         for rank in classes(settings(case).trainer)
     ]
-
-
-DENSE_CASES = {name: Case("qwen3", changes=changes) for name, changes in LAYOUTS.items()}
-FEATURE_CASES = {
-    f"{feature} in {layout}": Case("qwen3", changes=LAYOUTS[layout] | changes)
-    for feature, changes in FEATURES.items()
-    for layout in ("one rank", "TP 2, SP, PP 2, VPP 2, CP 2, DP 2")
-}
-SPARSE_CASES = {
-    f"{model}, {splits} loads, {name}": Case(model, changes=changes, splits=splits)
-    for model in ("qwen3_moe", "deepseek_v3")
-    for splits in ("even", "skewed")
-    for name, changes in SPARSE.items()
-}
 
 
 def check(found: dict[str, Any]) -> None:
@@ -103,7 +119,7 @@ def test_a_dense_model_trains_in_every_layout(case: Case, step: Callable[[Case],
     check(step(case))
 
 
-@pytest.mark.parametrize("case", ranked(FEATURE_CASES))
+@pytest.mark.parametrize("case", FEATURE_CASES.values(), ids=FEATURE_CASES)
 def test_every_feature_trains(case: Case, step: Callable[[Case], dict[str, Any]]) -> None:
     check(step(case))
 

@@ -1,0 +1,49 @@
+"""The bytes that a fake rank holds, beside those that the planner says."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
+from asyncrl.planner import memory as planner
+from tests.cuda_stub.fake import MODE
+
+STATE = ("weights", "gradients", "masters", "moments", "frozen weights")
+
+
+def held(policy: Any, config: Config, folder: Path, stage: int, tokens: int) -> dict[str, Any]:
+    """Return what this rank holds after an update and its peak in it, and what the planner says of its stage for
+    micro-batches of this many tokens."""
+    gc.collect()
+    ledger = MODE.ledger
+    planned = _planned(config, folder, stage, tokens)
+    return {"found": _state(policy), "live": ledger.live, "peak": ledger.peak, "planned": planned}
+
+
+def _state(policy: Any) -> dict[str, int]:
+    networks = [policy.network, *([policy._critic._network] if policy._critic else [])]
+    optimizers = [policy._optimizer, *([policy._critic.optimizer] if policy._critic else [])]
+    parameters = {id(one): one for network in networks for one in network.parameters()}.values()
+    shards = [one for optimizer in optimizers for one in optimizer.shards()]
+    reference = policy._reference._weights if policy._reference else []
+    frozen = [one for one in [*reference, *policy._resets._start] if one.device.type == "cuda"]
+    return {
+        "weights": sum(one.nbytes for one in parameters),
+        "gradients": sum(one.main_grad.nbytes for one in parameters),
+        "masters": sum(one.master.nbytes for one in shards if one.master.dtype != one.parameter.dtype),
+        "moments": sum(moment.nbytes for one in shards for moment in one.moments.values()),
+        "frozen weights": sum(one.nbytes for one in frozen),
+    }
+
+
+def _planned(config: Config, folder: Path, stage: int, tokens: int) -> dict[str, int]:
+    shape = shape_of(json.loads((folder / "config.json").read_text()))
+    weights = planner.counted(read_model(folder, "model.path").weights, shape)
+    training = replace(training_of(config, gpu=True), tokens=tokens, publishes=False)
+    return planner._stage(weights, shape, layout_of(config.trainer), training, stage)
