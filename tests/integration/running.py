@@ -21,12 +21,14 @@ TIMEOUT = 600.0
 
 
 @contextmanager
-def start(run_dir: Path, *overrides: str, module: str = "asyncrl.launch.main") -> Iterator[subprocess.Popen[str]]:
-    """Run asyncrl-train experiment=tiny with these overrides and its output in run_dir.out.
+def start(
+    run_dir: Path, *overrides: str, module: str = "asyncrl.launch.main", experiment: str = "tiny"
+) -> Iterator[subprocess.Popen[str]]:
+    """Run asyncrl-train with an experiment and these overrides, and its output in run_dir.out.
 
     It is ended when the context is left.
     """
-    command = [sys.executable, "-m", module, "experiment=tiny", f"run.dir={run_dir}", *overrides]
+    command = [sys.executable, "-m", module, f"experiment={experiment}", f"run.dir={run_dir}", *overrides]
     with run_dir.with_suffix(".out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
     try:
@@ -51,9 +53,9 @@ def output(run_dir: Path) -> str:
     return run_dir.with_suffix(".out").read_text()
 
 
-def run(run_dir: Path, *overrides: str, timeout: float = TIMEOUT) -> list[dict[str, Any]]:
+def run(run_dir: Path, *overrides: str, timeout: float = TIMEOUT, experiment: str = "tiny") -> list[dict[str, Any]]:
     """Run a training that must succeed, and return its step records."""
-    with start(run_dir, *overrides) as process:
+    with start(run_dir, *overrides, experiment=experiment) as process:
         code, text = finish(process, run_dir, timeout)
     assert code == 0, text
     steps = lines(run_dir / "metrics.jsonl")

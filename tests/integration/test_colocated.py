@@ -85,6 +85,19 @@ def test_colocated_run_resumes_from_its_checkpoint_with_the_same_weights(tmp_pat
     assert all(mine[name].equal(theirs[name]) for name in mine)
 
 
+@pytest.mark.gpu
+def test_engine_and_trainer_take_turns_on_one_gpu(tmp_path: Path) -> None:
+    """What the engine released is all sent again: each publish is verified, and the first answers under its version
+    have the log-probabilities that the trainer computes."""
+    sizes = ["run.max_steps=3", "eval.questions=0", "engine.max_total_tokens=16384", "weights.verify_every=1"]
+    on_gpu = ["trainer.device=cuda", "engine.device=cuda", "rollout.max_staleness=0"]
+    steps = run(tmp_path / "run", *COLOCATED, *sizes, *on_gpu, experiment="default")
+    assert all(step["time/release"] > 0 for step in steps)
+    assert max(step["staleness/max"] for step in steps) == 0
+    assert max(step["logprob_gap/mean"] for step in steps) < 0.05
+    nothing_is_left(tmp_path / "run")
+
+
 def wait_for_turn(process: subprocess.Popen[str], run_dir: Path) -> None:
     """Wait until the trainers' next turn begins."""
     deadline = time.monotonic() + TIMEOUT

@@ -1,4 +1,5 @@
-"""An update on a GPU is that of the CPU in float32, and a checkpoint holds every bit of the state on a GPU.
+"""An update on a GPU is that of the CPU in float32, also with recomputed activations or TransformerEngine's layers, and a
+checkpoint holds every bit of the state on a GPU.
 
 The same tests run with a trainer on a CPU, in float32 and bfloat16.
 """
@@ -6,6 +7,7 @@ The same tests run with a trainer on a CPU, in float32 and bfloat16.
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +75,11 @@ def run(device: str, script: str, *arguments: str) -> None:
 
 
 @cache
-def updated(folder: Path, device: str, dtype: str) -> Outcome:
-    configure(folder, dtype)
-    run(device, "rank_update.py", f"{device}-{dtype}", str(folder))
-    return _outcome(folder, f"{device}-{dtype}")
+def updated(folder: Path, device: str, dtype: str, *changes: str) -> Outcome:
+    configure(folder, dtype, *changes)
+    name = "-".join([device, dtype, *changes])
+    run(device, "rank_update.py", name, str(folder))
+    return _outcome(folder, name)
 
 
 @on_both
@@ -87,14 +90,38 @@ def test_two_updates_are_those_of_a_cpu_in_float32(
 ) -> None:
     """`figure` is the tolerance of loss, gradient norm and entropy, `change` that of the weights: the norm of their
     error over the norm of their change. (On a CPU, bfloat16 has 0.003 and 0.03.)"""
-    figures, weights = updated(folder / model, device, dtype)
-    reference, expected = updated(folder / model, "cpu", "float32")
-    for mine, theirs in zip(figures, reference, strict=True):
+    outcomes = updated(folder / model, device, dtype), updated(folder / model, "cpu", "float32")
+    assert_alike(folder / model, *outcomes, figure, change)
+
+
+@on_both
+@pytest.mark.parametrize("model", MODELS)
+def test_recomputed_activations_give_the_same_updates(folder: Path, model: str, device: str) -> None:
+    recomputed = updated(folder / model, device, "float32", "trainer.recompute.granularity=full")
+    assert_alike(folder / model, recomputed, updated(folder / model, device, "float32"), 1e-5, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.skipif(not find_spec("transformer_engine_torch"), reason="needs TransformerEngine")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("dtype", "figure", "change"), [("float32", 1e-4, 1e-3), ("bfloat16", 0.02, 0.1)])
+def test_layers_of_transformer_engine_give_the_updates_of_local_ones(
+    folder: Path, model: str, dtype: str, figure: float, change: float
+) -> None:
+    fused = updated(folder / model, "cuda", dtype, "trainer.layers=transformer_engine")
+    assert_alike(folder / model, fused, updated(folder / model, "cpu", "float32"), figure, change)
+
+
+def assert_alike(folder: Path, outcome: Outcome, reference: Outcome, figure: float, change: float) -> None:
+    """Compare two outcomes of the same updates, with these tolerances of figures and weights."""
+    (figures, weights), (others, expected) = outcome, reference
+    for mine, theirs in zip(figures, others, strict=True):
         assert mine["steps/optimizer"] == 1
         assert mine["tokens/trained"] == theirs["tokens/trained"]
         for name in ("loss", "grad_norm", "entropy"):
             assert mine[name] == pytest.approx(theirs[name], rel=figure, abs=figure / 10), name
-    before = load_file(folder / model / "model" / "model.safetensors")
+    before = load_file(folder / "model" / "model.safetensors")
     assert weights.keys() == expected.keys() == before.keys()
     changes, errors = (
         [after[name] - other[name] for name in after] for after, other in ((expected, before), (weights, expected))
