@@ -1,4 +1,4 @@
-"""An update on a GPU is that of the CPU in float32, also with recomputed activations or TransformerEngine's layers, and a
+"""An update on a GPU is that of the CPU in float32, also with recomputed activations and TransformerEngine's layers; a
 checkpoint holds every bit of the state on a GPU.
 
 The same tests run with a trainer on a CPU, in float32 and bfloat16.
