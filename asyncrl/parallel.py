@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """How pipeline stages share a model's layers, as Megatron's settings of the same meaning say."""
+    """Division of a model's layers among pipeline stages, as Megatron's settings of the same meaning say."""
 
     stages: int = 1
     chunks: int = 1  # per stage

@@ -53,8 +53,8 @@ class RecomputeConfig(Section):
 
 
 class PipelineSplitConfig(Section):
-    """How pipeline stages share the layers of the model. By default all stages have equally many. The fields have the
-    meaning of Megatron's num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage,
+    """Division of the model's layers among pipeline stages. By default all stages have equally many. The fields have
+    the meaning of Megatron's num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage,
     account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split."""
 
     first_stage_layers: Count | None

@@ -38,7 +38,7 @@ CACHE, WEIGHTS = "kv_cache", "weights"
 
 
 class Phase(StrEnum):
-    """What an engine holds, and whether it generates."""
+    """State of an engine: what it holds, and whether it generates."""
 
     GENERATING = "generating"
     PAUSED = "paused"

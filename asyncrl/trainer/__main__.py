@@ -45,9 +45,9 @@ from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_fi
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, VersionPublisher, train  # noqa: E402
+from asyncrl.trainer.meter import profiled  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.trainer.profiling import profiled  # noqa: E402
 from asyncrl.trainer.recordings import (  # noqa: E402
     NoEngines,
     ReplaySource,
