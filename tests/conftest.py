@@ -30,14 +30,14 @@ def _files(*names: str) -> tuple[str, ...]:
 ONE_FLEET = _files("proxy", "fleet", "continuation", "weight_faults")
 """Files that share the engines of tests/integration/conftest.py. The order matters: the last ones kill engines."""
 LONGEST = _files(
-    "slurm", "resume", "resume_environments", "elastic", "ends", "weights", "proxy", "fleet", "continuation",
-    "weight_faults", "survival", "layouts", "hangs", "teacher", "replay", "agents", "rollout_faults", "mixture",
+    "slurm", "resume", "resume_environments", "elastic", "colocated", "ends", "weights", "proxy", "fleet",
+    "continuation", "weight_faults", "survival", "layouts", "hangs", "teacher", "replay", "agents", "rollout_faults", "mixture",
     "deaths", "preflight", "checksum",
 )  # fmt: skip
 """Files that start whole runs or engines, the longest first: a long file that starts last leaves the other processes
 without work."""
 SEPARATE = _files(
-    "resume", "elastic", "ends", "survival", "layouts", "hangs", "teacher", "rollout_faults", "deaths"
+    "resume", "elastic", "colocated", "ends", "survival", "layouts", "hangs", "teacher", "rollout_faults", "deaths"
 )  # fmt: skip
 """Files whose tests share nothing, so that each test can run in any process."""
 

@@ -109,8 +109,11 @@ def wait_for_turn(process: subprocess.Popen[str], run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("engines", "number"),
-    [(2, signal.SIGKILL), (2, signal.SIGSTOP), (1, signal.SIGKILL)],
-    ids=["one of two dies", "one of two hangs", "the only one dies"],
+    [
+        pytest.param(2, signal.SIGKILL, id="one of two dies"),
+        pytest.param(2, signal.SIGSTOP, id="one of two hangs", marks=pytest.mark.campaign),  # engine/test_hand_over.py
+        pytest.param(1, signal.SIGKILL, id="the only one dies"),
+    ],
 )
 def test_engine_that_fails_without_its_memory_is_restarted_and_the_run_goes_on(
     engines: int, number: int, tmp_path: Path

@@ -4,6 +4,7 @@ the same experts again, and communication that overlaps with computation."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ OVERLAPPED = {
 }
 
 
+def repeated(layouts: Iterable[str], *among: str) -> list[Any]:
+    """Return the layouts as parameters. Those that others contain are campaigns."""
+    return [pytest.param(name, marks=[pytest.mark.campaign] if name in among else []) for name in layouts]
+
+
 def run(folder: Path, layout: str, variants: dict[str, Variants], **algo: Any) -> dict[str, dict[str, dict[str, int]]]:
     """Train a model of each name with all of its variants. Returns what ran in backward, per model and variant."""
     for model in variants:
@@ -87,7 +93,7 @@ def prepare(folder: Path, model: str, layout: str, variants: Variants, algo: dic
     return config
 
 
-@pytest.mark.parametrize("layout", RECOMPUTED)
+@pytest.mark.parametrize("layout", repeated(RECOMPUTED, "single", "ep2"))
 def test_recomputation_changes_no_bit_of_figures_gradients_and_weights(layout: str, tmp_path: Path) -> None:
     variants = {model: RECOMPUTE[model] for model in RECOMPUTED[layout]}
     if "pp2-vpp2" not in layout:
@@ -97,7 +103,7 @@ def test_recomputation_changes_no_bit_of_figures_gradients_and_weights(layout: s
         assert counts["block"]["attention"] <= counts["uniform"]["attention"]
 
 
-@pytest.mark.parametrize("layout", OVERLAPPED)
+@pytest.mark.parametrize("layout", repeated(OVERLAPPED, "cp2", "ep2"))
 def test_overlapped_communication_changes_no_bit_of_figures_and_weights(layout: str, tmp_path: Path) -> None:
     variants = dict.fromkeys(OVERLAPPED[layout], OVERLAP)
     for counts in run(tmp_path, layout, variants, **{"algo.epochs": 2, "algo.kl.measure_every": 1}).values():
