@@ -94,7 +94,7 @@ def test_two_updates_are_those_of_a_cpu_in_float32(
     assert_alike(folder / model, *outcomes, figure, change)
 
 
-@on_both
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.campaign), CUDA])
 @pytest.mark.parametrize("model", MODELS)
 def test_recomputed_activations_give_the_same_updates(folder: Path, model: str, device: str) -> None:
     recomputed = updated(folder / model, device, "float32", "trainer.recompute.granularity=full")

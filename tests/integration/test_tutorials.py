@@ -29,6 +29,7 @@ def test_reward_of_a_module_beside_the_questions_is_learned(tmp_path: Path) -> N
     nothing_is_left(tmp_path / "run")
 
 
+@pytest.mark.campaign  # test_experiments.py trains on games, test_agents.py with environments of a user
 def test_environment_of_twenty_lines_trains(tmp_path: Path) -> None:
     execute(TUTORIALS / "a_game.ipynb", tmp_path)
     run_dir = tmp_path / "run"
