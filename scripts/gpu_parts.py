@@ -74,8 +74,6 @@ TINY = {
     "vocab_size": 257,
 }
 TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16 operations per second of a card, as stated by the vendor, by part of its name."""
 FILLED = 0.8
 """Fraction of a GPU's memory that the planned bytes of a rank may take; it gets as many layers as fit."""
 TOKENS, ROWS = 4096, 8192  # of a sample, of a micro-batch
@@ -169,6 +167,8 @@ def on_ranks(ranks: int, arguments: list[str]) -> dict[str, Any]:
 def mfu_rank(options: argparse.Namespace) -> dict[str, Any]:
     """Time the steps of one rank. A step has as many tokens on each rank as two micro-batches."""
     from asyncrl.trainer.head import Head
+    from asyncrl.trainer.meter import peak_rate
+    from asyncrl.trainer.microbatches import operations_of
     from asyncrl.trainer.network import Network
     from asyncrl.trainer.optimizer import NetworkOptimizer
     from asyncrl.trainer.parallel import initialize
@@ -193,17 +193,14 @@ def mfu_rank(options: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
 
     seconds = timed(step, warm=1 if tiny else 3, repeats=2 if tiny else 10)
-    hf = network.hf
-    shape = shape_of(hf)
-    attention = 6 * shape.layers * shape.queries * tokens  # causal scores and values, forward and backward, per token
-    flops = count * tokens * (6 * memory.active(weights_of(hf), shape) + attention)
-    card = "" if tiny else torch.cuda.get_device_name()
-    peak = next((peak for name, peak in PEAKS.items() if name in card), None)
+    operations = operations_of(network.hf)
+    rate = sum(float(operations.of(pack)) for pack in network.packs(groups)) / seconds  # of this rank's replica
+    peak = None if tiny else peak_rate(torch.cuda.get_device_name())
     return {
         "step_s": seconds,
         "tokens_per_s_per_gpu": count * tokens / seconds / ranks,
-        "tflops_per_gpu": flops / seconds / ranks / 1e12,
-        "mfu": flops / seconds / ranks / peak if peak else None,
+        "tflops_per_gpu": rate / 1e12,
+        "mfu": rate / peak if peak else None,
         "memory_gb": None if tiny else torch.cuda.max_memory_allocated() / 1e9,
     }
 

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import cache
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,19 @@ async def until(condition: Callable[[], object], turns: int = 10_000) -> None:
             return
         await asyncio.sleep(0)
     raise AssertionError("never happened")
+
+
+class JsonHandler(BaseHTTPRequestHandler):
+    """Handler of a small real server that answers in JSON and logs nothing."""
+
+    def answer(self, status: int, values: Any) -> None:
+        """Send the answer to a request."""
+        content = json.dumps(values).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing."""

@@ -29,6 +29,11 @@ PEAK |= {"H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 
 found counts."""
 
 
+def peak_rate(gpu: str) -> float | None:
+    """Return the peak rate of a GPU by its name, if it is known."""
+    return next((rate for part, rate in PEAK.items() if part in gpu), None)
+
+
 class StepMeter:
     """Measures the steps of a rank. Megatron calls it as the timers of its configurations. On GPUs it records events
     and does not wait for the device."""
@@ -98,7 +103,7 @@ class StepMeter:
             dist.all_reduce(sums)
             dist.all_reduce(memory, dist.ReduceOp.MAX)
         operations, *spent = sums.tolist()
-        rate, peak = operations / seconds / world, self._peak()
+        rate, peak = operations / seconds / world, peak_rate(torch.cuda.get_device_name()) if self._gpu else None
         return {
             **{f"time/{purpose}": total / world for purpose, total in zip(PURPOSES, spent, strict=True)},
             "memory/peak": float(memory),
@@ -119,11 +124,6 @@ class StepMeter:
         if self._gpu:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def _peak(self) -> float | None:
-        """Return the peak rate of this rank's GPU, if it is known."""
-        name = torch.cuda.get_device_name() if self._gpu else ""
-        return next((rate for part, rate in PEAK.items() if part in name), None)
 
 
 class _Timer:

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.weights.checksum import ExpectedChecksums
+from tests.fakes import JsonHandler
 
 TAGS = {"weights", "kv_cache"}
 
@@ -55,9 +56,9 @@ class ScramblingEngine:
         self.weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
         engine = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
-                self._answer(200, {"weight_version": engine.version})
+                self.answer(200, {"weight_version": engine.version})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -69,20 +70,9 @@ class ScramblingEngine:
                     answer = engine._routes[self.path](body)
                 except AssertionError as broken:
                     engine.broken += [str(broken)] if self.path not in engine.fails else []
-                    self._answer(500, {"message": str(broken)})
+                    self.answer(500, {"message": str(broken)})
                 else:
-                    self._answer(200, {"success": True, **answer})
-
-            def _answer(self, status: int, values: dict[str, Any]) -> None:
-                content = json.dumps(values).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_: Any) -> None:
-                pass
+                    self.answer(200, {"success": True, **answer})
 
         port = self._server.server_port if hasattr(self, "_server") else 0
         self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Access
+from tests.fakes import JsonHandler
 
 UPDATE = [
     "/pause_generation",
@@ -36,32 +37,21 @@ class Engine:
         self.version = "0"
         engine = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
-                self._answer(200, {"weight_version": engine.version})
+                self.answer(200, {"weight_version": engine.version})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 if self.headers["authorization"] != "Bearer key0":
-                    self._answer(401, {})
+                    self.answer(401, {})
                     return
                 engine.calls.append(self.path)
                 engine.bodies[self.path] = body
                 if self.path == "/update_weight_version" and self.path not in engine.faults:
                     engine.version = body["new_version"]
                 usual = engine.faults.get(self.path, (200, {"success": True, "message": ""}))
-                self._answer(*engine.once.pop(self.path, usual))
-
-            def _answer(self, status: int, values: dict[str, Any]) -> None:
-                content = json.dumps(values).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_: Any) -> None:
-                pass
+                self.answer(*engine.once.pop(self.path, usual))
 
         self.server = HTTPServer(("127.0.0.1", 0), Handler)
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})

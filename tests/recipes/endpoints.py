@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from threading import Thread
 from typing import Any
+
+from tests.fakes import JsonHandler
 
 
 @contextmanager
@@ -15,20 +17,12 @@ def endpoint(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[tu
     """Start an endpoint with the OpenAI API. Yields its address, and the key and the body of each request."""
     asked: list[tuple[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             asked.append((self.headers["authorization"], body))
             status, content = answer(body)
-            data = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: Any) -> None:
-            pass
+            self.answer(status, content)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
