@@ -10,6 +10,7 @@ from pydantic import field_validator, model_validator
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
+from asyncrl.config.lora import LoraConfig
 from asyncrl.config.megatron import Fp8Config, MegatronConfig, PipelineSplitConfig, RecomputeConfig
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import PipelineSplit
@@ -86,6 +87,7 @@ class TrainerConfig(Section):
     TransformerEngine on GPUs where it is installed, else local. Weights and checkpoints are the same."""
     fp8: Fp8Config | None
     """FP8 recipe of TransformerEngine's layers; unset: products in dtype. Needs GPUs and bfloat16."""
+    lora: LoraConfig
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
     logit_rows: Count
