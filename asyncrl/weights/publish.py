@@ -223,7 +223,7 @@ class Publisher:
 
     def _deliver(self, version: int) -> None:
         """Deliver the version until the engines have taken it. They may ask for the full weights."""
-        while not _from_first(self._transport.deliver(version) if self._parallel.is_first else True):
+        while not from_first(self._transport.deliver(version) if self._parallel.is_first else True):
             if self._parallel.exports:
                 self._transport.start(version, full=True)
             self._send(None)
@@ -268,7 +268,7 @@ def _from_all(mine: T) -> list[T]:
     return found
 
 
-def _from_first(mine: bool) -> bool:
+def from_first(mine: bool) -> bool:
     """Return rank 0's value."""
     if _world() == 1:
         return mine
