@@ -1,14 +1,9 @@
 """PEFT's adapter_config.json: written for users, reduced for engines, and checked in folders of other origin. Imports
 no torch, because the preflight reads such folders too.
 
-Experts of a layer are one tensor in transformers 5, which PEFT adapts through `target_parameters`:
-
-    experts.gate_up_proj   A = [A_gate; A_up], B = blockdiagonal(B_gate, B_up), hence twice the rank at the same scale
-    experts.down_proj      A, B
-    A of all experts is stacked by rows; a column of B belongs to rank i of expert e at i * experts + e
-
-PEFT moves gate_proj, up_proj and down_proj of such models from `target_modules` to the experts. Dense layers and shared
-experts beside them are therefore targeted by their weights: gate_proj.weight, up_proj.weight, down_proj.weight.
+Routed experts of a layer are two tensors in transformers 5, which PEFT adapts through `target_parameters`. With these,
+it moves gate_proj, up_proj and down_proj from `target_modules` to the experts. Dense layers and shared experts beside
+them are therefore targeted by their weights: gate_proj.weight, up_proj.weight, down_proj.weight.
 """
 
 from __future__ import annotations
@@ -25,12 +20,8 @@ from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import ConfigError, WeightsError
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-EXPERT = re.compile(
-    r"(?P<layer>.*\.)(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\."
-    r"(?:(?P<gate>gate_proj|w1)|(?P<up>up_proj|w3)|(?P<down>down_proj|w2))$"
-)
-"""A routed expert's linear in HF's names, which are those of the safetensors files of a model."""
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""Transformers' parameters of a layer's routed experts."""
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _IGNORED = {
     *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights"),
@@ -131,26 +122,24 @@ def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
 
 
 def user_config(lora: LoraConfig, modules: Iterable[str], base: str) -> dict[str, Any]:
-    """Return adapter_config.json for users of PEFT. `modules` are HF names, with an expert's number if they are of
-    routed experts; `base` is the model's folder."""
+    """Return adapter_config.json for users of PEFT. `modules` are names such as `model.layers.0.self_attn.q_proj` and
+    `model.layers.0.mlp.experts.down_proj`; `base` is the model's folder."""
     assert lora.rank is not None
-    names = list(modules)
-    experts = [found for name in names if (found := EXPERT.match(name))]
-    dense = sorted({name.rpartition(".")[2] for name in names if not EXPERT.match(name)})
-    weights = [name for name in dense if name in _MLP] if experts else []
-    fused = any(found["gate"] or found["up"] for found in experts)
-    parameters = [GATE_UP] * fused + [DOWN] * any(found["down"] for found in experts)
-    growth = math.sqrt(2) if lora.rslora else 2
+    experts, dense = [], set()
+    for module in sorted(set(modules)):
+        stacked = [name for name in (GATE_UP, DOWN) if module.endswith(f".{name}")]
+        experts += stacked
+        dense |= set() if stacked else {module.rpartition(".")[2]}
+    weights = dense & {*_MLP} if experts else set()
+    parameters = [*sorted(set(experts)), *(f"{name}.weight" for name in sorted(weights))]
     return {
-        **_common(lora.rank, lora.alpha, [name for name in dense if name not in weights]),
-        "alpha_pattern": {GATE_UP: _plain(lora.alpha * growth)} if fused else {},
+        **_common(lora.rank, lora.alpha, sorted(dense - weights)),
         "base_model_name_or_path": base,
         "inference_mode": True,
         "init_lora_weights": True if lora.init == "default" else lora.init,
         # PEFT refuses dropout for target_parameters; it has no effect on inference.
         "lora_dropout": 0.0 if parameters else lora.dropout,
-        "rank_pattern": {GATE_UP: 2 * lora.rank} if fused else {},
-        "target_parameters": [*parameters, *(f"{name}.weight" for name in weights)] or None,
+        "target_parameters": parameters or None,
         "task_type": "CAUSAL_LM",
         "use_rslora": lora.rslora,
     }
