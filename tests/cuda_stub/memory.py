@@ -12,6 +12,7 @@ from asyncrl.config import Config
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
 from asyncrl.planner import memory as planner
+from asyncrl.planner.shapes import counted
 from tests.cuda_stub.fake import MODE
 
 STATE = ("weights", "gradients", "masters", "moments", "frozen weights")
@@ -44,6 +45,6 @@ def _state(policy: Any) -> dict[str, int]:
 
 def _planned(config: Config, folder: Path, stage: int, tokens: int) -> dict[str, int]:
     shape = shape_of(json.loads((folder / "config.json").read_text()))
-    weights = planner.counted(read_model(folder, "model.path").weights, shape)
+    weights = counted(read_model(folder, "model.path").weights, shape)
     training = replace(training_of(config, gpu=True), tokens=tokens, publishes=False)
     return planner._stage(weights, shape, layout_of(config.trainer), training, stage)

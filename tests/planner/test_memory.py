@@ -14,26 +14,17 @@ from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.preflight.shapes import layout_of
 from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
+from asyncrl.planner.activations import Recompute, Training, activations, layer_bytes
 from asyncrl.planner.memory import (
-    ParallelLayout,
-    RankParameters,
-    Recompute,
-    Shape,
-    Training,
-    Weight,
-    activations,
     away,
     cache_that_fits,
     checkpoint_staging,
-    counted,
     engine_rank,
-    held,
-    layer_bytes,
     offloaded,
-    parameters,
     trainer_rank,
     turns,
 )
+from asyncrl.planner.shapes import ParallelLayout, RankParameters, Shape, Weight, counted, held, parameters
 from asyncrl.weights.names import FAMILIES
 from tests.fakes import tiny_config
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.models.architectures import megatron_arguments, rope
-from asyncrl.planner.memory import ParallelLayout, Recompute, Shape, Training
+from asyncrl.planner.activations import Recompute, Training
+from asyncrl.planner.shapes import ParallelLayout, Shape
 
 LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
 """Down projections of latent attention, which TransformerEngine's layers do not share over tensor-parallel ranks."""

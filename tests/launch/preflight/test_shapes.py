@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
-from asyncrl.planner.memory import ParallelLayout, Shape
+from asyncrl.planner.shapes import ParallelLayout, Shape
 from tests.fakes import tiny_config
 from tests.models.test_architectures import DEEPSEEK_V3, QWEN3_MOE
 
