@@ -64,7 +64,7 @@ def activations(shape: Shape, layout: ParallelLayout, training: Training, stage:
         redone = 1.0 if uniform else min(1.0, recompute.num_layers / max(1, layers / v))
         kept = (1 - redone) * whole + redone * of_input / (recompute.num_layers if uniform else 1)
         again = whole * (recompute.num_layers if uniform else 1)
-    last = _norm_bytes(shape, layout, training) if stage == p - 1 else 0.0
+    last = _norm_bytes(shape.hidden, layout, training) if stage == p - 1 else 0.0
     tokens = -(-training.tokens // layout.context)
     return round(tokens * (kept * layers * in_flight + again + last))
 
@@ -79,43 +79,65 @@ def _mean_layer(shape: Shape, layout: ParallelLayout, training: Training) -> flo
 def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:
     """Return the bytes per token that a layer keeps on a rank, except of the modules that are recomputed by themselves.
 
-    Counted are its two norms; the projections of attention, rotated queries and keys with their angles, and its output;
-    gate, up and their product in an MLP. The rows of a routed expert count once per expert of a token, assuming equal
-    loads. Attention that is recomputed drops only what context parallelism gathers.
+    Counted are its two norms, attention, and its MLP. The rows of a routed expert count once per expert of a token,
+    assuming equal loads. Attention that is recomputed drops only what context parallelism gathers.
     """
-    t, rows, item = layout.tensor, layout.tensor if layout.sequence else 1, BYTES[training.dtype]
-    drops = training.recompute.drops
-    kept = 2 * (item * shape.hidden / rows if drops("layernorm") else _norm_bytes(shape, layout, training))
-    both = drops("mla_up_proj") and drops("core_attn")  # attention alone would keep copies
-    projected = 0 if both else 2 * shape.queries + 2 * shape.keys + shape.values
-    if layout.context > 1 and not drops("core_attn"):  # the keys and values of all ranks
-        projected += (layout.context - 1) * (shape.keys + shape.values)
-    kept += item * (projected + shape.queries) / t + 4 * item * shape.rotated
+    rows, item = layout.tensor if layout.sequence else 1, BYTES[training.dtype]
+    of_norm = item * shape.hidden / rows if training.recompute.drops("layernorm") else None
+    kept = 2 * (_norm_bytes(shape.hidden, layout, training) if of_norm is None else of_norm)
+    kept += item * _attention(shape, layout, training) + _norm_bytes(shape.latent, layout, training)
     if shape.normed and not training.fused_norms:
-        kept += 2 * FLOAT * (shape.queries + shape.keys) / t
+        kept += 2 * FLOAT * (shape.queries + shape.keys) / layout.tensor
     return kept + item * _mlp(shape, layout, training.recompute, routed=routed)
 
 
-def _norm_bytes(shape: Shape, layout: ParallelLayout, training: Training) -> float:
+def _norm_bytes(width: int, layout: ParallelLayout, training: Training) -> float:
     """Return the bytes per token that a norm keeps: its output, and its input for backward."""
     item, rows = BYTES[training.dtype], layout.tensor if layout.sequence else 1
-    return (item + (item if training.fused_norms else 2 * FLOAT)) * shape.hidden / rows
+    return (item + (item if training.fused_norms else 2 * FLOAT)) * width / rows
+
+
+def _attention(shape: Shape, layout: ParallelLayout, training: Training) -> float:
+    """Return the numbers per token that attention keeps besides its input: the projections, rotated queries and keys
+    with their angles, and its output. Latent attention copies what it rotates and keeps no projections. On a CPU it
+    pads values and output to the width of keys (backends/cpu/pack_attention.py), and keeps the unpadded output too."""
+    drops, padded = training.recompute.drops, 0 if training.fused_norms else shape.keys
+    if shape.latent:
+        output = shape.values
+        projected = shape.queries + shape.keys + (2 * padded or shape.values)
+    else:
+        output = shape.queries
+        projected = 2 * shape.queries + 2 * shape.keys + shape.values
+    if drops("mla_up_proj") and drops("core_attn"):  # attention alone would keep copies
+        projected = 0
+    if layout.context > 1 and not drops("core_attn"):  # the keys and values of all ranks
+        projected += (layout.context - 1) * (shape.keys + shape.values)
+    return (projected + output) / layout.tensor + 4 * shape.rotated
 
 
 def _mlp(shape: Shape, layout: ParallelLayout, recompute: Recompute, *, routed: bool) -> float:
-    """Return the numbers per token that an MLP keeps besides its input."""
+    """Return the numbers per token that an MLP keeps besides its input: gate, up and their product; of routed experts
+    the input that is copied for each, and the product also before it is scaled; of shared experts (Megatron's own MLP)
+    also the activated gate and what it multiplies."""
     t, rows = layout.tensor, layout.tensor if layout.sequence else 1
     if recompute.drops("moe" if routed else "mlp"):
         return 0.0
     if not routed:
         return 3 * shape.inner / t
     copies = shape.chosen * layout.expert_tensor / rows
-    of_activation = (2 if recompute.drops("moe_act") else 3) * shape.expert_inner / layout.expert_tensor
-    shared = 0 if recompute.drops("shared_experts") else 3 * shape.shared_inner / t
-    return copies * (2 * shape.hidden + of_activation) + shared
+    of_activation = (2 if recompute.drops("moe_act") else 4) * shape.expert_inner / layout.expert_tensor
+    shared = 0 if recompute.drops("shared_experts") else 5 * shape.shared_inner / t
+    return copies * (shape.hidden + of_activation) + shared
 
 
 def logits(shape: Shape, layout: ParallelLayout, training: Training) -> int:
     """Return the bytes of one chunk of logits. (The gradient of the output layer is added in place.)"""
     rows = min(training.logit_rows, -(-training.tokens // layout.context))
     return rows * -(-shape.vocab // layout.tensor) * LOGITS
+
+
+def gather_buffer(shape: Shape, layout: ParallelLayout, training: Training) -> int:
+    """Return the bytes of the buffer into which Megatron gathers the hidden states of all rows under sequence
+    parallelism, and which it keeps."""
+    rows = -(-training.tokens // layout.context)
+    return rows * shape.hidden * BYTES[training.dtype] if layout.sequence and layout.tensor > 1 else 0

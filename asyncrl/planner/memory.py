@@ -11,8 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncrl.planner.activations import Training, activations, logits
-from asyncrl.planner.shapes import BYTES, FLOAT, ParallelLayout, RankParameters, Shape, Weight, held, stages_of
+from asyncrl.planner.activations import Training, activations, gather_buffer, logits
+from asyncrl.planner.shapes import (
+    BYTES,
+    FLOAT,
+    ParallelLayout,
+    RankParameters,
+    Shape,
+    Weight,
+    held,
+    of_critic,
+    parameters,
+    stages_of,
+)
 
 MASTER, MOMENTS, GRADIENT = FLOAT, 2 * FLOAT, FLOAT
 """Bytes per parameter in float32; AdamW has two moments."""
@@ -32,27 +43,37 @@ def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout
 def _stage(
     weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int
 ) -> dict[str, int]:
-    mine, item = held(weights, shape, layout, stage), BYTES[training.dtype]
-    networks = 1 + training.critic
-    stepped = _stepped(mine, layout)
+    item, networks = BYTES[training.dtype], _networks(weights, shape, critic=training.critic)
+    counts = [held(*network, layout, stage) for network in networks]
+    own, every = counts[0].all, sum(count.all for count in counts)
+    steps = [_stepped(count, layout) for count in counts]
+    masters = MASTER if item < MASTER else 0  # float32 weights are their own masters
     sent = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * item * training.publishes
     last = stage == layout.pipeline - 1
     matrices = [one for one in weights if one.layer is not None and len(one.shape) > 1]
     parts = {
-        "weights": mine.all * item * networks,
-        "weights in FP8": 2 * held(matrices, shape, layout, stage).all * networks * training.fp8,
-        "gradients": mine.all * GRADIENT * networks,
-        "masters": stepped * MASTER * networks if item < MASTER else 0,  # float32 weights are their own masters
-        "moments": stepped * MOMENTS * networks,
-        "frozen weights": mine.all * item * training.frozen,
+        "weights": every * item,
+        "weights in FP8": 2 * held(matrices, shape, layout, stage).all * len(networks) * training.fp8,
+        "gradients": every * GRADIENT,
+        "masters": sum(steps) * masters,
+        "moments": sum(steps) * MOMENTS,
+        "frozen weights": own * item * training.frozen,
         "publish buckets": min(sent, 2 * training.bucket) if training.bucket else sent,
         "activations": activations(shape, layout, training, stage),
         "logits": logits(shape, layout, training) if last else 0,
+        "gather buffer": gather_buffer(shape, layout, training),
     }
     if training.offload:  # one network's states come back when nothing is left of a pass
-        returning = (parts.pop("masters") + parts.pop("moments")) // networks
+        del parts["masters"], parts["moments"]
+        returning = max(steps) * (masters + MOMENTS)
         parts["states beyond a pass"] = max(0, returning - parts["activations"] - parts["logits"])
     return parts
+
+
+def _networks(weights: Sequence[Weight], shape: Shape, *, critic: bool) -> list[tuple[Sequence[Weight], Shape]]:
+    """Return each network that is trained: its weights, and its shape."""
+    policy = (weights, shape)
+    return [policy, (of_critic(weights, shape), replace(shape, tied=False))] if critic else [policy]
 
 
 def _stepped(mine: RankParameters, layout: ParallelLayout) -> int:
@@ -71,8 +92,16 @@ def offloaded(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, t
 
 def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, *, critic: bool) -> int:
     """Return the bytes of host memory in which a rank stages its part of a checkpoint (trainer/sharded.py)."""
-    stages = (_stepped(held(weights, shape, layout, stage), layout) for stage in range(layout.pipeline))
-    return max(stages) * CHECKPOINT * (1 + critic)
+    networks = _networks(weights, shape, critic=critic)
+    stages = (
+        sum(_stepped(held(*network, layout, stage), layout) for network in networks) for stage in range(layout.pipeline)
+    )
+    return max(stages) * CHECKPOINT
+
+
+def checkpoint_bytes(weights: Sequence[Weight], shape: Shape, *, critic: bool) -> int:
+    """Return the bytes of a checkpoint on disk."""
+    return sum(parameters(network).all for network, _ in _networks(weights, shape, critic=critic)) * CHECKPOINT
 
 
 def engine_rank(

@@ -92,6 +92,7 @@ class Shape:
     vocab: int
     tied: bool = False  # whether the output layer is the embedding
     rotated: int = 0  # rotary dimensions per head
+    latent: int = 0  # width of the normalized vectors of latent attention, queries' and keys'; 0: plain attention
     normed: bool = False  # whether queries and keys are normalized
     sparse: int = 0  # number of layers with routed experts
     chosen: int = 0  # experts per token
@@ -124,6 +125,12 @@ def counted(weights: Iterable[Weight], shape: Shape) -> list[Weight]:
         and not one.name.endswith(("rotary_emb.inv_freq", "e_score_correction_bias"))
         and not (shape.tied and one.name == "lm_head.weight")
     ]
+
+
+def of_critic(weights: Sequence[Weight], shape: Shape) -> list[Weight]:
+    """Return the weights of a critic, in which a value head takes the place of the output layer."""
+    head = [Weight("value_head.weight", (1, shape.hidden)), Weight("value_head.bias", (1,))]
+    return [*(one for one in weights if one.name != "lm_head.weight"), *head]
 
 
 def held(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, stage: int) -> RankParameters:
