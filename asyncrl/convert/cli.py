@@ -1,8 +1,10 @@
-"""`asyncrl-convert`: convert models between Hugging Face and Megatron, import slime's rollouts, and export recordings.
+"""`asyncrl-convert`: convert models and adapters between Hugging Face and Megatron, import slime's rollouts, and export
+recordings.
 
 examples:
     asyncrl-convert to-megatron Qwen3-0.6B checkpoints/start --dtype bfloat16
     asyncrl-convert to-hf checkpoints/iter_0000100 exported --model Qwen3-0.6B
+    asyncrl-convert merge Qwen3-0.6B RUN/hf merged
     asyncrl-convert from-slime debug/data_*.pt RUN
     asyncrl-convert export RUN rollouts.parquet
 """
@@ -27,21 +29,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch  # imported after parsing, so that --help and mistakes are answered immediately
     from safetensors import SafetensorError
 
-    from asyncrl.convert import bridge
+    from asyncrl.convert import adapters, bridge
     from asyncrl.convert.folders import check_output
 
     try:
-        if not arguments.source.is_dir():
-            raise ConfigError("source", str(arguments.source), "It is not a folder.")
-        check_output(arguments.source, arguments.out, overwrite=arguments.overwrite)
-        settings = {
-            "dtype": arguments.dtype and getattr(torch, arguments.dtype),
-            "limit": int(arguments.shard_gb * 1e9),
-        }
-        if arguments.command == "to-megatron":
-            bridge.to_megatron(arguments.source, arguments.out, **settings)
-        else:
-            bridge.to_hf(arguments.source, arguments.out, model=arguments.model, **settings)
+        for field in ("source", "adapter"):
+            if folder := getattr(arguments, field, None):
+                if not folder.is_dir():
+                    raise ConfigError(field, str(folder), "It is not a folder.")
+                check_output(folder, arguments.out, overwrite=arguments.overwrite)
+        name, limit = getattr(arguments, "dtype", None), int(arguments.shard_gb * 1e9)
+        dtype = getattr(torch, name) if name else None
+        match arguments.command:
+            case "to-megatron":
+                bridge.to_megatron(arguments.source, arguments.out, dtype=dtype, limit=limit)
+            case "to-hf":
+                bridge.to_hf(arguments.source, arguments.out, model=arguments.model, dtype=dtype, limit=limit)
+            case "merge":
+                adapters.merge(arguments.source, arguments.adapter, arguments.out, limit=limit)
     except (AsyncRLError, OSError, SafetensorError) as error:
         print(visible(f"asyncrl-convert: error: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -71,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncrl-convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="to-megatron | to-hf | from-slime | export")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     into = commands.add_parser("to-megatron", help="write a checkpoint that Megatron loads under any layout")
     into.add_argument("source", type=Path, metavar="HF_FOLDER", help="config, tokenizer and safetensors files")
     out = commands.add_parser("to-hf", help="write a folder that transformers and SGLang load")
@@ -79,11 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--model", type=Path, metavar="HF_FOLDER", help="config and tokenizer (default: MEGATRON_FOLDER/hf)"
     )
+    merge = commands.add_parser("merge", help="write a model with a PEFT adapter in its weights")
+    merge.add_argument("source", type=Path, metavar="HF_FOLDER", help="the model that the adapter was trained on")
+    merge.add_argument("adapter", type=Path, metavar="PEFT_FOLDER", help="adapter_config.json and safetensors file")
     for command in (into, out):
-        command.add_argument("out", type=Path, metavar="OUT", help="a new folder; it appears when it is complete")
         command.add_argument(
             "--dtype", choices=["bfloat16", "float16", "float32"], help="cast to this type (default: unchanged)"
         )
+    for command in (into, out, merge):
+        command.add_argument("out", type=Path, metavar="OUT", help="a new folder; it appears when it is complete")
         command.add_argument(
             "--shard-gb", type=_positive, default=5.0, metavar="N", help="maximum size of a file (default: 5)"
         )

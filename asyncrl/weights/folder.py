@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.files import DTYPES
 from asyncrl.weights.names import Mapping
 
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers in old checkpoints; the model computes them from the config
@@ -55,6 +57,12 @@ class HFFolder:
     def names(self) -> list[str]:
         """Return the names of all tensors."""
         return list(self._file_of)
+
+    def described(self, name: str) -> Tensor:
+        """Return a tensor without its values, on the meta device."""
+        found = self._file_of[name].get_slice(name)
+        dtype = next(dtype for dtype, short in DTYPES.items() if short == found.get_dtype())
+        return torch.empty(found.get_shape(), dtype=dtype, device="meta")
 
     def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read one tensor. Raises WeightsError if it is missing or has another shape."""

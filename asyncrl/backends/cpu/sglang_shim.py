@@ -7,6 +7,7 @@ process of a server (`serve.py` calls it at module level, so that spawned childr
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -32,6 +33,7 @@ def install() -> None:
     if torch.cuda.is_available():
         return
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _without_compiler(torch)
     _stub_triton(torch)
     _stub_image_processors()
     sys.meta_path.append(_AbsentKernels())  # appended: a package that is really installed wins
@@ -44,6 +46,35 @@ def install() -> None:
     after_import("sglang.srt.batch_invariant_ops", _without_invariant_kernels)
     after_import("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch)
     after_import("sglang.srt.layers.sampler", _sample_by_inversion)
+
+
+def _without_compiler(torch: Any) -> None:
+    """Leave torch's compiler out, whose import takes a quarter of an engine's start-up: engines on a CPU run with
+    TORCHDYNAMO_DISABLE, but transformers and SGLang use its decorators."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") != "1" or "torch._dynamo" in sys.modules:
+        return
+    torch.compile = _unchanged
+    torch._dynamo = sys.modules["torch._dynamo"] = _AbsentCompiler("torch._dynamo")
+    torch._dynamo.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # its submodules can be imported
+
+
+def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
+    """Decorate a function by leaving it as it is, with or without arguments of the decorator."""
+    return function if callable(function) else lambda decorated: decorated
+
+
+class _AbsentCompiler(types.ModuleType):
+    """Stand-in for torch._dynamo with decorators that change nothing. The real package takes its place when another
+    name is looked up."""
+
+    allow_in_graph = assume_constant_result = disable = staticmethod(_unchanged)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules[self.__name__] is self:
+            del sys.modules[self.__name__], sys.modules["torch"]._dynamo  # type: ignore[attr-defined]
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def _stub_triton(torch: Any) -> None:
