@@ -68,7 +68,7 @@ ALLOWED = {
     "weights": {"config", "engine"},
     "trainer": {"config", "algo", "backends", "weights", "records", "checkpoints", "models"},
     "planner": {"rollout", "engine"},
-    "convert": {"weights", "models", "records", "inspection", "checkpoints"},
+    "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
     "collect": set(),
     "inspection": {"records"},
 }
