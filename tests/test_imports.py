@@ -86,8 +86,11 @@ ONLY = {
     ("backends", "models"): {"models.catalog"},
     ("backends", "algo"): {"algo.pack"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
-    ("rollout", "engine"): {"engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"},
-    ("weights", "engine"): {"engine.fleet", "engine.update", "engine.server"},
+    ("rollout", "engine"): {
+        *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
+        "engine.session",
+    },
+    ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("trainer", "models"): {"models.architectures"},
     ("rewards", "sandbox"): {"sandbox.protocol"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},

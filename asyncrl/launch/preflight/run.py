@@ -167,6 +167,8 @@ def _precision(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterato
     for choice in prepared.chosen.choices:
         text = f"{choice.dtype}, {choice.why}"
         yield warning(choice.field, text, choice.remedy) if choice.remedy else ok(choice.field, text)
+    if prepared.lora:
+        yield ok("weights.lora", prepared.lora)
     if "model" in models:
         yield from refused(prepared.estimate, "task")
     if prepared.expected:
