@@ -27,9 +27,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from asyncrl.backends import transformer_engine  # noqa: E402
 from asyncrl.backends.cpu import megatron_shim  # noqa: E402
 
-megatron_shim.enable()  # before anything imports megatron.core
+transformer_engine.check(gpu=not megatron_shim.enable())  # before anything imports megatron.core
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -41,7 +42,8 @@ from asyncrl.models.tensors import tensors  # noqa: E402
 from asyncrl.models.tiny import write_random_model  # noqa: E402
 from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.planner import memory  # noqa: E402
-from asyncrl.planner.memory import ParallelLayout, Training, Weight  # noqa: E402
+from asyncrl.planner.activations import Training  # noqa: E402
+from asyncrl.planner.shapes import ParallelLayout, Weight, counted  # noqa: E402
 from scripts.sizes import MODELS, QWEN3  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -112,7 +114,7 @@ def fitting(hf: dict[str, Any], ranks: int, room: float) -> int:
 
 def weights_of(hf: dict[str, Any]) -> list[Weight]:
     """Return the weights of a model, from its config alone."""
-    return memory.counted([Weight(name, size) for name, size in tensors(hf)], shape_of(hf))
+    return counted([Weight(name, size) for name, size in tensors(hf)], shape_of(hf))
 
 
 def write(folder: Path, hf: dict[str, Any], dtype: Any) -> None:

@@ -68,7 +68,7 @@ ALLOWED = {
     "weights": {"config", "engine"},
     "trainer": {"config", "algo", "backends", "weights", "records", "checkpoints", "models"},
     "planner": {"rollout", "engine"},
-    "convert": {"weights", "models", "records", "inspection", "checkpoints"},
+    "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
     "collect": set(),
     "inspection": {"records"},
 }
@@ -77,7 +77,7 @@ ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
-    ("launch", "planner"): {"planner.memory", "planner.estimate"},
+    ("launch", "planner"): {"planner.activations", "planner.memory", "planner.shapes", "planner.estimate"},
     ("launch", "weights"): {"weights.choice"},
     ("launch", "sandbox"): {"sandbox", "sandbox.cgroups", "sandbox.local", "sandbox.protections"},
     ("launch", "backends"): {"backends.cpu", "backends.cpu.probe"},

@@ -20,7 +20,7 @@ from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.preflight.shapes import shape_of
 from asyncrl.network.addresses import MACHINE
 from asyncrl.planner.estimate import ANSWER, Estimate, MachineRates, ModelSize, StepWorkload, estimate
-from asyncrl.planner.memory import counted
+from asyncrl.planner.shapes import counted
 from asyncrl.tasks import Task
 
 SAMPLED = 4

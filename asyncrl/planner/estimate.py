@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.planner.memory import Shape, Weight, active
+from asyncrl.planner.shapes import Shape, Weight, active
 
 ANSWER = 0.5
 """Assumed mean length of an answer, as a fraction of rollout.max_new_tokens."""
@@ -44,7 +44,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, weights: Sequence[Weight], shape: Shape) -> ModelSize:
-        """Count the parameters of a model. `weights` is a result of memory.counted."""
+        """Count the parameters of a model. `weights` is a result of shapes.counted."""
         head = shape.vocab * shape.hidden
         return cls(active(weights, shape) - head, head, shape.layers)
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.memory import BYTES, ParallelLayout, Shape, Weight, active, packed, parameters, stages_of
+from asyncrl.planner.shapes import BYTES, ParallelLayout, Shape, Weight, active, packed, parameters, stages_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def publish(
     one_machine: bool,
     hardware: Hardware,
 ) -> Publish:
-    """Estimate a publish. `weights` is a result of memory.counted; `bucket` is in bytes; `one_machine` tells whether
+    """Estimate a publish. `weights` is a result of shapes.counted; `bucket` is in bytes; `one_machine` tells whether
     one machine holds all trainers and engines."""
     item, link = BYTES[dtype], hardware.inside if one_machine else hardware.between
     counts, stages = [], []

@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.backends import transformer_engine
 from asyncrl.backends.cpu import megatron_shim
 
-megatron_shim.enable()  # must run before the first import of megatron.core
+transformer_engine.check(gpu=not megatron_shim.enable())  # must run before the first import of megatron.core
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

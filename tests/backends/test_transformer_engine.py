@@ -1,4 +1,4 @@
-"""Megatron runs on a GPU whether TransformerEngine is installed, missing or broken.
+"""On a GPU, Megatron runs without TransformerEngine, and a broken TransformerEngine ends a trainer by name.
 
 A subprocess that believes in CUDA imports Megatron without the shim, and runs a router's layer on a CPU.
 """
@@ -27,6 +27,14 @@ assert torch.equal(scores, hidden @ weight.t())
 assert torch.equal(weight.grad, hidden.detach().sum(0).expand(5, 4))
 """
 
+TRAINER = """
+import atexit, sys
+import torch
+torch.cuda.is_available = lambda: True
+atexit.register(lambda: print(*(name for name in sys.modules if name == "megatron.core")))
+import asyncrl.trainer.__main__
+"""
+
 BROKEN = {
     "without its parts": {"__init__.py": "raise AssertionError('TransformerEngine is not installed correctly')"},
     "without PyTorch": {"__init__.py": "__version__ = '2.20.2'", "pytorch.py": "raise ImportError('no extension')"},
@@ -34,19 +42,34 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", ["missing", *BROKEN])
-def test_routers_work_without_transformer_engine(kind: str, tmp_path: Path) -> None:
-    for name, text in BROKEN.get(kind, {}).items():
-        (tmp_path / "transformer_engine").mkdir(exist_ok=True)
-        (tmp_path / "transformer_engine" / name).write_text(text)
-    paths = [str(tmp_path), os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
-    found = subprocess.run(
-        [sys.executable, "-c", ROUTER],
+def ran(program: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that finds the packages of a folder first."""
+    paths = [str(folder), os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
+    return subprocess.run(
+        [sys.executable, *program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def test_routers_work_without_transformer_engine(tmp_path: Path) -> None:
+    found = ran(["-c", ROUTER], tmp_path)
     assert found.returncode == 0, found.stderr
-    assert ("TransformerEngine is installed but cannot be imported" in found.stderr) == (kind in BROKEN)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_trainer_on_a_gpu_names_a_broken_transformer_engine_before_it_imports_megatron(
+    kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    for name, text in BROKEN[kind].items():
+        (tmp_path / "transformer_engine" / name).write_text(text)
+    found = ran(["-c", TRAINER], tmp_path)
+    assert found.returncode != 0
+    last = found.stderr.strip().splitlines()[-1]
+    assert last.startswith("asyncrl.errors.LaunchError: TransformerEngine is installed but cannot be imported"), last
+    assert "requirements/gpu.txt" in last
+    assert "megatron" not in found.stdout

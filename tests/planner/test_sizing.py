@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.memory import ParallelLayout, Shape, Weight, packed
+from asyncrl.planner.shapes import ParallelLayout, Shape, Weight, packed
 from asyncrl.planner.sizing import FleetSpec, Hardware, Publish, active, balance, engine_shape, publish, train_rate
 
 SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8)

@@ -29,10 +29,8 @@ CPU = torch.device("cpu")
 
 
 def enable() -> bool:
-    """Install the shim unless CUDA is available. Returns whether it is active. With CUDA, TransformerEngine is hidden
-    if it is broken."""
+    """Install the shim unless CUDA is available. Returns whether it is active."""
     if torch.cuda.is_available():
-        _hide_broken_transformer_engine()
         return False
     if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return True
@@ -47,29 +45,8 @@ def enable() -> bool:
     return True
 
 
-def _hide_broken_transformer_engine() -> None:
-    """Hide TransformerEngine, with a warning, if it is installed but cannot be imported.
-
-    Without one of its packages or CUDA libraries, importing it raises any of these errors. Megatron catches only
-    ImportError, and not in all places if `transformer_engine` can be imported and `transformer_engine.pytorch` cannot.
-    """
-    if importlib.util.find_spec("transformer_engine") is None:
-        return
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, AssertionError, RuntimeError, OSError) as error:
-        warnings.warn(
-            f"TransformerEngine is installed but cannot be imported, so Megatron runs without it: {error!r}. Install"
-            " the packages of requirements/gpu.txt, or remove transformer_engine.",
-            stacklevel=3,
-        )
-        _hide_transformer_engine()
-
-
 def _hide_transformer_engine() -> None:
     """Make every import of TransformerEngine raise ImportError."""
-    for name in [name for name in sys.modules if name.startswith("transformer_engine.")]:
-        del sys.modules[name]
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 

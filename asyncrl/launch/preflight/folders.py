@@ -13,7 +13,8 @@ from asyncrl.checkpoints.store import FOLDER as CHECKPOINTS
 from asyncrl.checkpoints.store import SPARE_BYTES
 from asyncrl.config import Config
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
-from asyncrl.planner.memory import BYTES, CHECKPOINT
+from asyncrl.planner.memory import CHECKPOINT
+from asyncrl.planner.shapes import BYTES
 
 MEASURED = 64 << 20
 """Bytes written to measure the speed."""

@@ -37,7 +37,7 @@ from asyncrl.launch.prepare import ROLES, Preparation
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.planner import memory as planner
-from asyncrl.planner.memory import Shape, Weight
+from asyncrl.planner.shapes import Shape, Weight, counted, parameters
 from asyncrl.sandbox import local
 from asyncrl.sandbox.protections import Protections
 
@@ -239,11 +239,11 @@ def _model(prepared: Preparation, role: str, models: dict[str, ModelFolder]) -> 
         shape = shape_of(hf)
     except (ConfigError, KeyError):
         return
-    models[role] = ModelFolder(planner.counted(files.weights, shape), shape)
+    models[role] = ModelFolder(counted(files.weights, shape), shape)
 
 
 def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Iterator[Finding]:
-    elements = planner.parameters(policy.weights).all if policy else 0
+    elements = parameters(policy.weights).all if policy else 0
     shared = folders.look_at(Path(config.weights.folder).expanduser()) if config.weights.folder else None
     yield from folders.check_folders(config, folders.room_of(config, elements), folders.look_at(run_dir), shared)
 

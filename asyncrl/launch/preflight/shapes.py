@@ -6,7 +6,8 @@ from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.models.architectures import megatron_arguments, rope
-from asyncrl.planner.memory import ParallelLayout, Recompute, Shape, Training
+from asyncrl.planner.activations import Recompute, Training
+from asyncrl.planner.shapes import ParallelLayout, Shape
 
 LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
 """Down projections of latent attention, which TransformerEngine's layers do not share over tensor-parallel ranks."""
@@ -20,11 +21,13 @@ def shape_of(hf: dict[str, Any]) -> Shape:
     width = hf.get("head_dim") or hidden // heads
     queries, values = heads * width, hf.get("num_key_value_heads", heads) * width
     keys, cached, parts, rotated = values, 2 * values, values // width, round(width * rope(hf)["partial_rotary_factor"])
+    latent = 0
     if family.get("multi_latent_attention"):
         queries = keys = heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         values = heads * hf["v_head_dim"]
         rotated = hf["qk_rope_head_dim"]
         cached, parts = hf["kv_lora_rank"] + rotated, 1
+        latent = hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
     return Shape(
         layers=hf["num_hidden_layers"],
         hidden=hidden,
@@ -35,6 +38,7 @@ def shape_of(hf: dict[str, Any]) -> Shape:
         vocab=hf["vocab_size"],
         tied=bool(hf.get("tie_word_embeddings", False)),
         rotated=rotated,
+        latent=latent,
         normed=bool(family.get("qk_layernorm")),
         sparse=sum(family.get("moe_layer_freq", [])),
         chosen=family.get("moe_router_topk", 0),

@@ -8,7 +8,7 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight.findings import Finding, error, ok
-from asyncrl.planner.memory import BYTES, Weight, packed
+from asyncrl.planner.shapes import BYTES, Weight, packed
 from asyncrl.weights.choice import choose
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
-from asyncrl.planner.memory import ParallelLayout, Shape
+from asyncrl.planner.shapes import ParallelLayout, Shape
 from tests.fakes import tiny_config
 from tests.models.test_architectures import DEEPSEEK_V3, QWEN3_MOE
 
@@ -49,6 +49,7 @@ def test_latent_attention_caches_one_vector_on_every_rank() -> None:
     found = shape_of({**DEEPSEEK_V3, **SIZES, "num_attention_heads": 128})
     assert (found.queries, found.keys, found.values) == (128 * 192, 128 * 192, 128 * 128)
     assert (found.cached, found.cache_heads, found.rotated) == (512 + 64, 1, 64)
+    assert found.latent == 1536 + 512
     assert (found.sparse, found.chosen, found.expert_inner, found.shared_inner) == (58, 8, 2048, 2048)
 
 
