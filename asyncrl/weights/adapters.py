@@ -17,8 +17,6 @@ only when none can name it any more: SGLang would wait for its requests, and blo
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -28,12 +26,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config, WeightsConfig
-from asyncrl.config.adapters import adapter_targets
-from asyncrl.config.lora import LoraConfig
 from asyncrl.engine.adapters import AdapterName
 from asyncrl.engine.fleet import Answer, Fleet
 from asyncrl.engine.update import Update
@@ -42,24 +38,12 @@ from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
 from asyncrl.weights.layouts import Pieces
+from asyncrl.weights.peft import PREFIX, module_of, write_peft
+from asyncrl.weights.peft_config import TENSORS, engine_config
 from asyncrl.weights.publish import Publisher, from_first
 from asyncrl.weights.tensor import handle, shared_memory
 
 Tensors = dict[str, Tensor]
-WEIGHTS = "adapter_model.safetensors"
-
-
-def adapter_config(lora: LoraConfig) -> dict[str, Any]:
-    """Return PEFT's configuration of the adapters, as SGLang reads it: it scales by lora_alpha / r whatever use_rslora
-    says."""
-    assert lora.rank is not None, "trainer.lora.rank is unset"
-    return {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.scale * lora.rank,
-        "target_modules": adapter_targets(lora),
-        "bias": "none",
-    }
 
 
 class Adapter(ABC):
@@ -118,7 +102,7 @@ class AdapterFolder(Adapter):
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, root: Path) -> None:
         super().__init__(name, config)
         self._folder = root / name
-        save_peft(self._folder, tensors, config)
+        write_peft(self._folder, config, tensors.items())
 
     def load(self, *, verify: bool) -> tuple[str, Answer]:
         """Return a request with the folder, whose checksums only the sender can compare."""
@@ -129,7 +113,7 @@ class AdapterFolder(Adapter):
         _compare(
             self.name,
             tensors,
-            {n.removeprefix("base_model.model."): t for n, t in load_file(self._folder / WEIGHTS).items()},
+            {n.removeprefix(PREFIX): t for n, t in load_file(self._folder / TENSORS).items()},
         )
 
     def drop(self) -> None:
@@ -258,16 +242,6 @@ class AdapterPublisher:
         return bool(self._settings.verify and due)
 
 
-def save_peft(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
-    """Write a PEFT folder, which gets its name only when it is complete."""
-    building = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, building / WEIGHTS)
-    (building / "adapter_config.json").write_text(json.dumps(config))
-    os.rename(building, folder)
-
-
 def checksums(tensors: Tensors) -> dict[str, str]:
     """Return SHA-256 of every tensor's bytes, as SGLang computes it."""
     return {
@@ -287,10 +261,12 @@ def build_adapters(
 ) -> tuple[Callable[[str, Tensors], Adapter], str]:
     """Return how adapters are kept for the engines, and the reason. `host` is rank 0's address, `folder` the one that
     all engines see."""
-    peft = adapter_config(config.trainer.lora)
     carried, why = choose(config.weights.transport, list(fleet.urls), host, gpu=False)
 
-    if carried == "tensor":
-        tp = config.engine.tensor_parallel
-        return lambda name, tensors: SharedAdapter(name, peft, tensors, tp), f"adapters in shared memory ({why})"
-    return lambda name, tensors: AdapterFolder(name, peft, tensors, folder), f"adapters in {folder} ({why})"
+    def make(name: str, tensors: Tensors) -> Adapter:
+        peft = engine_config(config.trainer.lora, map(module_of, tensors))
+        if carried == "tensor":
+            return SharedAdapter(name, peft, tensors, config.engine.tensor_parallel)
+        return AdapterFolder(name, peft, tensors, folder)
+
+    return make, f"adapters in {'shared memory' if carried == 'tensor' else folder} ({why})"
