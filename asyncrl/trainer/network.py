@@ -93,8 +93,9 @@ class Network:
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
         self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
-        # Without data or context parallelism the distributed optimizer only adds copies of every buffer.
-        self.sharded = parallel.dp * parallel.cp > 1
+        # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
+        # accepts moments of another number format.
+        self.sharded = parallel.dp * parallel.cp > 1 or trainer.optimizer.moments_dtype != "float32"
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)
