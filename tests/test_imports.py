@@ -77,7 +77,9 @@ ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
-    ("launch", "planner"): {"planner.activations", "planner.memory", "planner.shapes", "planner.estimate"},
+    ("launch", "planner"): {
+        *("planner.activations", "planner.adapters", "planner.memory", "planner.shapes", "planner.estimate")
+    },
     ("launch", "weights"): {"weights.choice"},
     ("launch", "sandbox"): {"sandbox", "sandbox.cgroups", "sandbox.local", "sandbox.protections"},
     ("launch", "backends"): {"backends.cpu", "backends.cpu.probe"},

@@ -42,7 +42,8 @@ class EngineConfig(Section):
     """Load-balancing policy of the router. manual: a new group goes to the engine with the fewest requests, and all of
     its requests and turns stay on that engine, which holds their shared prefix cache."""
     start_timeout: Positive
-    """Timeout in seconds for the startup of an engine (including the teacher's) or of the router."""
+    """Timeout in seconds for the startup of an engine (including the teacher's) or of the router. On a GPU it includes
+    the first requests, which compile kernels (engine/warmup.py)."""
     request_timeout: Positive
     """Seconds without receiving a byte after which a request to the router counts as broken."""
     retry_timeout: Positive

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
 from asyncrl.config.adapters import adapter_targets, resident_adapters
+from asyncrl.engine import warmup
 
 # Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
 CPU_ARGS: dict[str, Any] = {
@@ -104,7 +105,8 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
         "tp_size": section.tensor_parallel,
         "max_total_tokens": cache_tokens(section, gpu=gpu),
         "skip_tokenizer_init": True,  # requests and answers are token ids, never text
-        "skip_server_warmup": True,
+        "skip_server_warmup": True,  # it would run while the engine already counts as up
+        "warmups": warmup.NAME if gpu else None,
         "log_level": "warning",
         **own,
         **({} if gpu else CPU_ARGS),
