@@ -269,4 +269,6 @@ def build_adapters(
             return SharedAdapter(name, peft, tensors, config.engine.tensor_parallel)
         return AdapterFolder(name, peft, tensors, folder)
 
-    return make, f"adapters in {'shared memory' if carried == 'tensor' else folder} ({why})"
+    if carried == "tensor":
+        return make, f"adapters in shared memory ({why})"
+    return make, f"adapters in {folder}, on a file system that the engines share"

@@ -70,10 +70,12 @@ class Publisher:
         announce: Callable[[int], object],
         update: Update | None = None,
         sent: Callable[[], None] = lambda: None,
+        merged: bool = True,
     ) -> None:
-        """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue."""
+        """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue. `merged`
+        says whether adapters are added to the weights."""
         self._parallel, self._fleet, self._transport = parallel, fleet, transport
-        self._weights, self._settings = weights, settings
+        self._weights, self._settings, self._merged = weights, settings, merged
         self._expected, self._hold, self._announce = expected, hold, announce
         self._update, self._sent = update or Update(fleet, mode=settings.pause_mode), sent
         gpu = parallel.device.type == "cuda"
@@ -211,7 +213,7 @@ class Publisher:
     def _fill(self, expected: ExpectedChecksums | None) -> Iterator[tuple[Tensor, Bucket]]:
         """Fill and yield the buckets in turn. If there is less memory than buckets, one is sent while the next is
         filled."""
-        stream = self._weights.stream()
+        stream = self._weights.stream(merged=self._merged)
         for number, bucket in enumerate(self._plan or []):
             flat = self._memory[number % len(self._memory)][: nbytes(bucket)]
             for name, tensor in fill(flat, bucket, stream).items():

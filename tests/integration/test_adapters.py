@@ -159,9 +159,8 @@ def test_engines_compute_what_the_merged_weights_compute(fleet: Engines, tmp_pat
 def test_requests_in_flight_keep_their_adapter_while_others_are_published(fleet: Engines, tmp_path: Path) -> None:
     async def play(made: GenerationClient, publish: Publish) -> Any:
         await publish(1)
-        running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
-        while not any(sent.answered for sent in made.inflight._requests):  # noqa: ASYNC110  nothing tells
-            await asyncio.sleep(0.005)
+        running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(48)])
+        await asyncio.sleep(0.02)
         await publish(2)
         await publish(3)
         under_way = made.inflight.in_flight
