@@ -283,13 +283,13 @@ def parts_table() -> Iterator[str]:
 
 def checkpoint(one: Sized) -> int:
     """Return the size of a checkpoint on disk in bytes."""
-    return memory.CHECKPOINT * shapes.parameters(one.weights).all
+    return memory.checkpoint_bytes(one.weights, one.shape, training_of(one.config, gpu=True))
 
 
 def staged(one: Sized) -> int:
     """Return the bytes of a machine's memory that hold a checkpoint until it is written."""
     trainer, each = one.config.trainer, one.config.cluster.gpus or HARDWARE.per_machine
-    rank = memory.checkpoint_staging(one.weights, one.shape, layout_of(trainer), critic=False)
+    rank = memory.checkpoint_staging(one.weights, one.shape, layout_of(trainer), training_of(one.config, gpu=True))
     return rank * min(each, trainer.world_size)
 
 

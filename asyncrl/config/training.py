@@ -16,6 +16,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.parallel import PipelineSplit
 from asyncrl.settings import Bounds, Choice, Count, Dtype, Natural, NonNegative, Positive, Section, Share
 
+MOST_BETA = 0.99
+"""Largest decay rate of moments in bfloat16. Numbers in bfloat16 differ by a share of at most 2^-7 = 0.0078 from their
+neighbors, and a smaller change than half of that may be rounded away."""
+
 
 class ModelConfig(Section):
     """The model to train."""
@@ -49,8 +53,22 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad: NonNegative
     """Clip the global gradient norm to this; 0 turns clipping off."""
+    moments_dtype: Literal["float32", "bfloat16"]
+    """Number format of the two moments. bfloat16 saves 4 bytes per parameter, and needs GPUs with TransformerEngine,
+    whose FusedAdam computes in float32 and rounds what it keeps (Megatron's use_precision_aware_optimizer)."""
     offload: bool
     """Keep master weights and moments in host memory, except during a step. Costs two copies of them per step."""
+
+    @model_validator(mode="after")
+    def _moments_can_move(self) -> OptimizerConfig:
+        if self.moments_dtype == "bfloat16" and max(self.beta1, self.beta2) > MOST_BETA:
+            field = "beta1" if self.beta1 > MOST_BETA else "beta2"
+            remedy = (
+                f"A moment in bfloat16, of 8 significant bits, would round a change of 1 - {field} of itself away, and "
+                f"never decrease: set at most {MOST_BETA}, or trainer.optimizer.moments_dtype=float32."
+            )
+            raise ConfigError(f"trainer.optimizer.{field}", getattr(self, field), remedy)
+        return self
 
 
 class TrainerConfig(Section):

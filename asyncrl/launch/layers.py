@@ -33,6 +33,9 @@ def resolve(config: Config, gpus: int, before: dict[str, Any] | None = None) -> 
     if trainer.fp8 and layers == LOCAL and config.mode != "rollout_only":
         remedy = f"Only layers of TransformerEngine have it ({problem or 'trainer.layers=local'}): set fp8=null."
         raise ConfigError("trainer.fp8", trainer.fp8.format, remedy)
+    if trainer.optimizer.moments_dtype != "float32" and problem and config.mode != "rollout_only":
+        remedy = f"Only TransformerEngine's FusedAdam has such moments, and {problem}, or set float32."
+        raise ConfigError("trainer.optimizer.moments_dtype", trainer.optimizer.moments_dtype, remedy)
     return config.model_copy(update={"trainer": trainer.model_copy(update={"layers": layers})})
 
 

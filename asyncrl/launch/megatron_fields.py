@@ -37,10 +37,7 @@ TE_LAYERS = "It acts on TransformerEngine's layers only, and no test has tried i
 LAYERS = "Set trainer.layers, which decides it (trainer/model.py)."
 QUANTIZED = "Publishing, checkpoints and resets read the parameters' own memory, which would hold quantized bytes."
 USER_BUFFERS = "TransformerEngine's user buffers have one fixed number of rows, and packs differ in length."
-PRECISION = (
-    "Moments of lower precision need TransformerEngine's FusedAdam, and checkpoints hold float32 ones: lower the "
-    "memory of a rank with trainer.data_parallel or trainer.optimizer.offload."
-)
+MASTERS = "Masters would live inside FusedAdam, where resets and checkpoints do not reach them (trainer/optimizer.py)."
 PLANNED = "The trainer decides it from its layout and the kinds of its buffers (trainer/network.py)."
 
 REFUSED: dict[str, tuple[tuple[str, str], ...]] = {  # per section: what matches the whole field name, and the remedy
@@ -124,7 +121,8 @@ REFUSED: dict[str, tuple[tuple[str, str], ...]] = {  # per section: what matches
         ("fp16|bf16|params_dtype|main_.*_dtype|.*loss_scale.*|hysteresis", "Set trainer.dtype."),
         ("optimizer|sgd_.*|muon_.*", "Moments are published to checkpoints as AdamW's: other optimizers have others."),
         ("optimizer_.*offload.*|use_torch_optimizer_for_cpu_offload|pin_cpu_.*", "Set trainer.optimizer.offload."),
-        ("use_precision_aware_optimizer|store_param_remainders|exp_avg_.*", PRECISION),
+        ("use_precision_aware_optimizer|exp_avg_.*", "Set trainer.optimizer.moments_dtype."),
+        ("store_param_remainders", MASTERS),
         ("use_distributed_optimizer|overlap_.*|timers|barrier_.*|log_num_zeros_in_grad", PLANNED),
         ("decoupled_(min_)?lr", "Learning rates of single layers are not supported."),
         ("fp8.*|.*mxfp8.*", QUANTIZED),

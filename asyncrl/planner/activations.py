@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from asyncrl.planner.adapters import Adapters
 from asyncrl.planner.shapes import BYTES, FLOAT, ParallelLayout, Shape
 
+ATTENTION_IN = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+LATENT_IN = ("q_b_proj", "kv_b_proj")
+MLP_IN, EXPERT_IN = ("gate_proj", "up_proj"), ("gate_up_proj",)
+"""Projections that read a norm's output."""
+ROUTER, CHOICE = 3 * FLOAT, 2 * 8
+"""Bytes per token of each expert's scores and probabilities, and of the numbers of each expert of a token."""
 LOGITS = 12
 """Peak bytes per logit of a chunk: s, s - m and e^(s - m) in float32 (trainer/head.py)."""
 
@@ -45,6 +52,12 @@ class Training:
     recompute: Recompute = Recompute()
     offload: bool = False  # whether masters and moments are in host memory except during a step
     fp8: bool = False  # whether layers keep their matrices in FP8 too, by rows and by columns
+    adapters: Adapters | None = None  # what is trained in place of the weights, which are frozen
+    versions: bool = False  # whether a publish sends the adapters alone, not the merged weights
+
+    def keeps_input(self, *names: str) -> bool:
+        """Return whether the input of a layer with these projections is kept, for gradients of weights or adapters."""
+        return self.adapters is None or self.adapters.on(*names)
 
 
 def activations(shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
@@ -64,9 +77,11 @@ def activations(shape: Shape, layout: ParallelLayout, training: Training, stage:
         redone = 1.0 if uniform else min(1.0, recompute.num_layers / max(1, layers / v))
         kept = (1 - redone) * whole + redone * of_input / (recompute.num_layers if uniform else 1)
         again = whole * (recompute.num_layers if uniform else 1)
-    last = _norm_bytes(shape.hidden, layout, training) if stage == p - 1 else 0.0
+    final = replace(training, recompute=Recompute())
+    last = _norm_bytes(shape.hidden, layout, final) if stage == p - 1 else 0.0
     tokens = -(-training.tokens // layout.context)
-    return round(tokens * (kept * layers * in_flight + again + last))
+    stacks = _stacked(shape, layout, training) * (1 if recompute.granularity == "full" else layers * in_flight)
+    return round(tokens * (kept * layers * in_flight + again + last) + stacks)
 
 
 def _mean_layer(shape: Shape, layout: ParallelLayout, training: Training) -> float:
@@ -79,22 +94,34 @@ def _mean_layer(shape: Shape, layout: ParallelLayout, training: Training) -> flo
 def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:
     """Return the bytes per token that a layer keeps on a rank, except of the modules that are recomputed by themselves.
 
-    Counted are its two norms, attention, and its MLP. The rows of a routed expert count once per expert of a token,
-    assuming equal loads. Attention that is recomputed drops only what context parallelism gathers.
+    Counted are its two norms, attention, the router, its MLP, and adapters. The rows of a routed expert count once per
+    expert of a token, assuming equal loads. Attention that is recomputed drops only what context parallelism gathers.
     """
-    rows, item = layout.tensor if layout.sequence else 1, BYTES[training.dtype]
-    of_norm = item * shape.hidden / rows if training.recompute.drops("layernorm") else None
-    kept = 2 * (_norm_bytes(shape.hidden, layout, training) if of_norm is None else of_norm)
-    kept += item * _attention(shape, layout, training) + _norm_bytes(shape.latent, layout, training)
+    item, keeps = BYTES[training.dtype], training.keeps_input
+    inner = (*EXPERT_IN, *MLP_IN) if routed else MLP_IN
+    kept = sum(_norm_bytes(shape.hidden, layout, training, keeps(*names)) for names in (ATTENTION_IN, inner))
+    kept += item * _attention(shape, layout, training) + _of_adapters(shape, layout, training, routed=routed)
+    kept += _norm_bytes(shape.latent, layout, replace(training, recompute=Recompute()), keeps(*LATENT_IN))
     if shape.normed and not training.fused_norms:
-        kept += 2 * FLOAT * (shape.queries + shape.keys) / layout.tensor
-    return kept + item * _mlp(shape, layout, training.recompute, routed=routed)
+        kept += _norm_input(training) * (shape.queries + shape.keys) / layout.tensor
+    if routed and not training.recompute.drops("moe"):
+        kept += (ROUTER * shape.experts + CHOICE * shape.chosen) / (layout.tensor if layout.sequence else 1)
+    return kept + item * _mlp(shape, layout, training, routed=routed)
 
 
-def _norm_bytes(width: int, layout: ParallelLayout, training: Training) -> float:
-    """Return the bytes per token that a norm keeps: its output, and its input for backward."""
+def _norm_input(training: Training) -> int:
+    """Return the bytes of a number that a norm keeps of its input: a fused one that number, another the number in
+    float32, and normalized, unless the norm's own weights are frozen."""
+    return BYTES[training.dtype] if training.fused_norms else FLOAT * (2 if training.adapters is None else 1)
+
+
+def _norm_bytes(width: int, layout: ParallelLayout, training: Training, output: bool = True) -> float:
+    """Return the bytes per token that a norm keeps: its input for backward, and its output where the next layer needs
+    it. One that is recomputed keeps the input of the layer in its own format."""
     item, rows = BYTES[training.dtype], layout.tensor if layout.sequence else 1
-    return (item + (item if training.fused_norms else 2 * FLOAT)) * width / rows
+    if training.recompute.drops("layernorm"):
+        return item * width / rows
+    return (_norm_input(training) + item * output) * width / rows
 
 
 def _attention(shape: Shape, layout: ParallelLayout, training: Training) -> float:
@@ -115,19 +142,56 @@ def _attention(shape: Shape, layout: ParallelLayout, training: Training) -> floa
     return (projected + output) / layout.tensor + 4 * shape.rotated
 
 
-def _mlp(shape: Shape, layout: ParallelLayout, recompute: Recompute, *, routed: bool) -> float:
+def _mlp(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:
     """Return the numbers per token that an MLP keeps besides its input: gate, up and their product; of routed experts
     the input that is copied for each, and the product also before it is scaled; of shared experts (Megatron's own MLP)
     also the activated gate and what it multiplies."""
-    t, rows = layout.tensor, layout.tensor if layout.sequence else 1
+    t, rows, recompute = layout.tensor, layout.tensor if layout.sequence else 1, training.recompute
+    product = int(training.keeps_input("down_proj"))  # the input of the last layer
     if recompute.drops("moe" if routed else "mlp"):
         return 0.0
     if not routed:
-        return 3 * shape.inner / t
-    copies = shape.chosen * layout.expert_tensor / rows
-    of_activation = (2 if recompute.drops("moe_act") else 4) * shape.expert_inner / layout.expert_tensor
-    shared = 0 if recompute.drops("shared_experts") else 5 * shape.shared_inner / t
-    return copies * (shape.hidden + of_activation) + shared
+        return (2 + product) * shape.inner / t
+    copies, hidden = shape.chosen * layout.expert_tensor / rows, shape.hidden * training.keeps_input(*EXPERT_IN)
+    of_activation = (2 if recompute.drops("moe_act") else 3 + product) * shape.expert_inner / layout.expert_tensor
+    shared = 0 if recompute.drops("shared_experts") else (4 + product) * shape.shared_inner / t
+    return copies * (hidden + of_activation) + shared
+
+
+def _of_adapters(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:
+    """Return the bytes per token that the adapters of a layer keep besides their input: what is between their matrices,
+    of all rows for those of column-parallel layers; and with dropout, what is dropped of their input."""
+    adapters, t, rows = training.adapters, layout.tensor, layout.tensor if layout.sequence else 1
+    if adapters is None:
+        return 0.0
+    output, copies = shape.values if shape.latent else shape.queries, shape.chosen * layout.expert_tensor / rows
+    attention = (*ATTENTION_IN[:3], *(ATTENTION_IN[3:] if shape.latent else ()), *(LATENT_IN if shape.latent else ()))
+    layers = [(attention, 1.0, shape.hidden / rows), (("o_proj",), 1 / rows, output / t)]
+    if routed:
+        inner = shape.expert_inner / layout.expert_tensor
+        layers += [(EXPERT_IN, copies, copies * shape.hidden), (("down_proj",), copies, copies * inner)]
+    if not routed or shape.shared_inner:
+        inner = (shape.shared_inner if routed else shape.inner) / t
+        layers += [(MLP_IN, 1.0, shape.hidden / rows), (("down_proj",), 1 / rows, inner)]
+    item, kept = BYTES[training.dtype], 0.0
+    for names, tokens, width in layers:
+        count = sum(adapters.on(name) for name in names)
+        kept += item * adapters.rank * count * tokens + width * (adapters.dropout and count > 0)
+    return kept
+
+
+def _stacked(shape: Shape, layout: ParallelLayout, training: Training) -> float:
+    """Return the bytes of the stacked matrices of several adapters on one layer, which a micro-batch keeps of each
+    layer."""
+    if training.adapters is None:
+        return 0.0
+    out = 0 if shape.latent else shape.queries + shape.keys + shape.values
+    inner = (1 - shape.sparse / shape.layers) * shape.inner + shape.sparse / shape.layers * shape.shared_inner
+    found = 0.0
+    for names, outputs in ((ATTENTION_IN[:3], out), (MLP_IN, 2 * inner)):
+        ranks = training.adapters.rank * sum(training.adapters.on(name) for name in names)
+        found += ranks * (shape.hidden + outputs / layout.tensor) if outputs else 0
+    return found * BYTES[training.dtype]
 
 
 def logits(shape: Shape, layout: ParallelLayout, training: Training) -> int:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from asyncrl.planner.activations import Training, activations, gather_buffer, logits
+from asyncrl.planner.adapters import PACKED, Adapters
 from asyncrl.planner.shapes import (
     BYTES,
     FLOAT,
@@ -43,22 +45,22 @@ def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout
 def _stage(
     weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int
 ) -> dict[str, int]:
-    item, networks = BYTES[training.dtype], _networks(weights, shape, critic=training.critic)
-    counts = [held(*network, layout, stage) for network in networks]
+    item, networks = BYTES[training.dtype], _networks(weights, shape, training)
+    counts = [held(network.trained, network.shape, layout, stage) for network in networks]
     own, every = counts[0].all, sum(count.all for count in counts)
     steps = [_stepped(count, layout) for count in counts]
     masters = MASTER if item < MASTER else 0  # float32 weights are their own masters
-    sent = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * item * training.publishes
     last = stage == layout.pipeline - 1
     matrices = [one for one in weights if one.layer is not None and len(one.shape) > 1]
     parts = {
         "weights": every * item,
+        "frozen base": sum(_base(network, layout, training, stage) for network in networks),
         "weights in FP8": 2 * held(matrices, shape, layout, stage).all * len(networks) * training.fp8,
         "gradients": every * GRADIENT,
         "masters": sum(steps) * masters,
         "moments": sum(steps) * MOMENTS,
         "frozen weights": own * item * training.frozen,
-        "publish buckets": min(sent, 2 * training.bucket) if training.bucket else sent,
+        "publish buckets": _sent(weights, shape, layout, training, stage) if training.publishes else 0,
         "activations": activations(shape, layout, training, stage),
         "logits": logits(shape, layout, training) if last else 0,
         "gather buffer": gather_buffer(shape, layout, training),
@@ -70,10 +72,47 @@ def _stage(
     return parts
 
 
-def _networks(weights: Sequence[Weight], shape: Shape, *, critic: bool) -> list[tuple[Sequence[Weight], Shape]]:
-    """Return each network that is trained: its weights, and its shape."""
-    policy = (weights, shape)
-    return [policy, (of_critic(weights, shape), replace(shape, tied=False))] if critic else [policy]
+class _Network(NamedTuple):
+    """A network with its optimizer."""
+
+    trained: Sequence[Weight]
+    frozen: Sequence[Weight]
+    shape: Shape
+
+
+def _networks(weights: Sequence[Weight], shape: Shape, training: Training) -> list[_Network]:
+    """Return the policy, and the critic if there is one. With adapters each has a frozen base of its own."""
+    adapters, networks = training.adapters, [(weights, shape)]
+    if training.critic:
+        networks.append((of_critic(weights, shape), replace(shape, tied=False)))
+    if adapters is None:
+        return [_Network(one, (), of) for one, of in networks]
+    found = []
+    for one, of in networks:
+        head = [weight for weight in one if weight.name.startswith("value_head.")]
+        frozen = [weight for weight in one if weight not in head]
+        found.append(_Network([*adapters.matrices(one), *head], frozen, of))
+    return found
+
+
+def _base(network: _Network, layout: ParallelLayout, training: Training, stage: int) -> int:
+    """Return the bytes of a network's frozen weights, some of which may be quantized."""
+    if training.adapters is None:
+        return 0
+    plain, packed = (held(part, network.shape, layout, stage).all for part in training.adapters.split(network.frozen))
+    return plain * BYTES[training.dtype] + round(packed * PACKED.get(training.adapters.base, 0))
+
+
+def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
+    """Return the bytes of the buckets of a publish. Adapters that are sent by themselves are one bucket in float32; a
+    quantized base, which the engines get at the start, goes through the usual ones."""
+    adapters = training.adapters
+    whole = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * BYTES[training.dtype]
+    buckets = min(whole, 2 * training.bucket) if training.bucket else whole
+    if adapters is None or not training.versions:
+        return buckets
+    matrices = adapters.matrices([one for one in weights if stage in stages_of(one, shape, layout)])
+    return max(sum(one.elements for one in matrices) * FLOAT, buckets if adapters.base != "none" else 0)
 
 
 def _stepped(mine: RankParameters, layout: ParallelLayout) -> int:
@@ -90,41 +129,70 @@ def offloaded(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, t
     return max(parts["masters"] + parts["moments"] for parts in stages) if training.offload else 0
 
 
-def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, *, critic: bool) -> int:
+def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> int:
     """Return the bytes of host memory in which a rank stages its part of a checkpoint (trainer/sharded.py)."""
-    networks = _networks(weights, shape, critic=critic)
+    networks = _networks(weights, shape, training)
     stages = (
-        sum(_stepped(held(*network, layout, stage), layout) for network in networks) for stage in range(layout.pipeline)
+        sum(_stepped(held(network.trained, network.shape, layout, stage), layout) for network in networks)
+        for stage in range(layout.pipeline)
     )
     return max(stages) * CHECKPOINT
 
 
-def checkpoint_bytes(weights: Sequence[Weight], shape: Shape, *, critic: bool) -> int:
-    """Return the bytes of a checkpoint on disk."""
-    return sum(parameters(network).all for network, _ in _networks(weights, shape, critic=critic)) * CHECKPOINT
+def checkpoint_bytes(weights: Sequence[Weight], shape: Shape, training: Training) -> int:
+    """Return the bytes of a checkpoint on disk, which holds what is trained."""
+    return sum(parameters(network.trained).all for network in _networks(weights, shape, training)) * CHECKPOINT
+
+
+def saved_bytes(weights: Sequence[Weight], training: Training) -> int:
+    """Return the bytes of the HF folder of a version: the weights, or the adapters in float32."""
+    if training.adapters:
+        return parameters(training.adapters.matrices(weights)).all * FLOAT
+    return parameters(weights).all * BYTES[training.dtype]
+
+
+def packed_base_bytes(weights: Sequence[Weight], training: Training) -> int:
+    """Return the bytes of the quantized weights, which a run stores once."""
+    if training.adapters is None:
+        return 0
+    _, packed = training.adapters.split(weights)
+    return round(parameters(packed).all * PACKED.get(training.adapters.base, 0))
 
 
 def engine_rank(
-    weights: Sequence[Weight], shape: Shape, *, tensor: int, dtype: str, tokens: int, cache_dtype: str = ""
+    weights: Sequence[Weight],
+    shape: Shape,
+    *,
+    tensor: int,
+    dtype: str,
+    tokens: int,
+    cache_dtype: str = "",
+    adapters: Adapters | None = None,
+    slots: int = 0,
 ) -> dict[str, int]:
-    """Return the bytes on one rank of an engine: its share of the weights, and the KV cache of this many tokens."""
+    """Return the bytes on one rank of an engine: its share of the weights, the KV cache of this many tokens, and a pool
+    of adapters, whose slots SGLang allocates at the start (max_loras_per_batch; its lora/mem_pool.py)."""
     share = ParallelLayout(tensor=tensor, data=1, expert_tensor=tensor)
     item = 1 if cache_dtype.startswith("fp8") else BYTES[dtype]
     cache, parts = tokens * shape.layers * shape.cached * item, min(tensor, shape.cache_heads)
-    repeated = sum(one.elements // parts - one.elements // tensor for one in weights if one.name.endswith(KEYS))
-    return {
-        "weights": (held(weights, shape, share, 0).all + repeated) * BYTES[dtype],
-        "KV cache": cache // parts,
-    }
+
+    def share_of(some: Sequence[Weight]) -> int:
+        keys = [one for one in some if one.name.endswith(KEYS) and not one.replicated]
+        repeated = sum(one.elements // parts - one.elements // tensor for one in keys)
+        return (held(some, shape, share, 0).all + repeated) * BYTES[dtype]
+
+    pool = slots * share_of(adapters.served.matrices(weights)) if adapters else 0
+    return {"weights": share_of(weights), "KV cache": cache // parts, "adapters": pool}
 
 
-def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, *, tensor: int, dtype: str) -> int:
-    """Return the number of tokens whose KV cache fits beside an engine's weights, with `room` bytes on each rank."""
-    rank = engine_rank(weights, shape, tensor=tensor, dtype=dtype, tokens=1_000_000)
-    return int((room - rank["weights"]) * 1_000_000 / rank["KV cache"])
+def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, **engine: Any) -> int:
+    """Return the number of tokens whose KV cache fits beside an engine's weights and adapters, with `room` bytes on
+    each rank; `engine` are further arguments of engine_rank."""
+    rank = engine_rank(weights, shape, **engine, tokens=1_000_000)
+    return int((room - rank["weights"] - rank["adapters"]) * 1_000_000 / rank["KV cache"])
 
 
-AWAY = ("weights", "masters", "moments", "frozen weights")
+AWAY = ("weights", "frozen base", "masters", "moments", "frozen weights")
 """Parts of a trainer rank that it keeps in host memory while engines use its GPU; gradients are dropped."""
 
 
@@ -132,11 +200,15 @@ def turns(trainer: dict[str, int], engine: dict[str, int]) -> dict[str, dict[str
     """Return the bytes on a GPU that a trainer rank and an engine rank use in turns (cluster.placement=colocated), by
     turn and purpose. The buckets of a publish stay throughout."""
     both = {f"engine's {name}": size for name, size in engine.items()}
-    sent = {"publish buckets": trainer["publish buckets"]}
+    sent = {name: trainer[name] for name in ("frozen base", "publish buckets")}
     return {
-        "generate": {**both, **sent},
+        "generate": {**both, "publish buckets": sent["publish buckets"]},
         "train": trainer,
-        "publish": {"engine's weights": engine["weights"], "weights": trainer["weights"], **sent},
+        "publish": {
+            **{name: size for name, size in both.items() if name != "engine's KV cache"},
+            "weights": trainer["weights"],
+            **sent,
+        },
     }
 
 

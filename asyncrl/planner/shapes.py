@@ -21,6 +21,7 @@ class Weight(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+    replicated: bool = False
 
     @property
     def elements(self) -> int:
@@ -41,7 +42,7 @@ class Weight(NamedTuple):
     @property
     def whole(self) -> bool:
         """Return whether tensor-parallel ranks hold it entirely instead of sharding it."""
-        return self.name.endswith(WHOLE)
+        return self.replicated or self.name.endswith(WHOLE)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Shape:
     latent: int = 0  # width of the normalized vectors of latent attention, queries' and keys'; 0: plain attention
     normed: bool = False  # whether queries and keys are normalized
     sparse: int = 0  # number of layers with routed experts
+    experts: int = 0  # routed experts of a layer
     chosen: int = 0  # experts per token
     expert_inner: int = 0
     shared_inner: int = 0  # total width of the shared experts
@@ -141,7 +143,7 @@ def held(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, stage:
         if stage not in stages_of(one, shape, layout):
             continue
         if one.routed:
-            routed += one.elements // layout.expert // layout.expert_tensor
+            routed += one.elements // layout.expert // (1 if one.replicated else layout.expert_tensor)
         elif one.whole or one.name.endswith(layout.whole):
             dense += one.elements
         else:
@@ -168,14 +170,13 @@ def parameters(weights: Iterable[Weight]) -> RankParameters:
     return RankParameters(sum(one.elements for one in found) - routed, routed)
 
 
-def active(weights: Sequence[Weight], shape: Shape) -> float:
-    """Return the number of parameters that each token is multiplied with: without the embedding, and only the routed
-    experts that it selects."""
+def active(weights: Sequence[Weight], shape: Shape, *, embedding: bool = True) -> float:
+    """Return the number of parameters that each token is multiplied with: without the embedding, which adapters have
+    not, and only the routed experts that it selects."""
     held = parameters(weights)
-    if not shape.tied:
+    if embedding and not shape.tied:
         held = held._replace(dense=held.dense - shape.vocab * shape.hidden)
-    experts = held.routed / (3 * shape.hidden * shape.expert_inner * shape.sparse) if held.routed else 1
-    return held.dense + held.routed * shape.chosen / experts
+    return held.dense + held.routed * shape.chosen / max(1, shape.experts)
 
 
 def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:

@@ -78,7 +78,7 @@ def main(run_dir: Path) -> None:
     config, addresses = read(run_dir), Addresses.read(run_dir)
     gpu = on_gpu(config.trainer, addresses.gpus)
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
-    progress, begins = _watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2)
+    progress, begins = watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2, gpu=gpu)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
     torch.use_deterministic_algorithms(config.deterministic)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
@@ -174,14 +174,17 @@ def main(run_dir: Path) -> None:
     progress.end()
 
 
-def _watched(config: Config, run_dir: Path, longest: float) -> tuple[Progress, Callable[[str, int], None]]:
+def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tuple[Progress, Callable[[str, int], None]]:
     """Return this rank's progress reporter and a callback that marks the start of each part of a step. Training has the
-    default deadline. Every other part waits for processes that have their own deadlines, and gets `longest` seconds.
-    """
+    default deadline, except that the first step on a GPU also compiles kernels. That step gets `longest` seconds for
+    each micro-batch, and so does every other part, which waits for processes that have their own deadlines."""
     progress = Progress(run_dir, f"trainer-{os.environ['RANK']}", config.cluster.stall_timeout)
+    compiles = gpu
 
     def begins(span: str, step: int) -> None:
-        progress.doing(f"step {step}, {DOING[span]}", within=None if span == "train" else longest)
+        nonlocal compiles
+        progress.doing(f"step {step}, {DOING[span]}", within=None if span == "train" and not compiles else longest)
+        compiles = compiles and span != "train"
 
     begins("start", 0)
     progress.watch()

@@ -99,8 +99,9 @@ class Network:
         if trainer.lora.rank:  # before data parallelism, which has buffers for what is trained
             lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora)
         self._adapters = list(lora.adapters(chunks))
-        # Without data or context parallelism the distributed optimizer only adds copies of every buffer.
-        self.sharded = parallel.dp * parallel.cp > 1
+        # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
+        # accepts moments of another number format.
+        self.sharded = parallel.dp * parallel.cp > 1 or trainer.optimizer.moments_dtype != "float32"
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)

@@ -32,7 +32,7 @@ class Shard:
     parameter: Tensor
     start: int
     master: Tensor  # [N] float32
-    moments: dict[str, Tensor]  # [N] float32 each
+    moments: dict[str, Tensor]  # [N] each, in trainer.optimizer.moments_dtype
 
 
 class NetworkOptimizer:
@@ -57,6 +57,7 @@ class NetworkOptimizer:
             "params_dtype": getattr(torch, trainer.dtype),
             "use_distributed_optimizer": network.sharded,
             "timers": network.meter,
+            **_of_moments(settings.moments_dtype),
         }
         config = configured(OptimizerConfig, arguments, "optimizer", trainer.megatron.optimizer)
         self._optimizer: Any = get_megatron_optimizer(config, network.wrapped)
@@ -156,7 +157,7 @@ class NetworkOptimizer:
                 state = part.optimizer.state[master]
                 for name in MOMENTS:
                     if name not in state:
-                        state[name] = torch.zeros_like(master, dtype=torch.float32)
+                        self._zero(part.optimizer, master, name)
                 self._count(part, state)
                 yield Shard(parameter, start, master.detach().view(-1), {n: state[n].view(-1) for n in MOMENTS})
 
@@ -170,6 +171,13 @@ class NetworkOptimizer:
         self._schedule.step(increment=counters["scheduled"] - self._schedule.num_steps)
         for _ in self.shards():  # sets the step count of each
             pass
+
+    def _zero(self, optimizer: Any, master: Tensor, moment: str) -> None:
+        """Create a moment that AdamW has not created yet."""
+        if self._trainer.optimizer.moments_dtype == "float32":
+            optimizer.state[master][moment] = torch.zeros_like(master, dtype=torch.float32)
+        else:
+            optimizer._initialize_state(master, moment, zero_buffer=True)
 
     def _count(self, part: Any, state: dict[str, Any]) -> None:
         """Set the number of steps used by bias correction. torch's AdamW keeps one per parameter, on the host unless it
@@ -210,6 +218,19 @@ class NetworkOptimizer:
             f"trainer.on_bad_step={t.on_bad_step}, trainer.max_bad_steps={t.max_bad_steps}). "
             "Lower trainer.optimizer.lr, or look at reward and logprob_gap of the last steps in metrics.jsonl."
         )
+
+
+def _of_moments(dtype: str) -> dict[str, Any]:
+    """Return the fields of Megatron's configuration for the number format of moments.
+
+    With `fp8_recipe` unset or "delayed", Megatron's precision-aware optimizer would also leave the masters to
+    FusedAdam, where `reload_model_params` does nothing: resets and checkpoints need them. The field has no other effect
+    on an optimizer whose parameters are not in FP8 (megatron/core/optimizer/optimizer_config.py, __post_init__).
+    """
+    if dtype == "float32":
+        return {}
+    moments = {"exp_avg_dtype": getattr(torch, dtype), "exp_avg_sq_dtype": getattr(torch, dtype)}
+    return {"use_precision_aware_optimizer": True, "fp8_recipe": "tensorwise", **moments}
 
 
 def _is_torchs(optimizer: Any) -> bool:

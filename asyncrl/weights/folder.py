@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +20,8 @@ from asyncrl.weights.files import DTYPES
 from asyncrl.weights.names import Mapping
 
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers in old checkpoints; the model computes them from the config
+HASHERS = 8
+"""Threads that compute hashes, each with one tensor in memory."""
 MTP_LAYER = re.compile(r"(.*\.layers\.\d+\.)eh_proj\.weight")  # only layers of multi-token prediction have this tensor
 
 
@@ -75,6 +79,18 @@ class HFFolder:
         self._read.add(name)
         tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    def digest(self) -> str:
+        """Return a SHA-256 of all tensors with their names, which does not depend on how files divide them."""
+        with ThreadPoolExecutor(HASHERS) as pool:
+            of_each = pool.map(self._digest, sorted(self._file_of))
+            return hashlib.sha256("".join(of_each).encode()).hexdigest()
+
+    def _digest(self, name: str) -> str:
+        tensor = self._file_of[name].get_tensor(name)
+        found = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        return found.hexdigest()
 
     def mtp_names(self) -> list[str]:
         """Return the tensors of multi-token prediction layers, which draft further tokens; they are neither trained nor

@@ -15,10 +15,12 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -35,14 +37,27 @@ _EXPERT_WEIGHT = re.compile(
     r"(?:(?P<gate>gate_proj|w1)|up_proj|w3|(?P<down>down_proj|w2))\.weight"
 )
 """An expert's weight in the files of a model."""
+KEPT = 4
+"""Tensors in memory at a time: those of a layer's experts, which are read expert by expert."""
 
 
 def module_of(name: str) -> str:
     """Return the module of an adapter's tensor. Raises WeightsError."""
-    return _parsed(name)[0]
+    return parsed(name)[0]
 
 
-def _parsed(name: str) -> tuple[str, str]:
+def stack_experts(letter: str, experts: Sequence[Tensor]) -> Tensor:
+    """Return the matrices of all experts in one."""
+    return torch.cat(list(experts)) if letter == "A" else torch.stack(list(experts), -1).flatten(1)
+
+
+def of_expert(stack: Tensor, letter: str, number: int, count: int) -> Tensor:
+    """Return one expert's matrix of a stack."""
+    return stack.unflatten(0, (count, -1))[number] if letter == "A" else stack.unflatten(1, (-1, count))[..., number]
+
+
+def parsed(name: str) -> tuple[str, str]:
+    """Return the module of an adapter's tensor, and A or B. Raises WeightsError."""
     if found := _TENSOR.fullmatch(name.removeprefix(PREFIX)):
         return found[1], found[2]
     raise WeightsError(
@@ -90,7 +105,6 @@ class PeftFolder:
         self.config = read_adapter_config(folder)
         self._folder = folder
         self._files: dict[str, dict[str, str]] = defaultdict(dict)
-        self._last: tuple[str, Tensor, Tensor] | None = None
 
     def __enter__(self) -> Self:
         file = self._folder / TENSORS
@@ -101,10 +115,11 @@ class PeftFolder:
             )
         try:
             self._file = safe_open(file, framework="pt").__enter__()
+            self._tensor: Callable[[str], Tensor] = lru_cache(KEPT)(self._file.get_tensor)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file} cannot be read: {error}. Copy or export it again.") from None
         for name in self._file.keys():  # noqa: SIM118
-            module, letter = _parsed(name)
+            module, letter = parsed(name)
             self._files[self._parameter(module)][letter] = name
         for module in self._files:
             self._check_rank(module)
@@ -122,18 +137,18 @@ class PeftFolder:
         """Yield (name, tensor) of all adapters."""
         for module, names in self._files.items():
             for letter in "AB":
-                yield f"{module}.lora_{letter}.weight", self._file.get_tensor(names[letter])
+                yield f"{module}.lora_{letter}.weight", self._tensor(names[letter])
 
-    def read(self, name: str, shape: Sequence[int]) -> Tensor:
+    def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read one tensor. Raises WeightsError if it is missing or has another shape."""
-        module, letter = _parsed(name)
+        module, letter = parsed(name)
         if module not in self._files:
             raise WeightsError(f"{name} is missing in {self._folder}")
-        if (found := self._shape(module, letter)) != [*shape]:
+        tensor = self._tensor(self._files[module][letter])
+        if shape is not None and tensor.shape != torch.Size(shape):
             raise WeightsError(
-                f"{name} in {self._folder} is {found}, but the model and its settings ask for {[*shape]}"
+                f"{name} in {self._folder} is {[*tensor.shape]}, but the model and trainer.lora ask for {[*shape]}"
             )
-        tensor: Tensor = self._file.get_tensor(self._files[module][letter])
         return tensor
 
     def module_of_weight(self, weight: str) -> str | None:
@@ -147,11 +162,11 @@ class PeftFolder:
         another shape."""
         module = self.module_of_weight(weight)
         assert module is not None
-        a, b = self._read_kept(module)
+        a, b = (self._tensor(self._files[module][letter]) for letter in "AB")
         expert = _EXPERT_WEIGHT.fullmatch(weight)
         if expert and module.endswith((GATE_UP, DOWN)):
             number, count = int(expert["number"]), len(a) // self.config.rank_of(module)
-            a, b = a.chunk(count)[number], b[:, number::count]
+            a, b = of_expert(a, "A", number, count), of_expert(b, "B", number, count)
             b = b if expert["down"] else b.chunk(2)[0 if expert["gate"] else 1]
         if (len(b), a.shape[1]) != tuple(shape):
             raise WeightsError(
@@ -159,12 +174,6 @@ class PeftFolder:
                 f"{weight} is {tuple(shape)}. Give the model that the adapter was trained on."
             )
         return self.config.scale_of(module) * (b.float() @ a.float())
-
-    def _read_kept(self, module: str) -> tuple[Tensor, Tensor]:
-        """Read A and B, and keep the last ones, which the experts of a layer share."""
-        if self._last is None or self._last[0] != module:
-            self._last = module, *(self._file.get_tensor(self._files[module][letter]) for letter in "AB")
-        return self._last[1:]
 
     def _parameter(self, module: str) -> str:
         """Return the module's name, that of a parameter for a wrapper of experts."""

@@ -1,4 +1,4 @@
-"""`asyncrl-convert merge` computes what PEFT computes, and refuses adapters of other models."""
+"""Adapters go into weights as in PEFT, and into checkpoints and back bit for bit; those of other models are refused."""
 
 from __future__ import annotations
 
@@ -87,3 +87,43 @@ def test_what_cannot_be_merged_is_named(trouble: str, tmp_path: Path, capsys: py
     if trouble == "missing":
         adapter, name, code = tmp_path / "nowhere", "nowhere", 2
     assert name in refused(capsys, code, ["merge", str(model), str(adapter), str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe-dense-layer", "mixtral", "glm4-moe", "deepseek-v3"])
+def test_a_peft_folder_comes_back_from_a_checkpoint_bit_for_bit(family: str, tmp_path: Path) -> None:
+    model = written(tmp_path / "hf", family)
+    adapter, between, back = adapter_of(model), tmp_path / "megatron", tmp_path / "back"
+    assert main(["from-peft", str(adapter), str(between), "--model", str(model), "--shard-gb", "0.00001"]) == 0
+    assert len(list(between.glob("*.distcp"))) > 1
+    assert main(["to-peft", str(between), str(back)]) == 0
+    assert described(back) == described(adapter)
+    assert json.loads((back / "adapter_config.json").read_text()) == json.loads(
+        (adapter / "adapter_config.json").read_text()
+    )
+
+
+@pytest.mark.parametrize("trouble", ["layer", "head", "other model", "all weights"])
+def test_a_folder_that_is_not_of_the_model_becomes_no_checkpoint(
+    trouble: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = written(tmp_path / "hf", "llama")
+    adapter, name = adapter_of(model), "model.layers.2.self_attn.o_proj"
+    file = adapter / "adapter_model.safetensors"
+    held = load_file(file)
+    arguments = ["from-peft", str(adapter), str(tmp_path / "out"), "--model", str(model)]
+    match trouble:
+        case "layer":
+            held = {n: t for n, t in held.items() if name not in n}
+        case "head":
+            name = "lm_head"
+            held |= {"lm_head.lora_A.weight": torch.zeros(RANK, 32), "lm_head.lora_B.weight": torch.zeros(97, RANK)}
+        case "other model":
+            held = {n.replace("self_attn.o_proj", "self_attn.dense"): t for n, t in held.items()}
+            name = "self_attn.dense"
+        case "all weights":
+            name = "use to-hf"
+            assert main(["to-megatron", str(model), str(tmp_path / "megatron")]) == 0
+            arguments = ["to-peft", str(tmp_path / "megatron"), str(tmp_path / "out"), "--model", str(model)]
+            (tmp_path / "megatron/hf/adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    save_file(held, file)
+    assert name in refused(capsys, 1, arguments)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from asyncrl.config.training import MOST_BETA
 from asyncrl.errors import ConfigError
 from asyncrl.launch import layers
 from tests.fakes import tiny_config
@@ -62,3 +64,22 @@ def test_fp8_needs_layers_of_transformer_engine_and_bfloat16(monkeypatch: pytest
         tiny_config(**{"trainer.fp8": FP8, "trainer.dtype": "float32"})
     with pytest.raises(ConfigError, match=r"trainer\.fp8\.recipe"):
         tiny_config(**{"trainer.fp8": {"format": "hybrid", "recipe": "delayed"}})
+
+
+def test_moments_in_bfloat16_need_transformer_engine_and_rates_that_move_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = {"trainer.optimizer.moments_dtype": "bfloat16"}
+    install(monkeypatch, *layers.PACKAGES)
+    assert resolved("local", **GPU, **low) == "local"  # the optimizer is TransformerEngine's whatever the layers
+    with pytest.raises(ConfigError, match=r"moments_dtype.*FusedAdam.*no CPU kernels"):
+        resolved(**{**GPU, **low, "trainer.device": "cpu"})
+    install(monkeypatch)
+    with pytest.raises(ConfigError, match=r"moments_dtype.*cannot be found.*set float32"):
+        resolved(**GPU, **low)
+    with pytest.raises(ConfigError, match=r"trainer\.optimizer\.beta2.*never decrease.*0\.99"):
+        tiny_config(**low, **{"trainer.optimizer.beta2": 0.999})
+
+
+def test_a_second_moment_in_bfloat16_decreases_up_to_the_largest_rate_that_is_allowed() -> None:
+    for start in torch.linspace(1.0, 2.0, 129).bfloat16():
+        assert start * MOST_BETA != start
+    assert any(start * 0.998 == start for start in torch.linspace(1.0, 2.0, 129).bfloat16())

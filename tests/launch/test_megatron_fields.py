@@ -74,7 +74,7 @@ def test_every_reason_is_given_for_some_field(section: str) -> None:
         ("ddp", "bucket_size", "large", "Optional"),
         ("ddp", "use_megatron_fsdp", True, "shard"),
         ("ddp", "grad_reduce_in_fp32", False, "float32"),
-        ("optimizer", "use_precision_aware_optimizer", True, "FusedAdam"),
+        ("optimizer", "use_precision_aware_optimizer", True, "moments_dtype"),
         ("optimizer", "lr", 1.0, "trainer.optimizer"),
         ("optimizer", "optimizer", "muon", "AdamW"),
     ],

@@ -252,13 +252,16 @@ def test_a_routed_token_pays_for_each_of_its_experts() -> None:
     scale; the shared experts keep gate, up, the activated gate, and the product of both."""
     sparse = replace(SHAPE, sparse=4, chosen=2, expert_inner=4, shared_inner=3)
     dense = layer_bytes(SHAPE, ParallelLayout(), TRAINING, routed=False) - 2 * 3 * SHAPE.inner
-    assert layer_bytes(sparse, ParallelLayout(), TRAINING, routed=True) == dense + 2 * (2 * (8 + 4 * 4) + 5 * 3)
+    kept = layer_bytes(sparse, ParallelLayout(), TRAINING, routed=True)
+    assert kept == dense + 2 * (2 * (8 + 4 * 4) + 5 * 3) + 2 * 16
+    router = layer_bytes(replace(sparse, experts=8), ParallelLayout(), TRAINING, routed=True) - kept
+    assert router == 8 * 3 * 4
     # two ranks that share each expert read all tokens of both, and each writes half of what is inside
     layout = ParallelLayout(tensor=2, expert_tensor=2, sequence=True)
     more = layer_bytes(sparse, layout, TRAINING, routed=True) - layer_bytes(
         replace(SHAPE, inner=0), layout, TRAINING, routed=False
     )
-    assert more == 2 * (2 * (8 + 4 * 4 / 2) + 5 * 3 / 2)
+    assert more == 2 * (2 * (8 + 4 * 4 / 2) + 5 * 3 / 2) + 2 * 16 / 2
 
 
 def test_latent_attention_keeps_copies_of_queries_keys_and_values_and_its_normalized_vectors() -> None:
@@ -318,10 +321,12 @@ def test_ranks_beyond_the_key_value_heads_repeat_them() -> None:
 
 def test_a_checkpoint_takes_twelve_bytes_of_each_parameter_over_all_ranks() -> None:
     count = parameters(model()).all
-    assert checkpoint_staging(model(), SHAPE, ParallelLayout(), critic=False) == 12 * count
+    assert checkpoint_staging(model(), SHAPE, ParallelLayout(), TRAINING) == 12 * count
     of_critic = count - 80 + 9  # a value head in place of the output layer
-    assert checkpoint_staging(model(), SHAPE, ParallelLayout(data=2), critic=True) == 12 * (count // 2 + 449)
-    assert checkpoint_bytes(model(), SHAPE, critic=True) == 12 * (count + of_critic)
+    assert checkpoint_staging(model(), SHAPE, ParallelLayout(data=2), replace(TRAINING, critic=True)) == 12 * (
+        count // 2 + 449
+    )
+    assert checkpoint_bytes(model(), SHAPE, replace(TRAINING, critic=True)) == 12 * (count + of_critic)
 
 
 def test_what_nobody_loads_is_not_counted() -> None:

@@ -235,14 +235,17 @@ def multi_tensor_adam(
     corrected: int,
     decay: float,
 ) -> None:
-    """Take one step of AdamW for each gradient, parameter, first and second moment."""
+    """Take one step of AdamW for each gradient, parameter, first and second moment. Moments in bfloat16 are rounded
+    after the step, which computes in float32."""
     assert decoupled
     first, second = (1 - beta1**step, 1 - beta2**step) if corrected else (1.0, 1.0)
-    for gradient, parameter, mean, square in zip(*tensors, strict=True):
-        mean.lerp_(gradient.float(), 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient.float(), gradient.float(), value=1 - beta2)
+    for gradient, parameter, kept_mean, kept_square in zip(*tensors, strict=True):
+        mean = kept_mean.float().lerp_(gradient.float(), 1 - beta1)
+        square = kept_square.float().mul_(beta2).addcmul_(gradient.float(), gradient.float(), value=1 - beta2)
         update = (mean / first) / ((square / second).sqrt() + eps) + decay * parameter
         parameter.sub_(lr * update)
+        kept_mean.copy_(mean)
+        kept_square.copy_(square)
 
 
 @function

@@ -20,12 +20,23 @@ from tests.te_stub.test_transformer_engine import BFLOAT16
 @pytest.mark.parametrize("dtype", [{}, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["single", "dp2"])
 def test_fused_adam_trains_as_torch_does(layout: str, dtype: dict[str, Any], tmp_path: Path) -> None:
+    run(layout, dtype, tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["single", "dp2", "ep2"])
+def test_moments_in_bfloat16_train_nearly_alike_and_checkpoints_hold_them_exactly(layout: str, tmp_path: Path) -> None:
+    run(layout, BFLOAT16, tmp_path, moments_dtype="bfloat16")
+
+
+def run(layout: str, dtype: dict[str, Any], folder: Path, **optimizer: Any) -> None:
+    """Train a small model with both optimizers."""
     sizes = {"vocab": VOCAB, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "tied": False}
-    write_random_model(tmp_path / "model", **{**sizes, "seed": 1, "dtype": "float32", **MODELS["qwen3-untied"]})
-    (tmp_path / "groups.msgpack").write_bytes(msgspec.msgpack.encode(drawn_groups(seed=3)))
+    model = MODELS["qwen3-moe" if layout == "ep2" else "qwen3-untied"]
+    write_random_model(folder / "model", **{**sizes, "seed": 1, "dtype": "float32", **model})
+    (folder / "groups.msgpack").write_bytes(msgspec.msgpack.encode(drawn_groups(seed=3)))
     values = tiny_values(**{"algo.mini_batches": 2})
     values["trainer"].update({**LAYOUTS[layout], **dtype})
-    values["trainer"]["optimizer"].update(eps=1e-3, weight_decay=0.1, clip_grad=0.1, lr=1e-3)
+    values["trainer"]["optimizer"].update(eps=1e-3, weight_decay=0.1, clip_grad=0.1, lr=1e-3, **optimizer)
     config = load(values)
-    (tmp_path / "config.json").write_text(config.model_dump_json())
-    run_ranks(str(Path(__file__).with_name("rank_adam.py")), str(tmp_path), world=config.trainer.world_size)
+    (folder / "config.json").write_text(config.model_dump_json())
+    run_ranks(str(Path(__file__).with_name("rank_adam.py")), str(folder), world=config.trainer.world_size)

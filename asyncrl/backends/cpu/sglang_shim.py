@@ -38,6 +38,7 @@ def install() -> None:
     _stub_image_processors()
     sys.meta_path.append(_AbsentKernels())  # appended: a package that is really installed wins
     torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it on every device
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]  # adapters are pinned everywhere
     _keep_mappings()
     _fork_children()
     after_import("sglang.srt.mem_cache.pool_host.common", _no_host_registration)
@@ -46,6 +47,8 @@ def install() -> None:
     after_import("sglang.srt.batch_invariant_ops", _without_invariant_kernels)
     after_import("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch)
     after_import("sglang.srt.layers.sampler", _sample_by_inversion)
+    after_import("sglang.srt.lora.layers", _create_unpinned)
+    after_import("sglang.srt.lora.backend.torch_backend", _create_unpinned)
 
 
 def _without_compiler(torch: Any) -> None:
@@ -217,6 +220,23 @@ def _sample_by_inversion(module: Any) -> None:
         return sample(probs) if sampling_seed is None else by_sglang(probs, sampling_seed, positions)
 
     module.sampling_from_probs_torch = sampling_from_probs
+
+
+class _Unpinned(types.ModuleType):
+    """The module torch, with factories that ignore `pin_memory`."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        if name not in ("tensor", "zeros", "empty"):
+            return found
+        return lambda *args, pin_memory=False, **kwargs: found(*args, **kwargs)
+
+
+def _create_unpinned(module: Any) -> None:
+    """Let a module of SGLang's LoRA layers create its tensors in ordinary memory. Pinned memory needs CUDA."""
+    module.torch = _Unpinned("torch")
 
 
 def _keep_mappings() -> None:

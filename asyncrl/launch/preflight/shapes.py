@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
+from asyncrl.config.lora import LoraConfig
 from asyncrl.models.architectures import megatron_arguments, rope
 from asyncrl.planner.activations import Recompute, Training
+from asyncrl.planner.adapters import Adapters
 from asyncrl.planner.shapes import ParallelLayout, Shape
 
 LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
@@ -41,6 +43,7 @@ def shape_of(hf: dict[str, Any]) -> Shape:
         latent=latent,
         normed=bool(family.get("qk_layernorm")),
         sparse=sum(family.get("moe_layer_freq", [])),
+        experts=family.get("num_moe_experts") or 0,
         chosen=family.get("moe_router_topk", 0),
         expert_inner=family.get("moe_ffn_hidden_size", 0),
         shared_inner=family.get("moe_shared_expert_intermediate_size") or 0,
@@ -69,7 +72,8 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     """Return the settings that determine memory. A sample longer than a micro-batch forms its own, so a micro-batch may
     have rollout.max_new_tokens tokens."""
     trainer, algo = config.trainer, config.algo
-    refers = algo.kl.reference == "weights" and algo.measures_reference
+    adapters = adapters_of(trainer.lora)
+    refers = algo.kl.reference == "weights" and algo.measures_reference and adapters is None
     two_buckets = streams(config.weights, gpu=gpu) or config.weights.transport in ("disk", "delta")
     return Training(
         dtype=trainer.dtype,
@@ -83,7 +87,16 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         recompute=recompute_of(trainer),
         offload=gpu and trainer.optimizer.offload,
         fp8=trainer.fp8 is not None,
+        adapters=adapters,
     )
+
+
+def adapters_of(lora: LoraConfig) -> Adapters | None:
+    """Return the adapters that a run trains; None: it trains all weights."""
+    if lora.rank is None:
+        return None
+    targets = () if lora.targets == "all" else tuple(lora.targets)
+    return Adapters(lora.rank, targets, lora.base, dropout=lora.dropout > 0)
 
 
 def recompute_of(trainer: TrainerConfig) -> Recompute:

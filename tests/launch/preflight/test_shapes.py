@@ -29,6 +29,7 @@ def test_groups_of_queries_share_keys_and_values_and_a_head_may_be_wider_than_it
         rotated=128,
         normed=True,
         sparse=3,
+        experts=128,
         chosen=8,
         expert_inner=768,
         cache_heads=4,
