@@ -91,7 +91,10 @@ class Network:
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-        chunks = [megatron.build_model(self.hf, self.config, stage).to(parallel.device) for stage in stages]
+        chunks = [
+            megatron.build_model(self.hf, self.config, stage, adapted=bool(trainer.lora.rank)).to(parallel.device)
+            for stage in stages
+        ]
         half = trainer.dtype == "bfloat16"
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
