@@ -97,8 +97,8 @@ def _check_recompute(trainer: TrainerConfig, layers: int, family: dict[str, Any]
     for module, has in (("moe", experts), ("moe_act", experts), ("shared_experts", shared), ("mla_up_proj", latent)):
         if module in recompute.modules and not has:
             raise ConfigError(f"{field}.modules", module, "The model has no such module: remove it.")
-    if "moe_act" in recompute.modules and trainer.layers != "transformer_engine":
-        remedy = "Only grouped experts have it: set trainer.layers=transformer_engine, or use moe."
+    if "moe_act" in recompute.modules and (trainer.layers != "transformer_engine" or trainer.lora.rank):
+        remedy = "Only grouped experts have it: set trainer.layers=transformer_engine without trainer.lora, or use moe."
         raise ConfigError(f"{field}.modules", "moe_act", remedy)
 
 

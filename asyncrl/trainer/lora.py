@@ -42,7 +42,7 @@ from asyncrl.weights.layouts import ROW, Dims, of_rank
 from asyncrl.weights.reshard import LinearShard, Resharder
 
 
-class Adapter(nn.Module):
+class AdapterPair(nn.Module):
     """The two matrices of one projection."""
 
     def __init__(self, A: Tensor, B: Tensor) -> None:
@@ -70,13 +70,13 @@ class LinearAdapters(nn.ModuleDict):
         self._axes = {"A": 1} if self._rows else {"B": 0} if rule.layout.split else {}
         for name in names:
             zero = linear.weight.new_zeros(self._widths[name], settings.rank)
-            adapter = self[name] = Adapter(_start(shard, name, settings, dims), zero)
+            adapter = self[name] = AdapterPair(_start(shard, name, settings, dims), zero)
             for matrix, parameter in adapter.named_parameters():
                 self._mark(parameter, matrix in self._axes, shard.rank)
 
-    def pairs(self) -> dict[str, Adapter]:
+    def pairs(self) -> dict[str, AdapterPair]:
         """Return the adapters by name."""
-        return cast(dict[str, Adapter], dict(self.items()))
+        return cast(dict[str, AdapterPair], dict(self.items()))
 
     def _mark(self, parameter: Any, split: bool, rank: int) -> None:
         """Tell Megatron whether ranks share a matrix out, for the sum of gradients and for their norm."""
@@ -190,6 +190,9 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
             shard.module.__class__ = _adapted(type(shard.module))  # type: ignore[arg-type]
     if settings.targets != "all" and (missing := {*settings.targets} - known):
         remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {sorted(known)}, or all."
+        raise ConfigError("trainer.lora.targets", settings.targets, remedy)
+    if not all(any(adapters([chunk])) for chunk in chunks):
+        remedy = "A pipeline stage has none of these layers and would train nothing: add others, or use fewer stages."
         raise ConfigError("trainer.lora.targets", settings.targets, remedy)
 
 
