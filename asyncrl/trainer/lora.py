@@ -42,7 +42,7 @@ from asyncrl.weights.layouts import ROW, Dims, of_rank
 from asyncrl.weights.reshard import LinearShard, Resharder
 
 
-class Adapter(nn.Module):
+class ProjectionAdapter(nn.Module):
     """The two matrices of one projection."""
 
     def __init__(self, A: Tensor, B: Tensor) -> None:
@@ -66,14 +66,14 @@ class LinearAdapters(nn.ModuleDict):
         self._widths = _widths(shard, self._dims)
         for name in names:
             zero = linear.weight.new_zeros(self._widths[name], settings.rank)
-            adapter = self[name] = Adapter(_start(shard, name, settings, dims), zero)
+            adapter = self[name] = ProjectionAdapter(_start(shard, name, settings, dims), zero)
             self._mark(adapter, shard.rank)
 
-    def pairs(self) -> dict[str, Adapter]:
+    def pairs(self) -> dict[str, ProjectionAdapter]:
         """Return the adapters by name."""
-        return cast(dict[str, Adapter], dict(self.items()))
+        return cast(dict[str, ProjectionAdapter], dict(self.items()))
 
-    def _mark(self, adapter: Adapter, rank: int) -> None:
+    def _mark(self, adapter: ProjectionAdapter, rank: int) -> None:
         """Tell Megatron which matrix the ranks share, for the sum of gradients and for their norm."""
         split, whole = (adapter.A, adapter.B) if self._rows else (adapter.B, adapter.A)
         for parameter in (split, whole) if self._expert else (split,):

@@ -61,7 +61,7 @@ def adapter_config(lora: LoraConfig) -> dict[str, Any]:
     }
 
 
-class Adapter(ABC):
+class PublishedAdapter(ABC):
     """An adapter that engines can load until it is dropped."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Adapter(ABC):
         """Free its memory or files: no engine will load it again."""
 
 
-class SharedAdapter(Adapter):
+class SharedAdapter(PublishedAdapter):
     """An adapter in shared memory, for engines on this host. They keep views of it, so it is never written again."""
 
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, engine_tp: int) -> None:
@@ -111,7 +111,7 @@ class SharedAdapter(Adapter):
         del self._flat
 
 
-class AdapterFolder(Adapter):
+class AdapterFolder(PublishedAdapter):
     """An adapter as a PEFT folder on a file system that the engines share."""
 
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, root: Path) -> None:
@@ -144,7 +144,7 @@ class AdapterPublisher:
         parallel: Parallel,
         fleet: Fleet,
         adapter: Callable[[], Iterator[tuple[str, Tensor]]],
-        make: Callable[[str, Tensors], Adapter],
+        make: Callable[[str, Tensors], PublishedAdapter],
         settings: WeightsConfig,
         dtype: torch.dtype,
         *,
@@ -156,7 +156,7 @@ class AdapterPublisher:
         self._parallel, self._fleet, self._settings, self._dtype = parallel, fleet, settings, dtype
         self._adapter, self._make, self._names, self._announce = adapter, make, names, announce
         self._update = Update(fleet, mode="in_place")
-        self._live: dict[int, Adapter] = {}
+        self._live: dict[int, PublishedAdapter] = {}
         self._newest: int | None = None
         self._verified_once = False
 
@@ -255,7 +255,7 @@ def _compare(name: str, given: Tensors, held: Tensors) -> None:
 
 def build_adapters(
     config: Config, fleet: Fleet, *, host: str, folder: Path
-) -> tuple[Callable[[str, Tensors], Adapter], str]:
+) -> tuple[Callable[[str, Tensors], PublishedAdapter], str]:
     """Return how adapters are kept for the engines, and the reason. `host` is rank 0's address, `folder` the one that
     all engines see."""
     peft = adapter_config(config.trainer.lora)
