@@ -29,6 +29,7 @@ from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.names import ADAPTER
 from asyncrl.weights.reshard import Resharder, weights_of
 
 Visit = Callable[[Head, Pack], Tensor]
@@ -90,7 +91,10 @@ class Network:
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-        chunks = [megatron.build_model(self.hf, self.config, stage).to(parallel.device) for stage in stages]
+        chunks = [
+            megatron.build_model(self.hf, self.config, stage, adapted=bool(trainer.lora.rank)).to(parallel.device)
+            for stage in stages
+        ]
         half = trainer.dtype == "bfloat16"
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
@@ -171,9 +175,10 @@ class Network:
             for adapters in self._adapters:
                 adapters.skipped = False
 
-    def tensors(self) -> list[Tensor]:
-        """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
-        return [tensor for chunk in self._inner.values() for tensor in weights_of(chunk, keep_vars=True).values()]
+    def base_tensors(self) -> list[Tensor]:
+        """Return every parameter and persistent buffer but those of adapters, not copies."""
+        every = (weights_of(chunk, keep_vars=True).items() for chunk in self._inner.values())
+        return [tensor for chunk in every for name, tensor in chunk if not ADAPTER.fullmatch(name)]
 
     def placed(self) -> list[PlacedTensor]:
         """Return all of these tensors with their positions in the whole model."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from asyncrl.parallel import Parallel
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, Dims, Pieces
-from asyncrl.weights.names import ADAPTER, Found, Mapping, local_name, unit_of
+from asyncrl.weights.names import ADAPTER, WHOLE_WITH_TRANSFORMER_ENGINE, Found, Mapping, local_name, unit_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -83,7 +83,8 @@ class Resharder:
     def linears(self) -> Iterator[LinearShard]:
         """Yield this rank's linear layers that can have adapters."""
         for chunk, name, found in self._found:
-            if found.rule.layout in LINEAR and name.endswith(".weight"):
+            linear = found.rule.layout in LINEAR or WHOLE_WITH_TRANSFORMER_ENGINE.search(name)
+            if linear and name.endswith(".weight"):
                 module = self._chunks[chunk].get_submodule(name.removesuffix(".weight"))
                 yield LinearShard(module, found, self._degree(found), self._rank(found))
 
