@@ -133,17 +133,17 @@ class LinearAdapters(nn.ModuleDict):
         with get_cuda_rng_tracker().fork() if self._rows or self._sequence or self._expert else nullcontext():
             return F.dropout(x, self._dropout)
 
-    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return Megatron's description of the adapters' places in the whole model."""
         states: dict[str, Any] = {}
         for name, adapter in self.pairs().items():
             axes, mine = {"A": 1} if self._rows else {"B": 0}, f"{prefix}{name}."
             groups = {"tp_group": self._group, "dp_cp_group": metadata["dp_cp_group"]}
             states |= make_sharded_tensors_for_checkpoint(
-                adapter.state_dict(keep_vars=True), mine, axes, offsets, **groups
+                adapter.state_dict(keep_vars=True), mine, axes, sharded_offsets, **groups
             )
             if self._expert and not self._rows:  # gate above up
-                states[f"{mine}B"] = apply_swiglu_sharded_factory(states[f"{mine}B"], offsets)
+                states[f"{mine}B"] = apply_swiglu_sharded_factory(states[f"{mine}B"], sharded_offsets)
         return states
 
 
@@ -156,10 +156,10 @@ class _Adapted:
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return (y, bias) if self.lora.skipped else (y + self.lora(x), bias)
 
-    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the layer's own states, with those of the adapters in place of Megatron's default for them."""
-        states: dict[str, Any] = super().sharded_state_dict(prefix, offsets, metadata)  # type: ignore[misc]
-        return states | self.lora.sharded_state_dict(f"{prefix}lora.", offsets, metadata)
+        states: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return states | self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
 
 
 @cache
@@ -173,6 +173,8 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
     known: set[str] = set()
     for chunk in chunks:
         chunk.requires_grad_(False)
+        if chunk.pre_process and chunk.config.recompute_granularity:
+            chunk.embedding.register_forward_hook(_with_gradient)
     for shard in list(weights.linears()):
         projections = [*shard.found.rule.projections()]
         known |= {*projections}
@@ -183,6 +185,12 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
     if settings.targets != "all" and (missing := {*settings.targets} - known):
         remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {sorted(known)}, or all."
         raise ConfigError("trainer.lora.targets", settings.targets, remedy)
+
+
+def _with_gradient(_: Any, __: Any, embedded: Tensor) -> Tensor:
+    """Let the embedding's output require a gradient. Otherwise recomputation would lose every gradient of the layers
+    that it runs again: Megatron's checkpoint has outputs without gradient if no input requires one."""
+    return embedded.requires_grad_()
 
 
 def adapters(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:

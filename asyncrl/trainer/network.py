@@ -29,6 +29,7 @@ from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.names import ADAPTER
 from asyncrl.weights.peft import start_from
 from asyncrl.weights.reshard import Resharder, weights_of
 
@@ -174,9 +175,10 @@ class Network:
             for adapters in self._adapters:
                 adapters.skipped = False
 
-    def tensors(self) -> list[Tensor]:
-        """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
-        return [tensor for chunk in self._inner.values() for tensor in weights_of(chunk, keep_vars=True).values()]
+    def base_tensors(self) -> list[Tensor]:
+        """Return every parameter and persistent buffer but those of adapters, not copies."""
+        every = (weights_of(chunk, keep_vars=True).items() for chunk in self._inner.values())
+        return [tensor for chunk in every for name, tensor in chunk if not ADAPTER.fullmatch(name)]
 
     def placed(self) -> list[PlacedTensor]:
         """Return all of these tensors with their positions in the whole model."""
