@@ -57,7 +57,7 @@ from asyncrl.trainer.recordings import (  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.trainer.turns import Turns, free  # noqa: E402
 from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
-from asyncrl.weights.export import save_hf  # noqa: E402
+from asyncrl.weights.export import save_trained  # noqa: E402
 from asyncrl.weights.publish import Publisher, build_transport  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out this long after rank 0's own deadline
@@ -132,7 +132,7 @@ def main(run_dir: Path) -> None:
 
     def export(folder: Path, version: int) -> None:
         with turns.parameters(version) if turns else nullcontext():
-            save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
+            save_trained(folder, addresses.model, policy.weights, parallel, config.trainer)
 
     def save(version: int) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:

@@ -30,6 +30,7 @@ from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.names import ADAPTER
+from asyncrl.weights.peft import start_from
 from asyncrl.weights.reshard import Resharder, weights_of
 
 Visit = Callable[[Head, Pack], Tensor]
@@ -101,6 +102,8 @@ class Network:
         self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
         if trainer.lora.rank:  # before data parallelism, which has buffers for what is trained
             lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora)
+            if trainer.lora.path:
+                start_from(Path(trainer.lora.path).expanduser(), self.weights)
         self._adapters = list(lora.adapters(chunks))
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.

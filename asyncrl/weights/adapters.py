@@ -17,8 +17,6 @@ only when none can name it any more: SGLang would wait for its requests, and blo
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -27,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config, WeightsConfig
@@ -41,11 +38,13 @@ from asyncrl.errors import WeightsError
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
+from asyncrl.weights.export import gathered
 from asyncrl.weights.layouts import Pieces
+from asyncrl.weights.peft import write_peft
+from asyncrl.weights.peft_config import PREFIX, TENSORS
 from asyncrl.weights.tensor import handle, shared_memory
 
 Tensors = dict[str, Tensor]
-WEIGHTS = "adapter_model.safetensors"
 
 
 def adapter_config(lora: LoraConfig) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class AdapterFolder(PublishedAdapter):
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, root: Path) -> None:
         super().__init__(name, config)
         self._folder = root / name
-        save_peft(self._folder, tensors, config)
+        write_peft(self._folder, config, tensors.items())
 
     def load(self, *, verify: bool) -> tuple[str, Answer]:
         """Return a request with the folder, whose checksums only the sender can compare."""
@@ -128,7 +127,7 @@ class AdapterFolder(PublishedAdapter):
         _compare(
             self.name,
             tensors,
-            {n.removeprefix("base_model.model."): t for n, t in load_file(self._folder / WEIGHTS).items()},
+            {n.removeprefix(PREFIX): t for n, t in load_file(self._folder / TENSORS).items()},
         )
 
     def drop(self) -> None:
@@ -167,7 +166,8 @@ class AdapterPublisher:
         only by engines that joined."""
         started = time.monotonic()
         name = self._names(version)
-        tensors = self._gathered() if name and version != self._newest else {}
+        mine = ((name, tensor.to(self._dtype)) for name, tensor in self._adapter())
+        tensors = gathered(mine, self._parallel) if name and version != self._newest else {}
         self._newest = version
         filled = time.monotonic()
         if self._parallel.is_first:
@@ -188,15 +188,6 @@ class AdapterPublisher:
             "bytes": float(sum(tensor.nbytes for tensor in tensors.values())),
             "engines": float(len(self._fleet.serving)),
         }
-
-    def _gathered(self) -> Tensors:
-        """Return the whole adapter on rank 0, and nothing elsewhere."""
-        mine = {name: tensor.to("cpu", self._dtype) for name, tensor in self._adapter()}
-        if self._parallel.pp == 1:
-            return mine if self._parallel.is_first else {}
-        stages: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(mine, stages if self._parallel.is_first else None)
-        return {name: tensor for stage in stages if stage for name, tensor in stage.items()}
 
     def _load(self, url: str, new: list[int], *, verify: bool) -> Answer:
         """Load the new adapter into an engine; into one that joined, all of them."""
@@ -227,16 +218,6 @@ class AdapterPublisher:
         self._verified_once = True
         due = first or self._fleet.joining or (every and version % every == 0)
         return bool(self._settings.verify and due)
-
-
-def save_peft(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
-    """Write a PEFT folder, which gets its name only when it is complete."""
-    building = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, building / WEIGHTS)
-    (building / "adapter_config.json").write_text(json.dumps(config))
-    os.rename(building, folder)
 
 
 def checksums(tensors: Tensors) -> dict[str, str]:
