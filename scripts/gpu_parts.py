@@ -42,7 +42,8 @@ from asyncrl.models.tensors import tensors  # noqa: E402
 from asyncrl.models.tiny import write_random_model  # noqa: E402
 from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.planner import memory  # noqa: E402
-from asyncrl.planner.memory import ParallelLayout, Training, Weight  # noqa: E402
+from asyncrl.planner.activations import Training  # noqa: E402
+from asyncrl.planner.shapes import ParallelLayout, Weight, counted  # noqa: E402
 from scripts.sizes import MODELS, QWEN3  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -113,7 +114,7 @@ def fitting(hf: dict[str, Any], ranks: int, room: float) -> int:
 
 def weights_of(hf: dict[str, Any]) -> list[Weight]:
     """Return the weights of a model, from its config alone."""
-    return memory.counted([Weight(name, size) for name, size in tensors(hf)], shape_of(hf))
+    return counted([Weight(name, size) for name, size in tensors(hf)], shape_of(hf))
 
 
 def write(folder: Path, hf: dict[str, Any], dtype: Any) -> None:

@@ -30,8 +30,8 @@ from asyncrl.launch.placement import imagined, nodes_wanted, place
 from asyncrl.launch.precision import assumed
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
 from asyncrl.models.tensors import tensors
-from asyncrl.planner import memory, sizing
-from asyncrl.planner.memory import Shape, Weight
+from asyncrl.planner import memory, shapes, sizing
+from asyncrl.planner.shapes import Shape, Weight
 from asyncrl.planner.sizing import Balance, FleetSpec, Hardware, Publish
 
 DOCS = Path(__file__).parent.parent / "docs" / "operations.md"
@@ -174,7 +174,7 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
     machines = config.cluster.nodes or nodes_wanted(config, each)
     place(config, imagined(config, machines, each))
     shape = shape_of(hf)
-    weights = memory.counted([Weight(name, size) for name, size in tensors(hf)], shape)
+    weights = shapes.counted([Weight(name, size) for name, size in tensors(hf)], shape)
     layout, training = layout_of(config.trainer), training_of(config, gpu=True)
     section = config.engine
     received = 2 * (config.weights.bucket_mb << 20)  # the bucket, and its tensors
@@ -233,7 +233,7 @@ def gb(number: float) -> str:
 def least(name: str, gpus: int) -> float:
     """Return the minimum bytes of a trainer rank: 18 per parameter, shared by all GPUs except those that one engine
     needs for its weights."""
-    count = memory.parameters(Weight(name, size) for name, size in tensors(MODELS[name])).all
+    count = shapes.parameters(Weight(name, size) for name, size in tensors(MODELS[name])).all
     return 18 * count / (gpus - -(-2 * count // int(ROOM)))
 
 
@@ -283,13 +283,13 @@ def parts_table() -> Iterator[str]:
 
 def checkpoint(one: Sized) -> int:
     """Return the size of a checkpoint on disk in bytes."""
-    return memory.CHECKPOINT * memory.parameters(one.weights).all
+    return memory.checkpoint_bytes(one.weights, one.shape, training_of(one.config, gpu=True))
 
 
 def staged(one: Sized) -> int:
     """Return the bytes of a machine's memory that hold a checkpoint until it is written."""
     trainer, each = one.config.trainer, one.config.cluster.gpus or HARDWARE.per_machine
-    rank = memory.checkpoint_staging(one.weights, one.shape, layout_of(trainer), critic=False)
+    rank = memory.checkpoint_staging(one.weights, one.shape, layout_of(trainer), training_of(one.config, gpu=True))
     return rank * min(each, trainer.world_size)
 
 

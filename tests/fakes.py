@@ -8,6 +8,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -20,8 +21,10 @@ from omegaconf import OmegaConf
 from asyncrl import config as configuration
 from asyncrl import renamed
 from asyncrl.config import Config
-from asyncrl.engine.client import GenerationClient, GenerationSession
+from asyncrl.engine.adapters import AdapterUse
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.inflight import EngineStats
+from asyncrl.engine.session import GenerationSession
 from asyncrl.launch.compose import find_recipes
 from asyncrl.launch.main import CONF
 from asyncrl.network.addresses import Access, Addresses
@@ -246,11 +249,24 @@ class FakeClient:
         self.tokens: Counter[str] = Counter()
         self.late_tokens = 0
         self.figures = EngineStats()
+        self.adapters = AdapterUse()
 
     def generate(
-        self, temperature: float | None = None, *, group: str = "", purpose: str = "training", sample: str = ""
+        self,
+        temperature: float | None = None,
+        *,
+        group: str = "",
+        purpose: str = "training",
+        sample: str = "",
+        adapter: int | None = None,
     ) -> FakeSession:
         return FakeSession(self, self._answer, self._waste, purpose)
+
+    def closed(self, session: GenerationSession) -> None: ...
+
+    @contextmanager
+    def one_adapter(self) -> Iterator[None]:
+        yield None
 
     def hold(self) -> None:
         self.calls.append("hold")

@@ -68,7 +68,7 @@ ALLOWED = {
     "weights": {"config", "engine"},
     "trainer": {"config", "algo", "backends", "weights", "records", "checkpoints", "models"},
     "planner": {"rollout", "engine"},
-    "convert": {"weights", "models", "records", "inspection", "checkpoints"},
+    "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
     "collect": set(),
     "inspection": {"records"},
 }
@@ -77,7 +77,9 @@ ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
-    ("launch", "planner"): {"planner.memory", "planner.estimate"},
+    ("launch", "planner"): {
+        *("planner.activations", "planner.adapters", "planner.memory", "planner.shapes", "planner.estimate")
+    },
     ("launch", "weights"): {"weights.choice"},
     ("launch", "sandbox"): {"sandbox", "sandbox.cgroups", "sandbox.local", "sandbox.protections"},
     ("launch", "backends"): {"backends.cpu", "backends.cpu.probe"},
@@ -86,8 +88,11 @@ ONLY = {
     ("backends", "models"): {"models.catalog"},
     ("backends", "algo"): {"algo.pack"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models"},
-    ("rollout", "engine"): {"engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"},
-    ("weights", "engine"): {"engine.fleet", "engine.update", "engine.server"},
+    ("rollout", "engine"): {
+        *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
+        "engine.session",
+    },
+    ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("trainer", "models"): {"models.architectures"},
     ("rewards", "sandbox"): {"sandbox.protocol"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config import load
 from asyncrl.metrics import fields
-from asyncrl.planner import memory, sizing
+from asyncrl.planner import shapes
 from scripts.sizes import DOCS, MODELS, ROOM, ROWS, documented, least, row
 from tests.fakes import compose_values
 
@@ -50,14 +50,14 @@ def test_each_model_has_a_row_for_every_size_and_one_that_is_its_experiment() ->
 def test_active_parameters_are_those_that_models_are_named_for(name: str) -> None:
     one = row(name, ())
     embedding = one.shape.vocab * one.shape.hidden
-    assert (sizing.active(one.weights, one.shape) + embedding) / 1e9 == pytest.approx(ACTIVE[name], abs=0.1)
+    assert (shapes.active(one.weights, one.shape) + embedding) / 1e9 == pytest.approx(ACTIVE[name], abs=0.1)
 
 
 def test_a_token_of_the_cache_takes_what_its_heads_take() -> None:
     """Qwen3-235B: 94 layers of 4 keys and 4 values of 128 numbers, two bytes each; eight ranks hold each head twice."""
     one = row("qwen3_235b_a22b", ())
     assert one.engine["KV cache"] == one.config.engine.max_total_tokens * 94 * 2 * 4 * 128 * 2 // 4
-    assert memory.parameters(one.weights).routed / one.publish.nbytes > 0.4  # experts are nearly all that is sent
+    assert shapes.parameters(one.weights).routed / one.publish.nbytes > 0.4  # experts are nearly all that is sent
 
 
 def test_the_guide_names_only_fields_and_settings_that_there_are() -> None:

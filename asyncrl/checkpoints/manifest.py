@@ -2,6 +2,7 @@
 
     RUN/checkpoints/00000040/
         policy/        Megatron's torch_dist format: weights and moments, float32           (trainer/sharded.py)
+                       (with trainer.lora, those of the adapters; the manifest has the hash of their base)
         critic/        likewise, with algo.advantage=gae
         trainer.json   counters of the optimizers, the stop rule and the log                (trainer/checkpoint.py)
         samples.msgpack  groups that may be trained again, with algo.replay_groups
@@ -40,7 +41,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Contents of a complete checkpoint."""
 
     format: int
@@ -49,6 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time: float  # time.time()
     config: dict[str, Any]
     files: dict[str, FileEntry]  # by path within the folder
+    base: str | None = None  # HFFolder.digest of the model folder, of whose weights the checkpoint holds adapters
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:

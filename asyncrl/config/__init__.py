@@ -15,6 +15,8 @@ from pydantic import ValidationError, model_validator
 
 from asyncrl import renamed
 from asyncrl.algo.advantage import ADVANTAGES
+from asyncrl.config.adapters import check_adapters
+from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.colocated import check_colocated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
@@ -34,7 +36,7 @@ from asyncrl.config.running import (
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
-from asyncrl.config.training import AlgoConfig, ModelConfig, OptimizerConfig, ShapingConfig, TrainerConfig
+from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Choice, Name, Section
 
@@ -165,6 +167,7 @@ class Config(Section):
         self._check_sets()
         self._check_teacher()
         check_colocated(self)
+        check_adapters(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
                 remedy = (
@@ -225,6 +228,11 @@ class Config(Section):
     def eval_sets(self) -> dict[str, TaskConfig]:
         """Return the evaluation sets by name: the held-out questions of every task, and the additional sets."""
         return self.mixture | self.eval.sets if self.eval.questions else {}
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Return whether every version is an adapter of its own in the engines. Requires a resolved weights.lora."""
+        return self.trainer.lora.rank is not None and self.weights.lora == "versions" and self.mode == "train"
 
     def group_size(self, name: str) -> int:
         """Return the number of completions per prompt of this task."""

@@ -142,6 +142,10 @@ class RolloutConfig(Section):
     """Which requests may share a prefix cache. version: requests with the same weights, so that a later turn is
     prefilled again after a publish; group: the turns of a group, whatever their weights, as in one long answer under
     in_place."""
+    adapter_per: Literal["completion", "episode"]
+    """With weights.lora=versions, what keeps one adapter from its first to its last token. completion: later turns of
+    an episode use the newest adapter, which prefills their history again; the staleness of the episode is that of its
+    oldest turn. episode: all turns use the adapter of the first, also when the episode is tried again."""
     curriculum: str
     """Import path, module:function of (progress) -> task weights by name, for the next prompt; a task that is left out
     has weight 0. progress: asyncrl.rollout.curriculum.CurriculumInput (asyncrl.rollout.hooks:towards_half_solved

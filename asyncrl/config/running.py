@@ -101,6 +101,11 @@ class WeightsConfig(Section):
     """tensor: shared memory or CUDA IPC on one host; distributed: gloo or NCCL broadcast; disk: files on a file system
     that the engines share; delta: the same, but only with what changed; auto: picks tensor or distributed and reports
     why."""
+    lora: Literal["auto", "versions", "merged"]
+    """How the weights of a run with trainer.lora reach the engines. versions: each version as an adapter of its own,
+    which is loaded beside the older ones without a pause; every completion then has exactly one version. merged: as
+    full weights, with the adapter added to the base. auto: versions on GPUs, merged on CPUs, where adapters slow
+    generation down; also merged where engines cannot serve the adapters."""
     staging: Literal["auto", "full", "stream"]
     """full: every bucket is filled before the pause, which is then shortest, but takes memory for all weights of a
     stage; stream: two buckets are filled and sent alternately during the pause. disk and delta write before the pause,
@@ -118,7 +123,8 @@ class WeightsConfig(Section):
     verify_every: Count | None
     """Also compare the checksums every this many versions; unset: only in those two cases."""
     folder: str | None
-    """Folder that disk and delta write to, on a file system that all engines see; unset: weights/ in the run folder."""
+    """Folder that disk, delta and lora=versions write to, on a file system that all engines see; unset: weights/ in the
+    run folder."""
     timeout: Positive
     """Timeout of any single call of a publish, in seconds. An engine that does not answer for this long between
     publishes is considered hung: it is killed and treated as dead."""

@@ -62,15 +62,28 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
             whole = _cast(read(address), parameter, dtype)
             yield from zip(parameter.found.hf_names(), _parts(parameter, whole, dims), strict=True)
 
-    shards = plan_buckets(((name, t.dtype, t.shape) for name, t in stream(checkpoint.described)), limit)
+    write_hf(out, companions, dtype, stream(checkpoint.described), stream(checkpoint.read), limit)
+
+
+def write_hf(
+    out: Path,
+    companions: Path,
+    dtype: torch.dtype | None,
+    described: Iterator[tuple[str, Tensor]],
+    tensors: Iterator[tuple[str, Tensor]],
+    limit: int,
+) -> None:
+    """Write an HF folder whose config and tokenizer come from another one. `described` yields what `tensors` does,
+    without values."""
+    shards = plan_buckets(((name, t.dtype, t.shape) for name, t in described), limit)
     with building(out) as folder:
         check_space(folder, sum(shard[-1].end for shard in shards))
         copy_companions(companions, folder, _dtype_change(dtype))
-        report, values = progress(), stream(checkpoint.read)
+        report = progress()
         files: dict[str, Bucket] = {}
         for number, shard in enumerate(shards, 1):
             file = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write_stream(file, shard, values)
+            write_stream(file, shard, tensors)
             report(file, shard[-1].end)
             files[file.name] = shard
         write_index(folder, files)

@@ -182,7 +182,7 @@ class CheckpointWriter:
 
     def _add_extra_state(self, address: Address) -> None:
         """Add the empty object that Megatron's parallel linears expect beside their weight; all of them share one."""
-        if address.key.endswith(".bias"):
+        if not address.key.endswith("weight"):  # a bias, or a matrix of an adapter
             return
         if self._empty is None:
             self._empty = self._write([None])

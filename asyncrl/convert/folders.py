@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.export import WEIGHTS
 
-MARKS = ("config.json", "metadata.json")  # every converted folder has one of them
+MARKS = ("config.json", "metadata.json", "adapter_config.json")  # every converted folder has one of them
 NOT_COPIED = (*WEIGHTS, "*.pth", "*.h5", "*.msgpack", "*.onnx", ".git", ".cache")
 
 

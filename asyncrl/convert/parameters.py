@@ -15,6 +15,7 @@ from typing import Any
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.weights.names import FAMILIES, Found, NameRule, Table
+from asyncrl.weights.reshard import LINEAR
 
 Arguments = dict[str, Any]
 
@@ -93,6 +94,16 @@ class Structure:
                 self._tied and rule.megatron == "output_layer.weight"
             ):
                 yield self._parameter(rule, None, None)
+
+    def adapters(self) -> Iterator[Parameter]:
+        """Yield the matrices of the adapters that each linear layer may have."""
+        for parameter in self:
+            rule, layer, expert = parameter.found.rule, parameter.found.layer, parameter.found.expert
+            if layer is None or rule.layout not in LINEAR or not rule.megatron.endswith(".weight"):
+                continue
+            for projection in rule.projections():
+                for matrix in "AB":
+                    yield self._parameter(rule.adapter(projection, matrix), int(layer), expert)
 
     def _has(self, rule: NameRule, layer: int) -> bool:
         moe = bool(self._arguments["moe_layer_freq"][layer]) if "moe_layer_freq" in self._arguments else False

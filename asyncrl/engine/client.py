@@ -14,18 +14,18 @@ after the last token that it received.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import time
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import httpx
-import msgspec
 
+from asyncrl.engine.adapters import AdapterName
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
-from asyncrl.engine.inflight import NEXT, CacheKey, InFlight, PendingSample, Purpose
+from asyncrl.engine.inflight import CacheKey, InFlight, PendingSample, Purpose
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, joined
+from asyncrl.engine.session import GenerationSession, SavedCompletion, seed_of
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.network.addresses import Access
@@ -37,91 +37,6 @@ RESERVED = 7
 """Least number of tokens by which a prompt must be shorter than an engine's context. SGLang refuses a prompt of
 context - 6 or more tokens (0.5.21: managers/tp_worker.py, get_worker_info, and managers/utils.py,
 validate_input_length)."""
-
-
-class SavedCompletion(msgspec.Struct, frozen=True, array_like=True):
-    """A saved request of an episode and its completion. The finish reason of a partial completion is empty."""
-
-    context: list[int]
-    completion: Completion
-
-
-class GenerationSession:
-    """Interface of one episode to the policy. Sessions of a group share an engine, and thus the cached prompt."""
-
-    def __init__(
-        self, client: GenerationClient, group: str, temperature: float, purpose: Purpose, seed: int | None = None
-    ) -> None:
-        self._client, self.group, self.temperature, self.purpose = client, group, temperature, purpose
-        self.seed = seed
-        self.received = 0  # tokens that engines sent for this session, kept or not
-        self.closed = False
-        self.cached = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
-        self.routed: list[int] = []  # tokens of the last request and its answer, if their experts are known
-        self.exchanges: list[Exchange] = []
-        self.recalled: list[SavedCompletion] = []
-        """Completions from the saved state of a resumed run, for requests that the agent makes again."""
-        self.waits_for, self.since = "", time.monotonic()
-
-    @property
-    def trained_at(self) -> float:
-        """Sampling temperature of training samples; it may differ from this session's."""
-        return self._client.temperature
-
-    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
-        """Continue exactly these tokens by at most `max_new_tokens`.
-
-        The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer.
-        """
-        return await self._client.submit(self, token_ids, max_new_tokens)
-
-    def asks(self, token_ids: list[int], limit: int) -> Exchange:
-        """Register and return the session's next request.
-
-        Each request has its own seed, so an agent that makes the same request twice gets two different answers.
-        """
-        seed, number = self.seed, len(self.exchanges)
-        if seed is not None and number:
-            seed = _seed(f"{seed} {number}")
-        self.exchanges.append(Exchange(token_ids, limit, seed))
-        return self.exchanges[-1]
-
-    def wait_for(self, event: str) -> None:
-        """Record what the session is waiting for, and since when."""
-        self.waits_for, self.since = event, time.monotonic()
-
-    def hear(self, tokens: int) -> None:
-        """Count the tokens of a chunk that arrived."""
-        self.received += tokens
-        self.wait_for(NEXT)
-
-    def said(self) -> list[SavedCompletion]:
-        """Return every request and its completion so far, for the saved state of the run.
-
-        This includes recalled completions that the agent has not requested yet.
-        """
-        said = [SavedCompletion(one.context, one.so_far()) for one in self.exchanges]
-        return [*(one for one in said if one.completion.token_ids), *self.recalled]
-
-    def recall(self, token_ids: list[int]) -> Completion | None:
-        """Remove and return the completion that this request got before the run was resumed, or return None."""
-        for one in self.recalled:
-            if one.context == token_ids:
-                self.recalled.remove(one)
-                return one.completion
-        return None
-
-    def forget(self) -> None:
-        """Drop the requests so far because the episode starts over. Their tokens still count as received."""
-        self.exchanges = []
-
-    def close(self) -> int:
-        """Close the session at the end of its episode and return the number of tokens received.
-
-        Tokens that arrive afterwards are counted as late tokens, not as tokens of this session.
-        """
-        self.closed = True
-        return self.received
 
 
 class GenerationClient:
@@ -145,6 +60,8 @@ class GenerationClient:
         routing: RoutingShape | None = None,
         seed: int | None = None,
         context: int | None = None,
+        names: AdapterName | None = None,
+        adapter_per: Literal["completion", "episode"] = "completion",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Create a client of the router at `router`.
@@ -152,6 +69,7 @@ class GenerationClient:
         routing: make engines return the experts of every token in requests for training
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
+        names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
         """
         self._http = httpx.AsyncClient(
             base_url=router,
@@ -168,25 +86,37 @@ class GenerationClient:
             pause_mode=pause_mode,
             fields=dict(fields or {}),
             routing=routing is not None,
+            names=names,
         )
+        self._adapters, self._per_episode = names is not None, adapter_per == "episode"
         self._routing = routing
         self._coalesce, self.temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
         self._seed = seed
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[_Asking]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], list[_Asking]] = {}
 
     def generate(
-        self, temperature: float | None = None, *, group: str = "", purpose: Purpose = "training", sample: str = ""
+        self,
+        temperature: float | None = None,
+        *,
+        group: str = "",
+        purpose: Purpose = "training",
+        sample: str = "",
+        adapter: int | None = None,
     ) -> GenerationSession:
         """Return a session for one episode. A temperature of 0 is greedy.
 
-        Siblings have the same `group`; `sample` names each of them.
+        Siblings have the same `group`; `sample` names each of them. The caller holds the version that it gives as
+        `adapter` (engine/adapters.py).
         """
         seed = None
         if self._seed is not None:
-            seed = _seed(f"{self._seed} {purpose} {sample}")
-        return GenerationSession(self, group, self.temperature if temperature is None else temperature, purpose, seed)
+            seed = seed_of(f"{self._seed} {purpose} {sample}")
+        temperature = self.temperature if temperature is None else temperature
+        session = GenerationSession(self, group, temperature, purpose, seed)
+        session.adapter = adapter
+        return session
 
     def resume(self, group: str, sample: str, received: int, said: list[SavedCompletion]) -> GenerationSession:
         """Restore the session of an episode of a saved run.
@@ -217,17 +147,18 @@ class GenerationClient:
         """
         loop = asyncio.get_running_loop()
         limit = self._limit(len(token_ids), most)
-        if (recalled := session.recall(token_ids)) is not None:
-            return self._go_on(session, session.asks(token_ids, limit), recalled)
-        future: asyncio.Future[Completion] = loop.create_future()
         exchange = session.asks(token_ids, limit)
+        if (recalled := session.recall(token_ids, exchange.adapter)) is not None:
+            return self._go_on(session, exchange, recalled)
+        future: asyncio.Future[Completion] = loop.create_future()
         if limit < 1:
             exchange.completion = Completion([], [], [], "length")
             future.set_result(exchange.completion)
             return future
         key: tuple = (next(self._serial),)
         if self._coalesce and session.temperature > 0:
-            key = (session.group, session.temperature, limit, tuple(token_ids))
+            key = (session.group, session.temperature, limit, exchange.adapter, tuple(token_ids))
+        self.inflight.adapters.acquire(exchange.adapter)
         if key in self._waiting:
             self._waiting[key].append((session, exchange, future))
         else:
@@ -248,12 +179,13 @@ class GenerationClient:
 
     def _start(self, key: tuple, token_ids: list[int]) -> None:
         asking = self._waiting.pop(key)
-        self._watch(self._answer(asking, token_ids), [future for _, _, future in asking])
+        self._watch(self._answer(asking, token_ids), asking)
 
-    def _watch(self, answering: Coroutine[Any, Any, None], futures: list[asyncio.Future[Completion]]) -> None:
+    def _watch(self, answering: Coroutine[Any, Any, None], asking: list[_Asking]) -> None:
         task = asyncio.get_running_loop().create_task(answering)
-        self._tasks.add(task)  # the event loop keeps only a weak reference
-        task.add_done_callback(lambda task: self._settle(task, futures))
+        self._tasks[task] = asking  # the event loop keeps only a weak reference
+        task.add_done_callback(self._settle)
+        futures = [future for _, _, future in asking]
         for future in futures:  # cancel the request when nobody waits for it any more
             future.add_done_callback(lambda _: task.cancel() if _left_alone(futures) else None)
 
@@ -275,7 +207,8 @@ class GenerationClient:
             if not future.done():
                 future.set_result(completion)
 
-        self._watch(finish(), [future])
+        self.inflight.adapters.acquire(exchange.adapter)
+        self._watch(finish(), [(session, exchange, future)])
         return future
 
     async def _answer(self, asking: list[_Asking], token_ids: list[int]) -> None:
@@ -297,17 +230,19 @@ class GenerationClient:
             known = min(known_rows(session.routed, token_ids) for session, _, _ in asking)
             await self.inflight.stream([pending(*one) for one in asking], token_ids, begun=0, routed_from=known)
 
-    def _settle(self, task: asyncio.Task[None], futures: list[asyncio.Future[Completion]]) -> None:
-        """Pass the error of a request to each sibling that has no answer yet.
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        """End the use of a request's adapter, and pass its error to each sibling that has no answer yet.
 
         An EngineError stays an EngineError. Any other error counts as a bug of asyncrl, not as the agent's failure.
         """
-        self._tasks.discard(task)
+        asking = self._tasks.pop(task)
+        for _, exchange, _ in asking:
+            self.inflight.adapters.release(exchange.adapter)
         if task.cancelled() or (error := task.exception()) is None:
             return
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        for future in futures:
+        for _, _, future in asking:
             if not future.done():
                 refused = isinstance(error, EngineError)
                 failure = (
@@ -318,6 +253,37 @@ class GenerationClient:
                 failure.__cause__ = error
                 future.set_exception(failure)
 
+    # -- adapters ------------------------------------------------------------------------------------------
+
+    def adapter_for(self, session: GenerationSession) -> int | None:
+        """Return the version of the adapter of a session's next request; None if versions are no adapters."""
+        if not self._adapters:
+            return None
+        newest = self.inflight.version
+        if session.adapter is None and self._per_episode:
+            session.adapter = newest
+            self.inflight.adapters.acquire(newest)
+            if any(one.version not in (None, newest) for one in session.recalled):
+                session.recalled = []  # turns of an adapter that no engine has any more: the episode is played anew
+        return newest if session.adapter is None else session.adapter
+
+    @contextmanager
+    def one_adapter(self) -> Iterator[int | None]:
+        """Yield the newest adapter, which stays loaded inside the block; None if versions are no adapters."""
+        with self.inflight.adapters.held(self.inflight.version if self._adapters else None) as version:
+            yield version
+
+    def closed(self, session: GenerationSession) -> None:
+        """End a session's use of its adapters. No-op without adapters."""
+        if not self._adapters:
+            return
+        if self._per_episode and session.purpose == "training":
+            self.inflight.adapters.release(session.adapter)
+        for asking in list(self._tasks.values()):
+            for asker, _, future in asking:
+                if asker is session:
+                    future.cancel()
+
     # -- an answer and its continuations -------------------------------------------------------------------
 
     async def _whole(self, session: GenerationSession, exchange: Exchange) -> Completion:
@@ -326,7 +292,8 @@ class GenerationClient:
         routed = ExpertRoutingAssembler(self._routing if session.purpose == "training" else None, parts[0])
         while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
-            self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if parts[-1].broken else 0
+            inferred = parts[-1].broken and exchange.adapter is None
+            self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if inferred else 0
             if ended := self._ended(begun, exchange.limit):  # it was complete, but its last chunk was lost
                 parts[-1].end_with(ended)
                 break
@@ -353,10 +320,6 @@ class GenerationClient:
 
 
 _Asking = tuple[GenerationSession, Exchange, asyncio.Future[Completion]]
-
-
-def _seed(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def _left_alone(futures: list[asyncio.Future[Completion]]) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import httpx
 
+from asyncrl.engine.adapters import AdapterName, AdapterUse
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
 from asyncrl.engine.stream import StreamBroken, stream_chunks
 from asyncrl.errors import EngineError
@@ -101,10 +102,13 @@ class InFlight:
         pause_mode: str,
         fields: dict[str, Any],
         routing: bool = False,
+        names: AdapterName | None = None,
     ) -> None:
-        """Create the tracker. With `routing`, training requests return the experts of every token that is read."""
+        """Create the tracker. With `routing`, training requests return the experts of every token that is read. With
+        `names`, every version is an adapter in the engines."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
-        self._routing = routing
+        self._routing, self._names = routing, names
+        self.adapters = AdapterUse()
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
         self._requests: dict[_Request, None] = {}  # in the order in which they were sent
@@ -139,7 +143,7 @@ class InFlight:
         """
         self.version = version
         self._open.set()
-        if self._pause_mode == "in_place" and self._cache_key == "version":
+        if self._pause_mode == "in_place" and self._cache_key == "version" and not self._names:
             for sent in self._requests:
                 if sent.overtaken and not sent.scope.expired():  # an earlier publish may already have ended it
                     sent.scope.reschedule(0.0)
@@ -198,7 +202,9 @@ class InFlight:
 
     async def _read(self, sent: _Request, samples: Sequence[PendingSample], request: dict[str, Any]) -> None:
         routed_from = request.get("routed_experts_start_len", 0)
-        answers = [PartialCompletion(self.version, routed_from) for _ in samples]
+        adapter = samples[0].exchange.adapter
+        asked_at = self.version if adapter is None else adapter
+        answers = [PartialCompletion(asked_at, routed_from, adapter=adapter is not None) for _ in samples]
         for sample, answer in zip(samples, answers, strict=True):
             sample.exchange.live = answer
         why = "the stream ended before its last chunk"
@@ -244,11 +250,16 @@ class InFlight:
     def _request(
         self, exchange: Exchange, sessions: Sequence[Listener], token_ids: list[int], begun: int, routed_from: int
     ) -> dict[str, Any]:
-        key = f"v{self.version}" if self._cache_key == "version" else sessions[0].group
+        adapter = exchange.adapter
+        key = f"v{self.version if adapter is None else adapter}"  # an adapter always has a cache of its own
+        if self._cache_key == "group":
+            key = sessions[0].group if adapter is None else f"{sessions[0].group}-{key}"
+        name = self._names(adapter) if self._names and adapter is not None else None
         routed = {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         return {
             **self._fields,
             **(routed if self._routing and sessions[0].purpose == "training" else {}),
+            **({"lora_path": name} if name else {}),
             "input_ids": token_ids,
             "sampling_params": {
                 **self._sampling,

@@ -57,6 +57,7 @@ class PartialCompletion:
     """Reason why the stream ended before its last chunk. The versions come with that chunk, so they are inferred."""
     _ended: str | None = None
     _spans: list[VersionSpan] | None = None
+    adapter: bool = False  # whether an adapter of version `asked_at` generates every token
 
     def add(self, piece: StreamChunk) -> int:
         """Add the next chunk and return the number of new tokens in it.
@@ -149,13 +150,15 @@ class PartialCompletion:
     def spans(self) -> list[VersionSpan]:
         """Return the weight versions that generated the tokens. Raises EngineError when the engine reports none.
 
-        The spans come with the last chunk. The tokens of a broken stream get the oldest version that they can have: the
-        one that every engine served when the request was sent.
+        An adapter has one version. Otherwise the spans come with the last chunk, and the tokens of a broken stream get
+        the oldest version that they can have: the one that every engine served when the request was sent.
         """
         if self._spans is not None:
             return self._spans
         if not self.token_ids:
             return []
+        if self.adapter:
+            return [VersionSpan(self.asked_at, 0, len(self.token_ids))]
         if self.broken is not None:
             return [VersionSpan(self.asked_at, 0, len(self.token_ids), inferred=True)]
         told = self.last.weight_versions if self.last else None
@@ -180,6 +183,7 @@ class Exchange:
     context: list[int]
     limit: int  # tokens
     seed: int | None = None
+    adapter: int | None = None  # version of its adapter, if versions are adapters
     parts: list[PartialCompletion] = field(default_factory=list)  # ended parts, complete or interrupted
     live: PartialCompletion | None = None  # the part that is streaming now
     completion: Completion | None = None  # set once the answer is complete

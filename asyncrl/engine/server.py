@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.config import AuxiliaryModelConfig, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
+from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
+from asyncrl.config.adapters import adapter_targets, resident_adapters
 from asyncrl.engine import warmup
 
 # Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
@@ -39,6 +40,26 @@ def deterministic_args(*, gpu: bool) -> dict[str, Any]:
     """
     alone = {"max_running_requests": 1, "disable_radix_cache": True}
     return {"enable_deterministic_inference": True, **({} if gpu else alone)}
+
+
+def adapter_args(config: Config, *, gpu: bool) -> dict[str, Any]:
+    """Return the arguments of engines that serve adapters; none otherwise.
+
+    SGLang holds the adapters of one batch in a pool of equal slots, one of them for the base. Requests for a further
+    adapter would wait in silence, so the pool has room for all that may be resident. Without strict loading, tensors
+    with unknown names would be skipped.
+    """
+    if not config.serves_adapters:
+        return {}
+    lora = config.trainer.lora
+    return {
+        "enable_lora": True,
+        "lora_backend": None if gpu else "torch_native",  # the others are compiled kernels
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": adapter_targets(lora),
+        "max_loras_per_batch": resident_adapters(config) + 1,
+        "lora_strict_loading": True,
+    }
 
 
 def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed: int, **more: Any) -> list[str]:
@@ -101,7 +122,7 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
         if value is True:
             flags.append(flag)
         elif value is not False and value is not None:
-            flags += [flag, str(value)]
+            flags += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
     return flags
 
 

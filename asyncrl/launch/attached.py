@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from asyncrl.config import Config
-from asyncrl.engine.server import DELTA_LOADER
+from asyncrl.engine.server import DELTA_LOADER, adapter_args
 from asyncrl.errors import ConfigError
 
 KEY = "ASYNCRL_API_KEY"
@@ -67,9 +67,15 @@ def wanted_of(config: Config) -> dict[str, Any]:
         **(loads if publishes else {}),
         **({"ep_size": 1} if publishes and config.weights.verify else {}),
         **({"custom_weight_loader": [DELTA_LOADER]} if config.weights.transport == "delta" else {}),
+        **_adapters_of(config),
         **({"enable_return_routed_experts": True} if config.algo.routing_replay == "R3" else {}),
         **({"enable_deterministic_inference": True} if config.deterministic else {}),
     }
+
+
+def _adapters_of(config: Config) -> dict[str, Any]:
+    fields = ("enable_lora", "max_lora_rank", "max_loras_per_batch", "lora_strict_loading")
+    return {name: value for name, value in adapter_args(config, gpu=True).items() if name in fields}
 
 
 def _ask(url: str, path: str, key: str) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from asyncrl import tasks
 from asyncrl.config import Config
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.model_files import read_model
-from asyncrl.launch.preflight.shapes import shape_of
+from asyncrl.launch.preflight.shapes import adapters_of, shape_of
 from asyncrl.network.addresses import MACHINE
 from asyncrl.planner.estimate import ANSWER, Estimate, MachineRates, ModelSize, StepWorkload, estimate
-from asyncrl.planner.memory import counted
+from asyncrl.planner.shapes import counted
 from asyncrl.tasks import Task
 
 SAMPLED = 4
@@ -39,7 +39,8 @@ def forecast(config: Config, folder: Path, hf: dict[str, Any], precision: Precis
     if config.mode != "train" or trainer is None or engine is None:
         return None
     shape = shape_of(hf)
-    model = ModelSize.of(counted(read_model(folder, "model.path").weights, shape), shape)
+    weights = counted(read_model(folder, "model.path").weights, shape)
+    model = ModelSize.of(weights, shape, adapters_of(config.trainer.lora))
     machine = MachineRates(
         train=trainer.train[config.trainer.dtype],
         generate=engine.generate[config.engine.dtype],

@@ -15,6 +15,7 @@ from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
     DELTA_LOADER,
     DETERMINISTIC_ENV,
+    adapter_args,
     deterministic_args,
     judge_argv,
     server_argv,
@@ -169,6 +170,7 @@ def engines(
                 nccl_port=_meeting(config.engine, seat.meeting) if len(seats) == 1 else None,
                 enable_memory_saver=(colocated and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
+                **adapter_args(config, gpu=gpu),
                 **_shown(run_dir, seat.url),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
                 **(deterministic_args(gpu=gpu) if config.deterministic else {}),

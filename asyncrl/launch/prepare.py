@@ -26,6 +26,7 @@ from asyncrl.launch.teacher import check_teacher
 from asyncrl.models import catalog
 from asyncrl.planner.estimate import Estimate
 from asyncrl.sandbox.local import LocalSandboxes
+from asyncrl.weights.choice import choose_lora
 
 ROLES = ("model", "teacher", "judge")
 
@@ -51,6 +52,8 @@ class Preparation:
         """The checkpoint that the run resumes from."""
         self.chosen = Precision(config)
         self.expected: Estimate | None = None
+        self.lora = ""
+        """How versions of a run with LoRA reach the engines, and why."""
 
     def all(self) -> None:
         """Take every step, and raise what the first of them refuses."""
@@ -140,16 +143,23 @@ class Preparation:
         self.origin = resume.choose(self.config, self._run_dir)
 
     def precision(self) -> None:
-        """Resolve the trainer's layers, and every dtype on the machines that will run the part."""
+        """Resolve the trainer's layers, how adapters reach the engines, and every dtype on the machines that will run
+        the part."""
         roles = {"trainer": "model", "engine": "model", "teacher": "teacher", "judge": "judge"}
         measurable = {role: hf for role, hf in self.hf.items() if "hidden_size" in hf}  # not every judge's has one
         models = {part: measurable[role] for part, role in roles.items() if role in measurable}
         before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self._run_dir)
         attached = attached_dtype(self.config, self.key)
         config = layers.resolve(self.config, self.gpus, before)
+        if "model" in self.hf:
+            config, self.lora = choose_lora(config, self.hf["model"], self.gpus)
         self.chosen = precision.resolve(
             config, models, self.placement, self.gpus, job=self.job, before=before, attached=attached
         )
+
+    def notes(self) -> list[str]:
+        """Return lines for the console about what was chosen."""
+        return [f"weights.lora {self.lora}"] if self.lora else []
 
     def estimate(self) -> None:
         """Estimate the duration of the run."""

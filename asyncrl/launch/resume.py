@@ -27,6 +27,8 @@ FOLLOWED = {"metrics.jsonl": "version", "eval.jsonl": "version_max"}
 """Files whose lines belong to versions, and the field that holds the version."""
 MUST_STAY = ("run.seed", "rollout.batch_groups", "rollout.max_staleness", "rollout.effective_lead", "eval.questions")
 """Settings that must not change, because the groups in flight were admitted, and their prompts drawn, under them."""
+ADAPTERS = ("rank", "alpha", "targets", "rslora", "base")
+"""Settings of trainer.lora that say what the adapters of a checkpoint compute."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def choose(config: Config, run_dir: Path) -> Resume | None:
 
 def _check(config: Config, resume: Resume) -> None:
     """Check that the checkpoint can be resumed with these settings."""
+    _check_adapters(config, resume.manifest)
     if config.mode == "replay":
         return
     if manifest.ROLLOUT not in resume.manifest.files:
@@ -92,6 +95,19 @@ def _check(config: Config, resume: Resume) -> None:
         raise ConfigError(
             "tasks", missing[0], "The checkpoint has unfinished groups of this task: keep it, with a small weight."
         )
+
+
+def _check_adapters(config: Config, manifest: Manifest) -> None:
+    """Check that the checkpoint's adapters, or the lack of them, are those of the settings."""
+    then = manifest.config["trainer"].get("lora", {})
+    now = config.trainer.lora.model_dump()
+    for name in ADAPTERS if then.get("rank") or now["rank"] else ():
+        if then.get(name) != now[name]:
+            raise ConfigError(
+                f"trainer.lora.{name}",
+                now[name],
+                f"The checkpoint was written with {then.get(name)!r}: resume with that value, or start a new run.",
+            )
 
 
 def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None:

@@ -159,7 +159,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
     console.opening(
         [*differences(config), *resume.changes(config, origin)],
         str(origin.folder) if origin else None,
-        notes=[*forecast.lines(chosen, expected), *unprotected],
+        notes=[*forecast.lines(chosen, expected), *prepared.notes(), *unprotected],
     )
     try:
         supervise(config, run_dir, addresses, specs, job, console, stalls)

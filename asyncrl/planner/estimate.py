@@ -1,7 +1,9 @@
 """Estimated duration of a step and of a run on CPUs, from measured rates and the operations of a step. Pure.
 
-    forward      2 operations per parameter and token; with both gradients 6 (arXiv 2001.08361, section 2.1)
-    trainer      6 body packed + 6 head written             packed: shared prefixes once (algo/pack.py)
+    forward      2 operations per parameter and token; with both gradients 6 (arXiv 2001.08361, section 2.1),
+                 with that of the input alone 4 (frozen weights)
+    trainer      6 body packed + 6 head written             packed: shared prefixes once (algo/pack.py); 4 of a frozen
+                 base, and 6 of its adapters
     engines      2 body (read + written) + 2 head written    read: each new version prefills its prompts again
                  and PASS per layer and forward pass     passes: one per token of an answer, two per prompt
     step         max(trainer, engines, both together at the rate of the cores); trainer + engines at staleness 0;
@@ -17,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.planner.memory import Shape, Weight, active
+from asyncrl.planner.adapters import Adapters
+from asyncrl.planner.shapes import Shape, Weight, active
 
 ANSWER = 0.5
 """Assumed mean length of an answer, as a fraction of rollout.max_new_tokens."""
@@ -41,12 +44,20 @@ class ModelSize:
     head: float
     """Parameters of the output layer, which is only applied to predicted tokens."""
     layers: int
+    adapters: float | None = None
+    """Parameters of the adapters that are trained while body and head are frozen; None: all is trained."""
 
     @classmethod
-    def of(cls, weights: Sequence[Weight], shape: Shape) -> ModelSize:
-        """Count the parameters of a model. `weights` is a result of memory.counted."""
+    def of(cls, weights: Sequence[Weight], shape: Shape, adapters: Adapters | None = None) -> ModelSize:
+        """Count the parameters of a model. `weights` is a result of shapes.counted."""
         head = shape.vocab * shape.hidden
-        return cls(active(weights, shape) - head, head, shape.layers)
+        trained = active(adapters.matrices(weights), shape, embedding=False) if adapters else None
+        return cls(active(weights, shape) - head, head, shape.layers, trained)
+
+    def training(self, packed: float, written: float) -> float:
+        """Return the operations of training on these tokens of a pack, some of which are predicted."""
+        each = 6 if self.adapters is None else 4
+        return each * (self.body * packed + self.head * written) + 6 * (self.adapters or 0) * packed
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ def estimate(model: ModelSize, work: StepWorkload, machine: MachineRates) -> Est
     shared = SIGNAL * work.groups * (work.question + work.group_size * work.answer)
     shared += min(1.0, SIGNAL * work.groups) * work.beginning
     packed = shared if work.share_prompts else SIGNAL * apart
-    training = TRAINER * 6 * (model.body * packed + model.head * SIGNAL * written) / machine.train
+    training = TRAINER * model.training(packed, SIGNAL * written) / machine.train
     passes = PASS * model.layers * (work.answer + 2 * work.groups)
     generating = _forward(model, read + written, written + samples, machine) + passes
     asked = work.questions * (work.question + work.answer) + work.beginning

@@ -21,8 +21,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncrl.planner.adapters import Adapters
 from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.memory import BYTES, ParallelLayout, Shape, Weight, active, packed, parameters, stages_of
+from asyncrl.planner.estimate import ModelSize
+from asyncrl.planner.shapes import BYTES, ParallelLayout, Shape, Weight, packed, parameters, stages_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def publish(
     one_machine: bool,
     hardware: Hardware,
 ) -> Publish:
-    """Estimate a publish. `weights` is a result of memory.counted; `bucket` is in bytes; `one_machine` tells whether
+    """Estimate a publish. `weights` is a result of shapes.counted; `bucket` is in bytes; `one_machine` tells whether
     one machine holds all trainers and engines."""
     item, link = BYTES[dtype], hardware.inside if one_machine else hardware.between
     counts, stages = [], []
@@ -134,12 +136,13 @@ def _in_turn(gathers: Sequence[float], sends: Sequence[float]) -> float:
 # -- balance -----------------------------------------------------------------------------------------------
 
 
-def train_rate(weights: Sequence[Weight], shape: Shape, hardware: Hardware) -> float:
+def train_rate(weights: Sequence[Weight], shape: Shape, hardware: Hardware, adapters: Adapters | None = None) -> float:
     """Return the training throughput of one GPU in tokens per second: 6 operations per active parameter, forward and
-    backward (arXiv 2001.08361, section 2.1). Attention scores and shared prompts are ignored; they are assumed to
-    offset each other."""
+    backward, of which a frozen base saves 2 (arXiv 2001.08361, section 2.1). Attention scores and shared prompts are
+    ignored; they are assumed to offset each other."""
     mfu = hardware.sparse_mfu if shape.sparse else hardware.mfu
-    return mfu * hardware.flops / (6 * active(weights, shape))
+    size = ModelSize.of(weights, shape, adapters)
+    return mfu * hardware.flops / size.training(1, 1)
 
 
 def engine_shape(rank: dict[str, int], fleet: FleetSpec, context: float, hardware: Hardware) -> EngineShape:
@@ -175,10 +178,11 @@ def balance(
     batch_tokens: float,
     sent: Publish,
     hardware: Hardware,
+    adapters: Adapters | None = None,
 ) -> Balance:
     """Compare trainer and engines. `gpus` is the number of trainer GPUs. The trainer also publishes after each batch,
     and the engines stand still during the pause."""
-    trains = trainer_bound(train_rate(weights, shape, hardware) * gpus, sent.seconds, batch_tokens)
+    trains = trainer_bound(train_rate(weights, shape, hardware, adapters) * gpus, sent.seconds, batch_tokens)
     writes = engines_bound(fleet.count, engine)
     return Balance(trains, trainer_bound(writes, sent.pause, batch_tokens))
 

@@ -18,10 +18,12 @@ from typing import Any
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, RolloutConfig, cache_tokens, on_gpu, read
-from asyncrl.engine.client import GenerationClient, GenerationSession
+from asyncrl.engine.adapters import adapter_names
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
 from asyncrl.engine.scorer import TeacherEngines
+from asyncrl.engine.session import GenerationSession
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
@@ -185,6 +187,8 @@ def _client(
         routing=routing_shape(hf) if config.algo.routing_replay == "R3" else None,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, cache or context),
+        names=adapter_names(config, addresses.run_id),
+        adapter_per=config.rollout.adapter_per,
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.agents.linking import CompletedRequest, check, link
-from asyncrl.engine.client import GenerationSession
+from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD, TEACHER
 from asyncrl.rollout.agent import Agent, Played

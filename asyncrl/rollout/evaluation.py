@@ -1,8 +1,9 @@
 """Held-out evaluation: the rollout engines answer questions that training never draws, concurrently with training.
 
 Evaluation holds no ticket, and its tokens are counted separately. Weights may change while it runs; its lines name the
-versions that answered. At most `eval.max_running` questions are in flight. That bounds the evaluation requests queued
-ahead of training requests in an engine; engines serve both first come, first served, so that neither starves.
+versions that answered. With weights.lora=versions it keeps the adapter that it began with. At most `eval.max_running`
+questions are in flight. That bounds the evaluation requests queued ahead of training requests in an engine; engines
+serve both first come, first served, so that neither starves.
 
 waits for     the answers (the client's deadlines), and a free place under eval.max_running
 unblocked by  every question that is answered; the last evaluation of a run has the trainer's deadline
@@ -20,7 +21,8 @@ from statistics import fmean
 from typing import Any
 
 from asyncrl.config import EvalConfig
-from asyncrl.engine.client import GenerationClient, GenerationSession
+from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.schema import Prompt, Trajectory
 from asyncrl.tasks import Task
@@ -92,11 +94,12 @@ class Evaluations:
     async def _evaluate(self) -> list[Line]:
         """Evaluate every set, and write all lines together."""
         started, self._skipped = time.monotonic(), 0
-        async with asyncio.TaskGroup() as group:
-            asked = {
-                name: [group.create_task(self._ask(prompt)) for prompt in prompts]
-                for name, prompts in self._sets.items()
-            }
+        with self._client.one_adapter() as adapter:
+            async with asyncio.TaskGroup() as group:
+                asked = {
+                    name: [group.create_task(self._ask(prompt, adapter)) for prompt in prompts]
+                    for name, prompts in self._sets.items()
+                }
         seconds = time.monotonic() - started
         lines = []
         for name, tasks in asked.items():
@@ -106,14 +109,16 @@ class Evaluations:
             self._write(line)
         return lines
 
-    async def _ask(self, prompt: Prompt) -> QuestionAttempts:
+    async def _ask(self, prompt: Prompt, adapter: int | None) -> QuestionAttempts:
         """Return all answers to one question. They share an engine, and the sampled ones share a request."""
         async with self._room:
             name = f"e{next(self._serial):010d}"
             temperatures = [0.0, *[self._settings.temperature] * self._settings.samples]
             async with asyncio.TaskGroup() as group:
                 sessions = [
-                    self._client.generate(one, group=name, purpose="evaluation", sample=f"{prompt.uid} {number}")
+                    self._client.generate(
+                        one, group=name, purpose="evaluation", sample=f"{prompt.uid} {number}", adapter=adapter
+                    )
                     for number, one in enumerate(temperatures)
                 ]
                 tasks = [group.create_task(self._attempt(prompt, session)) for session in sessions]

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from asyncrl.engine.client import GenerationSession
+from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EpisodeFailed
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import read
+from asyncrl.engine.adapters import AdapterUse
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.errors import RecordError
 from asyncrl.network.addresses import READY, Addresses
@@ -61,6 +62,7 @@ class _InFlight:
     tokens: Counter[str] = field(default_factory=Counter)
     late_tokens: int = 0
     figures: EngineStats = field(default_factory=EngineStats)
+    adapters: AdapterUse = field(default_factory=AdapterUse)
 
     def take_figures(self) -> EngineStats:
         return EngineStats()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.engine.client import SavedCompletion
+from asyncrl.engine.session import SavedCompletion
 from asyncrl.errors import RecordError
 from asyncrl.rollout.audit import AuditState
 from asyncrl.rollout.cohorts import BufferState, Ticket

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from asyncrl.engine.client import GenerationClient, GenerationSession
+from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer

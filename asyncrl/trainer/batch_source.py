@@ -30,9 +30,9 @@ class BatchSource(Protocol):
         """Hold back new requests, because the weights are about to change."""
         ...
 
-    def announce(self, version: int, reused: int = 0) -> None:
+    def announce(self, version: int, reused: int = 0) -> list[int]:
         """Announce that every engine serves `version`; `reused` counts the groups that were trained more than once so
-        far."""
+        far. Returns the versions whose adapters are in use."""
         ...
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
@@ -92,10 +92,10 @@ class RolloutClient:
                     "the answers in flight (weights.pause_mode=drain)", self._batch_timeout, response.text
                 )
 
-    def announce(self, version: int, reused: int = 0) -> None:
+    def announce(self, version: int, reused: int = 0) -> list[int]:
         """Announce that every engine serves `version`; `reused` counts the groups that were trained more than once so
-        far."""
-        self._ask("POST", "/version", {"version": version, "reused": reused})
+        far. Returns the versions whose adapters are in use."""
+        return list(self._ask("POST", "/version", {"version": version, "reused": reused}).json())
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
         """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set."""

@@ -137,7 +137,7 @@ class _Scores(torch.autograd.Function):
         """Compute the gradients. Under Megatron's data parallelism the weight's gradient is added to its float32 buffer
         (main_grad) and not returned. That saves a second buffer and a pass over it, and tied embeddings still add
         theirs as usual. (Megatron's own fused accumulation does the same.) The hook that starts the reduction of a
-        bucket (trainer.overlap_grad_reduce) still runs after this."""
+        bucket (trainer.overlap_grad_reduce) still runs after this. A frozen weight gets no gradient."""
         hidden, weight, rows, targets, log_z, entropy = ctx.saved_tensors
         of_chosen, of_entropy = gradients
         shard: _Shard = ctx.shard
@@ -148,9 +148,9 @@ class _Scores(torch.autograd.Function):
         of_entropy = of_entropy / shard.temperature if of_entropy is not None else None
         of_hidden = torch.empty_like(hidden)
         of_weight = gradient_buffer(weight)
-        passed_on = torch.zeros_like(weight, dtype=log_z.dtype) if of_weight is None else None
+        trained = ctx.needs_input_grad[1]
+        passed_on = torch.zeros_like(weight, dtype=log_z.dtype) if trained and of_weight is None else None
         accumulated = of_weight if passed_on is None else passed_on
-        assert accumulated is not None
         for chunk in reversed(shard.chunks(len(hidden))):
             s = ctx.kept.pop() if ctx.kept else shard.scaled(hidden[chunk], weight)
             log_p = s.sub_(log_z[chunk, None])
@@ -164,7 +164,8 @@ class _Scores(torch.autograd.Function):
             d.index_put_(places, torch.where(here, of_chosen, 0.0), accumulate=True)
             d = d.to(hidden.dtype)
             torch.mm(d, weight, out=of_hidden[chunk])
-            _add_product(accumulated, d.t(), hidden[chunk])
+            if accumulated is not None:
+                _add_product(accumulated, d.t(), hidden[chunk])
             del s, log_p, d
         return shard.all_reduce(of_hidden), passed_on, None, None, None, None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from asyncrl.models.architectures import routing_shape
 from asyncrl.parallel import Parallel
+from asyncrl.trainer import lora
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.activation_offload import ActivationOffload
 from asyncrl.trainer.gradients import collect, gradient_buffer
@@ -95,6 +96,9 @@ class Network:
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
         self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
+        if trainer.lora.rank:  # before data parallelism, which has buffers for what is trained
+            lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora)
+        self._adapters = list(lora.adapters(chunks))
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
         self.sharded = parallel.dp * parallel.cp > 1 or trainer.optimizer.moments_dtype != "float32"
@@ -161,6 +165,17 @@ class Network:
         """Run the packs without gradient."""
         self._run(packs, visit, forward_only=True)
 
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        """Let the frozen base compute without its adapters inside the block."""
+        for adapters in self._adapters:
+            adapters.skipped = True
+        try:
+            yield
+        finally:
+            for adapters in self._adapters:
+                adapters.skipped = False
+
     def tensors(self) -> list[Tensor]:
         """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
         return [tensor for chunk in self._inner.values() for tensor in weights_of(chunk, keep_vars=True).values()]
@@ -186,11 +201,14 @@ class Network:
 
     def _resident(self) -> list[Tensor]:
         """Return what autograd saves in a pass although it is no activation."""
-        return [*self.parameters(), *self._fp8_copies()]
+        own = (one for chunk in self._inner.values() for one in (*chunk.parameters(), *chunk.buffers()))
+        return [*own, *self._fp8_copies()]
 
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
         which, kind = itertools.count(1), "" if not forward_only else " without gradient"
         passes = len(packs) * len(self.wrapped)
+        for adapters in self._adapters:
+            adapters.train(not forward_only)  # dropout
 
         def forward_step(batches: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch, inner = next(batches), self._inner[model]

@@ -260,8 +260,9 @@ class Resets:
 
     def __init__(self, every: int | None, share: float, network: Network, optimizer: NetworkOptimizer) -> None:
         self._every, self._share = every, share
-        self._network, self._optimizer = network, optimizer
-        self._start: list[Tensor] = [p.detach().clone() for p in network.parameters()] if every else []
+        self._optimizer = optimizer
+        self._trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        self._start: list[Tensor] = [parameter.detach().clone() for parameter in self._trained] if every else []
 
     def states(self) -> list[Tensor]:
         """Return the initial weights; none if resets are off."""
@@ -272,6 +273,6 @@ class Resets:
         """Reset the weights if this number of trained batches calls for it."""
         if not self._every or batches % self._every:
             return
-        for parameter, start in zip(self._network.parameters(), self._start, strict=True):
+        for parameter, start in zip(self._trained, self._start, strict=True):
             parameter.lerp_(start.to(parameter.device), self._share)
         self._optimizer.start_anew()

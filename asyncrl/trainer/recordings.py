@@ -46,8 +46,9 @@ class ReplaySource:
     def hold(self) -> None:
         """Do nothing: no generation is running."""
 
-    def announce(self, version: int, reused: int = 0) -> None:
-        """Do nothing: nobody listens."""
+    def announce(self, version: int, reused: int = 0) -> list[int]:
+        """Do nothing: nobody listens, and no adapter is in use."""
+        return []
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
         """Return no results: there is no engine."""
@@ -65,7 +66,7 @@ class ReplaySource:
 class NoEngines:
     """Publisher for a run in which nothing generates."""
 
-    def __init__(self, announce: Callable[[int], None], *, first: bool) -> None:
+    def __init__(self, announce: Callable[[int], object], *, first: bool) -> None:
         """Set up the publisher. `first` is True on rank 0, which alone announces versions."""
         self._announce, self._first = announce, first
 

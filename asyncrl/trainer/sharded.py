@@ -81,8 +81,10 @@ class ShardedState:
                 yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
 
     def weights(self) -> Iterator[TensorShard]:
-        """Yield the weights that this rank computes with, in their own precision."""
+        """Yield the weights that this rank computes with, in their own precision, without a frozen base."""
         for place in self._network.placed():
+            if isinstance(place.tensor, torch.nn.Parameter) and not place.tensor.requires_grad:
+                continue
             yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
 
     def states(self) -> Iterator[TensorShard]:

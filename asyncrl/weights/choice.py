@@ -1,14 +1,19 @@
-"""The choice of transport for new weights. Does not import torch, because the launcher reports the choice before
-anything is started."""
+"""The choice of how new weights travel: the transport, and with LoRA whether versions are adapters of their own.
+Imports no torch, because the launcher reports the choice before anything is started."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
+from asyncrl.config import Config, on_gpu
+from asyncrl.config.adapters import check_adapters
 from asyncrl.errors import ConfigError
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose adapters the engines serve. Adapters of experts and of latent attention were not tried."""
 
 
 def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool, colocated: bool = False) -> tuple[str, str]:
@@ -32,3 +37,41 @@ def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool, coloca
     if here:
         return "tensor", "all engines are on this host: buckets travel through shared memory"
     return "distributed", f"engines are on {sorted(hosts)}: buckets travel by broadcast"
+
+
+def choose_lora(config: Config, hf: dict[str, Any], gpus: int) -> tuple[Config, str]:
+    """Return the configuration with weights.lora resolved, and the reason; no reason without LoRA. `hf` is the model
+    folder's config.json. Raises ConfigError if the engines cannot serve the adapters as configured."""
+    setting = config.weights.lora
+    if config.trainer.lora.rank is None or config.mode != "train":
+        return config, ""
+    if setting == "auto":
+        way, why = _way(config, hf, gpus)
+    else:
+        way, why = setting, "as configured"
+    if way == "versions" and (problem := _not_served(hf)):
+        raise ConfigError("weights.lora", "versions", f"{problem}: set merged.")
+    return _with(config, way), f"{way} ({why})"
+
+
+def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
+    if not on_gpu(config.engine, gpus):
+        return "merged", "on CPUs SGLang computes adapters slowly"
+    if problem := _not_served(hf):
+        return "merged", problem
+    if config.engine.urls:
+        return "merged", "engine.urls names engines, which may have been started without adapters"
+    try:
+        check_adapters(_with(config, "versions"))
+    except ConfigError as error:
+        return "merged", f"{error.field}={error.value} does not fit versions"
+    return "versions", "adapters load without a pause"
+
+
+def _not_served(hf: dict[str, Any]) -> str:
+    architecture = hf["architectures"][0]
+    return "" if architecture in DENSE else f"engines serve adapters of {', '.join(DENSE)}, not of {architecture}"
+
+
+def _with(config: Config, way: str) -> Config:
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"lora": way})})

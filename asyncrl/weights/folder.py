@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.files import DTYPES
 from asyncrl.weights.names import Mapping
 
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers in old checkpoints; the model computes them from the config
+HASHERS = 8
+"""Threads that compute hashes, each with one tensor in memory."""
 MTP_LAYER = re.compile(r"(.*\.layers\.\d+\.)eh_proj\.weight")  # only layers of multi-token prediction have this tensor
 
 
@@ -56,6 +62,12 @@ class HFFolder:
         """Return the names of all tensors."""
         return list(self._file_of)
 
+    def described(self, name: str) -> Tensor:
+        """Return a tensor without its values, on the meta device."""
+        found = self._file_of[name].get_slice(name)
+        dtype = next(dtype for dtype, short in DTYPES.items() if short == found.get_dtype())
+        return torch.empty(found.get_shape(), dtype=dtype, device="meta")
+
     def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read one tensor. Raises WeightsError if it is missing or has another shape."""
         if name not in self._file_of:
@@ -67,6 +79,18 @@ class HFFolder:
         self._read.add(name)
         tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    def digest(self) -> str:
+        """Return a SHA-256 of all tensors with their names, which does not depend on how files divide them."""
+        with ThreadPoolExecutor(HASHERS) as pool:
+            of_each = pool.map(self._digest, sorted(self._file_of))
+            return hashlib.sha256("".join(of_each).encode()).hexdigest()
+
+    def _digest(self, name: str) -> str:
+        tensor = self._file_of[name].get_tensor(name)
+        found = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        return found.hexdigest()
 
     def mtp_names(self) -> list[str]:
         """Return the tensors of multi-token prediction layers, which draft further tokens; they are neither trained nor

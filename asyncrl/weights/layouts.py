@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,3 +111,13 @@ GATE_UP = TensorLayout(
     lambda full, degree, rank, dims: torch.cat([tensor.chunk(degree)[rank] for tensor in full]), _join_gate_up
 )
 """The two matrices of a gated MLP, stacked."""
+FUSED_GATE_UP = TensorLayout(
+    lambda full, degree, rank, dims: GATE_UP.shard(list(full[0].chunk(2)), degree, rank, dims),
+    lambda parts, dims: [Pieces([piece for half in _join_gate_up(parts, dims) for piece in half.parts])],
+)
+"""The same two, stacked in the full tensor too, as transformers stores routed experts."""
+
+
+def of_rank(dims: Dims, degree: int) -> Dims:
+    """Return the dimensions of one rank's part, of which `QKV.shard` makes its rows of queries, keys and values."""
+    return replace(dims, heads=dims.heads // degree, kv_heads=dims.kv_heads // degree)

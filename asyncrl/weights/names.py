@@ -11,7 +11,10 @@ import re
 from dataclasses import dataclass, replace
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
+from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
+
+ADAPTER = re.compile(r"(.+)\.lora\.(\w+)\.([AB])")
+"""Name of an adapter's matrix: that of its linear layer, of the HF projection that it adapts, and of the matrix."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,23 @@ class NameRule:
         """True for a routed expert's weight, which is sharded over the expert-parallel ranks, not over the dense
         layout."""
         return "{expert}" in self.megatron
+
+    def projections(self) -> dict[str, str]:
+        """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
+        PEFT's `target_parameters`: transformers stacks their weights, with gate and up in one."""
+        if self.expert:
+            name = "gate_up_proj" if self.layout is GATE_UP else "down_proj"
+            return {name: f"model.layers.{{layer}}.mlp.experts.{name}"}
+        modules = (name.removesuffix(".weight") for name in self.hf)
+        return {module.rpartition(".")[2]: module for module in modules}
+
+    def adapter(self, projection: str, matrix: str) -> NameRule:
+        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections."""
+        columns = WHOLE if self.layout in (ROW, WHOLE) else FUSED_GATE_UP if self.expert else COLUMN
+        layout = columns if matrix == "B" else ROW if self.layout is ROW else WHOLE
+        linear = self.megatron.removesuffix(".weight")
+        name = f"{self.projections()[projection]}.lora_{matrix}.weight"
+        return NameRule(f"{linear}.lora.{projection}.{matrix}", layout, (name,))
 
 
 Table = tuple[NameRule, ...]
@@ -181,6 +201,10 @@ class Mapping:
 
     def find(self, megatron_name: str) -> Found:
         """Return the rule of a parameter, named as in the local spec, whose layer and expert numbers are global."""
+        if of_adapter := ADAPTER.fullmatch(megatron_name):
+            linear, projection, matrix = of_adapter.groups()
+            found = self.find(f"{linear}.weight")
+            return replace(found, rule=found.rule.adapter(projection, matrix))
         general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
         if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")

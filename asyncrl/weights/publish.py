@@ -67,7 +67,7 @@ class Publisher:
         *,
         expected: Callable[[], ExpectedChecksums],
         hold: Callable[[], None],
-        announce: Callable[[int], None],
+        announce: Callable[[int], object],
         update: Update | None = None,
         sent: Callable[[], None] = lambda: None,
     ) -> None:

@@ -7,16 +7,19 @@ expert-tensor-parallel and expert-parallel ranks of the first expert replica: on
 of them. Sequence parallelism, context parallelism and further replicas hold no weights of their own and take no part.
 
 Import: each rank reads what its parameters need; nothing is communicated.
+
+A layer with adapters (trainer/lora.py) is exported with them merged, or the base and the adapters for themselves.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +27,24 @@ from torch import Tensor
 
 from asyncrl.parallel import Parallel
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import Dims, Pieces
-from asyncrl.weights.names import Found, Mapping, local_name, unit_of
+from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, Dims, Pieces
+from asyncrl.weights.names import ADAPTER, Found, Mapping, local_name, unit_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+LINEAR = (COLUMN, ROW, QKV, GATE_UP)
+"""Layouts of the linear layers that can have adapters: all but the output layer and routers."""
+
+
+@dataclass(frozen=True)
+class LinearShard:
+    """One rank's part of a linear layer: the rank's number of those that share the layer."""
+
+    module: Any
+    found: Found
+    degree: int
+    rank: int
 
 
 class Resharder:
@@ -47,24 +63,52 @@ class Resharder:
 
     @cached_property
     def _found(self) -> list[tuple[int, str, Found]]:
-        """Every parameter and persistent buffer: chunk, name, and its rule with the numbers of the whole model."""
+        """Every parameter and persistent buffer of the base: chunk, name, and its rule with the numbers of the whole
+        model."""
+        return self._named(lambda name: not ADAPTER.fullmatch(name))
+
+    @cached_property
+    def _adapters(self) -> list[tuple[int, str, Found]]:
+        """The matrices of adapters, in the same form."""
+        return self._named(lambda name: bool(ADAPTER.fullmatch(name)))
+
+    def _named(self, wanted: Callable[[str], bool]) -> list[tuple[int, str, Found]]:
         return [
             (number, name, self._mapping.find(_global_name(name, _layers(chunk), self._first_expert)))
             for number, chunk in enumerate(self._chunks)
             for name in weights_of(chunk)
+            if wanted(name)
         ]
 
-    def _tensors(self, which: list[tuple[int, str, Found]]) -> Iterator[tuple[Found, Tensor]]:
+    def linears(self) -> Iterator[LinearShard]:
+        """Yield this rank's linear layers that can have adapters."""
+        for chunk, name, found in self._found:
+            if found.rule.layout in LINEAR and name.endswith(".weight"):
+                module = self._chunks[chunk].get_submodule(name.removesuffix(".weight"))
+                yield LinearShard(module, found, self._degree(found), self._rank(found))
+
+    def _tensors(self, which: list[tuple[int, str, Found]], *, merged: bool = False) -> Iterator[tuple[Found, Tensor]]:
         """Look the tensors up again for each pass: mixed precision and data parallelism move a model's memory after
-        construction."""
+        construction. With `merged`, adapters are added to the weights of their layers."""
         states = [weights_of(chunk) for chunk in self._chunks]
-        return ((found, states[chunk][name]) for chunk, name, found in which)
+        for chunk, name, found in which:
+            layer, _, kind = name.rpartition(".")
+            adapters = getattr(self._chunks[chunk].get_submodule(layer), "lora", None)
+            tensor = states[chunk][name]
+            if merged and adapters is not None and kind == "weight":
+                exact = torch.promote_types(tensor.dtype, torch.float32)
+                tensor = (tensor.to(exact) + adapters.delta()).to(tensor.dtype)
+            yield found, tensor
 
     def _degree(self, found: Found) -> int:
         """Return the number of ranks that share this parameter."""
         if found.rule.expert:
             return self._parallel.etp
         return self._parallel.tp if found.rule.layout.split else 1
+
+    def _rank(self, found: Found) -> int:
+        """Return this rank's number among them."""
+        return (self._parallel.etp_rank if found.rule.expert else self._parallel.tp_rank) % self._degree(found)
 
     def _is_tied_copy(self, found: Found) -> bool:
         """Return whether this is the last stage's copy of a tied embedding."""
@@ -73,19 +117,42 @@ class Resharder:
     # -- export --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def stream(self) -> Iterator[tuple[str, Pieces]]:
+    def stream(self, *, merged: bool = True) -> Iterator[tuple[str, Pieces]]:
         """Yield (HF name, full tensor in pieces) of this stage, in a fixed order, on the exporting rank, and nothing on
-        other ranks.
+        other ranks. With `merged`, each weight has its adapters added to it, else the base is exported alone.
 
         Every rank must iterate to the end, because it takes part in a gather per split parameter. Pieces may be views
         of the parameter itself: read them before the next optimizer step.
         """
-        for found, tensor in self._tensors(self._exported):
+        for found, tensor in self._tensors(self._exported, merged=merged):
             yield from self._joined(found, self._gathered(found, tensor))
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, full tensor), with each tensor in one piece."""
-        return ((name, pieces.tensor()) for name, pieces in self.stream())
+        return ((name, pieces.tensor()) for name, pieces in self.stream(merged=merged))
+
+    @torch.no_grad()
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF module + .lora_A.weight or .lora_B.weight, full tensor in float32), as `hf_tensors`.
+
+        Routed experts have the form of PEFT's `target_parameters`, under the name of transformers' parameter: A of all
+        experts one below the other, [experts * rank, in], and B with the expert as its fastest index, [out, rank *
+        experts]. (PEFT nests the modules of several parameters, so that names in its files differ.)
+        """
+        stacks: dict[str, dict[int, Tensor]] = {}
+        for found, tensor in self._tensors(self._in_gathers(self._adapters)):
+            parts = self._gathered(found, tensor)
+            full = [(name, pieces.tensor().float()) for name, pieces in self._joined(found, parts)]
+            if found.expert is None:
+                yield from full
+                continue
+            for owner, (name, one) in enumerate(full):
+                stack = stacks.setdefault(name, {})
+                stack[found.expert + owner * self._experts_here] = one
+                if len(stack) == self._num_experts:
+                    every = [stack[expert] for expert in range(self._num_experts)]
+                    yield name, torch.cat(every) if ".lora_A." in name else torch.stack(every, -1).flatten(1)
+                    del stacks[name]
 
     def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         """Yield name, dtype and shape of what `hf_tensors` yields, without accessing weights or other ranks."""
@@ -100,17 +167,21 @@ class Resharder:
     @cached_property
     def _exported(self) -> list[tuple[int, str, Found]]:
         """The parameters in whose gathers this rank takes part; those that must arrive together are adjacent."""
-        p = self._parallel
-        exported = []
-        for chunk, name, found in self._found:
-            first_replica = p.edp_rank == 0 if found.rule.expert else p.dp_rank == 0 and p.cp_rank == 0
-            if first_replica and not self._is_tied_copy(found):
-                exported.append((chunk, name, found))
+        exported = self._in_gathers(self._found)
         places: dict[str, int] = {}
         units = [unit_of(found.hf_names()[0]) for _, _, found in exported]
         for place, unit in enumerate(units):
             places.setdefault(unit, place)
         return [exported[i] for i in sorted(range(len(exported)), key=lambda i: places[units[i]])]
+
+    def _in_gathers(self, which: list[tuple[int, str, Found]]) -> list[tuple[int, str, Found]]:
+        """Return those of the first replica, without the copy of a tied embedding."""
+        p, dense = self._parallel, self._parallel.dp_rank == 0 and self._parallel.cp_rank == 0
+        return [
+            one
+            for one in which
+            if (p.edp_rank == 0 if one[2].rule.expert else dense) and not self._is_tied_copy(one[2])
+        ]
 
     def _gathered(self, found: Found, shard: Tensor) -> list[Tensor]:
         """Return every rank's shard on the exporting rank, and nothing elsewhere."""
@@ -137,17 +208,38 @@ class Resharder:
         with HFFolder(folder) as source:
             for found, tensor in self._tensors(self._found):
                 names = ("model.embed_tokens.weight",) if self._is_tied_copy(found) else found.hf_names()
-                degree = self._degree(found)
-                whole = found.rule.layout.join([torch.empty_like(tensor, device="meta")] * degree, self._dims)
-                full = [source.read(name, meta.tensor().shape) for name, meta in zip(names, whole, strict=True)]
-                rank = self._parallel.etp_rank if found.rule.expert else self._parallel.tp_rank
-                tensor.copy_(found.rule.layout.shard(full, degree, rank % degree, self._dims))
+                shapes = self._whole_shapes(found, tensor)
+                full = [source.read(name, shape) for name, shape in zip(names, shapes, strict=True)]
+                self._fill(found, tensor, full)
             source.check_nothing_left(self._mapping, self._is_for_this_rank)
             dropped = source.mtp_names()
         if dropped and self._parallel.is_first:
             warnings.warn(
                 f"{folder}: left out {len(dropped)} tensors of multi-token prediction: {dropped}", stacklevel=2
             )
+
+    @torch.no_grad()
+    def load_adapters(self, read: Callable[[str, Sequence[int]], Tensor]) -> None:
+        """Fill this rank's adapters from full tensors, which `read` returns by the names and shapes of `adapters`."""
+        for found, tensor in self._tensors(self._adapters):
+            (name,), (shape,) = found.hf_names(), self._whole_shapes(found, tensor)
+            if found.expert is None:
+                full = read(name, shape)
+            elif ".lora_A." in name:
+                stack = read(name, (self._num_experts * shape[0], shape[1]))
+                full = stack.unflatten(0, (self._num_experts, -1))[found.expert]
+            else:
+                stack = read(name, (shape[0], shape[1] * self._num_experts))
+                full = stack.unflatten(1, (-1, self._num_experts))[..., found.expert]
+            self._fill(found, tensor, [full])
+
+    def _whole_shapes(self, found: Found, shard: Tensor) -> list[torch.Size]:
+        """Return the shapes of the full tensors of which a rank holds this shard."""
+        whole = found.rule.layout.join([torch.empty_like(shard, device="meta")] * self._degree(found), self._dims)
+        return [pieces.tensor().shape for pieces in whole]
+
+    def _fill(self, found: Found, shard: Tensor, full: list[Tensor]) -> None:
+        shard.copy_(found.rule.layout.shard(full, self._degree(found), self._rank(found), self._dims))
 
     def _is_for_this_rank(self, hf_name: str) -> bool:
         """Return whether an HF tensor belongs to a layer and an expert that this rank holds, or that no rank holds."""

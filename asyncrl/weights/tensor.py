@@ -38,12 +38,8 @@ class TensorTransport(Transport):
         self._shared = SharedBuffers()
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Allocate shared memory on CPU. torch's default of sharing file descriptors requires both processes to share a
-        parent's secret."""
-        if device.type != "cpu":
-            return super().allocate(nbytes, device)
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        return torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+        """Allocate shared memory on CPU."""
+        return shared_memory(nbytes) if device.type == "cpu" else super().allocate(nbytes, device)
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
         """Send a separate handle for every engine and tensor-parallel rank; each rank takes its part of every tensor.
@@ -53,10 +49,9 @@ class TensorTransport(Transport):
         """
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
-        metadata = [METADATA.of(e.name, e.shape, e.dtype, e.start, e.end, e.end - e.start) for e in bucket]
         bodies = {
             url: {
-                "serialized_named_tensors": [self._handle(flat, metadata) for _ in range(self._engine_tp)],
+                "serialized_named_tensors": [self._handle(flat, bucket) for _ in range(self._engine_tp)],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             }
@@ -64,13 +59,24 @@ class TensorTransport(Transport):
         }
         self._fleet.finish(self._fleet.start("/update_weights_from_tensor", bodies))
 
-    def _handle(self, flat: Tensor, metadata: list[Any]) -> str:
-        """Serialize a handle like SGLang's MultiprocessingSerializer; the bytes are not copied."""
-        buffer = io.BytesIO()
-        shared = _Reduced(self._shared.reduce(flat)) if flat.is_cuda else flat
-        with METADATA.known():
-            ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
-        return base64.b64encode(buffer.getvalue()).decode()
+    def _handle(self, flat: Tensor, bucket: Bucket) -> str:
+        return handle(_Reduced(self._shared.reduce(flat)) if flat.is_cuda else flat, bucket)
+
+
+def shared_memory(nbytes: int) -> Tensor:
+    """Allocate shared memory, as uint8. torch's default of sharing file descriptors requires both processes to share a
+    parent's secret."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    return torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+
+
+def handle(shared: Any, bucket: Bucket) -> str:
+    """Serialize a handle of a bucket's memory like SGLang's MultiprocessingSerializer; the bytes are not copied."""
+    buffer = io.BytesIO()
+    metadata = [METADATA.of(e.name, e.shape, e.dtype, e.start, e.end, e.end - e.start) for e in bucket]
+    with METADATA.known():
+        ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 class SharedBuffers:

@@ -24,7 +24,7 @@ from tests.convert.models import converted, described, rewritten, tensors
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, arguments: list[str]) -> str:
     """The one line of a conversion that must fail and leave nothing."""
-    out = Path(arguments[2])
+    out = Path(arguments[3 if arguments[0] == "merge" else 2])
     before = sorted(out.parent.iterdir())
     capsys.readouterr()
     assert main(arguments) == code

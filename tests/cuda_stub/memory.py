@@ -12,9 +12,10 @@ from asyncrl.config import Config
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
 from asyncrl.planner import memory as planner
+from asyncrl.planner.shapes import counted
 from tests.cuda_stub.fake import MODE
 
-STATE = ("weights", "gradients", "masters", "moments", "frozen weights")
+STATE = ("weights", "gradients", "masters", "moments", "frozen weights", "gather buffer")
 
 
 def held(policy: Any, config: Config, folder: Path, stage: int, tokens: int) -> dict[str, Any]:
@@ -27,11 +28,14 @@ def held(policy: Any, config: Config, folder: Path, stage: int, tokens: int) -> 
 
 
 def _state(policy: Any) -> dict[str, int]:
+    from megatron.core import parallel_state
+
     networks = [policy.network, *([policy._critic._network] if policy._critic else [])]
     optimizers = [policy._optimizer, *([policy._critic.optimizer] if policy._critic else [])]
     parameters = {id(one): one for network in networks for one in network.parameters()}.values()
     shards = [one for optimizer in optimizers for one in optimizer.shards()]
     reference = policy._reference._weights if policy._reference else []
+    gathered = parallel_state.get_global_memory_buffer().buffer
     frozen = [one for one in [*reference, *policy._resets._start] if one.device.type == "cuda"]
     return {
         "weights": sum(one.nbytes for one in parameters),
@@ -39,11 +43,12 @@ def _state(policy: Any) -> dict[str, int]:
         "masters": sum(one.master.nbytes for one in shards if one.master.dtype != one.parameter.dtype),
         "moments": sum(moment.nbytes for one in shards for moment in one.moments.values()),
         "frozen weights": sum(one.nbytes for one in frozen),
+        "gather buffer": sum(one.nbytes for one in gathered.values()),
     }
 
 
 def _planned(config: Config, folder: Path, stage: int, tokens: int) -> dict[str, int]:
     shape = shape_of(json.loads((folder / "config.json").read_text()))
-    weights = planner.counted(read_model(folder, "model.path").weights, shape)
+    weights = counted(read_model(folder, "model.path").weights, shape)
     training = replace(training_of(config, gpu=True), tokens=tokens, publishes=False)
     return planner._stage(weights, shape, layout_of(config.trainer), training, stage)

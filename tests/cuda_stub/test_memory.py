@@ -32,15 +32,14 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "TP 2, SP, DP 2": (BASE, {TP: 2, SP: True, DP: 2}),
     "full recomputation": (BASE, {"trainer.recompute.granularity": "full"}),
     "reference and resets": (BASE, {"algo.kl.coefficient": 0.01, "algo.reset_every": 3}),
+    "critic, PP 2, last stage": (replace(BASE, rank=1, layers=2), {"algo.advantage": "gae", PP: 2}),
+    "critic": (BASE, {"algo.advantage": "gae"}),
     "routed experts": (replace(BASE, model="qwen3_moe"), {}),
     "EP 4, ETP 1": (replace(BASE, model="qwen3_moe"), {TP: 2, SP: True, DP: 2, EP: 4, ETP: 1}),
     "latent attention": (replace(BASE, model="deepseek_v3"), {}),
 }
 CLOSE = 0.1
 """Allowed relative error of the peak."""
-TOO_HIGH = {"latent attention": 0.25}
-"""Where the planner says more than is held, by up to this share. It counts more activations of latent attention with
-experts than a GPU keeps."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -51,7 +50,7 @@ def test_a_rank_holds_what_the_planner_says(name: str, step: Callable[[Case], di
     assert {part: found[part] for part in STATE} == {part: planned[part] for part in STATE}
     ratio = told["peak"] / sum(planned.values())
     print(f"{name}: state {sum(found.values())}, live {told['live']}, peak {told['peak']}, peak / planned {ratio:.3f}")
-    assert 1 - TOO_HIGH.get(name, CLOSE) <= ratio <= 1 + CLOSE
+    assert 1 - CLOSE <= ratio <= 1 + CLOSE
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
@@ -68,11 +67,3 @@ def test_most_layers_activations_are_in_host_memory(recomputed: bool, step: Call
     print(f"peak {without['memory']['peak']}, less {saved} with offload: {saved / a_layer:.1f} of {LAYERS} layers")
     assert saved > (LAYERS - 5 if recomputed else LAYERS - 3) * a_layer
     assert offloads["memory"]["live"] == without["memory"]["live"]  # nothing is left over
-
-
-def test_the_planner_counts_an_output_layer_that_a_critic_drops(step: Callable[[Case], dict[str, Any]]) -> None:
-    told = step(replace(BASE, layers=2, changes={"algo.advantage": "gae"}))["memory"]
-    hidden, vocab = BASE.sizes["hidden"], BASE.sizes["vocab"]
-    dropped = vocab * hidden - (hidden + 1)  # a value head takes its place
-    for part, size in (("weights", 2), ("gradients", 4), ("masters", 4), ("moments", 8)):
-        assert told["planned"][part] - told["found"][part] == dropped * size

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.engine.client import GenerationClient, GenerationSession
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.inflight import FIRST, HELD, NEXT
+from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl import retries
-from asyncrl.engine.client import GenerationClient, GenerationSession
+from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings

@@ -110,9 +110,9 @@ def wait_for_turn(process: subprocess.Popen[str], run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("engines", "number"),
     [
-        pytest.param(2, signal.SIGKILL, id="one of two dies"),
-        pytest.param(2, signal.SIGSTOP, id="one of two hangs", marks=pytest.mark.campaign),  # engine/test_hand_over.py
-        pytest.param(1, signal.SIGKILL, id="the only one dies"),
+        pytest.param(2, signal.SIGKILL, id="one of two dies", marks=pytest.mark.campaign),
+        pytest.param(2, signal.SIGSTOP, id="one of two hangs", marks=pytest.mark.campaign),
+        pytest.param(1, signal.SIGKILL, id="the only one dies"),  # and engine/test_hand_over.py
     ],
 )
 def test_engine_that_fails_without_its_memory_is_restarted_and_the_run_goes_on(

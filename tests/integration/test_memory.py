@@ -12,7 +12,9 @@ import pytest
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.preflight.shapes import layout_of, recompute_of, shape_of
 from asyncrl.models.tiny import write_random_model
-from asyncrl.planner.memory import Recompute, Training, counted, trainer_rank
+from asyncrl.planner.activations import Recompute, Training
+from asyncrl.planner.memory import trainer_rank
+from asyncrl.planner.shapes import counted
 from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks
 

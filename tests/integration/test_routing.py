@@ -16,7 +16,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl.config import load
-from asyncrl.engine.client import GenerationClient, GenerationSession
+from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.session import GenerationSession
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.architectures import routing_shape

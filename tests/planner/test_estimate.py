@@ -20,7 +20,7 @@ from asyncrl.planner.estimate import (
     StepWorkload,
     estimate,
 )
-from asyncrl.planner.memory import Shape, Weight
+from asyncrl.planner.shapes import Shape, Weight
 
 MODEL = ModelSize(body=1e8, head=3e7, layers=0)
 WORK = StepWorkload(8, 8, 170, 28, 7, steps=40, share_prompts=True, synchronous=False, questions=100)

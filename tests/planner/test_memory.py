@@ -14,26 +14,18 @@ from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.preflight.shapes import layout_of
 from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
+from asyncrl.planner.activations import Recompute, Training, activations, layer_bytes
 from asyncrl.planner.memory import (
-    ParallelLayout,
-    RankParameters,
-    Recompute,
-    Shape,
-    Training,
-    Weight,
-    activations,
     away,
     cache_that_fits,
+    checkpoint_bytes,
     checkpoint_staging,
-    counted,
     engine_rank,
-    held,
-    layer_bytes,
     offloaded,
-    parameters,
     trainer_rank,
     turns,
 )
+from asyncrl.planner.shapes import ParallelLayout, RankParameters, Shape, Weight, counted, held, parameters
 from asyncrl.weights.names import FAMILIES
 from tests.fakes import tiny_config
 
@@ -141,13 +133,35 @@ def test_masters_of_experts_are_shared_by_the_replicas_of_experts() -> None:
     assert trainer_rank(weights, SHAPE, layout, TRAINING)["masters"] == 4 * (mine.dense // 4 + mine.routed // 2)
 
 
-def test_a_critic_doubles_what_lasts_and_frozen_weights_come_once_each() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_has_a_value_head_in_place_of_the_output_layer(tied: bool) -> None:
+    """On the last stage it holds neither the output layer nor a copy of the embedding."""
+    shape, alone = replace(SHAPE, tied=tied), ParallelLayout()
+    for layout in (alone, ParallelLayout(pipeline=2)):
+        plain, more = (
+            trainer_rank(model(tied=tied), shape, layout, replace(TRAINING, critic=one)) for one in (False, True)
+        )
+        elements = parameters(model(tied=True)).all + 9 if layout == alone else 2 * (64 + 8 + 128) + 8 + 9
+        if plain["logits"] == 0:  # the first stage holds most
+            elements = 2 * (64 + 8 + 128) + 80
+        for name, size in (("weights", 2), ("gradients", 4), ("masters", 4), ("moments", 8)):
+            assert more[name] == plain[name] + size * elements
+
+
+def test_frozen_weights_come_once_each_and_the_critic_has_none() -> None:
     plain, more = (
         trainer_rank(model(), SHAPE, ParallelLayout(), t) for t in (TRAINING, replace(TRAINING, critic=True, frozen=2))
     )
-    for name in ("weights", "gradients", "masters", "moments"):
-        assert more[name] == 2 * plain[name]
     assert more["frozen weights"] == 2 * plain["weights"]
+
+
+def test_sequence_parallelism_keeps_a_buffer_with_the_hidden_states_of_all_rows() -> None:
+    for layout, rows in (
+        (ParallelLayout(tensor=2), 0),
+        (ParallelLayout(tensor=2, sequence=True), 100),
+        (ParallelLayout(tensor=2, sequence=True, context=2), 50),
+    ):
+        assert trainer_rank(model(), SHAPE, layout, TRAINING)["gather buffer"] == rows * 8 * 2
 
 
 def test_fp8_keeps_two_more_bytes_for_each_element_of_a_matrix_in_a_layer() -> None:
@@ -234,15 +248,31 @@ def test_offloaded_states_return_when_activations_are_gone() -> None:
 
 
 def test_a_routed_token_pays_for_each_of_its_experts() -> None:
+    """Each copy of a token keeps its input of width h, gate and up, and their product before and after the router's
+    scale; the shared experts keep gate, up, the activated gate, and the product of both."""
     sparse = replace(SHAPE, sparse=4, chosen=2, expert_inner=4, shared_inner=3)
     dense = layer_bytes(SHAPE, ParallelLayout(), TRAINING, routed=False) - 2 * 3 * SHAPE.inner
-    assert layer_bytes(sparse, ParallelLayout(), TRAINING, routed=True) == dense + 2 * (2 * (2 * 8 + 3 * 4) + 3 * 3)
+    kept = layer_bytes(sparse, ParallelLayout(), TRAINING, routed=True)
+    assert kept == dense + 2 * (2 * (8 + 4 * 4) + 5 * 3) + 2 * 16
+    router = layer_bytes(replace(sparse, experts=8), ParallelLayout(), TRAINING, routed=True) - kept
+    assert router == 8 * 3 * 4
     # two ranks that share each expert read all tokens of both, and each writes half of what is inside
     layout = ParallelLayout(tensor=2, expert_tensor=2, sequence=True)
     more = layer_bytes(sparse, layout, TRAINING, routed=True) - layer_bytes(
         replace(SHAPE, inner=0), layout, TRAINING, routed=False
     )
-    assert more == 2 * (2 * (2 * 8 + 3 * 4 / 2) + 3 * 3 / 2)
+    assert more == 2 * (2 * (8 + 4 * 4 / 2) + 5 * 3 / 2) + 2 * 16 / 2
+
+
+def test_latent_attention_keeps_copies_of_queries_keys_and_values_and_its_normalized_vectors() -> None:
+    """Without the projections that plain attention keeps besides; on a CPU values and output are as wide as keys."""
+    plain = replace(SHAPE, keys=8)
+    latent, fused = replace(plain, latent=5), replace(TRAINING, fused_norms=True)
+    both = [layer_bytes(shape, ParallelLayout(), fused, routed=False) for shape in (plain, latent)]
+    assert both[0] - both[1] == 2 * ((3 * 8 + 2 * 8 + 4) - (8 + 8 + 2 * 4)) - 2 * 2 * 5
+    on_cpu = layer_bytes(latent, ParallelLayout(), TRAINING, routed=False)
+    of_norms = 2 * (8 - 2) * 8 + (8 - 2) * 5  # two of the layer, and those of latent vectors
+    assert on_cpu - both[1] == of_norms + 2 * ((8 + 8 + 2 * 8 + 4) - (8 + 8 + 2 * 4))
 
 
 def test_the_stage_with_most_is_told() -> None:
@@ -291,8 +321,12 @@ def test_ranks_beyond_the_key_value_heads_repeat_them() -> None:
 
 def test_a_checkpoint_takes_twelve_bytes_of_each_parameter_over_all_ranks() -> None:
     count = parameters(model()).all
-    assert checkpoint_staging(model(), SHAPE, ParallelLayout(), critic=False) == 12 * count
-    assert checkpoint_staging(model(), SHAPE, ParallelLayout(data=2), critic=True) == 12 * count
+    assert checkpoint_staging(model(), SHAPE, ParallelLayout(), TRAINING) == 12 * count
+    of_critic = count - 80 + 9  # a value head in place of the output layer
+    assert checkpoint_staging(model(), SHAPE, ParallelLayout(data=2), replace(TRAINING, critic=True)) == 12 * (
+        count // 2 + 449
+    )
+    assert checkpoint_bytes(model(), SHAPE, replace(TRAINING, critic=True)) == 12 * (count + of_critic)
 
 
 def test_what_nobody_loads_is_not_counted() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.memory import ParallelLayout, Shape, Weight, packed
-from asyncrl.planner.sizing import FleetSpec, Hardware, Publish, active, balance, engine_shape, publish, train_rate
+from asyncrl.planner.shapes import ParallelLayout, Shape, Weight, active, packed
+from asyncrl.planner.sizing import FleetSpec, Hardware, Publish, balance, engine_shape, publish, train_rate
 
 SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8)
 PLAIN = Hardware(hbm=1e30, inside=100.0, between=10.0, share=1.0, call=0.0, tensor=0.0)
@@ -110,7 +110,7 @@ def test_a_publish_is_never_faster_than_its_link_and_never_slower_on_a_faster_on
 
 
 def test_active_parameters_are_those_that_multiply_a_token() -> None:
-    sparse = replace(SHAPE, sparse=1, chosen=2, expert_inner=3)
+    sparse = replace(SHAPE, sparse=1, experts=4, chosen=2, expert_inner=3)
     weights = [Weight("model.embed_tokens.weight", (10, 8)), Weight("lm_head.weight", (10, 8))]
     assert active(weights, SHAPE) == 80
     assert active(weights[:1], replace(SHAPE, tied=True)) == 80

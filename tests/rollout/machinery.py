@@ -13,7 +13,7 @@ import httpx
 import msgspec
 
 from asyncrl.agents.single_turn import SingleTurn
-from asyncrl.engine.client import GenerationSession
+from asyncrl.engine.session import GenerationSession
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import CohortBuffer

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from asyncrl.engine.client import GenerationSession
+from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import LedgerError
 from asyncrl.rollout import groups as groups_module
 from asyncrl.rollout import server as module

@@ -15,8 +15,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.engine.client import GenerationClient, SavedCompletion
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, StreamChunk
+from asyncrl.engine.session import SavedCompletion
 from asyncrl.errors import RecordError
 from asyncrl.network.addresses import Access
 from asyncrl.rollout import snapshot

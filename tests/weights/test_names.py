@@ -16,7 +16,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.models.architectures import ARCHITECTURES
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import layouts
-from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, VOCAB, WHOLE, Dims, TensorLayout, dims_of
+from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, Dims, TensorLayout, dims_of
 from asyncrl.weights.names import FAMILIES, Mapping, local_name, unit_of
 
 HIDDEN = 8
@@ -43,6 +43,7 @@ def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:
         VOCAB: [(d.vocab, HIDDEN)],
         QKV: [(d.heads * d.head_dim, HIDDEN), keys, keys],
         GATE_UP: [(12, HIDDEN), (12, HIDDEN)],
+        FUSED_GATE_UP: [(24, HIDDEN)],
     }
     return found[layout]
 
@@ -55,11 +56,11 @@ def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
 
 def test_every_layout_is_tested_here() -> None:
     assert {value for value in vars(layouts).values() if isinstance(value, TensorLayout)} == {
-        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP,
+        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP])
+@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP])
 @given(dims(), st.sampled_from([1, 2, 4]), st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=60)
 def test_join_of_all_shards_is_byte_equal_to_the_original_and_no_rank_holds_more(layout, d, tp, seed, dtype) -> None:
@@ -113,7 +114,7 @@ def test_vocabulary_is_padded_with_zeros_at_its_end() -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP])
+@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP])
 def test_pieces_are_views_of_the_shards(layout, degree) -> None:
     d = Dims(heads=4, kv_heads=2, head_dim=1, vocab=15, tied=False)
     shards = [torch.zeros(8, 8) for _ in range(degree)]

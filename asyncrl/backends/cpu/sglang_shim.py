@@ -7,6 +7,7 @@ process of a server (`serve.py` calls it at module level, so that spawned childr
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -32,10 +33,12 @@ def install() -> None:
     if torch.cuda.is_available():
         return
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _without_compiler(torch)
     _stub_triton(torch)
     _stub_image_processors()
     sys.meta_path.append(_AbsentKernels())  # appended: a package that is really installed wins
     torch.cuda.synchronize = lambda *_: None  # /weights_checker calls it on every device
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]  # adapters are pinned everywhere
     _keep_mappings()
     _fork_children()
     after_import("sglang.srt.mem_cache.pool_host.common", _no_host_registration)
@@ -44,6 +47,37 @@ def install() -> None:
     after_import("sglang.srt.batch_invariant_ops", _without_invariant_kernels)
     after_import("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch)
     after_import("sglang.srt.layers.sampler", _sample_by_inversion)
+    after_import("sglang.srt.lora.layers", _create_unpinned)
+    after_import("sglang.srt.lora.backend.torch_backend", _create_unpinned)
+
+
+def _without_compiler(torch: Any) -> None:
+    """Leave torch's compiler out, whose import takes a quarter of an engine's start-up: engines on a CPU run with
+    TORCHDYNAMO_DISABLE, but transformers and SGLang use its decorators."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") != "1" or "torch._dynamo" in sys.modules:
+        return
+    torch.compile = _unchanged
+    torch._dynamo = sys.modules["torch._dynamo"] = _AbsentCompiler("torch._dynamo")
+    torch._dynamo.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # its submodules can be imported
+
+
+def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
+    """Decorate a function by leaving it as it is, with or without arguments of the decorator."""
+    return function if callable(function) else lambda decorated: decorated
+
+
+class _AbsentCompiler(types.ModuleType):
+    """Stand-in for torch._dynamo with decorators that change nothing. The real package takes its place when another
+    name is looked up."""
+
+    allow_in_graph = assume_constant_result = disable = staticmethod(_unchanged)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules[self.__name__] is self:
+            del sys.modules[self.__name__], sys.modules["torch"]._dynamo  # type: ignore[attr-defined]
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def _stub_triton(torch: Any) -> None:
@@ -186,6 +220,23 @@ def _sample_by_inversion(module: Any) -> None:
         return sample(probs) if sampling_seed is None else by_sglang(probs, sampling_seed, positions)
 
     module.sampling_from_probs_torch = sampling_from_probs
+
+
+class _Unpinned(types.ModuleType):
+    """The module torch, with factories that ignore `pin_memory`."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        if name not in ("tensor", "zeros", "empty"):
+            return found
+        return lambda *args, pin_memory=False, **kwargs: found(*args, **kwargs)
+
+
+def _create_unpinned(module: Any) -> None:
+    """Let a module of SGLang's LoRA layers create its tensors in ordinary memory. Pinned memory needs CUDA."""
+    module.torch = _Unpinned("torch")
 
 
 def _keep_mappings() -> None:

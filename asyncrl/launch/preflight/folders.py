@@ -13,7 +13,8 @@ from asyncrl.checkpoints.store import FOLDER as CHECKPOINTS
 from asyncrl.checkpoints.store import SPARE_BYTES
 from asyncrl.config import Config
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
-from asyncrl.planner.memory import BYTES, CHECKPOINT
+from asyncrl.planner.memory import CHECKPOINT
+from asyncrl.planner.shapes import BYTES
 
 MEASURED = 64 << 20
 """Bytes written to measure the speed."""
@@ -62,6 +63,17 @@ def look_at(path: Path, size: int = MEASURED) -> FolderState:
 
 
 @dataclass(frozen=True)
+class StoredBytes:
+    """Sizes of what a run writes."""
+
+    checkpoint: int
+    folder: int
+    """An HF folder: the weights, or the adapters."""
+    base: int = 0
+    """A quantized base, which all checkpoints share."""
+
+
+@dataclass(frozen=True)
 class SpaceNeeded:
     """Disk space that a run needs, in bytes."""
 
@@ -77,23 +89,25 @@ class SpaceNeeded:
     """Upper bound of the recording."""
 
 
-def room_of(config: Config, elements: int) -> SpaceNeeded:
-    """Return the disk space for a policy of this many parameters."""
+def room_of(config: Config, elements: int, stored: StoredBytes | None = None) -> SpaceNeeded:
+    """Return the disk space for a policy of this many parameters, all of which are trained unless `stored` says
+    otherwise."""
     training, steps = config.mode != "rollout_only", config.run.max_steps
-    one = elements * CHECKPOINT * (1 + config.algo.has_critic) if training else 0
+    weights = elements * BYTES[config.trainer.dtype]
+    stored = stored or StoredBytes(elements * CHECKPOINT * (1 + config.algo.has_critic), weights)
+    one = stored.checkpoint if training else 0
     kept = config.checkpoint.keep_last + 1  # the oldest is removed once the newest is complete
     if config.checkpoint.every and config.checkpoint.keep_every:
         kept += sum(
             version % config.checkpoint.keep_every == 0 for version in range(0, steps + 1, config.checkpoint.every)
         )
     folders = 1 + (steps // config.trainer.save_hf_every if config.trainer.save_hf_every else 0)
-    weights = elements * BYTES[config.trainer.dtype]
     sizes = [config.group_size(name) for name in config.mixture]
     tokens = steps * config.rollout.batch_groups * max(sizes) * config.rollout.max_new_tokens
     return SpaceNeeded(
         checkpoint=one,
-        checkpoints=one * kept if config.checkpoint.every else 0,
-        weights=weights * folders if training else 0,
+        checkpoints=one * kept + stored.base if config.checkpoint.every else 0,
+        weights=stored.folder * folders if training else 0,
         published=weights * PUBLISHED if config.weights.transport in ("disk", "delta") else 0,
         recorded=tokens * RECORDED if config.record else 0,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.launch.preflight.findings import Finding, error, ok
-from asyncrl.planner.memory import Weight
+from asyncrl.planner.shapes import Weight
 
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))

@@ -37,7 +37,7 @@ from asyncrl.launch.prepare import ROLES, Preparation
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.planner import memory as planner
-from asyncrl.planner.memory import Shape, Weight
+from asyncrl.planner.shapes import Shape, Weight, counted, parameters
 from asyncrl.sandbox import local
 from asyncrl.sandbox.protections import Protections
 
@@ -167,6 +167,8 @@ def _precision(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterato
     for choice in prepared.chosen.choices:
         text = f"{choice.dtype}, {choice.why}"
         yield warning(choice.field, text, choice.remedy) if choice.remedy else ok(choice.field, text)
+    if prepared.lora:
+        yield ok("weights.lora", prepared.lora)
     if "model" in models:
         yield from refused(prepared.estimate, "task")
     if prepared.expected:
@@ -182,7 +184,7 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
         layout, training = layout_of(config.trainer), training_of(config, gpu=gpu)
         staged = planner.offloaded(policy.weights, policy.shape, layout, training)
         if config.checkpoint.every:
-            staged += planner.checkpoint_staging(policy.weights, policy.shape, layout, critic=training.critic)
+            staged += planner.checkpoint_staging(policy.weights, policy.shape, layout, training)
         parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
         needs["trainer"] = MemoryNeed(parts, gpu, staged)
     for name, section, model in (
@@ -237,13 +239,20 @@ def _model(prepared: Preparation, role: str, models: dict[str, ModelFolder]) -> 
         shape = shape_of(hf)
     except (ConfigError, KeyError):
         return
-    models[role] = ModelFolder(planner.counted(files.weights, shape), shape)
+    models[role] = ModelFolder(counted(files.weights, shape), shape)
 
 
 def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Iterator[Finding]:
-    elements = planner.parameters(policy.weights).all if policy else 0
+    elements, stored = parameters(policy.weights).all if policy else 0, None
+    if policy and config.mode != "rollout_only":
+        training = training_of(config, gpu=False)  # a GPU stores the same
+        saved = planner.saved_bytes(policy.weights, training)
+        base = planner.packed_base_bytes(policy.weights, training)
+        stored = folders.StoredBytes(planner.checkpoint_bytes(policy.weights, policy.shape, training), saved, base)
     shared = folders.look_at(Path(config.weights.folder).expanduser()) if config.weights.folder else None
-    yield from folders.check_folders(config, folders.room_of(config, elements), folders.look_at(run_dir), shared)
+    yield from folders.check_folders(
+        config, folders.room_of(config, elements, stored), folders.look_at(run_dir), shared
+    )
 
 
 def _network(prepared: Preparation, job: SlurmJob, run_dir: Path) -> Iterator[Finding]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
+from asyncrl.config.lora import LoraConfig
 from asyncrl.models.architectures import megatron_arguments, rope
-from asyncrl.planner.memory import ParallelLayout, Recompute, Shape, Training
+from asyncrl.planner.activations import Recompute, Training
+from asyncrl.planner.adapters import Adapters
+from asyncrl.planner.shapes import ParallelLayout, Shape
 
 LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
 """Down projections of latent attention, which TransformerEngine's layers do not share over tensor-parallel ranks."""
@@ -20,11 +23,13 @@ def shape_of(hf: dict[str, Any]) -> Shape:
     width = hf.get("head_dim") or hidden // heads
     queries, values = heads * width, hf.get("num_key_value_heads", heads) * width
     keys, cached, parts, rotated = values, 2 * values, values // width, round(width * rope(hf)["partial_rotary_factor"])
+    latent = 0
     if family.get("multi_latent_attention"):
         queries = keys = heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         values = heads * hf["v_head_dim"]
         rotated = hf["qk_rope_head_dim"]
         cached, parts = hf["kv_lora_rank"] + rotated, 1
+        latent = hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
     return Shape(
         layers=hf["num_hidden_layers"],
         hidden=hidden,
@@ -35,8 +40,10 @@ def shape_of(hf: dict[str, Any]) -> Shape:
         vocab=hf["vocab_size"],
         tied=bool(hf.get("tie_word_embeddings", False)),
         rotated=rotated,
+        latent=latent,
         normed=bool(family.get("qk_layernorm")),
         sparse=sum(family.get("moe_layer_freq", [])),
+        experts=family.get("num_moe_experts") or 0,
         chosen=family.get("moe_router_topk", 0),
         expert_inner=family.get("moe_ffn_hidden_size", 0),
         shared_inner=family.get("moe_shared_expert_intermediate_size") or 0,
@@ -65,7 +72,8 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     """Return the settings that determine memory. A sample longer than a micro-batch forms its own, so a micro-batch may
     have rollout.max_new_tokens tokens."""
     trainer, algo = config.trainer, config.algo
-    refers = algo.kl.reference == "weights" and algo.measures_reference
+    adapters = adapters_of(trainer.lora)
+    refers = algo.kl.reference == "weights" and algo.measures_reference and adapters is None
     two_buckets = streams(config.weights, gpu=gpu) or config.weights.transport in ("disk", "delta")
     return Training(
         dtype=trainer.dtype,
@@ -79,7 +87,16 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         recompute=recompute_of(trainer),
         offload=gpu and trainer.optimizer.offload,
         fp8=trainer.fp8 is not None,
+        adapters=adapters,
     )
+
+
+def adapters_of(lora: LoraConfig) -> Adapters | None:
+    """Return the adapters that a run trains; None: it trains all weights."""
+    if lora.rank is None:
+        return None
+    targets = () if lora.targets == "all" else tuple(lora.targets)
+    return Adapters(lora.rank, targets, lora.base, dropout=lora.dropout > 0)
 
 
 def recompute_of(trainer: TrainerConfig) -> Recompute:

@@ -8,7 +8,7 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight.findings import Finding, error, ok
-from asyncrl.planner.memory import BYTES, Weight, packed
+from asyncrl.planner.shapes import BYTES, Weight, packed
 from asyncrl.weights.choice import choose
 
 
@@ -21,7 +21,7 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
     hosts = {seat.node.address for seat in placement.trainers}
     try:
         host = hosts.pop() if len(hosts) == 1 else ""  # as weights/publish.py receives it
-        colocated = config.cluster.placement == "colocated"
+        colocated, gpu = config.cluster.placement == "colocated", gpu and not config.serves_adapters
         chosen, why = choose(config.weights.transport, engines, host, gpu=gpu, colocated=colocated)
     except ConfigError as problem:
         return [error(problem.field, str(problem.value), problem.remedy)]

@@ -21,7 +21,7 @@ from asyncrl.launch.preflight.network import check_allreduce, check_ports, check
 from asyncrl.launch.preflight.reach import Reach
 from asyncrl.launch.preflight.versions import check_gpu_engines, check_gpu_trainers, check_versions, pinned
 from asyncrl.launch.preflight.weights import check_shared, check_sync
-from asyncrl.planner.memory import Weight
+from asyncrl.planner.shapes import Weight
 from tests.launch.preflight.worlds import GB, job, machine, nodes, placed, weights, write_model
 
 MODEL = "model.path"

@@ -165,7 +165,8 @@ def test_gpu_that_is_shared_in_turns_holds_the_largest_turn_and_the_machine_what
     config = job(
         **{"cluster.placement": "colocated", "weights.pause_mode": "retract", "rollout.max_staleness": 1},
     )
-    parts = {"weights": 16, "gradients": 16, "masters": 8, "moments": 16, "frozen weights": 0, "publish buckets": 1}
+    parts = {"weights": 16, "gradients": 16, "masters": 8, "moments": 16, "publish buckets": 1}
+    parts |= {"frozen base": 0, "frozen weights": 0}
     trainer = MemoryNeed({part: int(size * GB) for part, size in parts.items()}, True)
     engine = MemoryNeed({"weights": int(16 * GB), "KV cache": int(40 * GB)}, True)
     needs = {"trainer": in_turns(trainer, engine), "engine": engine}

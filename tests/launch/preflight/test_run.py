@@ -28,7 +28,7 @@ from asyncrl.launch.preflight.run import preflight, require
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.models import catalog
-from asyncrl.planner.memory import packed
+from asyncrl.planner.shapes import packed
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import compose_values, tiny_config
 from tests.launch.preflight.worlds import TENSORS, job, machine, nodes, write_model, write_shard

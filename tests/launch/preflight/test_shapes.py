@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
-from asyncrl.planner.memory import ParallelLayout, Shape
+from asyncrl.planner.shapes import ParallelLayout, Shape
 from tests.fakes import tiny_config
 from tests.models.test_architectures import DEEPSEEK_V3, QWEN3_MOE
 
@@ -29,6 +29,7 @@ def test_groups_of_queries_share_keys_and_values_and_a_head_may_be_wider_than_it
         rotated=128,
         normed=True,
         sparse=3,
+        experts=128,
         chosen=8,
         expert_inner=768,
         cache_heads=4,
@@ -49,6 +50,7 @@ def test_latent_attention_caches_one_vector_on_every_rank() -> None:
     found = shape_of({**DEEPSEEK_V3, **SIZES, "num_attention_heads": 128})
     assert (found.queries, found.keys, found.values) == (128 * 192, 128 * 192, 128 * 128)
     assert (found.cached, found.cache_heads, found.rotated) == (512 + 64, 1, 64)
+    assert found.latent == 1536 + 512
     assert (found.sparse, found.chosen, found.expert_inner, found.shared_inner) == (58, 8, 2048, 2048)
 
 

@@ -10,7 +10,7 @@ from asyncrl.config import Config
 from asyncrl.launch.placement import Node, Placement, place, ports_wanted
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.preflight.versions import pinned
-from asyncrl.planner.memory import BYTES, Weight
+from asyncrl.planner.shapes import BYTES, Weight
 from tests.fakes import tiny_config
 
 GB = 10**9

@@ -1,0 +1,118 @@
+"""The interface of one episode to the policy, and its requests with their completions."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from asyncrl.engine.inflight import NEXT, Purpose
+from asyncrl.engine.partial_completion import Exchange
+from asyncrl.schema import Completion
+
+if TYPE_CHECKING:
+    from asyncrl.engine.client import GenerationClient
+
+
+class SavedCompletion(msgspec.Struct, frozen=True, array_like=True):
+    """A saved request of an episode and its completion. The finish reason of a partial completion is empty."""
+
+    context: list[int]
+    completion: Completion
+
+    @property
+    def version(self) -> int | None:
+        """Version of its first token, if it has one."""
+        versions = self.completion.versions
+        return versions[0].version if versions else None
+
+
+class GenerationSession:
+    """Interface of one episode to the policy. Sessions of a group share an engine, and thus the cached prompt."""
+
+    def __init__(
+        self, client: GenerationClient, group: str, temperature: float, purpose: Purpose, seed: int | None = None
+    ) -> None:
+        self._client, self.group, self.temperature, self.purpose = client, group, temperature, purpose
+        self.seed = seed
+        self.adapter: int | None = None
+        """Version of the adapter that all requests use; None: the newest, for each completion."""
+        self.received = 0  # tokens that engines sent for this session, kept or not
+        self.closed = False
+        self.cached = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
+        self.routed: list[int] = []  # tokens of the last request and its answer, if their experts are known
+        self.exchanges: list[Exchange] = []
+        self.recalled: list[SavedCompletion] = []
+        """Completions from the saved state of a resumed run, for requests that the agent makes again."""
+        self.waits_for, self.since = "", time.monotonic()
+
+    @property
+    def trained_at(self) -> float:
+        """Sampling temperature of training samples; it may differ from this session's."""
+        return self._client.temperature
+
+    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
+        """Continue exactly these tokens by at most `max_new_tokens`.
+
+        The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer.
+        """
+        return await self._client.submit(self, token_ids, max_new_tokens)
+
+    def asks(self, token_ids: list[int], limit: int) -> Exchange:
+        """Register and return the session's next request.
+
+        Each request has its own seed, so an agent that makes the same request twice gets two different answers.
+        """
+        seed, number = self.seed, len(self.exchanges)
+        if seed is not None and number:
+            seed = seed_of(f"{seed} {number}")
+        self.exchanges.append(Exchange(token_ids, limit, seed, self._client.adapter_for(self)))
+        return self.exchanges[-1]
+
+    def wait_for(self, event: str) -> None:
+        """Record what the session is waiting for, and since when."""
+        self.waits_for, self.since = event, time.monotonic()
+
+    def hear(self, tokens: int) -> None:
+        """Count the tokens of a chunk that arrived."""
+        self.received += tokens
+        self.wait_for(NEXT)
+
+    def said(self) -> list[SavedCompletion]:
+        """Return every request and its completion so far, for the saved state of the run.
+
+        This includes recalled completions that the agent has not requested yet.
+        """
+        said = [SavedCompletion(one.context, one.so_far()) for one in self.exchanges]
+        return [*(one for one in said if one.completion.token_ids), *self.recalled]
+
+    def recall(self, token_ids: list[int], adapter: int | None = None) -> Completion | None:
+        """Remove and return the completion that this request got before the run was resumed, or return None. With an
+        adapter, a partial completion of another one is dropped: only its own could continue it."""
+        for one in self.recalled:
+            if one.context == token_ids:
+                self.recalled.remove(one)
+                usable = one.completion.finish_reason or adapter is None or one.version == adapter
+                return one.completion if usable else None
+        return None
+
+    def forget(self) -> None:
+        """Drop the requests so far because the episode starts over. Their tokens still count as received."""
+        self.exchanges = []
+
+    def close(self) -> int:
+        """Close the session at the end of its episode and return the number of tokens received.
+
+        Tokens that arrive afterwards are counted as late tokens, not as tokens of this session. With adapters, requests
+        that the agent left in flight end: their adapters could not be unloaded.
+        """
+        self.closed = True
+        self._client.closed(self)
+        return self.received
+
+
+def seed_of(name: str) -> int:
+    """Return the seed of a sample or of a request with this name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,192 @@
+"""Shapes of a model and of a layout, and the number of parameters that each rank holds. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncrl.parallel import PipelineSplit
+
+BYTES = {"bfloat16": 2, "float32": 4}
+FLOAT = 4
+WHOLE = ("norm.weight", "gate.weight", "e_score_correction_bias")
+"""Name suffixes of tensors that every tensor-parallel rank holds entirely: norms and routers."""
+
+
+class Weight(NamedTuple):
+    """A tensor of an HF folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    replicated: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """Return the layer number, from 0; None outside of layers."""
+        found = re.search(r"\.layers\.(\d+)\.", self.name)
+        return int(found[1]) if found else None
+
+    @property
+    def routed(self) -> bool:
+        """Return whether it belongs to a routed expert."""
+        return ".experts." in self.name
+
+    @property
+    def whole(self) -> bool:
+        """Return whether tensor-parallel ranks hold it entirely instead of sharding it."""
+        return self.replicated or self.name.endswith(WHOLE)
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Degrees of parallelism of the trainer."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1  # chunks of layers per stage (virtual pipeline)
+    context: int = 1
+    data: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence: bool = False
+    split: PipelineSplit | None = None  # of the layers over stages; None: evenly
+    whole: tuple[str, ...] = ()  # endings of further names that tensor-parallel ranks hold entirely
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of ranks that shard the optimizer state of a dense parameter."""
+        return self.data * self.context
+
+    @property
+    def expert_replicas(self) -> int:
+        """Return the number of ranks that shard the optimizer state of a routed expert's parameter."""
+        return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
+
+    def layers_of(self, layers: int) -> list[list[range]]:
+        """Return the layers of each chunk of each pipeline stage."""
+        return (self.split or PipelineSplit(self.pipeline, self.chunks)).chunk_layers(layers)
+
+    def stage_of(self, layer: int, layers: int) -> int:
+        """Return the pipeline stage of a layer; under virtual pipelining, chunks alternate between stages."""
+        stages = enumerate(self.layers_of(layers))
+        return next(stage for stage, chunks in stages if any(layer in chunk for chunk in chunks))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions that determine activations, logits and caches: widths, in numbers per token."""
+
+    layers: int
+    hidden: int
+    queries: int  # over all heads
+    keys: int
+    values: int
+    inner: int  # MLP width of a dense layer
+    vocab: int
+    tied: bool = False  # whether the output layer is the embedding
+    rotated: int = 0  # rotary dimensions per head
+    latent: int = 0  # width of the normalized vectors of latent attention, queries' and keys'; 0: plain attention
+    normed: bool = False  # whether queries and keys are normalized
+    sparse: int = 0  # number of layers with routed experts
+    experts: int = 0  # routed experts of a layer
+    chosen: int = 0  # experts per token
+    expert_inner: int = 0
+    shared_inner: int = 0  # total width of the shared experts
+    cached: int = 0  # KV cache numbers per token and layer
+    cache_heads: int = 1  # KV heads, sharded over tensor-parallel ranks and replicated if there are more ranks
+
+
+class RankParameters(NamedTuple):
+    """Number of parameters on one rank."""
+
+    dense: int
+    routed: int
+
+    @property
+    def all(self) -> int:
+        """Return the total."""
+        return self.dense + self.routed
+
+
+def counted(weights: Iterable[Weight], shape: Shape) -> list[Weight]:
+    """Return the weights that trainer and engine load. This excludes further layers (multi-token prediction), buffers
+    of old checkpoints, an output layer that is the embedding, and the router's load-balancing bias, which is not a
+    parameter."""
+    return [
+        one
+        for one in weights
+        if (one.layer is None or one.layer < shape.layers)
+        and not one.name.endswith(("rotary_emb.inv_freq", "e_score_correction_bias"))
+        and not (shape.tied and one.name == "lm_head.weight")
+    ]
+
+
+def of_critic(weights: Sequence[Weight], shape: Shape) -> list[Weight]:
+    """Return the weights of a critic, in which a value head takes the place of the output layer."""
+    head = [Weight("value_head.weight", (1, shape.hidden)), Weight("value_head.bias", (1,))]
+    return [*(one for one in weights if one.name != "lm_head.weight"), *head]
+
+
+def held(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, stage: int) -> RankParameters:
+    """Return the number of parameters on the first rank of a pipeline stage, which holds at least as many as the
+    others. `weights` is a result of `counted`."""
+    dense = routed = 0
+    for one in weights:
+        if stage not in stages_of(one, shape, layout):
+            continue
+        if one.routed:
+            routed += one.elements // layout.expert // (1 if one.replicated else layout.expert_tensor)
+        elif one.whole or one.name.endswith(layout.whole):
+            dense += one.elements
+        else:
+            rows = -(-one.shape[0] // layout.tensor)  # the vocabulary is padded; everything else divides evenly
+            dense += rows * math.prod(one.shape[1:])
+    return RankParameters(dense, routed)
+
+
+def stages_of(weight: Weight, shape: Shape, layout: ParallelLayout) -> tuple[int, ...]:
+    """Return the pipeline stages that hold a tensor. A tied embedding is on two stages, of which the first publishes
+    it."""
+    first, last = 0, layout.pipeline - 1
+    if weight.layer is not None:
+        return (layout.stage_of(weight.layer, shape.layers),)
+    if "embed_tokens" in weight.name:
+        return (first, last) if shape.tied else (first,)
+    return (last,)
+
+
+def parameters(weights: Iterable[Weight]) -> RankParameters:
+    """Return the number of parameters of the whole model."""
+    found = list(weights)
+    routed = sum(one.elements for one in found if one.routed)
+    return RankParameters(sum(one.elements for one in found) - routed, routed)
+
+
+def active(weights: Sequence[Weight], shape: Shape, *, embedding: bool = True) -> float:
+    """Return the number of parameters that each token is multiplied with: without the embedding, which adapters have
+    not, and only the routed experts that it selects."""
+    held = parameters(weights)
+    if embedding and not shape.tied:
+        held = held._replace(dense=held.dense - shape.vocab * shape.hidden)
+    return held.dense + held.routed * shape.chosen / max(1, shape.experts)
+
+
+def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
+    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them. A larger
+    tensor gets a bucket of its own."""
+    found: list[tuple[int, int]] = []
+    for size in sizes:
+        filled, count = found[-1] if found else (limit, 0)
+        if not found or filled + size > limit:
+            found.append((size, 1))
+        else:
+            found[-1] = (filled + size, count + 1)
+    return found

@@ -1,0 +1,215 @@
+"""Low-rank adapters on Megatron's linear layers, one for each projection that Hugging Face has (PEFT's form).
+
+A layer's class is swapped, not wrapped, so that the weights of the base keep their names. With scale s (arXiv
+2106.09685):
+
+    y = W x + s B A x        A [rank, in] random, B [out, rank] zero at the start
+
+Megatron computes several projections in one layer (queries, keys and values; gate and up). Their A are stacked, and
+their B stand in blocks, in the order of the layer's rows: two products per layer, whose factors also give W + s B A.
+
+Under tensor parallelism a column-parallel layer splits the rows of B, and a row-parallel one the columns of A. What
+ranks exchange has `rank` numbers for each token and projection, not `hidden`. Routed experts exchange no activations
+(Megatron's dispatcher does), but the gradient of the matrix that is not split.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from asyncrl.config.lora import LoraConfig
+from asyncrl.errors import ConfigError
+from asyncrl.weights.layouts import ROW, Dims, of_rank
+from asyncrl.weights.reshard import LinearShard, Resharder
+
+
+class ProjectionAdapter(nn.Module):
+    """The two matrices of one projection."""
+
+    def __init__(self, A: Tensor, B: Tensor) -> None:
+        super().__init__()
+        self.A, self.B = nn.Parameter(A), nn.Parameter(B)
+
+
+class LinearAdapters(nn.ModuleDict):
+    """The adapters of one linear layer, by HF's names of its projections."""
+
+    skipped = False
+    """True while the base computes alone."""
+
+    def __init__(self, shard: LinearShard, names: Sequence[str], settings: LoraConfig, dims: Dims) -> None:
+        super().__init__()
+        linear, rule = shard.module, shard.found.rule
+        self._layout, self._dims = rule.layout, of_rank(dims, shard.degree)
+        self._rows, self._expert, self._degree = rule.layout is ROW, rule.expert, shard.degree
+        self._group, self._sequence = linear.tp_group, bool(linear.sequence_parallel)
+        self._scale, self._dropout = settings.scale, settings.dropout
+        self._widths = _widths(shard, self._dims)
+        for name in names:
+            zero = linear.weight.new_zeros(self._widths[name], settings.rank)
+            adapter = self[name] = ProjectionAdapter(_start(shard, name, settings, dims), zero)
+            self._mark(adapter, shard.rank)
+
+    def pairs(self) -> dict[str, ProjectionAdapter]:
+        """Return the adapters by name."""
+        return cast(dict[str, ProjectionAdapter], dict(self.items()))
+
+    def _mark(self, adapter: ProjectionAdapter, rank: int) -> None:
+        """Tell Megatron which matrix the ranks share, for the sum of gradients and for their norm."""
+        split, whole = (adapter.A, adapter.B) if self._rows else (adapter.B, adapter.A)
+        for parameter in (split, whole) if self._expert else (split,):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            parameter.partition_dim, parameter.partition_stride = int(self._rows), 1  # type: ignore[attr-defined]
+        if self._expert:
+            whole.shared = rank > 0  # type: ignore[attr-defined]
+        else:
+            whole.sequence_parallel = self._sequence  # type: ignore[attr-defined]
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A [R, in] and B [out, R] of all projections, whose product has the layout of the layer's weight."""
+        pairs = self.pairs()
+        if len(self._widths) == 1:
+            (only,) = pairs.values()
+            return only.A, only.B
+        every = torch.cat([pair.A for pair in pairs.values()])
+        blocks, start = [], 0
+        for name, width in self._widths.items():
+            block = pairs[name].B if name in pairs else every.new_zeros(width, 0)
+            end = start + block.shape[1]
+            blocks.append(F.pad(block, (start, len(every) - end)))
+            start = end
+        return every, self._layout.shard(blocks, 1, 0, self._dims)
+
+    def delta(self) -> Tensor:
+        """Return s B A in float32, in the layout of the layer's weight."""
+        a, b = (one.to(torch.promote_types(one.dtype, torch.float32)) for one in self.factors())
+        return self._scale * (b @ a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return s B A x, with dropout of x in training mode."""
+        a, b = self.factors()
+        if self._expert and self._degree > 1:
+            a, b = (a, self._copied(b)) if self._rows else (self._copied(a), b)
+        inner = F.linear(self._dropped(x), a)
+        if self._degree > 1 and not self._expert:
+            inner = self._exchanged(inner)
+        return F.linear(inner * self._scale, b)
+
+    def _copied(self, whole: Tensor) -> Tensor:
+        """Return the tensor; its gradient is summed over the ranks that share the layer."""
+        return copy_to_tensor_model_parallel_region(whole, group=self._group)
+
+    def _exchanged(self, inner: Tensor) -> Tensor:
+        """Gather the tokens of a column-parallel layer, or sum the parts of a row-parallel one."""
+        if self._rows:
+            reduce = reduce_scatter_to_sequence_parallel_region if self._sequence else None
+            return (reduce or reduce_from_tensor_model_parallel_region)(inner, group=self._group)
+        return gather_from_sequence_parallel_region(inner, group=self._group) if self._sequence else self._copied(inner)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Drop inputs. Ranks draw the same mask for tokens and features that they all have, and different ones for
+        those that they share out."""
+        if not (self.training and self._dropout):
+            return x
+        with get_cuda_rng_tracker().fork() if self._rows or self._sequence or self._expert else nullcontext():
+            return F.dropout(x, self._dropout)
+
+    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return Megatron's description of the adapters' places in the whole model."""
+        states: dict[str, Any] = {}
+        for name, adapter in self.pairs().items():
+            axes, mine = {"A": 1} if self._rows else {"B": 0}, f"{prefix}{name}."
+            groups = {"tp_group": self._group, "dp_cp_group": metadata["dp_cp_group"]}
+            states |= make_sharded_tensors_for_checkpoint(
+                adapter.state_dict(keep_vars=True), mine, axes, offsets, **groups
+            )
+            if self._expert and not self._rows:  # gate above up
+                states[f"{mine}B"] = apply_swiglu_sharded_factory(states[f"{mine}B"], offsets)
+        return states
+
+
+class _Adapted:
+    """Put before the class of a linear layer that has adapters as its module `lora`."""
+
+    lora: LinearAdapters
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return (y, bias) if self.lora.skipped else (y + self.lora(x), bias)
+
+    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the layer's own states, with those of the adapters in place of Megatron's default for them."""
+        states: dict[str, Any] = super().sharded_state_dict(prefix, offsets, metadata)  # type: ignore[misc]
+        return states | self.lora.sharded_state_dict(f"{prefix}lora.", offsets, metadata)
+
+
+@cache
+def _adapted(of: Any) -> Any:
+    return type(f"Adapted{of.__name__}", (_Adapted, of), {})
+
+
+def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: LoraConfig) -> None:
+    """Freeze the weights, and add adapters to the linear layers that the settings name. Raises ConfigError if the model
+    lacks one of them."""
+    known: set[str] = set()
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    for shard in list(weights.linears()):
+        projections = [*shard.found.rule.projections()]
+        known |= {*projections}
+        names = [name for name in projections if settings.targets == "all" or name in settings.targets]
+        if names:
+            shard.module.lora = LinearAdapters(shard, names, settings, dims)
+            shard.module.__class__ = _adapted(type(shard.module))  # type: ignore[arg-type]
+    if settings.targets != "all" and (missing := {*settings.targets} - known):
+        remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {sorted(known)}, or all."
+        raise ConfigError("trainer.lora.targets", settings.targets, remedy)
+
+
+def adapters(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:
+    """Yield the adapters of all linear layers."""
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters))
+
+
+def _widths(shard: LinearShard, dims: Dims) -> dict[str, int]:
+    """Return how many rows of the layer's weight belong to each projection, in HF's order."""
+    weight, rule = shard.module.weight, shard.found.rule
+    names = [*rule.projections()]
+    if len(names) == 1:
+        return {names[0]: len(weight)}
+    whole = rule.layout.join([torch.empty_like(weight, device="meta")], dims)
+    return {name: len(pieces.tensor()) for name, pieces in zip(names, whole, strict=True)}
+
+
+def _start(shard: LinearShard, name: str, settings: LoraConfig, dims: Dims) -> Tensor:
+    """Return this rank's part of a random A, which is the same in every layout."""
+    found, weight = shard.found, shard.module.weight
+    layout, rank = found.rule.adapter(name, "A").layout, settings.rank or 0
+    width = weight.shape[1] * (shard.degree if layout is ROW else 1)
+    key = f"{found.rule.megatron.format(layer=found.layer, expert=found.expert)} {name}"
+    draw = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    whole = torch.empty(rank, width)
+    if settings.init == "gaussian":
+        whole.normal_(0, 1 / rank, generator=draw)
+    else:
+        whole.uniform_(-1 / math.sqrt(width), 1 / math.sqrt(width), generator=draw)
+    return layout.shard([whole], shard.degree, shard.rank, dims).to(weight).contiguous()

@@ -1,0 +1,200 @@
+"""PEFT folders (https://huggingface.co/docs/peft): written from the tensors of adapters, and read without executing
+pickles.
+
+An adapter changes a weight W to W + scale * B A. Its tensors are `MODULE.lora_A.weight` [rank, in] and
+`MODULE.lora_B.weight` [out, rank]; MODULE is a linear layer such as `model.layers.0.self_attn.q_proj`. Those of a
+layer's routed experts are in one: MODULE is `model.layers.0.mlp.experts.gate_up_proj` or `...down_proj`, the rows of A
+are those of the experts one below the other, and column i * experts + e of B is column i of expert e. In files, PEFT
+names these two by the nesting of its wrappers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from asyncrl.errors import WeightsError
+from asyncrl.weights.bucket import plan_buckets
+from asyncrl.weights.files import write_stream
+from asyncrl.weights.peft_config import CONFIG, DOWN, GATE_UP, PICKLE, TENSORS, read_adapter_config
+
+PREFIX = "base_model.model."
+_TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_EXPERTS = re.compile(r"(.*\.)mlp\.experts(\.base_layer)?")
+_EXPERT_WEIGHT = re.compile(
+    r"(?P<layer>.*\.)(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\."
+    r"(?:(?P<gate>gate_proj|w1)|up_proj|w3|(?P<down>down_proj|w2))\.weight"
+)
+"""An expert's weight in the files of a model."""
+KEPT = 4
+"""Tensors in memory at a time: those of a layer's experts, which are read expert by expert."""
+
+
+def module_of(name: str) -> str:
+    """Return the module of an adapter's tensor. Raises WeightsError."""
+    return parsed(name)[0]
+
+
+def stack_experts(letter: str, experts: Sequence[Tensor]) -> Tensor:
+    """Return the matrices of all experts in one."""
+    return torch.cat(list(experts)) if letter == "A" else torch.stack(list(experts), -1).flatten(1)
+
+
+def of_expert(stack: Tensor, letter: str, number: int, count: int) -> Tensor:
+    """Return one expert's matrix of a stack."""
+    return stack.unflatten(0, (count, -1))[number] if letter == "A" else stack.unflatten(1, (-1, count))[..., number]
+
+
+def parsed(name: str) -> tuple[str, str]:
+    """Return the module of an adapter's tensor, and A or B. Raises WeightsError."""
+    if found := _TENSOR.fullmatch(name.removeprefix(PREFIX)):
+        return found[1], found[2]
+    raise WeightsError(
+        f"{name} is not a linear layer's lora_A.weight or lora_B.weight. Adapters of embeddings, trained copies of "
+        "modules and other methods are not supported: merge the adapter with PEFT."
+    )
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def write_peft(target: Path, config: dict[str, Any], adapters: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a PEFT folder with the adapter_config.json of `user_config` or `engine_config`. The folder gets its name
+    only when it is complete, and replaces one of that name.
+
+    Raises WeightsError if the disk cannot take it.
+    """
+    building = target.with_name(target.name + ".partial")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    given = dict(adapters)
+    nested = any(f".{DOWN}." in name for name in given)
+    tensors = {PREFIX + _in_file(name, nested): tensor for name, tensor in given.items()}
+    [bucket] = plan_buckets(((name, t.dtype, t.shape) for name, t in tensors.items()), 1 << 62)
+    write_stream(building / TENSORS, bucket, ((entry.name, tensors[entry.name]) for entry in bucket))
+    (building / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(building, target)
+
+
+def _in_file(name: str, nested: bool) -> str:
+    """Return PEFT's name: the wrapper of gate_up_proj is inside that of down_proj, if there are both."""
+    experts = "mlp.experts"
+    return name.replace(DOWN, experts).replace(GATE_UP, f"{experts}.base_layer" if nested else experts)
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+class PeftFolder:
+    """The adapters of a PEFT folder, open inside the `with` block."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the configuration. Raises WeightsError or ConfigError for a folder that is not plain LoRA."""
+        self.config = read_adapter_config(folder)
+        self._folder = folder
+        self._files: dict[str, dict[str, str]] = defaultdict(dict)
+
+    def __enter__(self) -> Self:
+        file = self._folder / TENSORS
+        if (self._folder / PICKLE).exists() and not file.exists():
+            raise WeightsError(
+                f"{self._folder / PICKLE} is a pickle, which can run code, and is not read. If you trust it, load it "
+                "with PEFT and save it with safe_serialization=True."
+            )
+        try:
+            self._file = safe_open(file, framework="pt").__enter__()
+            self._tensor: Callable[[str], Tensor] = lru_cache(KEPT)(self._file.get_tensor)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{file} cannot be read: {error}. Copy or export it again.") from None
+        for name in self._file.keys():  # noqa: SIM118
+            module, letter = parsed(name)
+            self._files[self._parameter(module)][letter] = name
+        for module in self._files:
+            self._check_rank(module)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.__exit__(None, None, None)
+
+    @property
+    def modules(self) -> list[str]:
+        """Return the modules that have an adapter."""
+        return list(self._files)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of all adapters."""
+        for module, names in self._files.items():
+            for letter in "AB":
+                yield f"{module}.lora_{letter}.weight", self._tensor(names[letter])
+
+    def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """Read one tensor. Raises WeightsError if it is missing or has another shape."""
+        module, letter = parsed(name)
+        if module not in self._files:
+            raise WeightsError(f"{name} is missing in {self._folder}")
+        tensor = self._tensor(self._files[module][letter])
+        if shape is not None and tensor.shape != torch.Size(shape):
+            raise WeightsError(
+                f"{name} in {self._folder} is {[*tensor.shape]}, but the model and trainer.lora ask for {[*shape]}"
+            )
+        return tensor
+
+    def module_of_weight(self, weight: str) -> str | None:
+        """Return the module whose adapter changes a weight of the model, if there is one."""
+        expert = _EXPERT_WEIGHT.fullmatch(weight)
+        stacked = expert["layer"] + (DOWN if expert["down"] else GATE_UP) if expert else None
+        return next((name for name in (weight.removesuffix(".weight"), stacked) if name in self._files), None)
+
+    def delta(self, weight: str, shape: Sequence[int]) -> Tensor:
+        """Return scale * B A of a weight that an adapter changes, in float32. Raises WeightsError if the weight has
+        another shape."""
+        module = self.module_of_weight(weight)
+        assert module is not None
+        a, b = (self._tensor(self._files[module][letter]) for letter in "AB")
+        expert = _EXPERT_WEIGHT.fullmatch(weight)
+        if expert and module.endswith((GATE_UP, DOWN)):
+            number, count = int(expert["number"]), len(a) // self.config.rank_of(module)
+            a, b = of_expert(a, "A", number, count), of_expert(b, "B", number, count)
+            b = b if expert["down"] else b.chunk(2)[0 if expert["gate"] else 1]
+        if (len(b), a.shape[1]) != tuple(shape):
+            raise WeightsError(
+                f"the adapter of {module} in {self._folder} is for a weight of shape {(len(b), a.shape[1])}, but "
+                f"{weight} is {tuple(shape)}. Give the model that the adapter was trained on."
+            )
+        return self.config.scale_of(module) * (b.float() @ a.float())
+
+    def _parameter(self, module: str) -> str:
+        """Return the module's name, that of a parameter for a wrapper of experts."""
+        experts = _EXPERTS.fullmatch(module)
+        if experts is None:
+            return module
+        whole = [name for name in (GATE_UP, DOWN) if any(f".{name}".endswith(f".{p}") for p in self.config.parameters)]
+        if not whole or (experts[2] and len(whole) == 1):
+            raise WeightsError(f"{self._folder} adapts {module}, but target_parameters in {CONFIG} does not name it")
+        return experts[1] + whole[0 if experts[2] else -1]
+
+    def _shape(self, module: str, letter: str) -> list[int]:
+        return [*self._file.get_slice(self._files[module][letter]).get_shape()]
+
+    def _check_rank(self, module: str) -> None:
+        if missing := {"A", "B"} - self._files[module].keys():
+            raise WeightsError(f"{module}.lora_{missing.pop()}.weight is missing in {self._folder}")
+        a, b, rank = self._shape(module, "A"), self._shape(module, "B"), self.config.rank_of(module)
+        experts = a[0] // rank if module.endswith((GATE_UP, DOWN)) else 1
+        if len(a) != 2 or len(b) != 2 or not a[0] == b[1] == rank * experts > 0:
+            raise WeightsError(
+                f"the adapter of {module} in {self._folder} has A {a} and B {b}, but {CONFIG} says rank {rank}. Copy "
+                "or export the folder again."
+            )

@@ -1,0 +1,169 @@
+"""PEFT's adapter_config.json: written for users, reduced for engines, and checked in folders of other origin. Imports
+no torch, because the preflight reads such folders too.
+
+Routed experts of a layer are two tensors in transformers 5, which PEFT adapts through `target_parameters`. With these,
+it moves gate_proj, up_proj and down_proj from `target_modules` to the experts. Dense layers and shared experts beside
+them are therefore targeted by their weights: gate_proj.weight, up_proj.weight, down_proj.weight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.lora import LoraConfig
+from asyncrl.errors import ConfigError, WeightsError
+
+CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""Transformers' parameters of a layer's routed experts."""
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_IGNORED = {
+    *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights"),
+    *("layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "peft_version"),
+    *("qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"),
+}
+"""Fields without effect on what stored adapters compute. The tensors say which modules have an adapter."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initializations that subtract the adapter's start from the base weights, which the folder does not hold."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Ranks and scales of the adapters in a PEFT folder. Modules are named as in transformers."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's adapter."""
+        return _matching(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's adapter."""
+        rank = self.rank_of(module)
+        return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Read and check adapter_config.json. Raises WeightsError if it cannot be read, and ConfigError with a field whose
+    adapters are not plain LoRA."""
+    file = folder / CONFIG
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{file} cannot be read: {error}. Give a folder of PEFT's save_pretrained.") from None
+    _check_kind(file, found)
+    config = AdapterConfig(
+        rank=_number(file, found, "r", int),
+        alpha=_number(file, found, "lora_alpha", int | float),
+        rslora=bool(found.pop("use_rslora", False)),
+        rank_pattern=_pattern(file, found, "rank_pattern", int),
+        alpha_pattern=_pattern(file, found, "alpha_pattern", int | float),
+        parameters=tuple(found.pop("target_parameters", None) or ()),
+    )
+    for name, value in found.items():
+        if name not in _IGNORED and value and value != "none":
+            raise ConfigError(f"{file}: {name}", value, "Only plain LoRA is supported: merge this adapter with PEFT.")
+    return config
+
+
+def _check_kind(file: Path, found: dict[str, Any]) -> None:
+    if (kind := found.pop("peft_type", None)) != "LORA":
+        raise ConfigError(f"{file}: peft_type", kind, "Only LORA is supported: merge this adapter with PEFT.")
+    start = found.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        raise ConfigError(
+            f"{file}: init_lora_weights",
+            start,
+            "This initialization changes the base weights. Save the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion, which turns it into plain LoRA.",
+        )
+
+
+def _number(file: Path, found: dict[str, Any], name: str, kind: Any) -> Any:
+    _check_number(file, name, value := found.pop(name, None), kind)
+    return value
+
+
+def _check_number(file: Path, name: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:
+        raise ConfigError(f"{file}: {name}", value, "It must be a positive number: copy the folder again.")
+
+
+def _pattern(file: Path, found: dict[str, Any], name: str, kind: Any) -> dict[str, Any]:
+    patterns: dict[str, Any] = found.pop(name, None) or {}
+    for pattern, value in patterns.items():
+        _check_number(file, f"{name}: {pattern}", value, kind)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{file}: {name}", pattern, f"It is no regular expression: {error}.") from None
+    return patterns
+
+
+def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of a module's name, as PEFT does."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def user_config(lora: LoraConfig, modules: Iterable[str], base: str) -> dict[str, Any]:
+    """Return adapter_config.json for users of PEFT. `modules` are names such as `model.layers.0.self_attn.q_proj` and
+    `model.layers.0.mlp.experts.down_proj`; `base` is the model's folder."""
+    assert lora.rank is not None
+    experts, dense = [], set()
+    for module in sorted(set(modules)):
+        stacked = [name for name in (GATE_UP, DOWN) if module.endswith(f".{name}")]
+        experts += stacked
+        dense |= set() if stacked else {module.rpartition(".")[2]}
+    weights = dense & {*_MLP} if experts else set()
+    parameters = [*sorted(set(experts)), *(f"{name}.weight" for name in sorted(weights))]
+    return {
+        **_common(lora.rank, lora.alpha, sorted(dense - weights)),
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "init_lora_weights": True if lora.init == "default" else lora.init,
+        # PEFT refuses dropout for target_parameters; it has no effect on inference.
+        "lora_dropout": 0.0 if parameters else lora.dropout,
+        "target_parameters": parameters or None,
+        "task_type": "CAUSAL_LM",
+        "use_rslora": lora.rslora,
+    }
+
+
+def engine_config(lora: LoraConfig, modules: Iterable[str]) -> dict[str, Any]:
+    """Return adapter_config.json for SGLang, which ignores use_rslora and patterns: the scale is always alpha / r."""
+    assert lora.rank is not None
+    return _common(lora.rank, lora.scale * lora.rank, sorted({name.rpartition(".")[2] for name in modules}))
+
+
+def _common(rank: int, alpha: float, targets: list[str]) -> dict[str, Any]:
+    return {
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "lora_alpha": _plain(alpha),
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": targets,
+        "use_dora": False,
+    }
+
+
+def _plain(number: float) -> float:
+    """Return a whole number as int, which is what PEFT declares."""
+    return int(number) if number == int(number) else number

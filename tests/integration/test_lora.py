@@ -1,0 +1,189 @@
+"""Adapters on Megatron equal PEFT's on transformers in every layout, and their frozen base costs nothing."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl.launch.main import CONF
+from asyncrl.models.tiny import write_random_model
+from tests.integration.ranks import run_ranks
+from tests.integration.test_step import VOCAB, groups, weights
+
+pytestmark = pytest.mark.integration
+
+RANK, ALPHA, CLIP = 4, 6, 0.5
+MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "dense": ("qwen2", True, {}),
+    "experts": ("qwen3_moe", False, {"mlp_only_layers": [1]}),
+    "latent": ("deepseek_v3", False, {}),
+}
+EXPERTS = ["experts", "latent"]
+LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "single": ({}, list(MODELS)),
+    "tp2": ({"tensor_parallel": 2}, ["dense"]),
+    "sp2": ({"tensor_parallel": 2, "sequence_parallel": True}, list(MODELS)),
+    "pp2": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, list(MODELS)),
+    "cp2": ({"context_parallel": 2}, ["dense", "latent"]),
+    "dp2": ({"data_parallel": 2}, ["dense", "experts"]),
+    "ep2": ({"data_parallel": 2, "expert_parallel": 2}, EXPERTS),
+    "etp2": ({"data_parallel": 2, "expert_tensor_parallel": 2}, EXPERTS),
+    "etp1": (
+        {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
+        EXPERTS,
+    ),
+}
+CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() for model in models]
+
+
+def trainer(*overrides: str) -> dict[str, Any]:
+    """Return the settings of the trainer."""
+    lora = [f"trainer.lora.rank={RANK}", f"trainer.lora.alpha={ALPHA}"]
+    step = [f"trainer.optimizer.clip_grad={CLIP}", "trainer.optimizer.lr=1e-2", "trainer.optimizer.eps=1e-3"]
+    with initialize_config_dir(str(CONF), version_base=None):
+        config: Any = OmegaConf.to_container(
+            compose("train", ["experiment=tiny", *lora, *step, *overrides]), resolve=True
+        )
+    return dict(config["trainer"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the models, and adapters of PEFT's shapes with random values for each."""
+    made = tmp_path_factory.mktemp("lora")
+    sizes = {"hidden": 32, "layers": 4, "heads": 4, "intermediate": 48, "max_positions": 64, "spread": 0.15}
+    for seed, (name, (kind, tied, fields)) in enumerate(MODELS.items()):
+        kv_heads = 4 if kind == "deepseek_v3" else 2
+        write_random_model(
+            made / name,
+            kind,
+            vocab=VOCAB,
+            kv_heads=kv_heads,
+            tied=tied,
+            seed=seed,
+            dtype="float32",
+            fields=fields,
+            **sizes,
+        )
+        draw = torch.Generator().manual_seed(seed)
+        values = {}
+        for key, parameter in parameters(peft_model(made / name)).items():
+            values[key] = torch.randn(parameter.shape, generator=draw) * 0.1
+        save_file(values, made / f"{name}-adapters.safetensors")
+    return made
+
+
+def peft_model(model: Path) -> Any:
+    """Return transformers' model with PEFT's adapters on all linear layers but the head and routers."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    linear = {name.rpartition(".")[2] for name, one in base.named_modules() if isinstance(one, torch.nn.Linear)}
+    fused = {
+        name for name, _ in base.named_parameters() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    }
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=sorted(linear - {"lm_head", "gate"}),
+        target_parameters=sorted({".".join(name.split(".")[-2:]) for name in fused}),
+        task_type="CAUSAL_LM",
+    )
+    kind, base.config.model_type = base.config.model_type, "plain"  # else it takes gate_proj and up_proj for experts
+    model = peft.get_peft_model(base, config)
+    base.config.model_type = kind
+    return model
+
+
+def parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return PEFT's matrices by the names of `Resharder.adapters`."""
+    found = {}
+    for name, module in model.named_modules():
+        if "default" in getattr(module, "lora_A", ()):
+            of = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            of += f".{module.parameter_name}" if hasattr(module, "parameter_name") else ""
+            found |= {f"{of}.lora_A.weight": module.lora_A["default"].weight}
+            found |= {f"{of}.lora_B.weight": module.lora_B["default"].weight}
+    return found
+
+
+def logprobs(model: Any) -> Tensor:
+    """Return the log-probabilities of all tokens."""
+    rows = []
+    for one in (one for group in groups() for one in group):
+        every = torch.log_softmax(model(torch.tensor([one.prompt_ids + one.token_ids])).logits[0], -1)
+        rows.append(every[len(one.prompt_ids) - 1 : -1].gather(1, torch.tensor(one.token_ids)[:, None])[:, 0])
+    return torch.cat(rows)
+
+
+@cache
+def expected(folder: Path, name: str) -> dict[str, Tensor]:
+    """Return what PEFT computes, by the names of rank_lora.py."""
+    model = peft_model(folder / name)
+    own = parameters(model)
+    with torch.no_grad():
+        for key, tensor in load_file(folder / f"{name}-adapters.safetensors").items():
+            own[key].copy_(tensor)
+    settings = trainer()["optimizer"]
+    adamw = torch.optim.AdamW(
+        own.values(),
+        lr=settings["lr"],
+        betas=(settings["beta1"], settings["beta2"]),
+        eps=settings["eps"],
+        weight_decay=settings["weight_decay"],
+    )
+    with torch.no_grad(), model.disable_adapter():
+        found = {"base_logprobs": logprobs(model)}
+    found["logprobs"] = logprobs(model)
+    (-(weights() * found["logprobs"]).sum()).backward()
+    found |= {f"gradient {key}": one.grad.clone() for key, one in own.items() if one.grad is not None}
+    found["norm"] = torch.nn.utils.clip_grad_norm_(own.values(), CLIP)
+    adamw.step()
+    found |= {f"after {key}": one.detach().clone() for key, one in own.items()}
+    merged = model.merge_and_unload()
+    merged.save_pretrained(folder / f"{name}-merged")
+    found |= {f"merged {key}": tensor for key, tensor in load_file(folder / f"{name}-merged/model.safetensors").items()}
+    found |= {f"base {key}": tensor for key, tensor in load_file(folder / f"{name}/model.safetensors").items()}
+    return {key: tensor.detach() for key, tensor in found.items()}
+
+
+@pytest.fixture(scope="module")
+def megatron(folder: Path) -> Any:
+    """Run each layout once for all its models."""
+
+    @cache
+    def run(layout: str) -> None:
+        settings, models = LAYOUTS[layout]
+        of = {**trainer(), **settings}
+        (folder / f"{layout}.json").write_text(json.dumps({"trainer": of, "models": models}))
+        run_ranks("rank_lora.py", str(folder), layout, world=1 if layout == "single" else 2)
+
+    return run
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES)
+def test_adapters_are_those_of_peft(layout: str, name: str, folder: Path, megatron: Any) -> None:
+    reference = expected(folder, name)
+    megatron(layout)
+    stages = [load_file(file) for file in folder.glob(f"{layout}-{name}-?.out")]
+    found = {key: tensor for stage in stages for key, tensor in stage.items()}
+    wanted = {key for key in reference if not (key.startswith("gradient ") and layout in ("dp2", "cp2", "ep2", "etp2"))}
+    assert found.keys() == wanted
+    torch.testing.assert_close(found["norm"], reference["norm"], rtol=1e-4, atol=0)
+    assert found["norm"] > 2 * CLIP
+    assert not torch.allclose(found["logprobs"], found["base_logprobs"], atol=0.1)
+    for key in wanted - {"norm"}:
+        atol = 1e-3 if key.startswith("gradient ") else 1e-4
+        torch.testing.assert_close(
+            found[key], reference[key], rtol=1e-5, atol=atol, msg=lambda text, key=key: f"{key}: {text}"
+        )

@@ -1,0 +1,168 @@
+"""PEFT folders: PEFT computes the same with a written one, its own are read, and the rest is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncrl.errors import AsyncRLError, ConfigError, WeightsError
+from asyncrl.weights.peft import PeftFolder, module_of, write_peft
+from asyncrl.weights.peft_config import engine_config, user_config
+from tests.convert.models import written
+from tests.weights.adapters import adapters, loaded, logits, lora, merged
+
+FAMILIES = ["llama", "qwen3-moe", "qwen3-moe-dense-layer", "mixtral", "glm4-moe", "deepseek-v3"]
+
+
+def saved(model: Path, folder: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
+    write_peft(folder, user_config(lora(**settings), map(module_of, tensors), str(model)), tensors.items())
+    return folder
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    with PeftFolder(folder) as opened:
+        return dict(opened.tensors())
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_computes_with_a_written_folder_what_merged_weights_compute(
+    family: str, rslora: bool, tmp_path: Path
+) -> None:
+    model = written(tmp_path / "hf", family)
+    tensors = adapters(model)
+    folder = saved(model, tmp_path / "peft", tensors, rslora=rslora)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        adapted = PeftModel.from_pretrained(loaded(model), folder)
+    assert not [one for one in said if "adapter keys" in str(one.message)]
+    expected = loaded(merged(model, tmp_path / "merged", tensors, lora(rslora=rslora).scale))
+    assert (logits(expected) - logits(loaded(model))).abs().max() > 0.01
+    torch.testing.assert_close(logits(adapted), logits(expected), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_written_folder_is_read_back_bit_for_bit_with_its_scale(family: str, tmp_path: Path) -> None:
+    model = written(tmp_path / "hf", family)
+    tensors = adapters(model)
+    folder = saved(model, tmp_path / "peft", tensors, rslora=True)
+    back = read(folder)
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    with PeftFolder(folder) as opened:
+        assert {opened.config.scale_of(module) for module in opened.modules} == {10 / math.sqrt(4)}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"rank_pattern": {r"layers\.0\..*q_proj": 2}, "alpha_pattern": {"v_proj": 3}}),
+        ("llama", {"use_rslora": True, "target_modules": "all-linear"}),
+        ("qwen3-moe", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+        ("mixtral", {"target_parameters": ["experts.gate_up_proj"]}),
+        ("qwen3-moe", {"target_parameters": ["experts.down_proj"]}),
+    ],
+)
+def test_a_folder_of_peft_is_read_as_peft_computes_it(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = written(tmp_path / "hf", family)
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings})
+    adapted = get_peft_model(loaded(model), config).eval()
+    adapted.save_pretrained(tmp_path / "peft")
+    with PeftFolder(tmp_path / "peft") as opened:
+        tensors, scales = dict(opened.tensors()), {module: opened.config.scale_of(module) for module in opened.modules}
+    scaled = {n: t * scales[module_of(n)] if "lora_B" in n else t for n, t in tensors.items()}
+    expected = loaded(merged(model, tmp_path / "merged", scaled, 1.0))
+    torch.testing.assert_close(logits(adapted), logits(expected), atol=2e-5, rtol=0)
+
+
+def test_engines_get_the_scale_without_the_flag_that_sglang_ignores() -> None:
+    config = engine_config(lora(rank=16, alpha=8, rslora=True), ["model.layers.0.self_attn.q_proj"])
+    assert config["lora_alpha"] / config["r"] == 8 / 4
+    assert "use_rslora" not in config
+    assert config["target_modules"] == ["q_proj"]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return written(tmp_path / "hf", "llama")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+        ("lora_bias", True),
+        ("fan_in_fan_out", True),
+        ("layer_replication", [[0, 2]]),
+        ("trainable_token_indices", [3]),
+        ("a_field_of_the_future", {"mode": 1}),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("peft_type", "ADALORA"),
+        ("r", 0),
+        ("r", "16"),
+        ("lora_alpha", None),
+        ("rank_pattern", {"q_proj": -1}),
+        ("alpha_pattern", {"q_(proj": 2}),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused_by_field_value_and_remedy(llama: Path, field: str, value: Any) -> None:
+    folder = saved(llama, llama.parent / "peft", adapters(llama))
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(ConfigError, match=rf"adapter_config\.json: {field}.*: got .*\. \w.*\."):
+        read(folder)
+
+
+def test_a_pickle_is_not_read(llama: Path) -> None:
+    folder = saved(llama, llama.parent / "peft", adapters(llama))
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(WeightsError, match=r"adapter_model\.bin is a pickle.*safe_serialization=True"):
+        read(folder)
+
+
+@pytest.mark.parametrize("damage", ["rank", "flat", "lonely", "embedding", "truncated", "config", "no config"])
+def test_damage_is_named(llama: Path, damage: str) -> None:
+    folder = saved(llama, llama.parent / "peft", adapters(llama))
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors = load_file(file)
+    name = min(tensors)
+    match damage:
+        case "rank":
+            tensors[name] = tensors[name][:3]
+        case "flat":
+            tensors[name] = tensors[name].flatten()
+        case "lonely":
+            del tensors[name]
+        case "embedding":
+            tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 97)
+        case "config":
+            config.write_text("[]")
+        case "no config":
+            config.unlink()
+    save_file(tensors, file)
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(AsyncRLError) as raised:
+        read(folder)
+    shown = {"embedding": "embed_tokens", "truncated": file.name, "config": config.name, "no config": config.name}
+    assert shown.get(damage, module_of(name)) in str(raised.value)
+
+
+def test_a_folder_is_replaced_as_a_whole(llama: Path) -> None:
+    folder = saved(llama, llama.parent / "peft", adapters(llama, only="q_proj"))
+    (folder / "of an older export").touch()
+    saved(llama, folder, adapters(llama, only="v_proj"))
+    assert {module.rpartition(".")[2] for module in map(module_of, read(folder))} == {"v_proj"}
+    assert sorted(file.name for file in llama.parent.iterdir()) == ["hf", "peft"]
+    assert sorted(file.name for file in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
