@@ -26,6 +26,7 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
+from asyncrl.trainer.quantized import pack_base
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
@@ -97,6 +98,8 @@ class Network:
         self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
         if trainer.lora.rank:  # before data parallelism, which has buffers for what is trained
             lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora)
+            if trainer.lora.base != "none":
+                pack_base(self.weights, trainer.lora.base)
         self._adapters = list(lora.adapters(chunks))
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
