@@ -27,6 +27,7 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
+from asyncrl.trainer.quantized import pack_base
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
@@ -105,6 +106,8 @@ class Network:
             lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora)
             if trainer.lora.path:
                 start_from(Path(trainer.lora.path).expanduser(), self.weights)
+            if trainer.lora.base != "none":
+                pack_base(self.weights, trainer.lora.base)
         self._adapters = list(lora.adapters(chunks))
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.

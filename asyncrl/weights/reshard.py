@@ -86,12 +86,14 @@ class Resharder:
 
     def _tensors(self, which: list[tuple[int, str, Found]], *, merged: bool = False) -> Iterator[tuple[Found, Tensor]]:
         """Look the tensors up again for each pass: mixed precision and data parallelism move a model's memory after
-        construction. With `merged`, adapters are added to the weights of their layers."""
+        construction. Quantized weights are yielded dequantized. With `merged`, adapters are added to the weights of
+        their layers."""
         states = [weights_of(chunk) for chunk in self._chunks]
         for chunk, name, found in which:
             layer, _, kind = name.rpartition(".")
-            adapters = getattr(self._chunks[chunk].get_submodule(layer), "lora", None)
-            tensor = states[chunk][name]
+            module = self._chunks[chunk].get_submodule(layer)
+            adapters, packed = getattr(module, "lora", None), getattr(module, "packed", None)
+            tensor = states[chunk][name] if packed is None or kind != "weight" else packed.dequantized()
             if merged and adapters is not None and kind == "weight":
                 exact = torch.promote_types(tensor.dtype, torch.float32)
                 tensor = (tensor.to(exact) + adapters.delta()).to(tensor.dtype)
