@@ -42,7 +42,7 @@ from asyncrl.weights.layouts import ROW, Dims, of_rank
 from asyncrl.weights.reshard import LinearShard, Resharder
 
 
-class AdapterPair(nn.Module):
+class ProjectionAdapter(nn.Module):
     """The two matrices of one projection."""
 
     def __init__(self, A: Tensor, B: Tensor) -> None:
@@ -70,13 +70,13 @@ class LinearAdapters(nn.ModuleDict):
         self._axes = {"A": 1} if self._rows else {"B": 0} if rule.layout.split else {}
         for name in names:
             zero = linear.weight.new_zeros(self._widths[name], settings.rank)
-            adapter = self[name] = AdapterPair(_start(shard, name, settings, dims), zero)
+            adapter = self[name] = ProjectionAdapter(_start(shard, name, settings, dims), zero)
             for matrix, parameter in adapter.named_parameters():
                 self._mark(parameter, matrix in self._axes, shard.rank)
 
-    def pairs(self) -> dict[str, AdapterPair]:
+    def pairs(self) -> dict[str, ProjectionAdapter]:
         """Return the adapters by name."""
-        return cast(dict[str, AdapterPair], dict(self.items()))
+        return cast(dict[str, ProjectionAdapter], dict(self.items()))
 
     def _mark(self, parameter: Any, split: bool, rank: int) -> None:
         """Tell Megatron whether ranks share a matrix out, for the sum of gradients and for their norm."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from asyncrl.trainer.parallel import reseed
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
+from asyncrl.weights.folder import HFFolder
 
 
 class Policy:
@@ -42,7 +43,7 @@ class Policy:
     ) -> None:
         """Load the model of an HF folder. `progress` is called at the start of each micro-batch."""
         algo = config.algo
-        self.config, self.parallel = config, parallel
+        self.config, self.parallel, self.folder = config, parallel, folder
         self.network = Network(config.trainer, folder, parallel, progress=progress)
         self.weights, self.hf = self.network.weights, self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
@@ -70,6 +71,14 @@ class Policy:
         return self._objective.started
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
+
+    @cached_property
+    def base(self) -> str | None:
+        """Return the hash of the weights below adapters, which a checkpoint does not hold; None without adapters."""
+        if self.config.trainer.lora.rank is None:
+            return None
+        with HFFolder(self.folder) as weights:
+            return weights.digest()
 
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
