@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -64,9 +65,7 @@ class LinearAdapters(nn.ModuleDict):
         self._layout, self._dims = rule.layout, dims if self._shared else of_rank(dims, shard.degree)
         self._part = (shard.degree, shard.rank) if self._shared else (1, 0)
         self._rows, self._expert, self._degree = rule.layout is ROW, rule.expert, shard.degree
-        self._group = (
-            linear._tp_group if hasattr(linear, "_tp_group") else linear.tp_group
-        )  # TransformerEngine's, local
+        self._group = getattr(linear, "_tp_group", None) or linear.tp_group  # TransformerEngine's layers have both
         self._sequence = linear.config.sequence_parallel
         self._scale, self._dropout = settings.scale, settings.dropout
         self._widths = _widths(shard, self._part[0], self._dims)
@@ -193,12 +192,23 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
         if names:
             shard.module.lora = LinearAdapters(shard, names, settings, dims)
             shard.module.__class__ = _adapted(type(shard.module))  # type: ignore[arg-type]
-    if settings.targets != "all" and (missing := {*settings.targets} - known):
-        remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {sorted(known)}, or all."
-        raise ConfigError("trainer.lora.targets", settings.targets, remedy)
+    if settings.targets != "all":
+        _check_targets(settings.targets, chunks, known)
+
+
+def _check_targets(targets: Sequence[str], chunks: Sequence[GPTModel], known: set[str]) -> None:
+    """Refuse names of no layer of any stage, and stages that would train nothing. Collective. Raises ConfigError."""
+    stages = [known]
+    if dist.get_world_size() > 1:
+        stages = [known for _ in range(dist.get_world_size())]
+        dist.all_gather_object(stages, known)
+    if missing := {*targets}.difference(*stages):
+        others = sorted(set().union(*stages))
+        remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {others}, or all."
+        raise ConfigError("trainer.lora.targets", targets, remedy)
     if not all(any(adapters([chunk])) for chunk in chunks):
         remedy = "A pipeline stage has none of these layers and would train nothing: add others, or use fewer stages."
-        raise ConfigError("trainer.lora.targets", settings.targets, remedy)
+        raise ConfigError("trainer.lora.targets", targets, remedy)
 
 
 def _with_gradient(_: Any, __: Any, embedded: Tensor) -> Tensor:
