@@ -234,6 +234,13 @@ class Config(Section):
         """Return whether every version is an adapter of its own in the engines. Requires a resolved weights.lora."""
         return self.trainer.lora.rank is not None and self.weights.lora == "versions" and self.mode == "train"
 
+    @property
+    def changes_base(self) -> bool:
+        """Return whether the policy differs from the model folder before the first step, so that the engines need
+        weights of the trainers first."""
+        lora = self.trainer.lora
+        return self.mode == "train" and lora.rank is not None and (lora.path is not None or lora.base != "none")
+
     def group_size(self, name: str) -> int:
         """Return the number of completions per prompt of this task."""
         return self.mixture[name].group_size or self.rollout.group_size

@@ -77,7 +77,9 @@ class KLConfig(Section):
     """Reference model. weights: frozen weights in the trainer; teacher: the teacher's engines, which score every
     episode anyway, so that the trainer needs no second copy of the weights and no second forward pass."""
     reference_path: str | None
-    """With reference=weights: HF folder of the reference, with the policy's architecture; unset: the initial model."""
+    """With reference=weights: HF folder of the reference, with the policy's architecture; unset: the initial model.
+    With trainer.lora.rank, unset: the base, without a second copy of it, even if trainer.lora.path has other adapters
+    to start from."""
     reference_offload: bool
     """Offload the reference's weights to host memory between its passes."""
 

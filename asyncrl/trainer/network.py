@@ -27,9 +27,12 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
+from asyncrl.trainer.quantized import pack_base
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.names import ADAPTER
+from asyncrl.weights.peft import start_from
 from asyncrl.weights.reshard import Resharder, weights_of
 
 Visit = Callable[[Head, Pack], Tensor]
@@ -91,13 +94,20 @@ class Network:
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-        chunks = [megatron.build_model(self.hf, self.config, stage).to(parallel.device) for stage in stages]
+        chunks = [
+            megatron.build_model(self.hf, self.config, stage, adapted=bool(trainer.lora.rank)).to(parallel.device)
+            for stage in stages
+        ]
         half = trainer.dtype == "bfloat16"
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
         self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
         if trainer.lora.rank:  # before data parallelism, which has buffers for what is trained
             lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora)
+            if trainer.lora.path:
+                start_from(Path(trainer.lora.path).expanduser(), self.weights)
+            if trainer.lora.base != "none":
+                pack_base(self.weights, trainer.lora.base)
         self._adapters = list(lora.adapters(chunks))
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
@@ -176,9 +186,10 @@ class Network:
             for adapters in self._adapters:
                 adapters.skipped = False
 
-    def tensors(self) -> list[Tensor]:
-        """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
-        return [tensor for chunk in self._inner.values() for tensor in weights_of(chunk, keep_vars=True).values()]
+    def base_tensors(self) -> list[Tensor]:
+        """Return every parameter and persistent buffer but those of adapters, not copies."""
+        every = (weights_of(chunk, keep_vars=True).items() for chunk in self._inner.values())
+        return [tensor for chunk in every for name, tensor in chunk if not ADAPTER.fullmatch(name)]
 
     def placed(self) -> list[PlacedTensor]:
         """Return all of these tensors with their positions in the whole model."""

@@ -93,7 +93,7 @@ def updated(
         counted_away(policy)
     figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
     parameters = list(policy.network.parameters())
-    gradients = [one.main_grad.clone() for one in parameters]  # type: ignore[attr-defined]
+    gradients = [one.main_grad.clone() for one in parameters if one.requires_grad]  # type: ignore[attr-defined]
     return figures, [one.detach().clone() for one in parameters], gradients
 
 
