@@ -229,6 +229,11 @@ class Config(Section):
         return self.mixture | self.eval.sets if self.eval.questions else {}
 
     @property
+    def quantizes(self) -> bool:
+        """Return whether the trainer computes with a quantized base, which the engines do not load by themselves."""
+        return self.trainer.lora.base != "none"
+
+    @property
     def serves_adapters(self) -> bool:
         """Return whether every version is an adapter of its own in the engines. Requires a resolved weights.lora."""
         return self.trainer.lora.rank is not None and self.weights.lora == "versions" and self.mode == "train"

@@ -120,7 +120,7 @@ def main(run_dir: Path) -> None:
     )
     if addresses.resume:
         first = _go_on(addresses.resume, run_dir, policy, log, stop)
-    if addresses.resume or addresses.attached or turns:  # the engines hold other weights, or none
+    if addresses.resume or addresses.attached or turns or config.quantizes:  # the engines hold other weights, or none
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified like a first publish; the engines resume only afterwards
