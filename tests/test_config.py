@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,29 @@ def test_what_cannot_be_repeated_is_not_called_deterministic() -> None:
     assert refusal(deterministic=True).field == "rollout.max_staleness"
     tiny_config(deterministic=True, **{"rollout.max_staleness": 0})
     tiny_config(deterministic=True, mode="replay", **{"replay.from": "/runs/a"})  # batches are given
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("weights.transport", "delta", "set auto, tensor or disk"),
+        ("weights.transport", "distributed", "set auto, tensor or disk"),
+        ("cluster.placement", "colocated", "set weights.lora=merged"),
+        ("trainer.lora.targets", ["q_proj"], "needs q_proj with v_proj|no q_proj without v_proj"),
+        ("trainer.lora.targets", ["k_proj", "v_proj"], "no k_proj without q_proj"),
+        ("trainer.lora.targets", ["up_proj"], "no up_proj without gate_proj"),
+        ("trainer.lora.targets", ["q_a_proj"], "choose among them"),
+        ("rollout.max_staleness", 40, "Engines would hold 43 adapters"),
+    ],
+)
+def test_what_does_not_fit_adapters_in_the_engines_is_refused(field: str, value: Any, remedy: str) -> None:
+    settings: dict[str, Any] = {"trainer.lora.rank": 4, field: value}
+    if field == "cluster.placement":
+        settings |= {"weights.pause_mode": "retract", "rollout.max_staleness": 1}
+    found = refusal(**settings, **{"weights.lora": "versions"})
+    assert found.field == field
+    assert re.search(remedy, found.remedy)
+    tiny_config(**settings, **{"weights.lora": "merged"})
 
 
 def test_only_what_trains_has_checkpoints() -> None:

@@ -16,6 +16,7 @@ from pydantic import ValidationError, model_validator
 from asyncrl import renamed
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
+from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.colocated import check_colocated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
@@ -35,7 +36,7 @@ from asyncrl.config.running import (
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
-from asyncrl.config.training import AlgoConfig, ModelConfig, OptimizerConfig, ShapingConfig, TrainerConfig
+from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Choice, Name, Section
 
@@ -229,14 +230,16 @@ class Config(Section):
         return self.mixture | self.eval.sets if self.eval.questions else {}
 
     @property
-    def quantizes(self) -> bool:
-        """Return whether the trainer computes with a quantized base, which the engines do not load by themselves."""
-        return self.trainer.lora.base != "none"
-
-    @property
     def serves_adapters(self) -> bool:
         """Return whether every version is an adapter of its own in the engines. Requires a resolved weights.lora."""
         return self.trainer.lora.rank is not None and self.weights.lora == "versions" and self.mode == "train"
+
+    @property
+    def changes_base(self) -> bool:
+        """Return whether the policy differs from the model folder before the first step, so that the engines need
+        weights of the trainers first."""
+        lora = self.trainer.lora
+        return self.mode == "train" and lora.rank is not None and (lora.path is not None or lora.base != "none")
 
     def group_size(self, name: str) -> int:
         """Return the number of completions per prompt of this task."""

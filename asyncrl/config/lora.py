@@ -30,6 +30,8 @@ class LoraConfig(Section):
     starts at zero."""
     path: str | None
     """PEFT folder from which the adapters start; unset: from `init`."""
+    save_merged: bool
+    """Beside each exported PEFT folder, also write the model with the adapters in its weights: hf-merged/."""
     base: Literal["none", "int8", "nf4"]
     """Quantization of the frozen base (QLoRA, arXiv 2305.14314); the engines serve the same dequantized weights."""
 

@@ -22,8 +22,8 @@ from asyncrl.errors import WeightsError
 from asyncrl.models import catalog
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.names import ADAPTER
-from asyncrl.weights.peft import PeftFolder, module_of, of_expert, parsed, stack_experts, write_peft
-from asyncrl.weights.peft_config import CONFIG, user_config
+from asyncrl.weights.peft import PeftFolder, of_expert, stack_experts, write_peft
+from asyncrl.weights.peft_config import CONFIG, parsed, user_config
 
 ROUTER_BIAS = "e_score_correction_bias"  # keeps its precision, as in to-hf
 
@@ -78,7 +78,7 @@ def to_peft(source: Path, out: Path, *, model: Path | None) -> None:
     else:
         base, lora, _ = _of_run(folder, model)
         tensors = _adapters(folder, base)
-        config = user_config(lora, map(module_of, tensors), str(base))
+        config = user_config(lora, tensors, str(base))
     with building(out) as partial:
         write_peft(partial, config, tensors.items())
 

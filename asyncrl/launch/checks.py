@@ -16,6 +16,7 @@ from asyncrl.models.architectures import check_architecture, megatron_arguments,
 from asyncrl.sandbox.local import LocalSandboxes, noted
 from asyncrl.sandbox.protections import Protections
 from asyncrl.tasks.scores import rewards
+from asyncrl.weights.peft_config import check_start
 
 
 def check_model(config: Config, hf: dict[str, Any]) -> None:
@@ -43,6 +44,8 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_replay(config, hf)
     _check_publishes(config)
     longest = hf.get("max_position_embeddings", 0)
+    if config.trainer.lora.path:
+        check_start(config.trainer.lora)
     if config.rollout.max_new_tokens >= longest:
         raise ConfigError(
             "rollout.max_new_tokens",

@@ -88,6 +88,8 @@ STEP = {
     "time/engine_busy": "time since the previous step with at least one request in flight",
     "time/since_start": "time since the command was started",
     "bytes/published": "bytes of weights sent by this rank",
+    "adapters/resident": "number of versions whose adapters every engine held before this publish unloaded the drained "
+    "ones (weights.lora=versions)",
 }
 
 # The same file, unless mode=rollout_only; within time/train, as a mean over the trainer's ranks

@@ -164,8 +164,7 @@ async def main(run_dir: Path) -> None:
 def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     """Return whether the engines get weights of the trainer before the first rollout."""
     attached = addresses.attached and config.mode == "train"
-    quantizes = config.quantizes and config.mode == "train"  # the engines get the dequantized base first
-    return bool(addresses.resume or attached or quantizes or config.cluster.placement == "colocated")
+    return bool(addresses.resume or attached or config.changes_base or config.cluster.placement == "colocated")
 
 
 def _client(

@@ -31,8 +31,10 @@ from asyncrl import jsonl  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
+from asyncrl.engine.adapters import AdapterName, adapter_names  # noqa: E402
 from asyncrl.engine.fleet import Fleet, build_fleet  # noqa: E402
 from asyncrl.engine.hand_over import HandOver  # noqa: E402
+from asyncrl.engine.update import Update  # noqa: E402
 from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
@@ -56,8 +58,9 @@ from asyncrl.trainer.recordings import (  # noqa: E402
 )
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.trainer.turns import Turns, free  # noqa: E402
+from asyncrl.weights.adapters import AdapterPublisher, build_adapters  # noqa: E402
 from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
-from asyncrl.weights.export import save_hf  # noqa: E402
+from asyncrl.weights.export import save_trained  # noqa: E402
 from asyncrl.weights.publish import Publisher, build_transport  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out this long after rank 0's own deadline
@@ -98,12 +101,8 @@ def main(run_dir: Path) -> None:
         publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, source, hand_over)
         first, end = 0, None
     warn = partial(_warn, run_dir)
-    log = StepLog(
-        _sinks(config, addresses, run_dir, parallel, warn),
-        started_at=addresses.started_at,
-        tasks=tuple(config.mixture),
-        begins=begins,
-    )
+    sinks = _sinks(config, addresses, run_dir, parallel, warn)
+    log = StepLog(sinks, started_at=addresses.started_at, tasks=tuple(config.mixture), begins=begins)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
     publisher = turns or publisher
     stop = StopRule(config.run, end)
@@ -120,19 +119,18 @@ def main(run_dir: Path) -> None:
     )
     if addresses.resume:
         first = _go_on(addresses.resume, run_dir, policy, log, stop)
-    if addresses.resume or addresses.attached or turns or config.quantizes:  # the engines hold other weights, or none
+    if addresses.resume or addresses.attached or turns or config.changes_base:  # engines have other weights, or none
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified like a first publish; the engines resume only afterwards
-    if addresses.resume:
-        if addresses.resume.parent == store.folder:
-            checkpoints.resumed(first)
-        else:
-            checkpoints.save(first)  # into this run's own folder, so that the next resume=auto finds it
+    if addresses.resume and addresses.resume.parent == store.folder:
+        checkpoints.resumed(first)
+    elif addresses.resume:
+        checkpoints.save(first)  # into this run's own folder, so that the next resume=auto finds it
 
     def export(folder: Path, version: int) -> None:
         with turns.parameters(version) if turns else nullcontext():
-            save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
+            save_trained(folder, addresses.model, policy.weights, parallel, config.trainer)
 
     def save(version: int) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
@@ -221,18 +219,88 @@ def _publisher(
     fleet: Fleet,
     source: BatchSource,
     hand_over: HandOver | None,
-) -> tuple[Publisher, str]:
+) -> tuple[VersionPublisher, str]:
     """Return the publisher and the reason for its choice of transport."""
-    gpu = on_gpu(config.trainer, addresses.gpus)
+    if names := adapter_names(config, addresses.run_id):
+        return _adapter_publisher(config, addresses, run_dir, parallel, policy, fleet, source, names)
+    return _full_publisher(
+        config,
+        addresses,
+        run_dir,
+        parallel,
+        policy,
+        fleet,
+        hold=source.hold,
+        announce=lambda version: source.announce(version, policy.reused),
+        update=hand_over.update if hand_over else None,
+    )
+
+
+def _adapter_publisher(
+    config: Config,
+    addresses: Addresses,
+    run_dir: Path,
+    parallel: Parallel,
+    policy: Policy,
+    fleet: Fleet,
+    source: BatchSource,
+    names: AdapterName,
+) -> tuple[VersionPublisher, str]:
+    """Return a publisher of versions as adapters. Engines that did not load this base from the model folder get it from
+    the trainers."""
     folder = _shared_folder(config, run_dir)
+    make, why = build_adapters(config, fleet, host=os.environ["ASYNCRL_HOST"], folder=folder)
+
+    def base(update: Update) -> Publisher:
+        return _full_publisher(
+            config,
+            addresses,
+            run_dir,
+            parallel,
+            policy,
+            fleet,
+            hold=lambda: None,
+            announce=lambda version: None,
+            update=update,
+            merged=False,
+        )[0]
+
+    adapters = AdapterPublisher(
+        parallel,
+        fleet,
+        policy.weights.adapters,
+        make,
+        config.weights,
+        getattr(torch, config.engine.dtype),
+        names=names,
+        announce=lambda version: source.announce(version, policy.reused),
+        base=base if addresses.attached or config.trainer.lora.base != "none" else None,
+    )
+    return adapters, why
+
+
+def _full_publisher(
+    config: Config,
+    addresses: Addresses,
+    run_dir: Path,
+    parallel: Parallel,
+    policy: Policy,
+    fleet: Fleet,
+    *,
+    hold: Callable[[], None],
+    announce: Callable[[int], object],
+    update: Update | None,
+    merged: bool = True,
+) -> tuple[Publisher, str]:
+    """Return a publisher of all weights, with adapters merged into them, and the reason for its transport."""
     transport, why = build_transport(
         config,
         fleet,
         host=os.environ["ASYNCRL_HOST"],
-        alone=os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"],
+        alone=_alone(),
         stage=parallel.pp_rank,
-        gpu=gpu,
-        folder=folder,
+        gpu=on_gpu(config.trainer, addresses.gpus),
+        folder=_shared_folder(config, run_dir),
     )
     engine_device: Literal["cpu", "cuda"] = "cuda" if on_gpu(config.engine, addresses.gpus) else "cpu"
     publisher = Publisher(
@@ -247,13 +315,19 @@ def _publisher(
             dtype=getattr(torch, config.engine.dtype),
             device=engine_device,
         ),
-        hold=source.hold,
-        announce=lambda version: source.announce(version, policy.reused),
-        update=hand_over.update if hand_over else None,
+        hold=hold,
+        announce=announce,
+        update=update,
         sent=partial(free, policy.memory) if config.cluster.placement == "colocated" else lambda: None,
+        merged=merged,
     )
     publisher.prepare()
     return publisher, why
+
+
+def _alone() -> bool:
+    """Return whether all trainer ranks are on this host."""
+    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
 
 
 def _shared_folder(config: Config, run_dir: Path) -> Path:

@@ -42,7 +42,7 @@ from asyncrl.weights.layouts import ROW, Dims, of_rank
 from asyncrl.weights.reshard import LinearShard, Resharder
 
 
-class Adapter(nn.Module):
+class ProjectionAdapter(nn.Module):
     """The two matrices of one projection."""
 
     def __init__(self, A: Tensor, B: Tensor) -> None:
@@ -61,28 +61,31 @@ class LinearAdapters(nn.ModuleDict):
         linear, rule = shard.module, shard.found.rule
         self._layout, self._dims = rule.layout, of_rank(dims, shard.degree)
         self._rows, self._expert, self._degree = rule.layout is ROW, rule.expert, shard.degree
-        self._group, self._sequence = linear.tp_group, bool(linear.sequence_parallel)
+        self._group = (
+            linear._tp_group if hasattr(linear, "_tp_group") else linear.tp_group
+        )  # TransformerEngine's, local
+        self._sequence = linear.config.sequence_parallel
         self._scale, self._dropout = settings.scale, settings.dropout
         self._widths = _widths(shard, self._dims)
+        self._axes = {"A": 1} if self._rows else {"B": 0} if rule.layout.split else {}
         for name in names:
             zero = linear.weight.new_zeros(self._widths[name], settings.rank)
-            adapter = self[name] = Adapter(_start(shard, name, settings, dims), zero)
-            self._mark(adapter, shard.rank)
+            adapter = self[name] = ProjectionAdapter(_start(shard, name, settings, dims), zero)
+            for matrix, parameter in adapter.named_parameters():
+                self._mark(parameter, matrix in self._axes, shard.rank)
 
-    def pairs(self) -> dict[str, Adapter]:
+    def pairs(self) -> dict[str, ProjectionAdapter]:
         """Return the adapters by name."""
-        return cast(dict[str, Adapter], dict(self.items()))
+        return cast(dict[str, ProjectionAdapter], dict(self.items()))
 
-    def _mark(self, adapter: Adapter, rank: int) -> None:
-        """Tell Megatron which matrix the ranks share, for the sum of gradients and for their norm."""
-        split, whole = (adapter.A, adapter.B) if self._rows else (adapter.B, adapter.A)
-        for parameter in (split, whole) if self._expert else (split,):
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-            parameter.partition_dim, parameter.partition_stride = int(self._rows), 1  # type: ignore[attr-defined]
+    def _mark(self, parameter: Any, split: bool, rank: int) -> None:
+        """Tell Megatron whether ranks share a matrix out, for the sum of gradients and for their norm."""
         if self._expert:
-            whole.shared = rank > 0  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel, parameter.shared = True, rank > 0 and not split
+        elif split:
+            parameter.tensor_model_parallel = True
         else:
-            whole.sequence_parallel = self._sequence  # type: ignore[attr-defined]
+            parameter.sequence_parallel = self._sequence
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A [R, in] and B [out, R] of all projections, whose product has the layout of the layer's weight."""
@@ -133,17 +136,17 @@ class LinearAdapters(nn.ModuleDict):
         with get_cuda_rng_tracker().fork() if self._rows or self._sequence or self._expert else nullcontext():
             return F.dropout(x, self._dropout)
 
-    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return Megatron's description of the adapters' places in the whole model."""
         states: dict[str, Any] = {}
         for name, adapter in self.pairs().items():
-            axes, mine = {"A": 1} if self._rows else {"B": 0}, f"{prefix}{name}."
+            mine = f"{prefix}{name}."
             groups = {"tp_group": self._group, "dp_cp_group": metadata["dp_cp_group"]}
             states |= make_sharded_tensors_for_checkpoint(
-                adapter.state_dict(keep_vars=True), mine, axes, offsets, **groups
+                adapter.state_dict(keep_vars=True), mine, self._axes, sharded_offsets, **groups
             )
             if self._expert and not self._rows:  # gate above up
-                states[f"{mine}B"] = apply_swiglu_sharded_factory(states[f"{mine}B"], offsets)
+                states[f"{mine}B"] = apply_swiglu_sharded_factory(states[f"{mine}B"], sharded_offsets)
         return states
 
 
@@ -156,10 +159,10 @@ class _Adapted:
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return (y, bias) if self.lora.skipped else (y + self.lora(x), bias)
 
-    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the layer's own states, with those of the adapters in place of Megatron's default for them."""
-        states: dict[str, Any] = super().sharded_state_dict(prefix, offsets, metadata)  # type: ignore[misc]
-        return states | self.lora.sharded_state_dict(f"{prefix}lora.", offsets, metadata)
+        states: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return states | self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
 
 
 @cache
@@ -173,6 +176,11 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
     known: set[str] = set()
     for chunk in chunks:
         chunk.requires_grad_(False)
+        if chunk.pre_process and chunk.config.recompute_granularity:
+            chunk.embedding.register_forward_hook(_with_gradient)
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):  # TransformerEngine would look for the weight's buffer
+                module.fuse_wgrad_accumulation = False
     for shard in list(weights.linears()):
         projections = [*shard.found.rule.projections()]
         known |= {*projections}
@@ -183,6 +191,12 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
     if settings.targets != "all" and (missing := {*settings.targets} - known):
         remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {sorted(known)}, or all."
         raise ConfigError("trainer.lora.targets", settings.targets, remedy)
+
+
+def _with_gradient(_: Any, __: Any, embedded: Tensor) -> Tensor:
+    """Let the embedding's output require a gradient. Otherwise recomputation would lose every gradient of the layers
+    that it runs again: Megatron's checkpoint has outputs without gradient if no input requires one."""
+    return embedded.requires_grad_()
 
 
 def adapters(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:

@@ -17,22 +17,18 @@ only when none can name it any more: SGLang would wait for its requests, and blo
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config, WeightsConfig
-from asyncrl.config.adapters import adapter_targets
 from asyncrl.config.lora import LoraConfig
 from asyncrl.engine.adapters import AdapterName
 from asyncrl.engine.fleet import Answer, Fleet
@@ -41,27 +37,31 @@ from asyncrl.errors import WeightsError
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
+from asyncrl.weights.export import gathered
 from asyncrl.weights.layouts import Pieces
+from asyncrl.weights.peft import write_peft
+from asyncrl.weights.peft_config import PREFIX, TENSORS, parsed
+from asyncrl.weights.publish import Publisher, from_first
 from asyncrl.weights.tensor import handle, shared_memory
 
 Tensors = dict[str, Tensor]
-WEIGHTS = "adapter_model.safetensors"
 
 
-def adapter_config(lora: LoraConfig) -> dict[str, Any]:
-    """Return PEFT's configuration of the adapters, as SGLang reads it: it scales by lora_alpha / r whatever use_rslora
+def engine_config(lora: LoraConfig, tensors: Iterable[str]) -> dict[str, Any]:
+    """Return PEFT's configuration of the adapters for SGLang, which scales by lora_alpha / r whatever use_rslora
     says."""
     assert lora.rank is not None, "trainer.lora.rank is unset"
+    targets = sorted({parsed(name)[0].rpartition(".")[2] for name in tensors})
     return {
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank,
-        "target_modules": adapter_targets(lora),
+        "target_modules": targets,
         "bias": "none",
     }
 
 
-class Adapter(ABC):
+class PublishedAdapter(ABC):
     """An adapter that engines can load until it is dropped."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Adapter(ABC):
         """Free its memory or files: no engine will load it again."""
 
 
-class SharedAdapter(Adapter):
+class SharedAdapter(PublishedAdapter):
     """An adapter in shared memory, for engines on this host. They keep views of it, so it is never written again."""
 
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, engine_tp: int) -> None:
@@ -111,13 +111,13 @@ class SharedAdapter(Adapter):
         del self._flat
 
 
-class AdapterFolder(Adapter):
+class AdapterFolder(PublishedAdapter):
     """An adapter as a PEFT folder on a file system that the engines share."""
 
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, root: Path) -> None:
         super().__init__(name, config)
         self._folder = root / name
-        save_peft(self._folder, tensors, config)
+        write_peft(self._folder, config, tensors.items())
 
     def load(self, *, verify: bool) -> tuple[str, Answer]:
         """Return a request with the folder, whose checksums only the sender can compare."""
@@ -128,12 +128,25 @@ class AdapterFolder(Adapter):
         _compare(
             self.name,
             tensors,
-            {n.removeprefix("base_model.model."): t for n, t in load_file(self._folder / WEIGHTS).items()},
+            {n.removeprefix(PREFIX): t for n, t in load_file(self._folder / TENSORS).items()},
         )
 
     def drop(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class AdapterUpdate(Update):
+    """Update protocol that lets no engine have a version's label, or requests, without its adapters."""
+
+    def __init__(self, fleet: Fleet, load: Callable[[str], Answer]) -> None:
+        super().__init__(fleet, mode="in_place")
+        self._load = load
+
+    def label(self, version: int) -> None:
+        """Load the adapters, then set the version."""
+        self._fleet.on_each(self._load)
+        super().label(version)
 
 
 class AdapterPublisher:
@@ -144,76 +157,84 @@ class AdapterPublisher:
         parallel: Parallel,
         fleet: Fleet,
         adapter: Callable[[], Iterator[tuple[str, Tensor]]],
-        make: Callable[[str, Tensors], Adapter],
+        make: Callable[[str, Tensors], PublishedAdapter],
         settings: WeightsConfig,
         dtype: torch.dtype,
         *,
         names: AdapterName,
         announce: Callable[[int], list[int]],
+        base: Callable[[Update], Publisher] | None = None,
     ) -> None:
         """`adapter` yields the tensors of this stage on exporting ranks; every rank iterates over it. `make` keeps them
-        under a name, in `dtype`, that of the engines. `announce` returns the versions that are in use."""
+        under a name, in `dtype`, that of the engines. `announce` returns the versions that are in use. `base` makes the
+        publisher of the base for engines that do not load it from the model folder."""
         self._parallel, self._fleet, self._settings, self._dtype = parallel, fleet, settings, dtype
         self._adapter, self._make, self._names, self._announce = adapter, make, names, announce
-        self._update = Update(fleet, mode="in_place")
-        self._live: dict[int, Adapter] = {}
+        self._update = AdapterUpdate(fleet, self._load)
+        self._base, self._sent = base(self._update) if base else None, False
+        self._live: dict[int, PublishedAdapter] = {}
         self._newest: int | None = None
-        self._verified_once = False
+        self._verified_once = self._verify = False
 
     @torch.no_grad()
     def publish(self, version: int) -> dict[str, float]:
-        """Publish a version; runs on every rank. Returns the seconds of gathering, and on rank 0 the bytes of the
-        adapter and the numbers of adapters and of engines that serve. A version that was published before is loaded
-        only by engines that joined."""
+        """Publish a version; runs on every rank. Returns the seconds of gathering and of verifying, the bytes of the
+        adapter, and the numbers of engines that serve and of adapters that they hold meanwhile. A version that was
+        published before is loaded only by engines that joined."""
         started = time.monotonic()
-        name = self._names(version)
-        tensors = self._gathered() if name and version != self._newest else {}
+        new = version != self._newest and self._names(version) is not None
+        mine = ((name, tensor.to(self._dtype)) for name, tensor in self._adapter())
+        tensors = gathered(mine, self._parallel) if new else {}
         self._newest = version
         filled = time.monotonic()
+        verified, held = 0.0, 0
         if self._parallel.is_first:
             self._fleet.reconcile()
-            verify = self._verification_is_due(version)
-            if name and tensors:
-                self._live[version] = self._make(name, tensors)
-                if verify:
-                    self._live[version].check(tensors)
-            self._fleet.on_each(lambda url: self._load(url, [version] if tensors else [], verify=verify))
+            self._verify = self._verification_is_due(version)
+            if new:
+                verified = self._keep(version, tensors)
+        if self._base and from_first(bool(self._fleet.joining) or not self._sent):
+            self._base.publish(version)
+            self._sent = True
+        elif self._parallel.is_first:
             self._update.label(version)
             self._fleet.admit()
+        if self._parallel.is_first:
+            held = len(self._live)
             self._unload(self._announce(version))
         return {
             "fill": filled - started,
             "pause": 0.0,
-            "verify": 0.0,
+            "verify": verified,
             "bytes": float(sum(tensor.nbytes for tensor in tensors.values())),
             "engines": float(len(self._fleet.serving)),
+            "adapters": float(held),
         }
 
-    def _gathered(self) -> Tensors:
-        """Return the whole adapter on rank 0, and nothing elsewhere."""
-        mine = {name: tensor.to("cpu", self._dtype) for name, tensor in self._adapter()}
-        if self._parallel.pp == 1:
-            return mine if self._parallel.is_first else {}
-        stages: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(mine, stages if self._parallel.is_first else None)
-        return {name: tensor for stage in stages if stage for name, tensor in stage.items()}
+    def _keep(self, version: int, tensors: Tensors) -> float:
+        """Keep a version's adapter for the engines. Returns the seconds of comparing it with the tensors."""
+        name = self._names(version)
+        assert name is not None
+        self._live[version] = self._make(name, tensors)
+        started = time.monotonic()
+        if self._verify:
+            self._live[version].check(tensors)
+            self._verified_once = True
+        return time.monotonic() - started
 
-    def _load(self, url: str, new: list[int], *, verify: bool) -> Answer:
-        """Load the new adapter into an engine; into one that joined, all of them."""
-        joins = url in self._fleet.joining
-        if joins:
-            self._clear(url)
-        for version in sorted(self._live) if joins else new:
-            path, body = self._live[version].load(verify=verify)
-            self._fleet.post(url, path, body)
+    def _load(self, url: str) -> Answer:
+        """Load what an engine lacks: the new adapter, or all of them if it was restarted or joined. One that somebody
+        else started may hold adapters of an earlier start of the run, or of a publish that it did not survive."""
+        held = {card["id"] for card in self._fleet.get(url, "/v1/models").get("data", []) if card.get("parent")}
+        if url in self._fleet.joining:
+            for name in held:
+                self._fleet.post(url, "/unload_lora_adapter", {"lora_name": name})
+            held = set()
+        for adapter in self._live.values():
+            if adapter.name not in held:
+                path, body = adapter.load(verify=self._verify)
+                self._fleet.post(url, path, body)
         return {}
-
-    def _clear(self, url: str) -> None:
-        """Unload what an engine that somebody else started holds: adapters of an earlier start of the run, or of a
-        publish that it did not survive."""
-        for card in self._fleet.get(url, "/v1/models").get("data", []):
-            if card.get("parent"):
-                self._fleet.post(url, "/unload_lora_adapter", {"lora_name": card["id"]})
 
     def _unload(self, used: list[int]) -> None:
         """Unload and drop all adapters but the newest and those in use."""
@@ -223,20 +244,9 @@ class AdapterPublisher:
             adapter.drop()
 
     def _verification_is_due(self, version: int) -> bool:
-        every, first = self._settings.verify_every, not self._verified_once
-        self._verified_once = True
-        due = first or self._fleet.joining or (every and version % every == 0)
+        every = self._settings.verify_every
+        due = not self._verified_once or self._fleet.joining or (every and version % every == 0)
         return bool(self._settings.verify and due)
-
-
-def save_peft(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
-    """Write a PEFT folder, which gets its name only when it is complete."""
-    building = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, building / WEIGHTS)
-    (building / "adapter_config.json").write_text(json.dumps(config))
-    os.rename(building, folder)
 
 
 def checksums(tensors: Tensors) -> dict[str, str]:
@@ -255,13 +265,17 @@ def _compare(name: str, given: Tensors, held: Tensors) -> None:
 
 def build_adapters(
     config: Config, fleet: Fleet, *, host: str, folder: Path
-) -> tuple[Callable[[str, Tensors], Adapter], str]:
+) -> tuple[Callable[[str, Tensors], PublishedAdapter], str]:
     """Return how adapters are kept for the engines, and the reason. `host` is rank 0's address, `folder` the one that
     all engines see."""
-    peft = adapter_config(config.trainer.lora)
     carried, why = choose(config.weights.transport, list(fleet.urls), host, gpu=False)
 
+    def make(name: str, tensors: Tensors) -> PublishedAdapter:
+        peft = engine_config(config.trainer.lora, tensors)
+        if carried == "tensor":
+            return SharedAdapter(name, peft, tensors, config.engine.tensor_parallel)
+        return AdapterFolder(name, peft, tensors, folder)
+
     if carried == "tensor":
-        tp = config.engine.tensor_parallel
-        return lambda name, tensors: SharedAdapter(name, peft, tensors, tp), f"adapters in shared memory ({why})"
-    return lambda name, tensors: AdapterFolder(name, peft, tensors, folder), f"adapters in {folder} ({why})"
+        return make, f"adapters in shared memory ({why})"
+    return make, f"adapters in {folder}, on a file system that the engines share"

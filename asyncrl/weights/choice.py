@@ -49,7 +49,7 @@ def choose_lora(config: Config, hf: dict[str, Any], gpus: int) -> tuple[Config, 
         way, why = _way(config, hf, gpus)
     else:
         way, why = setting, "as configured"
-    if way == "versions" and (problem := _not_served(config, hf)):
+    if way == "versions" and (problem := _not_served(hf)):
         raise ConfigError("weights.lora", "versions", f"{problem}: set merged.")
     return _with(config, way), f"{way} ({why})"
 
@@ -57,7 +57,7 @@ def choose_lora(config: Config, hf: dict[str, Any], gpus: int) -> tuple[Config, 
 def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
     if not on_gpu(config.engine, gpus):
         return "merged", "on CPUs SGLang computes adapters slowly"
-    if problem := _not_served(config, hf):
+    if problem := _not_served(hf):
         return "merged", problem
     if config.engine.urls:
         return "merged", "engine.urls names engines, which may have been started without adapters"
@@ -68,9 +68,7 @@ def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
     return "versions", "adapters load without a pause"
 
 
-def _not_served(config: Config, hf: dict[str, Any]) -> str:
-    if (base := config.trainer.lora.base) != "none":
-        return f"engines get the {base} base dequantized, with the adapter added"
+def _not_served(hf: dict[str, Any]) -> str:
     architecture = hf["architectures"][0]
     return "" if architecture in DENSE else f"engines serve adapters of {', '.join(DENSE)}, not of {architecture}"
 

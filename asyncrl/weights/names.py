@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from asyncrl.errors import WeightsError
 from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
 
+LINEAR = (COLUMN, ROW, QKV, GATE_UP)
+"""Layouts of linear layers."""
 ADAPTER = re.compile(r"(.+)\.lora\.(\w+)\.([AB])")
 """Name of an adapter's matrix: that of its linear layer, of the HF projection that it adapts, and of the matrix."""
 
@@ -31,6 +33,11 @@ class NameRule:
         """True for a routed expert's weight, which is sharded over the expert-parallel ranks, not over the dense
         layout."""
         return "{expert}" in self.megatron
+
+    @property
+    def linear(self) -> bool:
+        """True for the weight of a linear layer that can have adapters: all but the output layer and routers."""
+        return self.layout in LINEAR and self.megatron.endswith(".weight")
 
     def projections(self) -> dict[str, str]:
         """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
@@ -216,6 +223,10 @@ class Mapping:
     def knows(self, hf_name: str) -> bool:
         """Return whether some Megatron parameter holds this HF tensor."""
         return _general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0] in self._hf
+
+    def adapts(self, module: str) -> bool:
+        """Return whether some linear layer has this module of PEFT, named without the number of its layer."""
+        return any(module in rule.projections().values() for rule in self._rules.values() if rule.linear)
 
 
 def _general(name: str, expert_pattern: str) -> tuple[str, str | None, str | None]:

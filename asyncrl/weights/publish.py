@@ -70,10 +70,12 @@ class Publisher:
         announce: Callable[[int], object],
         update: Update | None = None,
         sent: Callable[[], None] = lambda: None,
+        merged: bool = True,
     ) -> None:
-        """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue."""
+        """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue. `merged`
+        says whether adapters are added to the weights."""
         self._parallel, self._fleet, self._transport = parallel, fleet, transport
-        self._weights, self._settings = weights, settings
+        self._weights, self._settings, self._merged = weights, settings, merged
         self._expected, self._hold, self._announce = expected, hold, announce
         self._update, self._sent = update or Update(fleet, mode=settings.pause_mode), sent
         gpu = parallel.device.type == "cuda"
@@ -211,7 +213,7 @@ class Publisher:
     def _fill(self, expected: ExpectedChecksums | None) -> Iterator[tuple[Tensor, Bucket]]:
         """Fill and yield the buckets in turn. If there is less memory than buckets, one is sent while the next is
         filled."""
-        stream = self._weights.stream()
+        stream = self._weights.stream(merged=self._merged)
         for number, bucket in enumerate(self._plan or []):
             flat = self._memory[number % len(self._memory)][: nbytes(bucket)]
             for name, tensor in fill(flat, bucket, stream).items():
@@ -223,7 +225,7 @@ class Publisher:
 
     def _deliver(self, version: int) -> None:
         """Deliver the version until the engines have taken it. They may ask for the full weights."""
-        while not _from_first(self._transport.deliver(version) if self._parallel.is_first else True):
+        while not from_first(self._transport.deliver(version) if self._parallel.is_first else True):
             if self._parallel.exports:
                 self._transport.start(version, full=True)
             self._send(None)
@@ -268,7 +270,7 @@ def _from_all(mine: T) -> list[T]:
     return found
 
 
-def _from_first(mine: bool) -> bool:
+def from_first(mine: bool) -> bool:
     """Return rank 0's value."""
     if _world() == 1:
         return mine

@@ -27,14 +27,11 @@ from torch import Tensor
 
 from asyncrl.parallel import Parallel
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, Dims, Pieces
-from asyncrl.weights.names import ADAPTER, Found, Mapping, local_name, unit_of
+from asyncrl.weights.layouts import Dims, Pieces
+from asyncrl.weights.names import ADAPTER, WHOLE_WITH_TRANSFORMER_ENGINE, Found, Mapping, local_name, unit_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-LINEAR = (COLUMN, ROW, QKV, GATE_UP)
-"""Layouts of the linear layers that can have adapters: all but the output layer and routers."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Resharder:
     def linears(self) -> Iterator[LinearShard]:
         """Yield this rank's linear layers that can have adapters."""
         for chunk, name, found in self._found:
-            if found.rule.layout in LINEAR and name.endswith(".weight"):
+            if found.rule.linear or WHOLE_WITH_TRANSFORMER_ENGINE.search(name):
                 module = self._chunks[chunk].get_submodule(name.removesuffix(".weight"))
                 yield LinearShard(module, found, self._degree(found), self._rank(found))
 
@@ -234,6 +231,12 @@ class Resharder:
                 stack = read(name, (shape[0], shape[1] * self._num_experts))
                 full = stack.unflatten(1, (-1, self._num_experts))[..., found.expert]
             self._fill(found, tensor, [full])
+
+    def adapts(self, module: str) -> bool:
+        """Return whether some rank has a linear layer for PEFT's module."""
+        found = re.fullmatch(r"(model\.layers\.)(\d+)(\..+)", module)
+        known = found and int(found[2]) < self._num_layers and self._mapping.adapts(f"{found[1]}{{layer}}{found[3]}")
+        return bool(known)
 
     def _whole_shapes(self, found: Found, shard: Tensor) -> list[torch.Size]:
         """Return the shapes of the full tensors of which a rank holds this shard."""

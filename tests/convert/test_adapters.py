@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from asyncrl.convert.cli import main
-from asyncrl.weights.peft import module_of, write_peft
+from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import user_config
 from tests.convert.models import described, rewritten, tensors, written
 from tests.convert.test_refusals import changed, refused
@@ -21,7 +21,7 @@ from tests.weights.adapters import RANK, adapters, loaded, logits, lora
 def adapter_of(model: Path, only: str = "", **settings: object) -> Path:
     """A PEFT folder beside the model."""
     folder, found = model.with_name("adapter"), adapters(model, only=only)
-    write_peft(folder, user_config(lora(**settings), map(module_of, found), str(model)), found.items())
+    write_peft(folder, user_config(lora(**settings), found, str(model)), found.items())
     return folder
 
 

@@ -51,3 +51,19 @@ def test_a_rank_holds_what_the_planner_says(name: str, step: Callable[[Case], di
     ratio = told["peak"] / sum(planned.values())
     print(f"{name}: state {sum(found.values())}, live {told['live']}, peak {told['peak']}, peak / planned {ratio:.3f}")
     assert 1 - CLOSE <= ratio <= 1 + CLOSE
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_most_layers_activations_are_in_host_memory(recomputed: bool, step: Callable[[Case], dict[str, Any]]) -> None:
+    """Two layers are on the device; of layers that are recomputed, these are their inputs."""
+    changes = BASE.changes | {"trainer.recompute.granularity": "full" if recomputed else "none"}
+    without, offloads = (
+        step(replace(BASE, changes=changes | {"trainer.activation_offload": on})) for on in (False, True)
+    )
+    a_layer = without["memory"]["planned"]["activations"] / LAYERS
+    if recomputed:
+        a_layer = 2 * BASE.sizes["hidden"] * max(map(max, without["passes"]))
+    saved = without["memory"]["peak"] - offloads["memory"]["peak"]
+    print(f"peak {without['memory']['peak']}, less {saved} with offload: {saved / a_layer:.1f} of {LAYERS} layers")
+    assert saved > (LAYERS - 5 if recomputed else LAYERS - 3) * a_layer
+    assert offloads["memory"]["live"] == without["memory"]["live"]  # nothing is left over

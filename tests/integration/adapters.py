@@ -1,11 +1,9 @@
-"""A trainer's publisher of adapters without Megatron: adapters that are a function of the version.
-
-As a program, a trainer that can be killed at any instant: python -m tests.integration.adapters JSON.
-"""
+"""A trainer's publisher of adapters without Megatron: adapters that are a function of the version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,34 +11,35 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.config.adapters import LINEARS
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
+from tests.integration.fleet import Engines
 from tests.integration.publisher import ALONE
 
-SETTINGS = ("trainer.lora.rank=4", "trainer.lora.alpha=8", "weights.lora=versions", "rollout.max_staleness=2")
+RANK = 4
+SETTINGS = (f"trainer.lora.rank={RANK}", "trainer.lora.alpha=8", "weights.lora=versions", "rollout.max_staleness=2")
 
 
 class SeededAdapters:
     """Replacement of a Resharder's adapters: numbers that depend only on the version."""
 
-    def __init__(self, model: Path, rank: int, targets: list[str]) -> None:
-        found = {
-            name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()
-        }
-        self.base = found
-        self._linears = {name: t for name, t in found.items() if name.split(".")[-2] in targets}
-        self._rank, self.version = rank, 0
+    def __init__(self, fleet: Engines, targets: Sequence[str] = LINEARS) -> None:
+        files = sorted(fleet.addresses.model.glob("*.safetensors"))
+        self.base = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        self._linears = {name: t for name, t in self.base.items() if name.split(".")[-2] in targets}
+        self.version = 0
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         draw = torch.Generator().manual_seed(self.version)
         for name, weight in self._linears.items():
             stem = name.removesuffix(".weight")
-            yield f"{stem}.lora_A.weight", 0.3 * torch.randn(self._rank, weight.shape[1], generator=draw)
-            yield f"{stem}.lora_B.weight", 0.3 * torch.randn(weight.shape[0], self._rank, generator=draw)
+            yield f"{stem}.lora_A.weight", 0.3 * torch.randn(RANK, weight.shape[1], generator=draw)
+            yield f"{stem}.lora_B.weight", 0.3 * torch.randn(weight.shape[0], RANK, generator=draw)
 
     def merged(self, version: int, scale: float) -> dict[str, Tensor]:
         """Return the weights of a version, with the adapter added."""
@@ -54,23 +53,24 @@ class SeededAdapters:
         return merged
 
 
-def make(
+@contextmanager
+def publisher_of(
     config: Config,
     addresses: Addresses,
     weights: SeededAdapters,
     folder: Path,
     *,
     run: str,
-    urls: tuple[str, ...] | None = None,
     announce: Callable[[int], list[int]] = lambda version: [],
-) -> AdapterPublisher:
-    """Return a publisher of one rank, created as in trainer/__main__.py."""
+    tidy: bool = True,
+) -> Iterator[AdapterPublisher]:
+    """Yield a publisher of one rank, created as in trainer/__main__.py; its adapters are unloaded in the end."""
     router = RouterWorkers(addresses.router, addresses.access, config.weights.timeout)
-    fleet = Fleet(urls or addresses.engines, addresses.access, config.weights.timeout, router=router)
+    fleet = Fleet(addresses.engines, addresses.access, config.weights.timeout, router=router)
     build, _ = build_adapters(config, fleet, host=config.cluster.host or "", folder=folder)
     names = adapter_names(config, run)
     assert names
-    return AdapterPublisher(
+    made = AdapterPublisher(
         Parallel(**ALONE),
         fleet,
         weights.adapters,
@@ -80,6 +80,13 @@ def make(
         names=names,
         announce=announce,
     )
+    try:
+        yield made
+    finally:
+        for adapter in made._live.values() if tidy else ():
+            fleet.call("/unload_lora_adapter", {"lora_name": adapter.name})
+        fleet.close()
+        router._http.close()
 
 
 def publish(publisher: AdapterPublisher, weights: SeededAdapters, version: int) -> dict[str, float]:

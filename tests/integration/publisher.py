@@ -60,7 +60,7 @@ class SeededWeights:
             noise *= torch.rand(tensor.shape, generator=draw) < self._share
             yield name, (tensor.float() + noise).to(tensor.dtype).to(self._device)
 
-    def stream(self) -> Iterator[tuple[str, Pieces]]:
+    def stream(self, *, merged: bool = True) -> Iterator[tuple[str, Pieces]]:
         return ((name, Pieces([tensor])) for name, tensor in self.hf_tensors())
 
     def at(self, version: int) -> dict[str, Tensor]:

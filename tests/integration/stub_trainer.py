@@ -44,7 +44,7 @@ class NoWeights(Transport):
         """Yield no tensors."""
         return iter(())
 
-    def stream(self) -> Iterator[Any]:
+    def stream(self, *, merged: bool = True) -> Iterator[Any]:
         """Yield no tensors to send."""
         return iter(())
 

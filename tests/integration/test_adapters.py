@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config import Config
+from asyncrl.config.adapters import LINEARS
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.fleet import CallRefused
 from asyncrl.schema import Completion
-from tests.integration.adapters import SETTINGS, SeededAdapters, make, publish
+from asyncrl.weights.adapters import AdapterPublisher
+from tests.integration.adapters import SETTINGS, SeededAdapters, publish, publisher_of
 from tests.integration.fleet import Engines, engines
 
 pytestmark = pytest.mark.integration
 
 PROMPT, EOS = [12, 1, 2, 3, 11], 10
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Publish = Callable[[int], Awaitable[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +42,12 @@ def fleet(one_fleet_with_adapters: Engines) -> Engines:
     return one_fleet_with_adapters
 
 
-def weights_of(fleet: Engines) -> SeededAdapters:
-    return SeededAdapters(fleet.addresses.model, fleet.config.trainer.lora.rank or 0, TARGETS)
+def changed(config: Config, **changes: Any) -> Config:
+    """Return the configuration with changes of `weights`, or of trainer.lora, by name."""
+    lora = config.trainer.lora.model_copy(update={k: v for k, v in changes.items() if hasattr(config.trainer.lora, k)})
+    weights = config.weights.model_copy(update={k: v for k, v in changes.items() if hasattr(config.weights, k)})
+    trainer = config.trainer.model_copy(update={"lora": lora})
+    return config.model_copy(update={"trainer": trainer, "weights": weights})
 
 
 def client(fleet: Engines, run: str, **changes: object) -> GenerationClient:
@@ -55,38 +65,214 @@ def client(fleet: Engines, run: str, **changes: object) -> GenerationClient:
     return GenerationClient(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
 
 
-def gap(fleet: Engines, weights: SeededAdapters, version: int, found: Completion) -> float:
+def played(
+    fleet: Engines,
+    folder: Path,
+    run: str,
+    play: Callable[[GenerationClient, Publish], Awaitable[Any]],
+    *,
+    config: Config | None = None,
+    weights: SeededAdapters | None = None,
+    prepare: Callable[[AdapterPublisher], None] = lambda publisher: None,
+    **settings: object,
+) -> Any:
+    """Run `play` with a client and a function that publishes a version in a thread, as the trainer would."""
+
+    async def main() -> Any:
+        made, loop = client(fleet, run, **settings), asyncio.get_running_loop()
+
+        async def tell(version: int) -> list[int]:
+            made.inflight.release(version)
+            return made.inflight.adapters.versions()
+
+        def announce(version: int) -> list[int]:
+            return asyncio.run_coroutine_threadsafe(tell(version), loop).result(30)
+
+        seeded = weights or SeededAdapters(fleet)
+        with publisher_of(config or fleet.config, fleet.addresses, seeded, folder, run=run, announce=announce) as one:
+            prepare(one)
+            try:
+                return await play(made, lambda version: asyncio.to_thread(publish, one, seeded, version))
+            finally:
+                await made.close()
+
+    return asyncio.run(main())
+
+
+def gap(fleet: Engines, weights: SeededAdapters, version: int, found: Completion, scale: float = 2.0) -> float:
     """Return the largest difference of a completion's log-probabilities from those of transformers with the merged
     weights of a version."""
     model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=torch.float32)
-    model.load_state_dict(weights.merged(version, fleet.config.trainer.lora.scale), strict=False)
+    model.load_state_dict(weights.merged(version, scale), strict=False)
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + found.token_ids])).logits[0, len(PROMPT) - 1 : -1]
     every = logits.log_softmax(-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
     return (every - torch.tensor(found.logprobs)).abs().max().item()
 
 
-@pytest.mark.parametrize("transport", ["tensor", "disk"])
-def test_engines_compute_what_the_merged_weights_compute(fleet: Engines, tmp_path: Path, transport: str) -> None:
-    weights, run = weights_of(fleet), f"equal-{transport}"
-    of = fleet.config.weights.model_copy(update={"transport": transport})
-    config = fleet.config.model_copy(update={"weights": of})
-    made = client(fleet, run)
-    publisher = make(config, fleet.addresses, weights, tmp_path, run=run, announce=lambda version: [0, 1, 2])
+def versions_of(completion: Completion) -> list[int]:
+    return [span.version for span in completion.versions]
 
-    async def ask(version: int) -> list[Completion]:
-        made.inflight.release(version)
-        return list(await asyncio.gather(*[made.generate()(PROMPT) for _ in range(4)]))
 
-    async def all_versions() -> list[list[Completion]]:
-        found = [await ask(0)]
+def loaded(fleet: Engines, number: int = 0) -> set[str]:
+    """Return the names of the adapters that an engine holds."""
+    answer = httpx.get(f"{fleet.addresses.engines[number]}/v1/models", **fleet.addresses.access.http)
+    return {card["id"] for card in answer.json()["data"] if card["parent"]}
+
+
+async def several(made: GenerationClient, count: int = 4) -> list[Completion]:
+    return list(await asyncio.gather(*[made.generate()(PROMPT) for _ in range(count)]))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "shared memory": {"transport": "tensor"},
+    "folder": {"transport": "disk"},
+    "rslora": {"rslora": True},
+    "queries and values": {"targets": ["q_proj", "v_proj"]},
+    "gate": {"targets": ["gate_proj"]},
+    "down and output": {"targets": ["down_proj", "o_proj"]},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_engines_compute_what_the_merged_weights_compute(fleet: Engines, tmp_path: Path, case: str) -> None:
+    """SGLang ignores use_rslora, and fills in what a fused projection lacks."""
+    config = changed(fleet.config, **CASES[case])
+    scale, targets = config.trainer.lora.scale, CASES[case].get("targets", LINEARS)
+    weights = SeededAdapters(fleet, targets)
+
+    async def play(made: GenerationClient, publish: Publish) -> Any:
+        found = [await several(made)]
         for version in (1, 2):
-            publish(publisher, weights, version)
-            found.append(await ask(version))
-        await made.close()
+            await publish(version)
+            found.append(await several(made))
         return found
 
-    for version, completions in enumerate(asyncio.run(all_versions())):
+    run = f"equal-{case.replace(' ', '-')}"
+    found = played(fleet, tmp_path, run, play, config=config, weights=weights)
+    for version, completions in enumerate(found):
         assert {span.version for one in completions for span in one.versions} == {version}
-        assert max(gap(fleet, weights, version, one) for one in completions) < 1e-4
-        assert max(gap(fleet, weights, (version + 1) % 3, one) for one in completions) > 1e-2
+        assert max(gap(fleet, weights, version, one, scale) for one in completions) < 1e-4
+        assert max(gap(fleet, weights, (version + 1) % 3, one, scale) for one in completions) > 1e-2
+
+
+def test_requests_in_flight_keep_their_adapter_while_others_are_published(fleet: Engines, tmp_path: Path) -> None:
+    async def play(made: GenerationClient, publish: Publish) -> Any:
+        await publish(1)
+        running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(48)])
+        await asyncio.sleep(0.02)
+        await publish(2)
+        await publish(3)
+        under_way = made.inflight.in_flight
+        return under_way, await running, made.inflight.figures
+
+    under_way, found, figures = played(fleet, tmp_path, "flight", play)
+    assert under_way, "all answers had ended before the publishes did"
+    assert {tuple(versions_of(one)) for one in found} == {(1,)}
+    assert figures.continued.total() == 0
+    weights = SeededAdapters(fleet)
+    assert max(gap(fleet, weights, 1, one) for one in found[:6]) < 1e-4
+
+
+def test_an_adapter_is_unloaded_once_nobody_uses_it_and_its_name_does_not_come_back(
+    fleet: Engines, tmp_path: Path
+) -> None:
+    run, config = "unload", changed(fleet.config, transport="disk")
+
+    async def play(made: GenerationClient, publish: Publish) -> Any:
+        episode = made.generate()
+        await publish(1)
+        turns, held = [await episode(PROMPT)], []
+        for version in (2, 3):
+            await publish(version)
+            held.append(loaded(fleet))
+        turns.append(await episode(PROMPT))
+        episode.close()
+        await publish(4)
+        return turns, [*held, loaded(fleet)]
+
+    turns, held = played(fleet, tmp_path, run, play, config=config, adapter_per="episode")
+    assert [versions_of(one) for one in turns] == [[1], [1]]
+    assert gap(fleet, SeededAdapters(fleet), 1, turns[1]) < 1e-4
+    assert held == [{f"{run}-v1", f"{run}-v2"}, {f"{run}-v1", f"{run}-v3"}, {f"{run}-v4"}]
+    assert {file.name for file in tmp_path.iterdir()} == {f"{run}-v4"}
+    assert generate(fleet, 0, f"{run}-v1").status_code == 400
+
+
+def generate(fleet: Engines, number: int, adapter: str) -> httpx.Response:
+    """Ask one engine without the router."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "lora_path": adapter}
+    url = f"{fleet.addresses.engines[number]}/generate"
+    return httpx.post(url, json=body, timeout=30.0, **fleet.addresses.access.http)
+
+
+def test_a_killed_engine_gets_every_live_adapter_before_the_router_sends_it_requests(
+    fleet: Engines, tmp_path: Path
+) -> None:
+    run, second = "killed", fleet.addresses.engines[1]
+    made_by: list[AdapterPublisher] = []
+
+    async def play(made: GenerationClient, publish: Publish) -> Any:
+        publisher = made_by[0]
+        episode = made.generate()
+        await publish(1)
+        await episode(PROMPT)
+        running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
+        await asyncio.sleep(0.02)
+        fleet.kill("engine-1")
+        publisher._fleet.lose(second, "killed")
+        found = await running
+        await publish(2)
+        await asyncio.to_thread(fleet.start, "engine-1")
+        await asyncio.to_thread(fleet.wait_for, second)
+        refused = generate(fleet, 1, f"{run}-v1").status_code
+        publisher._fleet.join(second)
+        await publish(2)
+        return found, refused, loaded(fleet, 1), await several(made, 8), await episode(PROMPT)
+
+    found, refused, held, after, turn = played(
+        fleet, tmp_path, run, play, prepare=made_by.append, adapter_per="episode"
+    )
+    assert {tuple(versions_of(one)) for one in found} == {(1,)}
+    assert refused == 400
+    assert held == {f"{run}-v1", f"{run}-v2"}
+    assert {tuple(versions_of(one)) for one in after} == {(2,)}
+    assert versions_of(turn) == [1]
+
+
+def test_what_a_killed_trainer_left_in_an_engine_is_unloaded_when_it_joins_the_next(
+    fleet: Engines, tmp_path: Path
+) -> None:
+    """A trainer that is killed in the middle of a publish has loaded an adapter that was never announced."""
+
+    def die(version: int) -> list[int]:
+        raise KeyboardInterrupt
+
+    weights = SeededAdapters(fleet)
+    with (
+        publisher_of(fleet.config, fleet.addresses, weights, tmp_path, run="first", announce=die, tidy=False) as killed,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        publish(killed, weights, 1)
+    assert "first-v1" in loaded(fleet)
+
+    async def play(made: GenerationClient, publish: Publish) -> list[Completion]:
+        await publish(1)
+        return await several(made)
+
+    def attach(publisher: AdapterPublisher) -> None:
+        publisher._fleet.joining, publisher._fleet.serving = publisher._fleet.serving, []
+
+    found = played(fleet, tmp_path, "second", play, prepare=attach)
+    assert loaded(fleet) == {"second-v1"}
+    assert {tuple(versions_of(one)) for one in found} == {(1,)}
+
+
+def test_engine_refuses_a_name_that_is_taken(fleet: Engines, tmp_path: Path) -> None:
+    """Names are therefore never reused: the server would keep the old adapter."""
+    weights = SeededAdapters(fleet)
+    with publisher_of(fleet.config, fleet.addresses, weights, tmp_path, run="taken") as publisher:
+        publish(publisher, weights, 1)
+        path, body = publisher._live[1].load(verify=True)
+        with pytest.raises(CallRefused, match="already"):
+            publisher._fleet.post(fleet.addresses.engines[0], path, body)

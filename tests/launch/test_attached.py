@@ -80,6 +80,7 @@ def test_engine_that_cannot_take_or_prove_new_weights_is_refused(
         ({"weights.transport": "delta"}, "--custom-weight-loader asyncrl.engine.delta.load"),
         ({"deterministic": True, "rollout.max_staleness": 0}, "--enable-deterministic-inference"),
         ({"algo.routing_replay": "R3"}, "--enable-return-routed-experts"),
+        ({"trainer.lora.rank": 8, "weights.lora": "versions"}, "--enable-lora"),
     ],
 )
 def test_engine_that_lacks_what_the_run_needs_is_refused_with_the_flag(

@@ -29,7 +29,7 @@ class Weights:
     def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         return ((name, tensor.dtype, tensor.shape) for name, tensor in TENSORS.items())
 
-    def stream(self) -> Iterator[tuple[str, Pieces]]:
+    def stream(self, *, merged: bool = True) -> Iterator[tuple[str, Pieces]]:
         return ((name, Pieces([tensor])) for name, tensor in TENSORS.items())
 
 

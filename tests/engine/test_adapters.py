@@ -1,0 +1,237 @@
+"""Versions that are adapters, as the client uses them: one for each completion or episode, and exact versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from asyncrl import retries
+from asyncrl.config import Config
+from asyncrl.engine.adapters import adapter_names
+from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.session import SavedCompletion
+from asyncrl.schema import Completion, VersionSpan
+from tests.engine.asking import PROMPT, asked
+from tests.fakes import FakeEngine, Reply, completion, pieces, stream, tiny_config, until
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.0)
+
+
+def config(**changes: Any) -> Config:
+    return tiny_config(**{"trainer.lora.rank": 4, "weights.lora": "versions", **changes})
+
+
+def played(engine: FakeEngine, play: Callable[[GenerationClient], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
+    """Play with a client whose versions are adapters; afterwards none is in use."""
+
+    async def checked(client: GenerationClient) -> Any:
+        found = await play(client)
+        await until(lambda: not client.inflight.adapters.versions())
+        return found
+
+    return asked(engine, checked, names=adapter_names(config(), "run0"), retry_timeout=5.0, **settings)
+
+
+def answering(*, label: int = 9, before: Callable[[int], Reply | None] = lambda number: None) -> FakeEngine:
+    """Return an engine that serves a later version than any request names. `before` may give the n-th reply."""
+
+    def answer(request: dict[str, Any]) -> Reply:
+        reply = before(len(engine.requests) - 1)
+        told = [completion(3, (label,), "length") for _ in range(request["sampling_params"]["n"])]
+        return reply or stream(event for i, one in enumerate(told) for event in pieces(one, index=i))
+
+    engine = FakeEngine(answer)
+    return engine
+
+
+def named(engine: FakeEngine) -> list[str | None]:
+    return [request.get("lora_path") for request in engine.requests]
+
+
+def test_requests_name_the_adapter_of_the_newest_version_and_tokens_have_that_version() -> None:
+    engine = answering()
+
+    async def play(client: GenerationClient) -> list[Completion]:
+        found = []
+        for version in (0, 1, 2):
+            client.inflight.release(version)
+            found.append(await client.generate()(PROMPT))
+        return found
+
+    found = played(engine, play)
+    assert [one.versions for one in found] == [[VersionSpan(version, 0, 3)] for version in (0, 1, 2)]
+    assert named(engine) == [None, "run0-v1", "run0-v2"]
+    assert [request["extra_key"] for request in engine.requests] == ["run0-v0", "run0-v1", "run0-v2"]
+
+
+def test_a_completion_keeps_its_adapter_when_it_is_continued_after_a_publish() -> None:
+    whole = pieces(completion(2, (1,), "length"))
+    for name in ("weight_versions", "finish_reason"):
+        whole[-1]["meta_info"].pop(name)
+    first = stream(whole).removesuffix(b"data: [DONE]\n\n")
+    going = asyncio.Event()
+    broken: Reply = [first, going, httpx.ReadError("reset by peer")]
+    engine = answering(before=lambda number: broken if number == 0 else None)
+
+    async def play(client: GenerationClient) -> tuple[Completion, list[list[int]], int]:
+        client.inflight.release(1)
+        session = client.generate()
+        running = asyncio.ensure_future(session(PROMPT))
+        await until(lambda: session.received == 2)
+        used = [client.inflight.adapters.versions()]
+        client.inflight.release(2)
+        used.append(client.inflight.adapters.versions())
+        going.set()
+        return await running, used, client.inflight.figures.inferred_tokens
+
+    found, used, inferred = played(engine, play)
+    assert found.versions == [VersionSpan(1, 0, 5)]
+    assert named(engine) == ["run0-v1", "run0-v1"]
+    assert {request["extra_key"] for request in engine.requests} == {"run0-v1"}
+    assert used == [[1], [1]]
+    assert inferred == 0
+
+
+def test_a_publish_sends_no_request_again_that_waits_for_its_first_chunk() -> None:
+    """Under full weights it would run under a prefix-cache key that is older than its weights."""
+    going = asyncio.Event()
+    slow: Reply = [going, stream(pieces(completion(3, (1,), "length")))]
+    engine = answering(before=lambda number: slow)
+
+    async def play(client: GenerationClient) -> Completion:
+        client.inflight.release(1)
+        running = asyncio.ensure_future(client.generate()(PROMPT))
+        await until(lambda: engine.requests)
+        client.inflight.release(2)
+        await asyncio.sleep(0)
+        going.set()
+        return await running
+
+    assert played(engine, play).versions == [VersionSpan(1, 0, 3)]
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize(("per", "expected"), [("completion", [1, 2]), ("episode", [1, 1])])
+def test_turns_use_the_newest_adapter_or_that_of_the_episode(per: str, expected: list[int]) -> None:
+    async def play(client: GenerationClient) -> tuple[list[int], list[int]]:
+        client.inflight.release(1)
+        session = client.generate()
+        turns = [await session(PROMPT)]
+        await asyncio.sleep(0)
+        client.inflight.release(2)
+        session.forget()  # an episode that is tried again is still the same
+        turns.append(await session(PROMPT))
+        await asyncio.sleep(0)
+        used = client.inflight.adapters.versions()
+        session.close()
+        return [one.versions[0].version for one in turns], used
+
+    turns, used = played(answering(), play, adapter_per=per)
+    assert turns == expected
+    assert (1 in used) == (per == "episode")
+
+
+def test_what_an_agent_left_in_flight_ends_with_its_session() -> None:
+    """It would keep an adapter beyond the bound."""
+    never = asyncio.Event()
+    engine = answering(before=lambda number: [never])
+
+    async def play(client: GenerationClient) -> list[int]:
+        client.inflight.release(1)
+        session = client.generate()
+        left = asyncio.ensure_future(session(PROMPT))
+        await until(lambda: engine.requests)
+        used = client.inflight.adapters.versions()
+        session.close()
+        await until(left.cancelled)
+        return used
+
+    assert played(engine, play) == [1]
+
+
+def test_siblings_share_a_request_only_under_the_same_adapter() -> None:
+    engine = answering()
+
+    async def play(client: GenerationClient) -> list[Completion]:
+        client.inflight.release(2)
+        sessions = [client.generate(group="g", adapter=adapter) for adapter in (1, 2, 2)]
+        return list(await asyncio.gather(*(session(PROMPT) for session in sessions)))
+
+    found = played(engine, play)
+    assert [one.versions[0].version for one in found] == [1, 2, 2]
+    assert sorted(cast("list[str]", named(engine))) == ["run0-v1", "run0-v2"]
+
+
+def test_an_evaluation_keeps_the_adapter_that_it_began_with() -> None:
+    async def play(client: GenerationClient) -> tuple[int, list[int]]:
+        client.inflight.release(1)
+        with client.one_adapter() as adapter:
+            client.inflight.release(2)
+            used = client.inflight.adapters.versions()
+            found = await client.generate(purpose="evaluation", adapter=adapter)(PROMPT)
+        return found.versions[0].version, used
+
+    assert played(answering(), play) == (1, [1])
+
+
+def saved(version: int, finish: str, context: list[int] = PROMPT) -> SavedCompletion:
+    return SavedCompletion(context, completion(2, (version,), finish))
+
+
+@pytest.mark.parametrize(
+    ("one", "versions", "requests"),
+    [
+        (saved(1, "stop"), [VersionSpan(1, 0, 2)], 0),  # complete
+        (saved(3, ""), [VersionSpan(3, 0, 5)], 1),  # continued by the adapter that is published again
+        (saved(2, ""), [VersionSpan(3, 0, 3)], 1),  # its adapter is lost: generated anew
+    ],
+)
+def test_a_resumed_completion_has_one_version(one: SavedCompletion, versions: list[VersionSpan], requests: int) -> None:
+    engine = answering()
+
+    async def play(client: GenerationClient) -> Completion:
+        client.inflight.resume(3, {}, 0)
+        session = client.resume("g", "g 0", 2, [one])
+        client.inflight.release(3)
+        return await session(PROMPT)
+
+    assert played(engine, play).versions == versions
+    assert named(engine) == ["run0-v3"] * requests
+
+
+@pytest.mark.parametrize(("version", "expected"), [(3, [3, 3]), (2, [3, 3])])
+def test_a_resumed_episode_that_keeps_one_adapter_goes_on_with_it_or_starts_over(
+    version: int, expected: list[int]
+) -> None:
+    engine = answering()
+
+    async def play(client: GenerationClient) -> list[int]:
+        client.inflight.resume(3, {}, 0)
+        session = client.resume("g", "g 0", 2, [saved(version, "stop")])
+        client.inflight.release(3)
+        turns = [await session(PROMPT), await session([*PROMPT, 5])]
+        session.close()
+        return [one.versions[0].version for one in turns]
+
+    assert played(engine, play, adapter_per="episode") == expected
+    assert len(engine.requests) == (1 if version == 3 else 2)
+
+
+def test_no_two_starts_of_a_run_share_a_name_and_version_0_is_the_base() -> None:
+    """SGLang loads an unloaded adapter again, from wherever it came, when a request names it."""
+    first, second = (adapter_names(config(), run) for run in ("a", "b"))
+    assert first
+    assert second
+    assert len({name(version) for name in (first, second) for version in range(1, 4)}) == 6
+    assert first(0) is None
+    started = adapter_names(config(**{"trainer.lora.path": "/adapter"}), "a")
+    assert started
+    assert started(0) == "a-v0"
+    assert adapter_names(tiny_config(), "a") is None

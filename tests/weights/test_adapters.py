@@ -1,0 +1,376 @@
+"""Publication of versions as adapters, on engines that keep SGLang's rules about names: the order of loading and
+unloading, and how many adapters there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from asyncrl.config.adapters import resident_adapters
+from asyncrl.engine.adapters import AdapterUse, adapter_names
+from asyncrl.engine.fleet import Fleet
+from asyncrl.errors import WeightsError
+from asyncrl.network.addresses import Access
+from asyncrl.parallel import Parallel
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.cohorts import Ticket
+from asyncrl.weights import adapters
+from asyncrl.weights.adapters import AdapterFolder, AdapterPublisher, SharedAdapter, build_adapters
+from tests.fakes import group, tiny_config
+from tests.integration.publisher import ALONE
+
+CONFIG = tiny_config(**{"trainer.lora.rank": 2, "weights.lora": "versions"})
+MODULE = "model.layers.0.self_attn.o_proj"
+
+
+def tensors() -> Iterator[tuple[str, Tensor]]:
+    yield f"{MODULE}.lora_A.weight", torch.ones(2, 8)
+    yield f"{MODULE}.lora_B.weight", torch.ones(8, 2)
+
+
+class AdapterServer:
+    """An engine's adapters by name, with SGLang's rules: it refuses a name that is taken, and an unknown one."""
+
+    def __init__(self, label: str = "0") -> None:
+        self.label, self.held, self.faults = label, dict[str, bool](), set[str]()
+        self.calls: list[str] = []
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        path, body = request.url.path, json.loads(request.content or b"{}")
+        name = body.get("lora_name", "")
+        if request.method == "POST":
+            self.calls.append(f"{path} {name or body.get('new_version', '')}")
+        if path in self.faults:
+            return httpx.Response(400, json={"success": False, "error_message": "no"})
+        if path == "/model_info":
+            return httpx.Response(200, json={"weight_version": self.label})
+        if path == "/v1/models":
+            cards = [{"id": one, "parent": "base"} for one in self.held]
+            return httpx.Response(200, json={"data": [{"id": "base", "parent": None}, *cards]})
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        elif path.startswith("/load"):
+            if name in self.held:
+                return httpx.Response(400, json={"error_message": f"{name} is already loaded"})
+            self.held[name] = True
+        elif path.startswith("/unload") and not self.held.pop(name, False):
+            return httpx.Response(400, json={"error_message": f"{name} is not loaded"})
+        return httpx.Response(200, json={"success": True})
+
+
+class Servers:
+    """Engines by URL, a router that notes its workers, and the fleet of a trainer in front of them."""
+
+    def __init__(self, count: int) -> None:
+        self.engines = {f"http://engine-{number}": AdapterServer() for number in range(count)}
+        self.routed = list(self.engines)
+        self.fleet = Fleet(list(self.engines), Access(""), 5.0, router=self, on_lost=lambda *_: None)
+        self.fleet._http = httpx.Client(transport=httpx.MockTransport(self._answer))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        return self.engines[f"http://{request.url.host}"].answer(request)
+
+    def restart(self, url: str, label: str) -> None:
+        """Replace an engine by a new process, which the launcher has removed from the router before."""
+        self.remove(url)
+        self.engines[url] = AdapterServer(label)
+
+    def add(self, url: str) -> None:
+        self.routed.append(url)
+
+    def remove(self, url: str) -> None:
+        if url in self.routed:
+            self.routed.remove(url)
+
+    def keep(self, urls: Any) -> None:
+        self.routed += [url for url in urls if url not in self.routed]
+
+
+def publisher(
+    servers: Servers, announce: Callable[[int], list[int]], *, run: str = "run0", **changes: Any
+) -> AdapterPublisher:
+    build, _ = build_adapters(CONFIG, servers.fleet, host="", folder=Path("/nowhere"))
+    names = adapter_names(CONFIG, run)
+    assert names
+    weights = CONFIG.weights.model_copy(update=changes)
+    made = changes.pop("make", build)
+    return AdapterPublisher(
+        Parallel(**ALONE), servers.fleet, tensors, made, weights, torch.float32, names=names, announce=announce
+    )
+
+
+@contextmanager
+def served(count: int = 2) -> Iterator[Servers]:
+    servers = Servers(count)
+    try:
+        yield servers
+    finally:
+        servers.fleet.close()
+
+
+@pytest.fixture(autouse=True)
+def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines on any host share memory with the trainer."""
+    monkeypatch.setattr(adapters, "choose", lambda *_, **__: ("tensor", "for the test"))
+
+
+def test_every_engine_has_an_adapter_before_it_is_announced_and_nothing_is_paused_or_flushed() -> None:
+    seen: list[list[set[str]]] = []
+    with served() as servers:
+
+        def announce(version: int) -> list[int]:
+            seen.append([set(engine.held) for engine in servers.engines.values()])
+            return [1] if version < 3 else []
+
+        made = publisher(servers, announce)
+        figures = [made.publish(version) for version in (1, 2, 3)]
+        calls = servers.engines["http://engine-0"].calls
+    v1, v2, v3 = (f"run0-v{version}" for version in (1, 2, 3))
+    assert seen == [[{v1}] * 2, [{v1, v2}] * 2, [{v1, v2, v3}] * 2]
+    assert [one["adapters"] for one in figures] == [1, 2, 3]
+    assert figures[0]["bytes"] == 2 * 16 * 4
+    load = "/load_lora_adapter_from_tensors"
+    assert calls == [
+        *(f"{load} {v1}", "/update_weight_version 1", f"{load} {v2}", "/update_weight_version 2"),
+        *(f"{load} {v3}", "/update_weight_version 3", f"/unload_lora_adapter {v1}", f"/unload_lora_adapter {v2}"),
+    ]
+
+
+def test_a_restarted_engine_gets_every_live_adapter_before_it_joins_the_router() -> None:
+    with served() as servers:
+        made = publisher(servers, lambda version: [1])
+        made.publish(1)
+        made.publish(2)
+        url = "http://engine-1"
+        servers.restart(url, "restart-1")
+        servers.engines[url].held["left"] = True  # by whoever used the engine before
+        joined: list[set[str]] = []
+        servers.add = lambda url: joined.append(set(servers.engines[url].held))  # type: ignore[method-assign]
+        made.publish(2)
+        assert joined == [{"run0-v1", "run0-v2"}]
+        assert servers.engines[url].label == "2"
+        assert [call.split()[0] for call in servers.engines["http://engine-0"].calls].count(
+            "/update_weight_version"
+        ) == 3
+
+
+def test_an_engine_that_lost_its_adapters_unnoticed_gets_them_all_with_the_next() -> None:
+    """It restarted after the fleet was reconciled, so that it never joined."""
+    with served() as servers:
+        made = publisher(servers, lambda version: [1, 2])
+        made.publish(1)
+        servers.engines["http://engine-1"].held.clear()
+        made.publish(2)
+        assert set(servers.engines["http://engine-1"].held) == {"run0-v1", "run0-v2"}
+
+
+def test_an_engine_that_refuses_an_adapter_is_lost_before_requests_name_it() -> None:
+    routed: list[list[str]] = []
+    with served() as servers:
+        servers.engines["http://engine-1"].faults.add("/load_lora_adapter_from_tensors")
+
+        def announce(version: int) -> list[int]:
+            routed.append(list(servers.routed))
+            return []
+
+        made = publisher(servers, announce)
+        assert made.publish(1)["engines"] == 1
+    assert routed == [["http://engine-0"]]
+
+
+def test_version_0_is_the_base_and_needs_no_adapter() -> None:
+    with served() as servers:
+        made = publisher(servers, lambda version: [])
+        made.publish(0)
+        assert [call for engine in servers.engines.values() for call in engine.calls] == [
+            "/update_weight_version 0"
+        ] * 2
+        assert made.publish(1)["verify"] > 0  # still the first that can be verified
+
+
+def test_wrong_bytes_are_found_before_any_engine_gets_them() -> None:
+    """A checksum that differs in the engine ends its process."""
+
+    class Torn(SharedAdapter):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self._flat[5] += 1
+
+    with served() as servers:
+        made = publisher(servers, lambda version: [])
+        made._make = lambda name, given: Torn(name, {}, given, 1)
+        with pytest.raises(WeightsError, match=r"run0-v1 is not what was trained.*lora_A"):
+            made.publish(1)
+        assert not any(engine.calls for engine in servers.engines.values())
+
+
+def test_checksums_are_sent_when_they_are_due() -> None:
+    adapter = SharedAdapter("run0-v1", {}, dict(tensors()), 2)
+    path, body = adapter.load(verify=True)
+    assert path == "/load_lora_adapter_from_tensors"
+    assert len(body["serialized_named_tensors"]) == 2
+    assert body["expected_checksums"] == adapters.checksums(dict(tensors()))
+    assert adapter.load(verify=False)[1]["expected_checksums"] is None
+
+
+def test_a_folder_holds_what_was_trained_until_it_is_dropped(tmp_path: Path) -> None:
+    adapter = AdapterFolder("run0-v1", {"r": 2}, dict(tensors()), tmp_path)
+    adapter.check(dict(tensors()))
+    assert adapter.load(verify=True) == (
+        "/load_lora_adapter",
+        {"lora_name": "run0-v1", "lora_path": str(tmp_path / "run0-v1")},
+    )
+    with pytest.raises(WeightsError, match="lora_B"):
+        adapter.check({name: tensor if "A" in name.split("lora_")[1] else 2 * tensor for name, tensor in tensors()})
+    adapter.drop()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Residency(RuleBasedStateMachine):
+    """Any order of admissions, turns, ends, rejections, publishes, restarts of engines and resumes."""
+
+    @initialize(
+        staleness=st.integers(0, 3),
+        back=st.integers(0, 3),
+        per_episode=st.booleans(),
+        engines=st.integers(1, 3),
+        drops=st.booleans(),
+    )
+    def start(self, staleness: int, back: int, per_episode: bool, engines: int, drops: bool) -> None:
+        self.bound, self.per_episode, self.starts = staleness, per_episode, 0
+        over_age = "drop" if drops else "wait"
+        self.settings = {"max_staleness": staleness, "lead": max(0, staleness - back), "over_age": over_age}
+        self.servers = Servers(engines)
+        self.buffer = CohortBuffer(2, **self.settings)  # type: ignore[arg-type]
+        self.playing: dict[Ticket, int | None] = {}
+        self.evaluated: int | None = None
+        self.evaluated_before = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.starts += 1
+        self.run = f"run{self.starts}"
+        self.use = AdapterUse()
+        self.publisher = publisher(self.servers, self._announce, run=self.run, verify=False)
+
+    def _announce(self, version: int) -> list[int]:
+        for url in self.servers.routed:
+            held = self.servers.engines[url].held
+            assert not version or f"{self.run}-v{version}" in held, "announced before it was loaded"
+        self._check_number()
+        self.evaluated_before = self.evaluated is not None
+        if version != self.buffer.version:
+            self.buffer.publish(version)
+        for ticket, reason in self.buffer.unwanted():
+            self._end(ticket)
+            self.buffer.reject(ticket, reason)
+        return self.use.versions()
+
+    def _end(self, ticket: Ticket) -> None:
+        self.use.release(self.playing.pop(ticket))
+
+    @rule(most=st.integers(1, 9))
+    def admit(self, most: int = 9) -> None:
+        for ticket in iter(self.buffer.admit, None):
+            self.buffer.begin(ticket, f"p{ticket.slot}", 1)
+            self.use.acquire(self.buffer.version)
+            self.playing[ticket] = self.buffer.version
+            most -= 1
+            if not most:
+                return
+
+    @precondition(lambda self: bool(getattr(self, "playing", ())))
+    @rule(data=st.data(), then=st.sampled_from(["turn", "commit", "reject"]))
+    def go_on(self, data: st.DataObject, then: str) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.playing, key=lambda one: one.slot)))
+        if then == "turn":
+            if not self.per_episode or self.playing[ticket] is None:
+                self.use.release(self.playing[ticket])
+                self.use.acquire(self.buffer.version)
+                self.playing[ticket] = self.buffer.version
+            return
+        self._end(ticket)
+        if then == "commit":
+            self.buffer.commit(ticket, group(ticket.slot))
+        else:
+            self.buffer.reject(ticket, "agent_error")
+
+    @rule(steps=st.integers(1, 3))
+    def train(self, steps: int) -> None:
+        """Train batches as soon as they are ready: the oldest groups end, and the others go on."""
+        for _ in range(steps):
+            while self.buffer.take() is None:
+                self.admit()
+                ticket = min(self.playing, key=lambda one: (one.cohort, one.slot))
+                self._end(ticket)
+                self.buffer.commit(ticket, group(ticket.slot))
+            self.admit()
+            self.publisher.publish(self.buffer.version + 1)
+
+    @rule()
+    def evaluate(self) -> None:
+        """Begin an evaluation, or end the one that is running."""
+        self.use.release(self.evaluated)
+        self.evaluated = self.buffer.version if self.evaluated is None else None
+        self.use.acquire(self.evaluated)
+
+    @rule(data=st.data())
+    def restart_engine(self, data: st.DataObject) -> None:
+        url = data.draw(st.sampled_from(sorted(self.servers.engines)))
+        self.servers.restart(url, f"restart-{data.draw(st.integers(0, 1 << 30))}")
+
+    @rule()
+    def publish_again(self) -> None:
+        """As the trainer does when no engine serves."""
+        self.publisher.publish(self.buffer.version)
+
+    @rule()
+    def resume(self) -> None:
+        """A new trainer and a new rollout process; the engines are those of engine.urls, or new ones."""
+        if self.buffer.training:
+            return
+        state = self.buffer.state()
+        self.buffer = CohortBuffer(2, **self.settings)  # type: ignore[arg-type]
+        self.buffer.restore(state)
+        self.playing, self.evaluated = dict.fromkeys(self.playing), None
+        for url in self.servers.engines:
+            self.servers.restart(url, f"restart-{self.starts}")
+        self._begin()
+        self.publisher.publish(self.buffer.version)
+
+    def _check_number(self) -> None:
+        """An engine holds no more than the bound allows; most of all between loading and unloading."""
+        most = self.bound + 2 + self.evaluated_before
+        assert all(len(engine.held) <= most for engine in self.servers.engines.values())
+
+    @invariant()
+    def engines_that_get_requests_hold_every_adapter_that_is_in_use(self) -> None:
+        if hasattr(self, "servers"):
+            needed = {f"{self.run}-v{version}" for version in self.use.versions() if version}
+            for url in self.servers.routed:
+                assert needed <= self.servers.engines[url].held.keys()
+
+    def teardown(self) -> None:
+        if hasattr(self, "servers"):
+            self.servers.fleet.close()
+
+
+TestResidency = Residency.TestCase
+TestResidency.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+
+
+def test_the_pool_of_an_engine_has_room_for_all_adapters_and_the_base() -> None:
+    config = tiny_config(**{"rollout.max_staleness": 3, "eval.questions": 0})
+    assert resident_adapters(config) == 5
+    assert resident_adapters(tiny_config(**{"rollout.max_staleness": 3})) == 6
