@@ -28,11 +28,12 @@ from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
 from asyncrl.launch.precision import assumed
-from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
+from asyncrl.launch.preflight.shapes import layout_of, served_adapters, shape_of, training_of
 from asyncrl.models.tensors import tensors
 from asyncrl.planner import memory, shapes, sizing
 from asyncrl.planner.shapes import Shape, Weight
 from asyncrl.planner.sizing import Balance, FleetSpec, Hardware, Publish
+from asyncrl.weights.choice import choose_lora
 
 DOCS = Path(__file__).parent.parent / "docs" / "operations.md"
 BEGIN, END = "<!-- sizes: written by scripts/sizes.py -->\n", "<!-- end of sizes -->\n"
@@ -170,6 +171,7 @@ def _composed(*overrides: str) -> Any:
 def size(config: Config, hf: dict[str, Any]) -> Sized:
     """Return the size of a run. Raises ConfigError if the configuration does not fit the model or the machines."""
     check_model(config, hf)
+    config, _ = choose_lora(config, hf, HARDWARE.per_machine)
     each = config.cluster.gpus or HARDWARE.per_machine
     machines = config.cluster.nodes or nodes_wanted(config, each)
     place(config, imagined(config, machines, each))
@@ -178,7 +180,7 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
     layout, training = layout_of(config.trainer), training_of(config, gpu=True)
     section = config.engine
     received = 2 * (config.weights.bucket_mb << 20)  # the bucket, and its tensors
-    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype}
+    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype, **served_adapters(config)}
     tokens = section.max_total_tokens or memory.cache_that_fits(weights, shape, ROOM - received, **part)
     if tokens < config.rollout.max_new_tokens:
         remedy = f"Its GPUs have room for the cache of {tokens} tokens, less than rollout.max_new_tokens: raise it."
@@ -205,6 +207,7 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
         batch_tokens=config.rollout.batch_groups * config.rollout.group_size * longest / 2,
         sent=sent,
         hardware=HARDWARE,
+        adapters=training.adapters,
     )
     trainer = memory.trainer_rank(weights, shape, layout, training)
     engine["received bucket"] = received

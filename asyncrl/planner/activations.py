@@ -53,6 +53,7 @@ class Training:
     offload: bool = False  # whether masters and moments are in host memory except during a step
     fp8: bool = False  # whether layers keep their matrices in FP8 too, by rows and by columns
     adapters: Adapters | None = None  # what is trained in place of the weights, which are frozen
+    moments_dtype: str = "float32"
     versions: bool = False  # whether a publish sends the adapters alone, not the merged weights
 
     def keeps_input(self, *names: str) -> bool:

@@ -50,6 +50,7 @@ def _stage(
     own, every = counts[0].all, sum(count.all for count in counts)
     steps = [_stepped(count, layout) for count in counts]
     masters = MASTER if item < MASTER else 0  # float32 weights are their own masters
+    moments = 2 * BYTES[training.moments_dtype]
     last = stage == layout.pipeline - 1
     matrices = [one for one in weights if one.layer is not None and len(one.shape) > 1]
     parts = {
@@ -58,7 +59,7 @@ def _stage(
         "weights in FP8": 2 * held(matrices, shape, layout, stage).all * len(networks) * training.fp8,
         "gradients": every * GRADIENT,
         "masters": sum(steps) * masters,
-        "moments": sum(steps) * MOMENTS,
+        "moments": sum(steps) * moments,
         "frozen weights": own * item * training.frozen,
         "publish buckets": _sent(weights, shape, layout, training, stage) if training.publishes else 0,
         "activations": activations(shape, layout, training, stage),
@@ -67,7 +68,7 @@ def _stage(
     }
     if training.offload:  # one network's states come back when nothing is left of a pass
         del parts["masters"], parts["moments"]
-        returning = max(steps) * (masters + MOMENTS)
+        returning = max(steps) * (masters + moments)
         parts["states beyond a pass"] = max(0, returning - parts["activations"] - parts["logits"])
     return parts
 
