@@ -26,7 +26,6 @@ from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
-from asyncrl.trainer.quantized import PackedWeight  # noqa: E402
 from tests.integration.rank_lora import scored  # noqa: E402
 from tests.integration.test_step import groups, weights  # noqa: E402
 
@@ -47,8 +46,7 @@ def passes(network: Network, parallel: Parallel) -> list[Tensor]:
 def base_bytes(network: Network) -> int:
     """Return the bytes of what is frozen."""
     frozen = {id(one): one.nbytes for one in network.parameters() if not one.requires_grad}
-    packed = [one for chunk in network.wrapped for one in chunk.modules() if isinstance(one, PackedWeight)]
-    return sum(frozen.values()) + sum(one.nbytes for one in packed)
+    return sum(frozen.values()) + sum(one.nbytes for one in network.packed())
 
 
 def main(folder: Path, layout: str) -> None:

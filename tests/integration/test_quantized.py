@@ -18,6 +18,7 @@ from asyncrl.planner.memory import trainer_rank
 from asyncrl.planner.shapes import counted
 from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks
+from tests.integration.running import run
 from tests.integration.test_step import VOCAB
 
 pytestmark = pytest.mark.integration
@@ -74,3 +75,14 @@ def dequantized(weight: torch.Tensor, base: Any) -> torch.Tensor:
     from asyncrl.trainer.quantized import quantize
 
     return quantize(weight, base).dequantized()
+
+
+@pytest.mark.parametrize("way", ["merged", "versions"])
+def test_engines_serve_the_dequantized_base_from_the_first_version_on(way: str, tmp_path: Path) -> None:
+    """The gap between the log-probabilities of trainer and engine is that of float32, in every step."""
+    small = ["run.max_steps=2", "eval.questions=0", "rollout.batch_groups=4", "rollout.group_size=4"]
+    small += ["rollout.max_staleness=0", "weights.verify_every=1"]
+    quantized = ["trainer.lora.rank=4", "trainer.lora.base=nf4", f"weights.lora={way}"]
+    steps = run(tmp_path / "run", *small, *quantized)
+    assert len(steps) == 2
+    assert max(step["logprob_gap/max"] for step in steps) < 1e-4

@@ -24,7 +24,7 @@ from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
-from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
+from asyncrl.launch.preflight.shapes import layout_of, served_adapters, shape_of, training_of
 from asyncrl.launch.preflight.versions import (
     check_gpu_engines,
     check_gpu_trainers,
@@ -204,6 +204,7 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
                 dtype=section.dtype,
                 tokens=tokens or config.rollout.max_new_tokens,
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
+                **(served_adapters(config) if name == "engine" else {}),
             )
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")
