@@ -80,7 +80,7 @@ ONLY = {
     ("launch", "planner"): {
         *("planner.activations", "planner.adapters", "planner.memory", "planner.shapes", "planner.estimate")
     },
-    ("launch", "weights"): {"weights.choice"},
+    ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "sandbox"): {"sandbox", "sandbox.cgroups", "sandbox.local", "sandbox.protections"},
     ("launch", "backends"): {"backends.cpu", "backends.cpu.probe"},
     ("engine", "backends"): {"backends.cpu", "backends.cpu.sglang_shim"},

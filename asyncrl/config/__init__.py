@@ -16,6 +16,7 @@ from pydantic import ValidationError, model_validator
 from asyncrl import renamed
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
+from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.colocated import check_colocated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
@@ -35,7 +36,7 @@ from asyncrl.config.running import (
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
-from asyncrl.config.training import AlgoConfig, ModelConfig, OptimizerConfig, ShapingConfig, TrainerConfig
+from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Choice, Name, Section
 

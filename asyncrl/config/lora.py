@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import model_validator
+
+from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Positive, Section, Share
 
 
@@ -27,8 +30,16 @@ class LoraConfig(Section):
     starts at zero."""
     path: str | None
     """PEFT folder from which the adapters start; unset: from `init`."""
+    save_merged: bool
+    """Beside each exported PEFT folder, also write the model with the adapters in its weights: hf-merged/."""
     base: Literal["none", "int8", "nf4"]
     """Quantization of the frozen base (QLoRA, arXiv 2305.14314); the engines serve the same dequantized weights."""
+
+    @model_validator(mode="after")
+    def _base_is_frozen(self) -> LoraConfig:
+        if self.base != "none" and self.rank is None:
+            raise ConfigError("trainer.lora.base", self.base, "Weights that are trained stay as they are: set a rank.")
+        return self
 
     @property
     def scale(self) -> float:

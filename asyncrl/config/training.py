@@ -1,20 +1,16 @@
-"""Configuration of the model, the trainer and the algorithm."""
+"""Configuration of the model and the trainer."""
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
-from asyncrl.algo.advantage import ADVANTAGES
-from asyncrl.algo.correction import CORRECTIONS
-from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.megatron import Fp8Config, MegatronConfig, PipelineSplitConfig, RecomputeConfig
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import PipelineSplit
-from asyncrl.settings import Bounds, Choice, Count, Dtype, Natural, NonNegative, Positive, Section, Share
+from asyncrl.settings import Count, Dtype, Natural, NonNegative, Positive, Section, Share
 
 MOST_BETA = 0.99
 """Largest decay rate of moments in bfloat16. Numbers in bfloat16 differ by a share of at most 2^-7 = 0.0078 from their
@@ -115,6 +111,9 @@ class TrainerConfig(Section):
     """Run the prompt of a group once and let all its completions attend to it (exact; disable it only for
     comparison)."""
     recompute: RecomputeConfig
+    activation_offload: bool
+    """Keep what layers save for backward in host memory until backward needs it, so that a rank holds the activations
+    of two layers. With recompute.granularity=full these are their inputs only."""
     megatron: MegatronConfig
     overlap_grad_reduce: bool
     """Reduce the gradients of a bucket over replicas while backward computes the others (Megatron's
@@ -181,230 +180,4 @@ class TrainerConfig(Section):
                 "ranks of a pipeline stage (tensor_parallel × context_parallel × data_parallel): raise "
                 "trainer.data_parallel or lower it.",
             )
-        return self
-
-
-class CriticConfig(Section):
-    """Critic of algo.advantage=gae."""
-
-    path: str | None
-    """HF folder that the critic is initialized from, with the policy's architecture; unset: model.path."""
-    lr: Positive
-    """Peak learning rate."""
-    warmup: Natural
-    """Number of initial batches that only train the critic."""
-    value_clip: Positive | None
-    """Clip range of the value loss, the largest change of a value in one step; unset: no clipping."""
-
-
-class ShapingConfig(Section):
-    """Changes to the rewards of a batch before advantages are computed."""
-
-    overlong_buffer: Count | None
-    """Length in tokens of DAPO's soft-penalty window below rollout.max_new_tokens; an episode is penalized by its
-    longest answer. unset: no penalty."""
-    overlong_penalty: NonNegative
-    """Penalty at rollout.max_new_tokens; it grows linearly from 0 across the window."""
-    length_penalty: NonNegative
-    """Length penalty: subtracted from the reward of an answer of rollout.max_new_tokens, and proportionally from
-    shorter ones."""
-    clip: Positive | None
-    """Clip rewards to plus or minus this; unset: no clipping."""
-    normalize: bool
-    """Normalize the rewards of a batch to mean 0 and standard deviation 1."""
-    mask_truncated: bool
-    """Exclude answers that were truncated at the length limit from the loss; their rewards still count for their
-    siblings."""
-
-
-class MaskConfig(Section):
-    """Masks of tokens and sequences whose mismatch between engine and trainer is too large."""
-
-    sequence: Bounds | None
-    """Only train sequences whose product of importance weights lies within these bounds; unset: all."""
-    geometric: Bounds | None
-    """Only train sequences whose geometric mean of importance weights lies within these bounds, such as [0.999, 1.001];
-    unset: all."""
-    opsm: NonNegative | None
-    """Off-policy sequence mask: drop sequences with a negative advantage that have become less likely by more than
-    this, in nats per token; unset: none."""
-    lag: Natural | None
-    """Mask tokens older than this, in versions; unset: none."""
-
-
-class KLConfig(Section):
-    """KL divergence from the reference model."""
-
-    coefficient: NonNegative
-    """Coefficient of the KL; 0: off."""
-    estimator: Literal["k1", "k2", "k3", "ratio"]
-    """Estimator of the KL: a function in algo/kl.py, which describes the use of each."""
-    place: Literal["reward", "loss"]
-    """Subtract the KL from the reward of each token, or add it to the token's loss."""
-    measure_every: Natural
-    """Measure the KL every this many batches, as kl/reference; 0: only if the coefficient needs it."""
-    reference: Literal["weights", "teacher"]
-    """Reference model. weights: frozen weights in the trainer; teacher: the teacher's engines, which score every
-    episode anyway, so that the trainer needs no second copy of the weights and no second forward pass."""
-    reference_path: str | None
-    """With reference=weights: HF folder of the reference, with the policy's architecture; unset: the initial model."""
-    reference_offload: bool
-    """Offload the reference's weights to host memory between its passes."""
-
-
-class DistillationConfig(Section):
-    """On-policy distillation from a teacher (teacher.model)."""
-
-    coefficient: NonNegative
-    """Coefficient of the KL to the teacher; 0: off. With algo.advantage=none it is the only training signal."""
-    place: Literal["advantage", "loss"]
-    """Subtract the KL from the advantage of each token, where it is subject to clipping, or add it to the token's loss
-    with the estimator `ratio` (algo/kl.py). Without clipping and discount, both have the same gradient
-    (algo/distill.py)."""
-    discount: Share
-    """With place=advantage: each token is credited with its own difference to the teacher and those of later tokens,
-    discounted by this per token; 0: only with its own."""
-
-
-class AlgoConfig(Section):
-    """Advantage estimator, loss, off-policy corrections, KL and distillation."""
-
-    advantage: Choice
-    """Advantage estimator: a function in algo/advantage.py or, for turn-level ones, algo/credit.py, which cites its
-    paper; or a function of yours, as module:name. none: rewards are ignored, as in pure distillation."""
-    critic: CriticConfig
-    shaping: ShapingConfig
-    loss: Choice
-    """Policy loss: a function in algo/loss.py, which cites its paper; or a function of yours, as module:name."""
-    proximal: Literal["start", "log_linear", "behaviour"]
-    """Proximal policy, which ratios are clipped against. start: the weights before the batch's first optimizer step
-    (with a single step these are the current weights, and no extra pass is needed); log_linear: an interpolation
-    between the engine's and the current log-probabilities by the age of the token; behaviour: the engine's
-    probabilities, which replaces a correction."""
-    correction: Choice | None
-    """Importance weight that corrects the mismatch between engine and trainer: a function in algo/correction.py; unset:
-    none."""
-    mask: MaskConfig
-    aggregation: Literal["token", "sequence", "constant"]
-    """Loss aggregation: mean over tokens, over sequences, or over sequences of a constant length of
-    `rollout.max_new_tokens`."""
-    entropy_bonus: NonNegative
-    """Coefficient of the policy's entropy in the loss."""
-    kl: KLConfig
-    distillation: DistillationConfig
-    trust_region: Positive | None
-    """Skip the remaining optimizer steps of a batch once the policy has moved this far from where they started,
-    measured as the token mean of KL(start || policy); unset: no bound."""
-    routing_replay: Literal["none", "R2", "R3"]
-    """Routing replay: experts that a mixture-of-experts model's routers are forced to use in the policy's passes. R2:
-    those that the trainer's routers chose before the batch's first optimizer step; R3: those that the engines chose for
-    each token (docs/algorithms.md)."""
-    replay_groups: Natural
-    """Number of past groups that are trained again with each batch, subject to rollout.max_staleness; 0: none."""
-    reset_every: Count | None
-    """Interpolate the weights towards the initial ones, and reset the optimizer's moments, every this many batches
-    (LoRR, arXiv 2508.06412: prevents overfitting at high replay ratios); unset: never."""
-    reset_share: Share
-    """Interpolation factor of that reset: 0 keeps the weights, 1 restores the initial ones."""
-    mini_batches: Count
-    """Optimizer steps per pass over a batch, each on its share of the groups."""
-    epochs: Count
-    """Number of passes over a batch."""
-
-    @property
-    def steps(self) -> int:
-        """Return the number of optimizer steps per batch."""
-        return self.mini_batches * self.epochs
-
-    @property
-    def has_critic(self) -> bool:
-        """Return whether a critic is trained."""
-        return ADVANTAGES.traits(self.advantage).critic
-
-    @property
-    def measures_reference(self) -> bool:
-        """Return whether the reference model is evaluated, for some batches at least."""
-        return self.kl.coefficient > 0 or self.kl.measure_every > 0
-
-    @field_validator("advantage")
-    @classmethod
-    def _advantage(cls, choice: Choice) -> Choice:
-        return ADVANTAGES.completed(choice)
-
-    @field_validator("loss")
-    @classmethod
-    def _loss(cls, choice: Choice) -> Choice:
-        return LOSSES.completed(choice)
-
-    @field_validator("correction")
-    @classmethod
-    def _correction(cls, choice: Choice | None) -> Choice | None:
-        return CORRECTIONS.completed(choice) if choice else None
-
-    @model_validator(mode="after")
-    def _counts_nothing_twice(self) -> AlgoConfig:
-        self.check_loss(LOSSES.traits(self.loss))
-        if self.correction and self.proximal == "behaviour":
-            remedy = "algo.proximal=behaviour already weights this gap: set algo.correction=null."
-            raise ConfigError("algo.correction", self.correction.name, remedy)
-        if self.kl.coefficient and self.kl.place == "loss" and self.kl.estimator == "k1":
-            raise ConfigError(
-                "algo.kl.estimator",
-                "k1",
-                "Its gradient is zero in expectation: use k2 or ratio, or algo.kl.place=reward.",
-            )
-        if self.kl.reference == "teacher" and self.kl.reference_path:
-            remedy = "algo.kl.reference=teacher needs no weights: leave it unset."
-            raise ConfigError("algo.kl.reference_path", self.kl.reference_path, remedy)
-        if self.distillation.discount and self.distillation.place == "loss":
-            raise ConfigError(
-                "algo.distillation.discount",
-                self.distillation.discount,
-                "It applies to algo.distillation.place=advantage only: set 0.",
-            )
-        if self.advantage.name == "none" and not self.distillation.coefficient:
-            raise ConfigError(
-                "algo.advantage",
-                "none",
-                "Nothing would be learned: set algo.distillation.coefficient, or another estimator.",
-            )
-        if self.advantage.name == "none" and self.kl.coefficient and self.kl.place == "reward":
-            raise ConfigError("algo.kl.place", "reward", "algo.advantage=none reads no rewards: set loss.")
-        if self.routing_replay == "R2" and self.steps == 1:
-            raise ConfigError(
-                "algo.routing_replay",
-                "R2",
-                "With one optimizer step there is nothing to replay: raise mini_batches, or set none.",
-            )
-        return self
-
-    def check_loss(self, traits: LossTraits) -> None:
-        """Check that the other settings fit a loss. Raises ConfigError."""
-        if self.correction and traits.corrects:
-            remedy = f"algo.loss={self.loss.name} already weights this gap: set algo.correction=null."
-            raise ConfigError("algo.correction", self.correction.name, remedy)
-        if traits.per_sequence and self.aggregation != "sequence":
-            remedy = f"algo.loss={self.loss.name} is a loss over sequences: set sequence."
-            raise ConfigError("algo.aggregation", self.aggregation, remedy)
-
-    @model_validator(mode="after")
-    def _acts(self) -> AlgoConfig:
-        """Check that every setting has an effect."""
-        for name in ("sequence", "geometric"):
-            bounds = getattr(self.mask, name)
-            if bounds and bounds[0] > bounds[1]:
-                raise ConfigError(f"algo.mask.{name}", bounds, "The interval is empty: give the lower bound first.")
-            if bounds and self.proximal == "behaviour":
-                remedy = "With algo.proximal=behaviour there is no gap to measure: set start, or leave it unset."
-                raise ConfigError(f"algo.mask.{name}", bounds, remedy)
-        correction = self.correction.settings if self.correction else {}
-        if correction.get("floor", 0.0) > correction.get("cap", math.inf):
-            remedy = f"Must not exceed algo.correction.cap ({correction['cap']})."
-            raise ConfigError("algo.correction.floor", correction["floor"], remedy)
-        advantage = self.advantage
-        if ADVANTAGES.traits(advantage).unshaped:
-            for name in ("overlong_buffer", "length_penalty", "normalize"):
-                if value := getattr(self.shaping, name):
-                    remedy = f"algo.advantage={advantage.name} needs the rewards as the task gave them: turn it off."
-                    raise ConfigError(f"algo.shaping.{name}", value, remedy)
         return self

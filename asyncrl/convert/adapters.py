@@ -22,8 +22,8 @@ from asyncrl.errors import WeightsError
 from asyncrl.models import catalog
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.names import ADAPTER
-from asyncrl.weights.peft import PeftFolder, module_of, of_expert, parsed, stack_experts, write_peft
-from asyncrl.weights.peft_config import CONFIG, user_config
+from asyncrl.weights.peft import PeftFolder, of_expert, stack_experts, write_peft
+from asyncrl.weights.peft_config import CONFIG, parsed, user_config
 
 ROUTER_BIAS = "e_score_correction_bias"  # keeps its precision, as in to-hf
 
@@ -78,7 +78,7 @@ def to_peft(source: Path, out: Path, *, model: Path | None) -> None:
     else:
         base, lora, _ = _of_run(folder, model)
         tensors = _adapters(folder, base)
-        config = user_config(lora, map(module_of, tensors), str(base))
+        config = user_config(lora, tensors, str(base))
     with building(out) as partial:
         write_peft(partial, config, tensors.items())
 
@@ -86,7 +86,12 @@ def to_peft(source: Path, out: Path, *, model: Path | None) -> None:
 def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | None, limit: int) -> None:
     """Write the HF folder of a run's base model with the adapters of a checkpoint in its weights. Raises WeightsError
     if the base is not the one that the run had."""
-    base, _, digest = _of_run(_chunks(source), model)
+    base, lora, digest = _of_run(_chunks(source), model)
+    if lora.base != "none":
+        raise WeightsError(
+            f"{source} was trained on a base in {lora.base}: use to-peft, and merge it into weights of your choice, or "
+            "export the model from the run with trainer.lora.save_merged"
+        )
     with HFFolder(base) as weights:
         if digest and (found := weights.digest()) != digest:
             raise WeightsError(

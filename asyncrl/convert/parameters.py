@@ -15,7 +15,6 @@ from typing import Any
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.weights.names import FAMILIES, Found, NameRule, Table
-from asyncrl.weights.reshard import LINEAR
 
 Arguments = dict[str, Any]
 
@@ -99,7 +98,7 @@ class Structure:
         """Yield the matrices of the adapters that each linear layer may have."""
         for parameter in self:
             rule, layer, expert = parameter.found.rule, parameter.found.layer, parameter.found.expert
-            if layer is None or rule.layout not in LINEAR or not rule.megatron.endswith(".weight"):
+            if layer is None or not rule.linear:
                 continue
             for projection in rule.projections():
                 for matrix in "AB":

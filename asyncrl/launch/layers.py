@@ -25,11 +25,14 @@ def resolve(config: Config, gpus: int, before: dict[str, Any] | None = None) -> 
     layers: str = trainer.layers
     if layers == AUTO and before is not None:
         layers = before.get("trainer", {}).get("layers", LOCAL)  # runs without this setting had the local ones
-    problem = _problem(on_gpu(trainer, gpus))
+    problem, quantized = _problem(on_gpu(trainer, gpus)), trainer.lora.base != "none"
     if layers == AUTO:
-        layers = LOCAL if problem or config.mode == "rollout_only" else TRANSFORMER_ENGINE
+        layers = LOCAL if problem or quantized or config.mode == "rollout_only" else TRANSFORMER_ENGINE
     elif layers == TRANSFORMER_ENGINE and problem and config.mode != "rollout_only":
         raise ConfigError("trainer.layers", layers, f"{problem}, or set local.")
+    elif layers == TRANSFORMER_ENGINE and quantized:
+        remedy = "Megatron's own layers alone compute with a quantized base (trainer.lora.base): set local."
+        raise ConfigError("trainer.layers", layers, remedy)
     if trainer.fp8 and layers == LOCAL and config.mode != "rollout_only":
         remedy = f"Only layers of TransformerEngine have it ({problem or 'trainer.layers=local'}): set fp8=null."
         raise ConfigError("trainer.fp8", trainer.fp8.format, remedy)

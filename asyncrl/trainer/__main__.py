@@ -60,7 +60,7 @@ from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.trainer.turns import Turns, free  # noqa: E402
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters  # noqa: E402
 from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
-from asyncrl.weights.export import save_hf  # noqa: E402
+from asyncrl.weights.export import save_trained  # noqa: E402
 from asyncrl.weights.publish import Publisher, build_transport  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out this long after rank 0's own deadline
@@ -101,12 +101,8 @@ def main(run_dir: Path) -> None:
         publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, source, hand_over)
         first, end = 0, None
     warn = partial(_warn, run_dir)
-    log = StepLog(
-        _sinks(config, addresses, run_dir, parallel, warn),
-        started_at=addresses.started_at,
-        tasks=tuple(config.mixture),
-        begins=begins,
-    )
+    sinks = _sinks(config, addresses, run_dir, parallel, warn)
+    log = StepLog(sinks, started_at=addresses.started_at, tasks=tuple(config.mixture), begins=begins)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
     publisher = turns or publisher
     stop = StopRule(config.run, end)
@@ -123,21 +119,18 @@ def main(run_dir: Path) -> None:
     )
     if addresses.resume:
         first = _go_on(addresses.resume, run_dir, policy, log, stop)
-    if (
-        addresses.resume or addresses.attached or turns or config.changes_base
-    ):  # the engines hold other weights, or none
+    if addresses.resume or addresses.attached or turns or config.changes_base:  # engines have other weights, or none
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified like a first publish; the engines resume only afterwards
-    if addresses.resume:
-        if addresses.resume.parent == store.folder:
-            checkpoints.resumed(first)
-        else:
-            checkpoints.save(first)  # into this run's own folder, so that the next resume=auto finds it
+    if addresses.resume and addresses.resume.parent == store.folder:
+        checkpoints.resumed(first)
+    elif addresses.resume:
+        checkpoints.save(first)  # into this run's own folder, so that the next resume=auto finds it
 
     def export(folder: Path, version: int) -> None:
         with turns.parameters(version) if turns else nullcontext():
-            save_hf(folder, addresses.model, policy.weights, parallel, config.trainer.dtype)
+            save_trained(folder, addresses.model, policy.weights, parallel, config.trainer)
 
     def save(version: int) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:

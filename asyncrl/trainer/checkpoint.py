@@ -71,6 +71,7 @@ class Checkpoints:
         self._staged: dict[str, StagedCopy] = {}
         self._work: _Work | None = None
         self._size, self._begun = 0, -1
+        self._base: str | None = None
         self.failed, self.last = 0, -1
         """Number of checkpoints that could not be written, and the version of the last one that was."""
         timeout = timedelta(seconds=self._settings.timeout)
@@ -124,7 +125,10 @@ class Checkpoints:
     # -- in the training loop ------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Allocate memory for the copies, and compute how many bytes all ranks will write together."""
+        """Allocate memory for the copies, and compute how many bytes all ranks will write together, and the hash of the
+        base, while the engines start."""
+        if self._parallel.is_first:
+            self._base = self._policy.base
         for name, part in self._policy.sharded().items():
             self._staged[name] = StagedCopy(list(part.written()))
         mine = sum(staged.nbytes for staged in self._staged.values())
@@ -201,8 +205,9 @@ class Checkpoints:
         fails."""
         files = {name: entry for one in written for name, entry in one.items()}
         config = json.loads(self._config.model_dump_json())
+        found = Manifest(manifest.FORMAT, work.version, self._run_id, time.time(), config, files, self._base)
         try:
-            manifest.commit(folder, Manifest(manifest.FORMAT, work.version, self._run_id, time.time(), config, files))
+            manifest.commit(folder, found)
             self._store.prune(self._settings.keep_last, self._settings.keep_every)
         except OSError as error:
             return _told(error)
@@ -220,7 +225,12 @@ def _told(error: BaseException) -> str:
 
 def load(folder: Path, policy: Policy) -> dict[str, Any]:
     """Restore the policy from a checkpoint written under any layout, and return the loop's counters. Raises
-    RecordError."""
+    RecordError, also if its adapters belong to another base."""
+    if policy.parallel.is_first and (before := manifest.read(folder).base) != policy.base:
+        raise RecordError(
+            f"{folder} has adapters of a base with the hash {before}, but the weights in {policy.folder} have "
+            f"{policy.base}: set model.path to that base"
+        )
     for name, part in policy.sharded().items():
         part.load(folder / name)
     try:

@@ -21,9 +21,11 @@ from asyncrl.trainer.attention import PackedAttention
 from asyncrl.weights.names import WHOLE_WITH_TRANSFORMER_ENGINE
 
 
-def transformer_engine_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return Megatron's TransformerEngine spec with attention over packs. Raises ConfigError if TransformerEngine
-    cannot be imported."""
+def transformer_engine_spec(
+    config: TransformerConfig, vp_stage: int | None, *, adapted: bool
+) -> TransformerBlockSubmodules:
+    """Return Megatron's TransformerEngine spec with attention over packs. Linear layers that get adapters are not fused
+    with their norms, whose output the adapters need. Raises ConfigError if TransformerEngine cannot be imported."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, RuntimeError, AssertionError) as error:  # the last two are those of an incomplete installation
@@ -32,8 +34,32 @@ def transformer_engine_spec(config: TransformerConfig, vp_stage: int | None) -> 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
-        layer.submodules.sharded_state_dict_keys_map = _checkpoint_keys(layer, config)
+        if adapted:
+            _separate_norms(layer)
+        else:
+            layer.submodules.sharded_state_dict_keys_map = _checkpoint_keys(layer, config)
     return spec
+
+
+def _separate_norms(layer: ModuleSpec) -> None:
+    """Replace linear layers that norm their input by a norm and a linear layer. The parameters then have the names of
+    the local spec."""
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+        TENorm,
+    )
+
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    for inside, linear, outside, norm in (
+        (attention, "linear_qkv", parts, "input_layernorm"),
+        (attention, "linear_q_up_proj", attention, "q_layernorm"),
+        (attention, "linear_kv_up_proj", attention, "kv_layernorm"),
+        (parts.mlp.submodules, "linear_fc1", parts, "pre_mlp_layernorm"),
+    ):
+        if getattr(inside, linear, None) is TELayerNormColumnParallelLinear:
+            setattr(inside, linear, TEColumnParallelLinear)
+            setattr(outside, norm, TENorm)
 
 
 def _checkpoint_keys(layer: ModuleSpec, config: TransformerConfig) -> dict[str, str]:

@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -38,11 +39,11 @@ from torch import Tensor, nn
 
 from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.weights.layouts import ROW, Dims, of_rank
+from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank
 from asyncrl.weights.reshard import LinearShard, Resharder
 
 
-class Adapter(nn.Module):
+class ProjectionAdapter(nn.Module):
     """The two matrices of one projection."""
 
     def __init__(self, A: Tensor, B: Tensor) -> None:
@@ -59,30 +60,35 @@ class LinearAdapters(nn.ModuleDict):
     def __init__(self, shard: LinearShard, names: Sequence[str], settings: LoraConfig, dims: Dims) -> None:
         super().__init__()
         linear, rule = shard.module, shard.found.rule
-        self._layout, self._dims = rule.layout, of_rank(dims, shard.degree)
+        # Of more ranks than key-value heads, each has a part of one head's rows, and all hold every B.
+        self._shared = rule.layout is QKV and shard.degree > dims.kv_heads
+        self._layout, self._dims = rule.layout, dims if self._shared else of_rank(dims, shard.degree)
+        self._part = (shard.degree, shard.rank) if self._shared else (1, 0)
         self._rows, self._expert, self._degree = rule.layout is ROW, rule.expert, shard.degree
-        self._group, self._sequence = linear.tp_group, bool(linear.sequence_parallel)
+        self._group = getattr(linear, "_tp_group", None) or linear.tp_group  # TransformerEngine's layers have both
+        self._sequence = linear.config.sequence_parallel
         self._scale, self._dropout = settings.scale, settings.dropout
-        self._widths = _widths(shard, self._dims)
+        self._widths = _widths(shard, self._part[0], self._dims)
+        self._axes = {"A": 1} if self._rows else {"B": 0} if rule.layout.split and not self._shared else {}
         for name in names:
             zero = linear.weight.new_zeros(self._widths[name], settings.rank)
-            adapter = self[name] = Adapter(_start(shard, name, settings, dims), zero)
+            adapter = self[name] = ProjectionAdapter(_start(shard, name, settings, dims), zero)
             self._mark(adapter, shard.rank)
 
-    def pairs(self) -> dict[str, Adapter]:
+    def pairs(self) -> dict[str, ProjectionAdapter]:
         """Return the adapters by name."""
-        return cast(dict[str, Adapter], dict(self.items()))
+        return cast(dict[str, ProjectionAdapter], dict(self.items()))
 
-    def _mark(self, adapter: Adapter, rank: int) -> None:
-        """Tell Megatron which matrix the ranks share, for the sum of gradients and for their norm."""
-        split, whole = (adapter.A, adapter.B) if self._rows else (adapter.B, adapter.A)
-        for parameter in (split, whole) if self._expert else (split,):
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-            parameter.partition_dim, parameter.partition_stride = int(self._rows), 1  # type: ignore[attr-defined]
-        if self._expert:
-            whole.shared = rank > 0  # type: ignore[attr-defined]
-        else:
-            whole.sequence_parallel = self._sequence  # type: ignore[attr-defined]
+    def _mark(self, adapter: ProjectionAdapter, rank: int) -> None:
+        """Tell Megatron which matrices ranks share out, for the sum of gradients and for their norm."""
+        for matrix, parameter in cast(Iterator[tuple[str, Any]], adapter.named_parameters()):
+            split = matrix in self._axes
+            if self._expert:
+                parameter.tensor_model_parallel, parameter.shared = True, rank > 0 and not split
+            elif split:
+                parameter.tensor_model_parallel = True
+            elif not (self._shared and matrix == "B"):  # whose gradient `factors` sums
+                parameter.sequence_parallel = self._sequence
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A [R, in] and B [out, R] of all projections, whose product has the layout of the layer's weight."""
@@ -94,10 +100,11 @@ class LinearAdapters(nn.ModuleDict):
         blocks, start = [], 0
         for name, width in self._widths.items():
             block = pairs[name].B if name in pairs else every.new_zeros(width, 0)
+            block = self._copied(block) if self._shared else block
             end = start + block.shape[1]
             blocks.append(F.pad(block, (start, len(every) - end)))
             start = end
-        return every, self._layout.shard(blocks, 1, 0, self._dims)
+        return every, self._layout.shard(blocks, *self._part, self._dims)
 
     def delta(self) -> Tensor:
         """Return s B A in float32, in the layout of the layer's weight."""
@@ -133,17 +140,17 @@ class LinearAdapters(nn.ModuleDict):
         with get_cuda_rng_tracker().fork() if self._rows or self._sequence or self._expert else nullcontext():
             return F.dropout(x, self._dropout)
 
-    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return Megatron's description of the adapters' places in the whole model."""
         states: dict[str, Any] = {}
         for name, adapter in self.pairs().items():
-            axes, mine = {"A": 1} if self._rows else {"B": 0}, f"{prefix}{name}."
+            mine = f"{prefix}{name}."
             groups = {"tp_group": self._group, "dp_cp_group": metadata["dp_cp_group"]}
             states |= make_sharded_tensors_for_checkpoint(
-                adapter.state_dict(keep_vars=True), mine, axes, offsets, **groups
+                adapter.state_dict(keep_vars=True), mine, self._axes, sharded_offsets, **groups
             )
             if self._expert and not self._rows:  # gate above up
-                states[f"{mine}B"] = apply_swiglu_sharded_factory(states[f"{mine}B"], offsets)
+                states[f"{mine}B"] = apply_swiglu_sharded_factory(states[f"{mine}B"], sharded_offsets)
         return states
 
 
@@ -156,10 +163,10 @@ class _Adapted:
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return (y, bias) if self.lora.skipped else (y + self.lora(x), bias)
 
-    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the layer's own states, with those of the adapters in place of Megatron's default for them."""
-        states: dict[str, Any] = super().sharded_state_dict(prefix, offsets, metadata)  # type: ignore[misc]
-        return states | self.lora.sharded_state_dict(f"{prefix}lora.", offsets, metadata)
+        states: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return states | self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
 
 
 @cache
@@ -173,6 +180,11 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
     known: set[str] = set()
     for chunk in chunks:
         chunk.requires_grad_(False)
+        if chunk.pre_process and chunk.config.recompute_granularity:
+            chunk.embedding.register_forward_hook(_with_gradient)
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):  # TransformerEngine would look for the weight's buffer
+                module.fuse_wgrad_accumulation = False
     for shard in list(weights.linears()):
         projections = [*shard.found.rule.projections()]
         known |= {*projections}
@@ -180,9 +192,29 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
         if names:
             shard.module.lora = LinearAdapters(shard, names, settings, dims)
             shard.module.__class__ = _adapted(type(shard.module))  # type: ignore[arg-type]
-    if settings.targets != "all" and (missing := {*settings.targets} - known):
-        remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {sorted(known)}, or all."
-        raise ConfigError("trainer.lora.targets", settings.targets, remedy)
+    if settings.targets != "all":
+        _check_targets(settings.targets, chunks, known)
+
+
+def _check_targets(targets: Sequence[str], chunks: Sequence[GPTModel], known: set[str]) -> None:
+    """Refuse names of no layer of any stage, and stages that would train nothing. Collective. Raises ConfigError."""
+    stages = [known]
+    if dist.get_world_size() > 1:
+        stages = [known for _ in range(dist.get_world_size())]
+        dist.all_gather_object(stages, known)
+    if missing := {*targets}.difference(*stages):
+        others = sorted(set().union(*stages))
+        remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {others}, or all."
+        raise ConfigError("trainer.lora.targets", targets, remedy)
+    if not all(any(adapters([chunk])) for chunk in chunks):
+        remedy = "A pipeline stage has none of these layers and would train nothing: add others, or use fewer stages."
+        raise ConfigError("trainer.lora.targets", targets, remedy)
+
+
+def _with_gradient(_: Any, __: Any, embedded: Tensor) -> Tensor:
+    """Let the embedding's output require a gradient. Otherwise recomputation would lose every gradient of the layers
+    that it runs again: Megatron's checkpoint has outputs without gradient if no input requires one."""
+    return embedded.requires_grad_()
 
 
 def adapters(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:
@@ -190,13 +222,13 @@ def adapters(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters))
 
 
-def _widths(shard: LinearShard, dims: Dims) -> dict[str, int]:
-    """Return how many rows of the layer's weight belong to each projection, in HF's order."""
+def _widths(shard: LinearShard, parts: int, dims: Dims) -> dict[str, int]:
+    """Return how many rows of the layer's weight, or of all `parts` of it, belong to each projection, in HF's order."""
     weight, rule = shard.module.weight, shard.found.rule
     names = [*rule.projections()]
     if len(names) == 1:
         return {names[0]: len(weight)}
-    whole = rule.layout.join([torch.empty_like(weight, device="meta")], dims)
+    whole = rule.layout.join([torch.empty_like(weight, device="meta")] * parts, dims)
     return {name: len(pieces.tensor()) for name, pieces in zip(names, whole, strict=True)}
 
 

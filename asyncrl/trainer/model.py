@@ -98,7 +98,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         perform_initialization=True,  # turning it off leaves tensor_model_parallel unset, and grad norms wrong under TP
         use_cpu_initialization=False,
         transformer_impl="transformer_engine" if te else "local",
-        moe_grouped_gemm=te and "num_moe_experts" in family,
+        moe_grouped_gemm=te and "num_moe_experts" in family and not trainer.lora.rank,  # each expert has adapters
         gradient_accumulation_fusion=False,  # layers.py turns it on where it needs no Apex
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -172,10 +172,13 @@ class ExactBiasRouter(TopKRouter):
         return self
 
 
-def build_model(hf: dict[str, Any], config: TransformerConfig, vp_stage: int | None = None) -> GPTModel:
-    """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining."""
+def build_model(
+    hf: dict[str, Any], config: TransformerConfig, vp_stage: int | None = None, *, adapted: bool = False
+) -> GPTModel:
+    """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining. `adapted`
+    says that adapters will be added to its linear layers."""
     te = config.transformer_impl == "transformer_engine"
-    spec = transformer_engine_spec(config, vp_stage) if te else _local_spec(config, vp_stage)
+    spec = transformer_engine_spec(config, vp_stage, adapted=adapted) if te else _local_spec(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config,

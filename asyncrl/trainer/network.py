@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,18 @@ from asyncrl.models.architectures import routing_shape
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import lora
 from asyncrl.trainer import model as megatron
+from asyncrl.trainer.activation_offload import ActivationOffload
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
+from asyncrl.trainer.quantized import pack_base, packed_tensors
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.names import ADAPTER
+from asyncrl.weights.peft import start_from
 from asyncrl.weights.reshard import Resharder, weights_of
 
 Visit = Callable[[Head, Pack], Tensor]
@@ -90,13 +94,20 @@ class Network:
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-        chunks = [megatron.build_model(self.hf, self.config, stage).to(parallel.device) for stage in stages]
+        chunks = [
+            megatron.build_model(self.hf, self.config, stage, adapted=bool(trainer.lora.rank)).to(parallel.device)
+            for stage in stages
+        ]
         half = trainer.dtype == "bfloat16"
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
         self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
         if trainer.lora.rank:  # before data parallelism, which has buffers for what is trained
             lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora)
+            if trainer.lora.path:
+                start_from(Path(trainer.lora.path).expanduser(), self.weights)
+            if trainer.lora.base != "none":
+                pack_base(self.weights, trainer.lora.base)
         self._adapters = list(lora.adapters(chunks))
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
@@ -127,6 +138,10 @@ class Network:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.timers = self.meter
         self.routing: RoutingReplay | None = None
+        self.offload = ActivationOffload(self._resident) if trainer.activation_offload else None
+        if self.offload:
+            for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
+                layer.register_forward_pre_hook(self.offload.next_layer)
         self._placed: list[PlacedTensor] | None = None
         for chunk in self.wrapped:
             chunk.train()
@@ -171,9 +186,10 @@ class Network:
             for adapters in self._adapters:
                 adapters.skipped = False
 
-    def tensors(self) -> list[Tensor]:
-        """Return every parameter and persistent buffer, not copies: the tensors that a checkpoint holds."""
-        return [tensor for chunk in self._inner.values() for tensor in weights_of(chunk, keep_vars=True).values()]
+    def base_tensors(self) -> list[Tensor]:
+        """Return every parameter and persistent buffer but those of adapters, not copies."""
+        every = (weights_of(chunk, keep_vars=True).items() for chunk in self._inner.values())
+        return [tensor for chunk in every for name, tensor in chunk if not ADAPTER.fullmatch(name)]
 
     def placed(self) -> list[PlacedTensor]:
         """Return all of these tensors with their positions in the whole model."""
@@ -186,11 +202,22 @@ class Network:
         for chunk in self.wrapped:
             yield from chunk.parameters()
 
+    def packed(self) -> list[Tensor]:
+        """Return the codes and scales of a quantized base."""
+        return [tensor for chunk in self.wrapped for tensor in packed_tensors(chunk)]
+
     def gradients(self) -> list[Tensor]:
         """Return the buffers of this rank's gradients, and FP8 copies of weights: each pass computes both anew."""
         buffers = [one for chunk in self.wrapped for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        copies = [tensor for chunk in self.wrapped for tensor in fp8_weights(chunk)]
-        return [*(buffer.grad_data for buffer in buffers), *copies]
+        return [*(buffer.grad_data for buffer in buffers), *self._fp8_copies()]
+
+    def _fp8_copies(self) -> list[Tensor]:
+        return [tensor for chunk in self.wrapped for tensor in fp8_weights(chunk)]
+
+    def _resident(self) -> list[Tensor]:
+        """Return what autograd saves in a pass although it is no activation."""
+        own = (one for chunk in self._inner.values() for one in (*chunk.parameters(), *chunk.buffers()))
+        return [*own, *self._fp8_copies()]
 
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
         which, kind = itertools.count(1), "" if not forward_only else " without gradient"
@@ -202,18 +229,20 @@ class Network:
             batch, inner = next(batches), self._inner[model]
             self._progress(f"micro-batch {next(which)} of {passes}{kind}")
             if inner.post_process and self._parallel.counts:
-                self.meter.count(self._operations.of(batch) / (3 if forward_only else 1))
+                frozen = bool(self._adapters)
+                self.meter.count(self._operations.of(batch, gradient=not forward_only, frozen=frozen))
 
             def loss_function(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss = visit(self._head(inner, hidden[0]), batch)
                 # zero tokens: Megatron must not divide again, because the token weights include the step's denominator
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
-            if self.routing:
-                out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
-                self.routing.after(inner, batch)
-            else:
-                out = megatron.forward(model, inner, batch)
+            with self.offload.micro_batch() if self.offload and not forward_only else nullcontext():
+                if self.routing:
+                    out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
+                    self.routing.after(inner, batch)
+                else:
+                    out = megatron.forward(model, inner, batch)
             return out, loss_function
 
         interleaved = len(self.wrapped) > 1

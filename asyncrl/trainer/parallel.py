@@ -43,7 +43,7 @@ def split(trainer: TrainerConfig, device: torch.device, seed: int) -> Parallel:
         expert_model_parallel_size=trainer.expert_parallel,
         expert_tensor_parallel_size=trainer.expert_tensor_parallel,
     )
-    model_parallel_cuda_manual_seed(seed)
+    reseed(seed)
     return Parallel(
         rank=dist.get_rank(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),
@@ -66,3 +66,8 @@ def split(trainer: TrainerConfig, device: torch.device, seed: int) -> Parallel:
         cp_group=parallel_state.get_context_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
     )
+
+
+def reseed(seed: int) -> None:
+    """Seed the random numbers of dropout: those that all ranks of a layer share, and those that differ between them."""
+    model_parallel_cuda_manual_seed(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.offload import DeviceMemory, HeldTensors
 from asyncrl.trainer.optimizer import NetworkOptimizer, Resets
+from asyncrl.trainer.parallel import reseed
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
+from asyncrl.weights.folder import HFFolder
 
 
 class Policy:
@@ -41,7 +43,7 @@ class Policy:
     ) -> None:
         """Load the model of an HF folder. `progress` is called at the start of each micro-batch."""
         algo = config.algo
-        self.config, self.parallel = config, parallel
+        self.config, self.parallel, self.folder = config, parallel, folder
         self.network = Network(config.trainer, folder, parallel, progress=progress)
         self.weights, self.hf = self.network.weights, self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
@@ -70,6 +72,14 @@ class Policy:
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
+    @cached_property
+    def base(self) -> str | None:
+        """Return the hash of the weights below adapters, which a checkpoint does not hold; None without adapters."""
+        if self.config.trainer.lora.rank is None:
+            return None
+        with HFFolder(self.folder) as weights:
+            return weights.digest()
+
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
         read = self.memory.readable
@@ -80,7 +90,7 @@ class Policy:
         critic = self._critic.held() if self._critic else HeldTensors([], [], [])
         frozen = [*self._resets.states(), *(self._reference.states() if self._reference else [])]
         return HeldTensors(
-            list(self.network.parameters()),
+            [*self.network.parameters(), *self.network.packed()],
             [*self.network.gradients(), *critic.gradients],
             [*self._optimizer.states(), *critic.states, *frozen],
         )
@@ -106,6 +116,8 @@ class Policy:
     def update(self, batch: Batch) -> dict[str, float]:
         """Take the optimizer steps of one batch. Returns its statistics, which are the same on every rank."""
         objective, shaping = self._objective, self.config.algo.shaping
+        if self.config.trainer.lora.dropout:  # so that a resumed run draws the same masks
+            reseed(self.config.run.seed + batch.version)
         replayed = self._replay.draw(batch.version)
         self._replay.keep(batch.groups)
         trained = [*batch.groups, *replayed]
@@ -212,9 +224,12 @@ class Policy:
     # -- the reference -------------------------------------------------------------------------------------
 
     def _load_reference(self, folder: Path) -> Reference | None:
-        """Load the reference weights, if a KL to frozen weights is needed."""
-        algo = self.config.algo
+        """Load the reference weights, if a KL to frozen weights is needed that the network does not hold itself, as the
+        base of its adapters."""
+        algo, adapted = self.config.algo, self.config.trainer.lora.rank
         if algo.kl.reference == "teacher" or not algo.measures_reference:
+            return None
+        if adapted and not algo.kl.reference_path:
             return None
         path = Path(algo.kl.reference_path).expanduser() if algo.kl.reference_path else folder
         return Reference(self.network, path, offload=algo.kl.reference_offload)
@@ -222,7 +237,7 @@ class Policy:
     def _of_reference(self, groups: Groups, table: TokenTable) -> Tensor:
         """Return the log-probabilities of the reference, [N]: of frozen weights, or of the teacher, which its engines
         have reported."""
-        if self._reference is None:
+        if self.config.algo.kl.reference == "teacher":
             return table.column("teacher")
-        with self._reference.in_place():
+        with self._reference.in_place() if self._reference else self.network.base():
             return self._score(groups, table)

@@ -20,16 +20,16 @@ import hashlib
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config, WeightsConfig
+from asyncrl.config.lora import LoraConfig
 from asyncrl.engine.adapters import AdapterName
 from asyncrl.engine.fleet import Answer, Fleet
 from asyncrl.engine.update import Update
@@ -37,16 +37,31 @@ from asyncrl.errors import WeightsError
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
+from asyncrl.weights.export import gathered
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.peft import PREFIX, module_of, write_peft
-from asyncrl.weights.peft_config import TENSORS, engine_config
+from asyncrl.weights.peft import write_peft
+from asyncrl.weights.peft_config import PREFIX, TENSORS, parsed
 from asyncrl.weights.publish import Publisher, from_first
 from asyncrl.weights.tensor import handle, shared_memory
 
 Tensors = dict[str, Tensor]
 
 
-class Adapter(ABC):
+def engine_config(lora: LoraConfig, tensors: Iterable[str]) -> dict[str, Any]:
+    """Return PEFT's configuration of the adapters for SGLang, which scales by lora_alpha / r whatever use_rslora
+    says."""
+    assert lora.rank is not None, "trainer.lora.rank is unset"
+    targets = sorted({parsed(name)[0].rpartition(".")[2] for name in tensors})
+    return {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": targets,
+        "bias": "none",
+    }
+
+
+class PublishedAdapter(ABC):
     """An adapter that engines can load until it is dropped."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
@@ -65,7 +80,7 @@ class Adapter(ABC):
         """Free its memory or files: no engine will load it again."""
 
 
-class SharedAdapter(Adapter):
+class SharedAdapter(PublishedAdapter):
     """An adapter in shared memory, for engines on this host. They keep views of it, so it is never written again."""
 
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, engine_tp: int) -> None:
@@ -96,7 +111,7 @@ class SharedAdapter(Adapter):
         del self._flat
 
 
-class AdapterFolder(Adapter):
+class AdapterFolder(PublishedAdapter):
     """An adapter as a PEFT folder on a file system that the engines share."""
 
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, root: Path) -> None:
@@ -142,7 +157,7 @@ class AdapterPublisher:
         parallel: Parallel,
         fleet: Fleet,
         adapter: Callable[[], Iterator[tuple[str, Tensor]]],
-        make: Callable[[str, Tensors], Adapter],
+        make: Callable[[str, Tensors], PublishedAdapter],
         settings: WeightsConfig,
         dtype: torch.dtype,
         *,
@@ -157,7 +172,7 @@ class AdapterPublisher:
         self._adapter, self._make, self._names, self._announce = adapter, make, names, announce
         self._update = AdapterUpdate(fleet, self._load)
         self._base, self._sent = base(self._update) if base else None, False
-        self._live: dict[int, Adapter] = {}
+        self._live: dict[int, PublishedAdapter] = {}
         self._newest: int | None = None
         self._verified_once = self._verify = False
 
@@ -168,7 +183,8 @@ class AdapterPublisher:
         published before is loaded only by engines that joined."""
         started = time.monotonic()
         new = version != self._newest and self._names(version) is not None
-        tensors = self._gathered() if new else {}
+        mine = ((name, tensor.to(self._dtype)) for name, tensor in self._adapter())
+        tensors = gathered(mine, self._parallel) if new else {}
         self._newest = version
         filled = time.monotonic()
         verified, held = 0.0, 0
@@ -194,15 +210,6 @@ class AdapterPublisher:
             "engines": float(len(self._fleet.serving)),
             "adapters": float(held),
         }
-
-    def _gathered(self) -> Tensors:
-        """Return the whole adapter on rank 0, and nothing elsewhere."""
-        mine = {name: tensor.to("cpu", self._dtype) for name, tensor in self._adapter()}
-        if self._parallel.pp == 1:
-            return mine if self._parallel.is_first else {}
-        stages: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(mine, stages if self._parallel.is_first else None)
-        return {name: tensor for stage in stages if stage for name, tensor in stage.items()}
 
     def _keep(self, version: int, tensors: Tensors) -> float:
         """Keep a version's adapter for the engines. Returns the seconds of comparing it with the tensors."""
@@ -258,13 +265,13 @@ def _compare(name: str, given: Tensors, held: Tensors) -> None:
 
 def build_adapters(
     config: Config, fleet: Fleet, *, host: str, folder: Path
-) -> tuple[Callable[[str, Tensors], Adapter], str]:
+) -> tuple[Callable[[str, Tensors], PublishedAdapter], str]:
     """Return how adapters are kept for the engines, and the reason. `host` is rank 0's address, `folder` the one that
     all engines see."""
     carried, why = choose(config.weights.transport, list(fleet.urls), host, gpu=False)
 
-    def make(name: str, tensors: Tensors) -> Adapter:
-        peft = engine_config(config.trainer.lora, map(module_of, tensors))
+    def make(name: str, tensors: Tensors) -> PublishedAdapter:
+        peft = engine_config(config.trainer.lora, tensors)
         if carried == "tensor":
             return SharedAdapter(name, peft, tensors, config.engine.tensor_parallel)
         return AdapterFolder(name, peft, tensors, folder)

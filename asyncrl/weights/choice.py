@@ -1,5 +1,5 @@
-"""The choice of how new weights travel: the transport, and with LoRA whether versions are adapters of their own. No
-torch is imported, because the launcher reports the choice before anything is started."""
+"""The choice of how new weights travel: the transport, and with LoRA whether versions are adapters of their own.
+Imports no torch, because the launcher reports the choice before anything is started."""
 
 from __future__ import annotations
 

@@ -1,21 +1,38 @@
-"""Export of the weights as an HF folder that transformers and SGLang can load."""
+"""Export of the weights as an HF folder, and of adapters as a PEFT folder, which transformers and SGLang can load."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from asyncrl.config import TrainerConfig
+from asyncrl.config.lora import LoraConfig
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket, plan_buckets
 from asyncrl.weights.files import write_index, write_stream
+from asyncrl.weights.peft import write_peft
+from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.reshard import Resharder
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt")
 SHARD_BYTES = 4 << 30
+
+
+def save_trained(target: Path, base: Path, weights: Resharder, parallel: Parallel, trainer: TrainerConfig) -> None:
+    """Save the weights, or adapters alone; with lora.save_merged also the weights that they give, in TARGET-merged."""
+    lora = trainer.lora
+    if lora.rank:
+        save_peft(target, base, weights, parallel, lora)
+        target = target.with_name(f"{target.name}-merged")
+    if not lora.rank or lora.save_merged:
+        save_hf(target, base, weights, parallel, trainer.dtype)
 
 
 def save_hf(
@@ -53,6 +70,27 @@ def save_hf(
         shutil.rmtree(target, ignore_errors=True)
         os.rename(building, target)
     dist.barrier()
+
+
+def save_peft(target: Path, base: Path, weights: Resharder, parallel: Parallel, lora: LoraConfig) -> None:
+    """Save the adapters as a PEFT folder that names `base` as their model; runs on every rank.
+
+    Raises WeightsError if the disk cannot take it.
+    """
+    tensors = gathered(weights.adapters(), parallel)
+    if parallel.is_first:
+        write_peft(target, user_config(lora, tensors, str(base)), tensors.items())
+    dist.barrier()
+
+
+def gathered(tensors: Iterator[tuple[str, Tensor]], parallel: Parallel) -> dict[str, Tensor]:
+    """Return the tensors of all pipeline stages on rank 0, and none elsewhere; runs on every rank."""
+    mine = {name: tensor.cpu() for name, tensor in tensors}
+    if parallel.pp == 1:
+        return mine if parallel.is_first else {}
+    stages: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, stages if parallel.is_first else None)
+    return {name: tensor for stage in stages if stage for name, tensor in stage.items()}
 
 
 def _file_names(count: int) -> list[str]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from asyncrl.errors import WeightsError
 from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
 
+LINEAR = (COLUMN, ROW, QKV, GATE_UP)
+"""Layouts of linear layers."""
 ADAPTER = re.compile(r"(.+)\.lora\.(\w+)\.([AB])")
 """Name of an adapter's matrix: that of its linear layer, of the HF projection that it adapts, and of the matrix."""
 
@@ -32,6 +34,11 @@ class NameRule:
         layout."""
         return "{expert}" in self.megatron
 
+    @property
+    def linear(self) -> bool:
+        """True for the weight of a linear layer that can have adapters: all but the output layer and routers."""
+        return self.layout in LINEAR and self.megatron.endswith(".weight")
+
     def projections(self) -> dict[str, str]:
         """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
         PEFT's `target_parameters`: transformers stacks their weights, with gate and up in one."""
@@ -41,9 +48,11 @@ class NameRule:
         modules = (name.removesuffix(".weight") for name in self.hf)
         return {module.rpartition(".")[2]: module for module in modules}
 
-    def adapter(self, projection: str, matrix: str) -> NameRule:
-        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections."""
-        columns = WHOLE if self.layout in (ROW, WHOLE) else FUSED_GATE_UP if self.expert else COLUMN
+    def adapter(self, projection: str, matrix: str, *, whole: bool = False) -> NameRule:
+        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections. `whole` says
+        that every rank holds all of B."""
+        columns = FUSED_GATE_UP if self.expert else COLUMN
+        columns = WHOLE if whole or self.layout in (ROW, WHOLE) else columns
         layout = columns if matrix == "B" else ROW if self.layout is ROW else WHOLE
         linear = self.megatron.removesuffix(".weight")
         name = f"{self.projections()[projection]}.lora_{matrix}.weight"
@@ -189,10 +198,10 @@ class Found:
 
 class Mapping:
     """The table of one architecture, looked up by Megatron name or by HF name. With `transformer_engine`, parameters
-    have the layouts of Megatron's TransformerEngine spec."""
+    have the layouts of Megatron's TransformerEngine spec. With `shared_heads`, several ranks share a key-value head."""
 
-    def __init__(self, architecture: str, *, transformer_engine: bool = False) -> None:
-        self._transformer_engine = transformer_engine
+    def __init__(self, architecture: str, *, transformer_engine: bool = False, shared_heads: bool = False) -> None:
+        self._transformer_engine, self._shared_heads = transformer_engine, shared_heads
         if architecture not in FAMILIES:
             raise WeightsError(f"{architecture}: no table of names for this architecture; known: {sorted(FAMILIES)}")
         self.architecture = architecture
@@ -204,7 +213,8 @@ class Mapping:
         if of_adapter := ADAPTER.fullmatch(megatron_name):
             linear, projection, matrix = of_adapter.groups()
             found = self.find(f"{linear}.weight")
-            return replace(found, rule=found.rule.adapter(projection, matrix))
+            whole = self._shared_heads and found.rule.layout is QKV
+            return replace(found, rule=found.rule.adapter(projection, matrix, whole=whole))
         general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
         if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")
@@ -216,6 +226,10 @@ class Mapping:
     def knows(self, hf_name: str) -> bool:
         """Return whether some Megatron parameter holds this HF tensor."""
         return _general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0] in self._hf
+
+    def adapts(self, module: str) -> bool:
+        """Return whether some linear layer has this module of PEFT, named without the number of its layer."""
+        return any(module in rule.projections().values() for rule in self._rules.values() if rule.linear)
 
 
 def _general(name: str, expert_pattern: str) -> tuple[str, str | None, str | None]:

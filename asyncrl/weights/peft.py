@@ -14,24 +14,30 @@ import json
 import os
 import re
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.files import write_stream
-from asyncrl.weights.peft_config import CONFIG, DOWN, GATE_UP, PICKLE, TENSORS, read_adapter_config
+from asyncrl.weights.peft_config import (
+    CONFIG,
+    DOWN,
+    GATE_UP,
+    PREFIX,
+    TENSORS,
+    adapted,
+    open_adapters,
+    parsed,
+    read_adapter_config,
+)
+from asyncrl.weights.reshard import Resharder
 
-PREFIX = "base_model.model."
-_TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
-_EXPERTS = re.compile(r"(.*\.)mlp\.experts(\.base_layer)?")
 _EXPERT_WEIGHT = re.compile(
     r"(?P<layer>.*\.)(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\."
     r"(?:(?P<gate>gate_proj|w1)|up_proj|w3|(?P<down>down_proj|w2))\.weight"
@@ -39,11 +45,6 @@ _EXPERT_WEIGHT = re.compile(
 """An expert's weight in the files of a model."""
 KEPT = 4
 """Tensors in memory at a time: those of a layer's experts, which are read expert by expert."""
-
-
-def module_of(name: str) -> str:
-    """Return the module of an adapter's tensor. Raises WeightsError."""
-    return parsed(name)[0]
 
 
 def stack_experts(letter: str, experts: Sequence[Tensor]) -> Tensor:
@@ -56,22 +57,12 @@ def of_expert(stack: Tensor, letter: str, number: int, count: int) -> Tensor:
     return stack.unflatten(0, (count, -1))[number] if letter == "A" else stack.unflatten(1, (-1, count))[..., number]
 
 
-def parsed(name: str) -> tuple[str, str]:
-    """Return the module of an adapter's tensor, and A or B. Raises WeightsError."""
-    if found := _TENSOR.fullmatch(name.removeprefix(PREFIX)):
-        return found[1], found[2]
-    raise WeightsError(
-        f"{name} is not a linear layer's lora_A.weight or lora_B.weight. Adapters of embeddings, trained copies of "
-        "modules and other methods are not supported: merge the adapter with PEFT."
-    )
-
-
 # --- writing ------------------------------------------------------------------------------------------------
 
 
 def write_peft(target: Path, config: dict[str, Any], adapters: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a PEFT folder with the adapter_config.json of `user_config` or `engine_config`. The folder gets its name
-    only when it is complete, and replaces one of that name.
+    """Write a PEFT folder with the adapter_config.json of `user_config`. The folder gets its name only when it is
+    complete, and replaces one of that name.
 
     Raises WeightsError if the disk cannot take it.
     """
@@ -104,23 +95,12 @@ class PeftFolder:
         """Read the configuration. Raises WeightsError or ConfigError for a folder that is not plain LoRA."""
         self.config = read_adapter_config(folder)
         self._folder = folder
-        self._files: dict[str, dict[str, str]] = defaultdict(dict)
+        self._files: dict[str, dict[str, str]] = {}
 
     def __enter__(self) -> Self:
-        file = self._folder / TENSORS
-        if (self._folder / PICKLE).exists() and not file.exists():
-            raise WeightsError(
-                f"{self._folder / PICKLE} is a pickle, which can run code, and is not read. If you trust it, load it "
-                "with PEFT and save it with safe_serialization=True."
-            )
-        try:
-            self._file = safe_open(file, framework="pt").__enter__()
-            self._tensor: Callable[[str], Tensor] = lru_cache(KEPT)(self._file.get_tensor)
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file} cannot be read: {error}. Copy or export it again.") from None
-        for name in self._file.keys():  # noqa: SIM118
-            module, letter = parsed(name)
-            self._files[self._parameter(module)][letter] = name
+        self._file = open_adapters(self._folder, "pt")
+        self._tensor: Callable[[str], Tensor] = lru_cache(KEPT)(self._file.get_tensor)
+        self._files = adapted(self.config, self._file.keys())
         for module in self._files:
             self._check_rank(module)
         return self
@@ -175,16 +155,6 @@ class PeftFolder:
             )
         return self.config.scale_of(module) * (b.float() @ a.float())
 
-    def _parameter(self, module: str) -> str:
-        """Return the module's name, that of a parameter for a wrapper of experts."""
-        experts = _EXPERTS.fullmatch(module)
-        if experts is None:
-            return module
-        whole = [name for name in (GATE_UP, DOWN) if any(f".{name}".endswith(f".{p}") for p in self.config.parameters)]
-        if not whole or (experts[2] and len(whole) == 1):
-            raise WeightsError(f"{self._folder} adapts {module}, but target_parameters in {CONFIG} does not name it")
-        return experts[1] + whole[0 if experts[2] else -1]
-
     def _shape(self, module: str, letter: str) -> list[int]:
         return [*self._file.get_slice(self._files[module][letter]).get_shape()]
 
@@ -198,3 +168,13 @@ class PeftFolder:
                 f"the adapter of {module} in {self._folder} has A {a} and B {b}, but {CONFIG} says rank {rank}. Copy "
                 "or export the folder again."
             )
+
+
+def start_from(folder: Path, weights: Resharder) -> None:
+    """Fill a model's adapters from a PEFT folder. Raises WeightsError or ConfigError if it has others, or not plain
+    LoRA."""
+    with PeftFolder(folder) as adapters:
+        weights.load_adapters(adapters.read)
+        for module in adapters.modules:
+            if not weights.adapts(module):
+                raise WeightsError(f"{folder} adapts {module}, which is no linear layer that is trained here")

@@ -1,5 +1,5 @@
-"""PEFT's adapter_config.json: written for users, reduced for engines, and checked in folders of other origin. Imports
-no torch, because the preflight reads such folders too.
+"""PEFT's adapter_config.json and the names of its tensors: written for users, and checked in folders of other origin.
+Imports no torch, because the launcher reads such folders too.
 
 Routed experts of a layer are two tensors in transformers 5, which PEFT adapts through `target_parameters`. With these,
 it moves gate_proj, up_proj and down_proj from `target_modules` to the experts. Dense layers and shared experts beside
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,9 @@ from asyncrl.errors import ConfigError, WeightsError
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """Transformers' parameters of a layer's routed experts."""
+PREFIX = "base_model.model."
+_TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_EXPERTS = re.compile(r"(.*\.)mlp\.experts(\.base_layer)?")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _IGNORED = {
     *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights"),
@@ -118,22 +122,101 @@ def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
+# --- tensors ------------------------------------------------------------------------------------------------
+
+
+def parsed(name: str) -> tuple[str, str]:
+    """Return the module of an adapter's tensor, and A or B. Raises WeightsError."""
+    if found := _TENSOR.fullmatch(name.removeprefix(PREFIX)):
+        return found[1], found[2]
+    raise WeightsError(
+        f"{name} is not a linear layer's lora_A.weight or lora_B.weight. Adapters of embeddings, trained copies of "
+        "modules and other methods are not supported: merge the adapter with PEFT."
+    )
+
+
+def open_adapters(folder: Path, framework: str) -> Any:
+    """Open the tensors of a PEFT folder. Raises WeightsError."""
+    from safetensors import SafetensorError, safe_open
+
+    file = folder / TENSORS
+    if (folder / PICKLE).exists() and not file.exists():
+        raise WeightsError(
+            f"{folder / PICKLE} is a pickle, which can run code, and is not read. If you trust it, load it with PEFT "
+            "and save it with safe_serialization=True."
+        )
+    try:
+        return safe_open(file, framework=framework).__enter__()
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{file} cannot be read: {error}. Copy or export it again.") from None
+
+
+def adapted(config: AdapterConfig, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the modules of these tensors, and for each the names of its A and B. Raises WeightsError for a tensor that
+    is not plain LoRA."""
+    modules: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        module, letter = parsed(name)
+        modules[_parameter(config, module)][letter] = name
+    return modules
+
+
+def _parameter(config: AdapterConfig, module: str) -> str:
+    """Return the parameter that PEFT's wrapper of a layer's experts adapts; any other module as it is."""
+    experts = _EXPERTS.fullmatch(module)
+    if experts is None:
+        return module
+    whole = [name for name in (GATE_UP, DOWN) if any(f".{name}".endswith(f".{one}") for one in config.parameters)]
+    if not whole or (experts[2] and len(whole) == 1):
+        raise WeightsError(f"{module} has an adapter, but target_parameters in {CONFIG} does not name it")
+    return experts[1] + whole[0 if experts[2] else -1]
+
+
+def check_start(lora: LoraConfig) -> None:
+    """Check that the adapters of `lora.path` are those of the settings. Raises ConfigError or WeightsError."""
+    assert lora.path is not None
+    folder = Path(lora.path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError("trainer.lora.path", lora.path, "There is no such folder: name one of PEFT.")
+    if lora.rank is None:
+        raise ConfigError("trainer.lora.path", lora.path, "Set trainer.lora.rank to the rank of these adapters.")
+    config = read_adapter_config(folder)
+    modules = adapted(config, open_adapters(folder, "numpy").keys())
+    for module in modules:
+        if (rank := config.rank_of(module)) != lora.rank:
+            raise ConfigError("trainer.lora.rank", lora.rank, f"{module} in {folder} has rank {rank}: set that.")
+        if not math.isclose(scale := config.scale_of(module), lora.scale):
+            alpha = scale * lora.alpha / lora.scale
+            raise ConfigError(
+                "trainer.lora.alpha", lora.alpha, f"{module} in {folder} has the scale {scale:g}: set {alpha:g}."
+            )
+    names = {module.rpartition(".")[2] for module in modules}
+    if lora.targets != "all" and names != {*lora.targets}:
+        raise ConfigError("trainer.lora.targets", lora.targets, f"{folder} has adapters of {sorted(names)}: set these.")
+
+
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def user_config(lora: LoraConfig, modules: Iterable[str], base: str) -> dict[str, Any]:
-    """Return adapter_config.json for users of PEFT. `modules` are names such as `model.layers.0.self_attn.q_proj` and
-    `model.layers.0.mlp.experts.down_proj`; `base` is the model's folder."""
+def user_config(lora: LoraConfig, tensors: Iterable[str], base: str) -> dict[str, Any]:
+    """Return adapter_config.json for users of PEFT, given the names of the tensors. `base` is the model's folder."""
     assert lora.rank is not None
     experts, dense = [], set()
-    for module in sorted(set(modules)):
+    for module in sorted({parsed(name)[0] for name in tensors}):
         stacked = [name for name in (GATE_UP, DOWN) if module.endswith(f".{name}")]
         experts += stacked
         dense |= set() if stacked else {module.rpartition(".")[2]}
     weights = dense & {*_MLP} if experts else set()
     parameters = [*sorted(set(experts)), *(f"{name}.weight" for name in sorted(weights))]
     return {
-        **_common(lora.rank, lora.alpha, sorted(dense - weights)),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # PEFT declares an integer
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": sorted(dense - weights),
+        "use_dora": False,
         "base_model_name_or_path": base,
         "inference_mode": True,
         "init_lora_weights": True if lora.init == "default" else lora.init,
@@ -143,27 +226,3 @@ def user_config(lora: LoraConfig, modules: Iterable[str], base: str) -> dict[str
         "task_type": "CAUSAL_LM",
         "use_rslora": lora.rslora,
     }
-
-
-def engine_config(lora: LoraConfig, modules: Iterable[str]) -> dict[str, Any]:
-    """Return adapter_config.json for SGLang, which ignores use_rslora and patterns: the scale is always alpha / r."""
-    assert lora.rank is not None
-    return _common(lora.rank, lora.scale * lora.rank, sorted({name.rpartition(".")[2] for name in modules}))
-
-
-def _common(rank: int, alpha: float, targets: list[str]) -> dict[str, Any]:
-    return {
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "lora_alpha": _plain(alpha),
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": rank,
-        "target_modules": targets,
-        "use_dora": False,
-    }
-
-
-def _plain(number: float) -> float:
-    """Return a whole number as int, which is what PEFT declares."""
-    return int(number) if number == int(number) else number

@@ -27,14 +27,11 @@ from torch import Tensor
 
 from asyncrl.parallel import Parallel
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import COLUMN, GATE_UP, QKV, ROW, Dims, Pieces
-from asyncrl.weights.names import ADAPTER, Found, Mapping, local_name, unit_of
+from asyncrl.weights.layouts import Dims, Pieces
+from asyncrl.weights.names import ADAPTER, WHOLE_WITH_TRANSFORMER_ENGINE, Found, Mapping, local_name, unit_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-LINEAR = (COLUMN, ROW, QKV, GATE_UP)
-"""Layouts of the linear layers that can have adapters: all but the output layer and routers."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,8 @@ class Resharder:
     def __init__(self, chunks: Sequence[GPTModel], architecture: str, dims: Dims, parallel: Parallel) -> None:
         self._chunks, self._dims, self._parallel = chunks, dims, parallel
         te = chunks[0].config.transformer_impl == "transformer_engine"
-        self._mapping = Mapping(architecture, transformer_engine=te)
+        shared = parallel.tp > dims.kv_heads
+        self._mapping = Mapping(architecture, transformer_engine=te, shared_heads=shared)
         self._num_layers = chunks[0].config.num_layers
         self._num_experts = chunks[0].config.num_moe_experts or 0
         self._experts_here = self._num_experts // parallel.ep
@@ -83,18 +81,20 @@ class Resharder:
     def linears(self) -> Iterator[LinearShard]:
         """Yield this rank's linear layers that can have adapters."""
         for chunk, name, found in self._found:
-            if found.rule.layout in LINEAR and name.endswith(".weight"):
+            if found.rule.linear or WHOLE_WITH_TRANSFORMER_ENGINE.search(name):
                 module = self._chunks[chunk].get_submodule(name.removesuffix(".weight"))
                 yield LinearShard(module, found, self._degree(found), self._rank(found))
 
     def _tensors(self, which: list[tuple[int, str, Found]], *, merged: bool = False) -> Iterator[tuple[Found, Tensor]]:
         """Look the tensors up again for each pass: mixed precision and data parallelism move a model's memory after
-        construction. With `merged`, adapters are added to the weights of their layers."""
+        construction. Quantized weights are yielded dequantized. With `merged`, adapters are added to the weights of
+        their layers."""
         states = [weights_of(chunk) for chunk in self._chunks]
         for chunk, name, found in which:
             layer, _, kind = name.rpartition(".")
-            adapters = getattr(self._chunks[chunk].get_submodule(layer), "lora", None)
-            tensor = states[chunk][name]
+            module = self._chunks[chunk].get_submodule(layer)
+            adapters, packed = getattr(module, "lora", None), getattr(module, "packed", None)
+            tensor = states[chunk][name] if packed is None or kind != "weight" else packed.dequantized()
             if merged and adapters is not None and kind == "weight":
                 exact = torch.promote_types(tensor.dtype, torch.float32)
                 tensor = (tensor.to(exact) + adapters.delta()).to(tensor.dtype)
@@ -232,6 +232,12 @@ class Resharder:
                 stack = read(name, (shape[0], shape[1] * self._num_experts))
                 full = stack.unflatten(1, (-1, self._num_experts))[..., found.expert]
             self._fill(found, tensor, [full])
+
+    def adapts(self, module: str) -> bool:
+        """Return whether some rank has a linear layer for PEFT's module."""
+        found = re.fullmatch(r"(model\.layers\.)(\d+)(\..+)", module)
+        known = found and int(found[2]) < self._num_layers and self._mapping.adapts(f"{found[1]}{{layer}}{found[3]}")
+        return bool(known)
 
     def _whole_shapes(self, found: Found, shard: Tensor) -> list[torch.Size]:
         """Return the shapes of the full tensors of which a rank holds this shard."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algo.correction import CORRECTIONS, MASKS, log_linear_proximal
 from asyncrl.algo.table import LossRows
-from asyncrl.config.training import MaskConfig
+from asyncrl.config.algorithm import MaskConfig
 from tests.algo.tables import correction, few, logs, make, tables
 
 # Two sequences: rho 1/2, 4 (product 2, geometric mean sqrt 2) and 3, 1, 1/9 (product 1/3, geometric mean 3^(-1/3)).

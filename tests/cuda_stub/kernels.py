@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import types
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -93,13 +94,21 @@ def two_answers(rows: int) -> Any:
     return pack([[Sample(prompt, ids, [True] * length, 0, 0) for ids in answers]]).to(torch.device("cuda", 0))
 
 
-def compile_packs(gpu: str, heads: tuple[int, int, int, int], lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+def compile_packs(
+    gpu: str, heads: tuple[int, int, int, int], lengths: tuple[int, ...], *, offload: bool = False
+) -> list[dict[str, Any]]:
     """Run forward and backward for packs of these lengths. `heads` are the numbers of query and key heads, and the
-    widths of a key and a value. Returns what was made for each pack, and the number of graphs so far."""
+    widths of a key and a value. With `offload`, what forward saves goes to host memory and comes back. Returns what was
+    made for each pack, how many tensors were moved, and the number of graphs so far."""
     made = _target(GPUS[gpu])
     from torch._dynamo.utils import counters
 
     from asyncrl.trainer import tree_attention
+    from asyncrl.trainer.activation_offload import ActivationOffload
+
+    moves, sent = ActivationOffload(list), []
+    moves.least, send = 0, moves._send
+    moves._send = lambda layer: (sent.append(len(layer.device)), send(layer))  # type: ignore[method-assign, func-returns-value]
 
     queries, keys, width, values = heads
     shapes = [(queries, width), (keys, width), (keys, values)]
@@ -112,12 +121,13 @@ def compile_packs(gpu: str, heads: tuple[int, int, int, int], lengths: tuple[int
                 torch.empty(pack.num_tokens, *s, dtype=torch.bfloat16, device="cuda:0", requires_grad=True)
                 for s in shapes
             )
-            out = tree_attention._flex(q, k, v, pack, width**-0.5)
+            with moves.micro_batch() if offload else nullcontext():
+                out = tree_attention._flex(q, k, v, pack, width**-0.5)
             out.backward(torch.empty_like(out))
             assert out.shape == (pack.num_tokens, queries, values)
             assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
             graphs = counters["stats"]["unique_graphs"]
-            told.append({"rows": pack.num_tokens, "kernels": list(made), "graphs": graphs})
+            told.append({"rows": pack.num_tokens, "kernels": list(made), "graphs": graphs, "moved": sum(sent)})
     return told
 
 

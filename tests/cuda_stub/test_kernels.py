@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,14 @@ def test_attention_compiles_for_packs_of_any_length_with_few_graphs(
     assert set(made) == {gpu}
     assert len(told[0]["kernels"]) >= 3, "forward, the workspace of backward, backward"
     assert told[-1]["graphs"] <= GRAPHS, told
+
+
+def test_attention_whose_saved_tensors_are_offloaded_compiles_to_the_same_graphs(apart: Callable[..., Any]) -> None:
+    shape, lengths = SHAPES["qwen3_8b"], LENGTHS[:6]
+    without = apart(compile_packs, "sm_90", shape, lengths)
+    told = apart(partial(compile_packs, offload=True), "sm_90", shape, lengths)
+    assert told[-1]["moved"] >= 5 * len(lengths), "queries, keys, values, the result and its normalizer"
+    assert [one["graphs"] for one in told] == [one["graphs"] for one in without]
 
 
 @pytest.mark.parametrize("gpu", GPUS)

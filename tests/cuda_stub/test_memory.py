@@ -31,6 +31,11 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "PP 2, VPP 2": (BASE, {PP: 2, VPP: 2}),
     "TP 2, SP, DP 2": (BASE, {TP: 2, SP: True, DP: 2}),
     "full recomputation": (BASE, {"trainer.recompute.granularity": "full"}),
+    "offload": (BASE, {"trainer.activation_offload": True}),
+    "full recomputation and offload": (
+        BASE,
+        {"trainer.recompute.granularity": "full", "trainer.activation_offload": True},
+    ),
     "reference and resets": (BASE, {"algo.kl.coefficient": 0.01, "algo.reset_every": 3}),
     "critic, PP 2, last stage": (replace(BASE, rank=1, layers=2), {"algo.advantage": "gae", PP: 2}),
     "critic": (BASE, {"algo.advantage": "gae"}),
@@ -51,3 +56,19 @@ def test_a_rank_holds_what_the_planner_says(name: str, step: Callable[[Case], di
     ratio = told["peak"] / sum(planned.values())
     print(f"{name}: state {sum(found.values())}, live {told['live']}, peak {told['peak']}, peak / planned {ratio:.3f}")
     assert 1 - CLOSE <= ratio <= 1 + CLOSE
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_most_layers_activations_are_in_host_memory(recomputed: bool, step: Callable[[Case], dict[str, Any]]) -> None:
+    """Two layers are on the device; of layers that are recomputed, these are their inputs."""
+    changes = BASE.changes | {"trainer.recompute.granularity": "full" if recomputed else "none"}
+    without, offloads = (
+        step(replace(BASE, changes=changes | {"trainer.activation_offload": on})) for on in (False, True)
+    )
+    a_layer = without["memory"]["planned"]["activations"] / LAYERS
+    if recomputed:
+        a_layer = 2 * BASE.sizes["hidden"] * max(map(max, without["passes"]))
+    saved = without["memory"]["peak"] - offloads["memory"]["peak"]
+    print(f"peak {without['memory']['peak']}, less {saved} with offload: {saved / a_layer:.1f} of {LAYERS} layers")
+    assert saved > (LAYERS - 5 if recomputed else LAYERS - 3) * a_layer
+    assert offloads["memory"]["live"] == without["memory"]["live"]  # nothing is left over

@@ -58,6 +58,11 @@ FEATURES: dict[str, dict[str, Any]] = {
         "trainer.recompute.granularity": "selective",
         "trainer.recompute.modules": ["core_attn", "layernorm", "mlp"],
     },
+    "offload of activations": {"trainer.activation_offload": True},
+    "full recomputation and offload": {
+        "trainer.recompute.granularity": "full",
+        "trainer.activation_offload": True,
+    },
     "all": {
         "algo.advantage": "gae",
         "algo.kl.coefficient": 0.01,

@@ -3,8 +3,8 @@ torchrun.
 
 In each FOLDER it trains groups.msgpack for two updates with config.json, and again with each change of the trainer's
 settings in variants.json, and asserts that no bit of figures and weights depends on it. counts.json gets for each what
-ran inside backward: passes through attention, which are recomputed ones, and reductions of gradients; and how many
-tensors of the optimizer were away during passes.
+ran inside backward: passes through attention, which are recomputed ones, and reductions of gradients; and what was in
+host memory during passes: tensors of the optimizer, and activations.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from torch import Tensor  # noqa: E402
 from asyncrl.config import Config, read  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
+from asyncrl.trainer.activation_offload import ActivationOffload  # noqa: E402
 from asyncrl.trainer.attention import PackedAttention  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from tests.fakes import changed  # noqa: E402
 from tests.integration.rank_routing import with_settings  # noqa: E402
 
-COUNTS = {"attention": 0, "reductions": 0, "away": 0}
+COUNTS = {"attention": 0, "reductions": 0, "away": 0, "activations": 0, "layers": 0}
 
 
 def counted(kind: str, owner: Any, name: str) -> None:
@@ -58,18 +59,41 @@ def counted_away(policy: Policy) -> None:
     policy.network.train = train  # type: ignore[method-assign]
 
 
+def counted_activations(offload: ActivationOffload) -> None:
+    """Count the bytes of activations that come back to the device in backward, and the layers of a micro-batch that are
+    on the device and in host memory when forward is about to copy the next one."""
+    load, send = offload._load, offload._send
+
+    def loaded(layer: Any) -> None:
+        COUNTS["activations"] += sum(layer.host[n].nbytes for n, one in enumerate(layer.device) if one is None)
+        load(layer)
+
+    def sent(layer: Any) -> None:
+        send(layer)
+        earlier, held = layer.before, 0
+        while earlier:
+            held += any(one is not None and earlier.host[n] is not None for n, one in enumerate(earlier.device))
+            earlier = earlier.before
+        COUNTS["layers"] = max(held, COUNTS["layers"])
+
+    offload._load, offload._send = loaded, sent  # type: ignore[method-assign]
+
+
 def updated(
     config: Config, folder: Path, groups: list[Group], parallel: Parallel
 ) -> tuple[list[dict[str, float]], list[Tensor], list[Tensor]]:
     """Return the figures of two updates, and weights and gradients after them."""
     policy = Policy(config, folder / "model", parallel)
     COUNTS.update(dict.fromkeys(COUNTS, 0))
+    if offload := policy.network.offload:
+        offload.stand_in, offload.least = True, 0
+        counted_activations(offload)
     if memory := policy._optimizer.memory:
         memory._stand_in = True
         counted_away(policy)
     figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
     parameters = list(policy.network.parameters())
-    gradients = [one.main_grad.clone() for one in parameters]  # type: ignore[attr-defined]
+    gradients = [one.main_grad.clone() for one in parameters if one.requires_grad]  # type: ignore[attr-defined]
     return figures, [one.detach().clone() for one in parameters], gradients
 
 

@@ -9,51 +9,57 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
+from tests.fakes import changed, tiny_values
+from tests.integration.families import CHOOSES
 from tests.integration.ranks import run_ranks
 from tests.integration.test_step import VOCAB, groups, weights
+from tests.integration.test_variants import FULL, prepare, run, selective
 
 pytestmark = pytest.mark.integration
 
 RANK, ALPHA, CLIP = 4, 6, 0.5
+RECOMPUTED = ["core_attn", "layernorm", "mlp", "moe"]
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "dense": ("qwen2", True, {}),
     "experts": ("qwen3_moe", False, {"mlp_only_layers": [1]}),
     "latent": ("deepseek_v3", False, {}),
+    "some": ("llama", False, {}),
 }
+TARGETS: dict[str, list[str]] = {"some": ["q_proj", "v_proj", "up_proj"]}
 EXPERTS = ["experts", "latent"]
+SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "single": ({}, list(MODELS)),
-    "tp2": ({"tensor_parallel": 2}, ["dense"]),
-    "sp2": ({"tensor_parallel": 2, "sequence_parallel": True}, list(MODELS)),
+    "single": ({"optimizer.offload": True}, list(MODELS)),
+    "full": ({"recompute.granularity": "full"}, list(MODELS)),
+    "selective": ({"recompute.granularity": "selective", "recompute.modules": RECOMPUTED}, list(MODELS)),
+    "tp2": ({"tensor_parallel": 2, "lora.rslora": True, "lora.alpha": ALPHA / RANK**0.5}, ["dense", "some"]),
+    "sp2": (SEQUENCE, list(MODELS)),
+    "tp4": ({"tensor_parallel": 4}, ["dense", "some"]),
+    "sp4": ({**SEQUENCE, "tensor_parallel": 4}, ["dense", "some", "experts"]),
     "pp2": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, list(MODELS)),
     "cp2": ({"context_parallel": 2}, ["dense", "latent"]),
-    "dp2": ({"data_parallel": 2}, ["dense", "experts"]),
+    "dp2": ({"data_parallel": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, ["dense", "experts"]),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, EXPERTS),
     "etp2": ({"data_parallel": 2, "expert_tensor_parallel": 2}, EXPERTS),
-    "etp1": (
-        {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
-        EXPERTS,
-    ),
+    "etp1": ({**SEQUENCE, "expert_parallel": 2, "expert_tensor_parallel": 1}, EXPERTS),
+    "dropout": ({"lora.dropout": 0.5}, ["dense"]),
+    "bfloat16": ({"dtype": "bfloat16"}, list(MODELS)),
+    "four": ({**SEQUENCE, "data_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 2}, EXPERTS),
 }
-CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() for model in models]
+SHARDED = ["cp2", "dp2", "ep2", "etp2", "four"]
+APART = ["dropout", "bfloat16"]
+WORLD = {"tp4": 4, "sp4": 4, "four": 4, **dict.fromkeys(["single", "full", "selective", *APART], 1)}
+CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() if layout not in APART for model in models]
 
 
-def trainer(*overrides: str) -> dict[str, Any]:
+def trainer() -> dict[str, Any]:
     """Return the settings of the trainer."""
-    lora = [f"trainer.lora.rank={RANK}", f"trainer.lora.alpha={ALPHA}"]
-    step = [f"trainer.optimizer.clip_grad={CLIP}", "trainer.optimizer.lr=1e-2", "trainer.optimizer.eps=1e-3"]
-    with initialize_config_dir(str(CONF), version_base=None):
-        config: Any = OmegaConf.to_container(
-            compose("train", ["experiment=tiny", *lora, *step, *overrides]), resolve=True
-        )
-    return dict(config["trainer"])
+    step = {"optimizer.clip_grad": CLIP, "optimizer.lr": 1e-2, "optimizer.eps": 1e-3}
+    return changed(tiny_values()["trainer"], {"lora.rank": RANK, "lora.alpha": ALPHA, **step})
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def peft_model(model: Path) -> Any:
     """Return transformers' model with PEFT's adapters on all linear layers but the head and routers."""
-    peft = pytest.importorskip("peft")
+    import peft
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
@@ -95,7 +101,7 @@ def peft_model(model: Path) -> Any:
     config = peft.LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,
-        target_modules=sorted(linear - {"lm_head", "gate"}),
+        target_modules=TARGETS.get(model.name) or sorted(linear - {"lm_head", "gate"}),
         target_parameters=sorted({".".join(name.split(".")[-2:]) for name in fused}),
         task_type="CAUSAL_LM",
     )
@@ -163,10 +169,13 @@ def megatron(folder: Path) -> Any:
 
     @cache
     def run(layout: str) -> None:
+        if layout != "single":  # whose checkpoints all others load
+            run("single")
         settings, models = LAYOUTS[layout]
-        of = {**trainer(), **settings}
-        (folder / f"{layout}.json").write_text(json.dumps({"trainer": of, "models": models}))
-        run_ranks("rank_lora.py", str(folder), layout, world=1 if layout == "single" else 2)
+        of = changed(trainer(), settings)
+        targets = {name: TARGETS.get(name, "all") for name in models}
+        (folder / f"{layout}.json").write_text(json.dumps({"trainer": of, "models": targets}))
+        run_ranks("rank_lora.py", str(folder), layout, world=WORLD.get(layout, 2))
 
     return run
 
@@ -177,7 +186,8 @@ def test_adapters_are_those_of_peft(layout: str, name: str, folder: Path, megatr
     megatron(layout)
     stages = [load_file(file) for file in folder.glob(f"{layout}-{name}-?.out")]
     found = {key: tensor for stage in stages for key, tensor in stage.items()}
-    wanted = {key for key in reference if not (key.startswith("gradient ") and layout in ("dp2", "cp2", "ep2", "etp2"))}
+    check_start(folder, name, {key: found.pop(key) for key in list(found) if key.startswith("start ")})
+    wanted = {key for key in reference if not (key.startswith("gradient ") and layout in SHARDED)}
     assert found.keys() == wanted
     torch.testing.assert_close(found["norm"], reference["norm"], rtol=1e-4, atol=0)
     assert found["norm"] > 2 * CLIP
@@ -187,3 +197,56 @@ def test_adapters_are_those_of_peft(layout: str, name: str, folder: Path, megatr
         torch.testing.assert_close(
             found[key], reference[key], rtol=1e-5, atol=atol, msg=lambda text, key=key: f"{key}: {text}"
         )
+
+
+def test_dropout_changes_gradients_and_no_scores(folder: Path, megatron: Any) -> None:
+    megatron("dropout")
+    found, reference = load_file(folder / "dropout-dense-0.out"), expected(folder, "dense")
+    torch.testing.assert_close(found["logprobs"], reference["logprobs"], rtol=0, atol=1e-4)
+    assert abs(found["norm"] - reference["norm"]) > 0.01 * reference["norm"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_base_in_bfloat16_trains_adapters_with_masters_and_is_published_merged(
+    name: str, folder: Path, megatron: Any
+) -> None:
+    megatron("bfloat16")
+    found, reference = load_file(folder / f"bfloat16-{name}-0.out"), expected(folder, name)
+    torch.testing.assert_close(found["norm"], reference["norm"], rtol=0.1, atol=0)
+    for key, tensor in reference.items():
+        if key.startswith("after "):
+            assert found[key].dtype == torch.float32
+            assert (found[key] - tensor).abs().mean() < 2e-3, key  # a fifth of the step
+        elif key.startswith("merged ") and not key.endswith(CHOOSES):
+            assert found[key].dtype == torch.bfloat16
+            torch.testing.assert_close(found[key].float(), tensor, rtol=0.01, atol=0.01)
+
+
+def check_start(folder: Path, name: str, start: dict[str, Tensor]) -> None:
+    """Assert that B starts at zero and A within PEFT's bound, with the same values in every layout."""
+    first = load_file(folder / f"single-{name}-0.out")
+    assert start
+    for key, tensor in start.items():
+        assert tensor.equal(first[key]), key
+        if ".lora_B." in key:
+            assert not tensor.any()
+        else:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.8 * bound < tensor.abs().max() <= bound, key
+
+
+@pytest.mark.parametrize(("layout", "model"), [("single", "llama-tied"), ("tp2-sp-ep2", "qwen3-moe")])
+def test_the_base_is_the_reference_and_all_of_an_update_leaves_it_alone(
+    layout: str, model: str, tmp_path: Path
+) -> None:
+    """The rank asserts it: with a critic, several steps, resets, dropout, and replayed routing if there are experts."""
+    algo = {"algo.advantage": "gae", "algo.epochs": 2, "algo.kl.measure_every": 1, "algo.kl.coefficient": 0.1}
+    reset = {"algo.reset_every": 2, "algo.reset_share": 0.5, "trainer.lora.rank": RANK, "trainer.lora.dropout": 0.2}
+    config = prepare(tmp_path, model, layout, {}, {**algo, **reset, "trainer.optimizer.lr": 1e-2})
+    run_ranks("rank_adapted.py", str(tmp_path), world=config.trainer.world_size)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
+def test_dropout_is_the_same_where_activations_are_recomputed(layout: str, tmp_path: Path) -> None:
+    algo = {"trainer.lora.rank": RANK, "trainer.lora.dropout": 0.3, "trainer.optimizer.lr": 1e-2}
+    run(tmp_path, layout, {"llama-tied": {**FULL, "selective": selective("core_attn", "layernorm", "mlp")}}, **algo)

@@ -1,5 +1,5 @@
 """Settings that save memory or time change no bit of an update: recomputation of activations, in which routers replay
-the same experts again, and communication that overlaps with computation."""
+the same experts again, their offload, and communication that overlaps with computation."""
 
 from __future__ import annotations
 
@@ -120,3 +120,28 @@ def test_an_optimizer_whose_states_leave_the_device_trains_the_same_bits(dtype: 
     algo = {"trainer.dtype": dtype, "algo.reset_every": 1, "algo.reset_share": 0.5}
     counts = run(tmp_path, "dp2", {"llama-tied": {"offload": {"optimizer.offload": True}}}, **algo)
     assert counts["llama-tied"]["offload"]["away"] > 0
+
+
+OFFLOAD: Variants = {"alone": {"activation_offload": True}}
+OFFLOAD |= {f"and {name}": changes | OFFLOAD["alone"] for name, changes in FULL.items()}
+OFFLOADED = {
+    "single": ["llama-tied", "deepseek"],
+    "tp2-sp": ["qwen3-untied"],
+    "pp2": ["qwen3-untied"],
+    "pp2-vpp2": ["qwen3-moe"],
+    "tp2-sp-ep2": ["qwen3-moe"],
+}
+
+
+@pytest.mark.parametrize("layout", repeated(OFFLOADED, "tp2-sp-ep2"))
+def test_activations_in_host_memory_change_no_bit(layout: str, tmp_path: Path) -> None:
+    """Storages of the CPU are copied as those of a GPU would be, of any size."""
+    variants = {
+        model: OFFLOAD
+        | {"and selective": RECOMPUTE.get(model, RECOMPUTE["qwen3-untied"])["selective"] | OFFLOAD["alone"]}
+        for model in OFFLOADED[layout]
+    }
+    for counts in run(tmp_path, layout, variants).values():
+        assert min(count["activations"] for count in counts.values()) > 0, counts
+        assert max(count["layers"] for count in counts.values()) == 1, counts
+        assert counts["and uniform"]["activations"] < counts["alone"]["activations"] / 2

@@ -16,6 +16,7 @@ import torch
 
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.models.tiny import write_random_model
+from tests.fakes import tiny_values
 from tests.integration import test_checkpoint, test_families, test_trainer
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
@@ -108,6 +109,31 @@ def test_updates_in_bfloat16_are_those_of_the_local_layers(folder: Path, layout:
         torch.testing.assert_close(tensor, their_weights[name], rtol=2e-2, atol=1e-3)
 
 
+ADAPTERS = {"lora": {**tiny_values()["trainer"]["lora"], "rank": 4}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "models"), [("single", MODELS), ("tp2-sp", MODELS[:1]), ("tp2-sp-ep2", MODELS[1:]), ("pp2", MODELS[:2])]
+)
+def test_two_updates_of_adapters_are_those_of_the_local_layers(
+    folder: Path,  # noqa: F811
+    layout: str,
+    models: tuple[str, ...],
+) -> None:
+    """Adapters read what the norm before their layer gives, which TransformerEngine would keep to itself."""
+    mine = launch(folder, "adapted-te", list(models), {**LAYOUTS[layout], **ADAPTERS, **TE})
+    theirs = launch(folder, "adapted", list(models), {**LAYOUTS[layout], **ADAPTERS, **LOCAL})
+    for model in models:
+        (figures, weights), (others, other_weights) = mine[model], theirs[model]
+        for one, other in zip(figures, others, strict=True):
+            assert one["grad_norm"] > 0
+            for name in FIGURES:
+                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=2e-6), name
+        assert weights.keys() == other_weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, other_weights[name], rtol=0, atol=1e-5, msg=name)
+
+
 FP8 = {**BFLOAT16, "fp8": {"format": "hybrid", "recipe": "tensorwise"}}
 WIDE = {"vocab": 257, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "layers": 2, "tied": False}
 
@@ -128,10 +154,13 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("layout", "models"),
     [("single", ["qwen3", "qwen3_moe"]), ("tp2-sp", ["qwen3"]), ("cp2", ["qwen3"]), ("tp2-sp-ep2", ["qwen3_moe"])],
 )
-def test_updates_in_fp8_are_near_those_in_bfloat16(wide: Path, layout: str, models: list[str]) -> None:
+@pytest.mark.parametrize("trained", [{}, ADAPTERS], ids=["whole", "adapters"])
+def test_updates_in_fp8_are_near_those_in_bfloat16(
+    wide: Path, layout: str, models: list[str], trained: dict[str, Any]
+) -> None:
     """Weights stay in bfloat16, and every product has rows that FP8 can sum: the stand-in refuses others."""
-    mine = launch(wide, "fp8", models, {**LAYOUTS[layout], **TE, **FP8})
-    theirs = launch(wide, "bfloat16", models, {**LAYOUTS[layout], **TE, **BFLOAT16})
+    mine = launch(wide, "fp8", models, {**LAYOUTS[layout], **TE, **FP8, **trained})
+    theirs = launch(wide, "bfloat16", models, {**LAYOUTS[layout], **TE, **BFLOAT16, **trained})
     for model in models:
         (figures, weights), (others, other_weights) = mine[model], theirs[model]
         assert figures[0]["grad_norm"] != others[0]["grad_norm"]

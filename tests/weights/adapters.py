@@ -22,7 +22,7 @@ LINEAR = re.compile(r"model\.layers\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
 
 def lora(**changes: Any) -> LoraConfig:
     settings: dict[str, Any] = {"rank": RANK, "alpha": 10.0, "targets": "all", "dropout": 0.1, "rslora": False}
-    settings |= {"init": "default", "path": None, "base": "none"}
+    settings |= {"init": "default", "path": None, "save_merged": False, "base": "none"}
     return LoraConfig(**{**settings, **changes})
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import AsyncRLError, ConfigError, WeightsError
-from asyncrl.weights.peft import PeftFolder, module_of, write_peft
-from asyncrl.weights.peft_config import engine_config, user_config
+from asyncrl.weights.peft import PeftFolder, write_peft
+from asyncrl.weights.peft_config import check_start, parsed, user_config
 from tests.convert.models import written
 from tests.weights.adapters import adapters, loaded, logits, lora, merged
 
@@ -24,7 +24,7 @@ FAMILIES = ["llama", "qwen3-moe", "qwen3-moe-dense-layer", "mixtral", "glm4-moe"
 
 
 def saved(model: Path, folder: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
-    write_peft(folder, user_config(lora(**settings), map(module_of, tensors), str(model)), tensors.items())
+    write_peft(folder, user_config(lora(**settings), tensors, str(model)), tensors.items())
     return folder
 
 
@@ -79,16 +79,9 @@ def test_a_folder_of_peft_is_read_as_peft_computes_it(family: str, settings: dic
     adapted.save_pretrained(tmp_path / "peft")
     with PeftFolder(tmp_path / "peft") as opened:
         tensors, scales = dict(opened.tensors()), {module: opened.config.scale_of(module) for module in opened.modules}
-    scaled = {n: t * scales[module_of(n)] if "lora_B" in n else t for n, t in tensors.items()}
+    scaled = {n: t * scales[parsed(n)[0]] if "lora_B" in n else t for n, t in tensors.items()}
     expected = loaded(merged(model, tmp_path / "merged", scaled, 1.0))
     torch.testing.assert_close(logits(adapted), logits(expected), atol=2e-5, rtol=0)
-
-
-def test_engines_get_the_scale_without_the_flag_that_sglang_ignores() -> None:
-    config = engine_config(lora(rank=16, alpha=8, rslora=True), ["model.layers.0.self_attn.q_proj"])
-    assert config["lora_alpha"] / config["r"] == 8 / 4
-    assert "use_rslora" not in config
-    assert config["target_modules"] == ["q_proj"]
 
 
 @pytest.fixture
@@ -156,13 +149,47 @@ def test_damage_is_named(llama: Path, damage: str) -> None:
     with pytest.raises(AsyncRLError) as raised:
         read(folder)
     shown = {"embedding": "embed_tokens", "truncated": file.name, "config": config.name, "no config": config.name}
-    assert shown.get(damage, module_of(name)) in str(raised.value)
+    assert shown.get(damage, parsed(name)[0]) in str(raised.value)
 
 
 def test_a_folder_is_replaced_as_a_whole(llama: Path) -> None:
     folder = saved(llama, llama.parent / "peft", adapters(llama, only="q_proj"))
     (folder / "of an older export").touch()
     saved(llama, folder, adapters(llama, only="v_proj"))
-    assert {module.rpartition(".")[2] for module in map(module_of, read(folder))} == {"v_proj"}
+    assert {module.rpartition(".")[2] for module, _ in map(parsed, read(folder))} == {"v_proj"}
     assert sorted(file.name for file in llama.parent.iterdir()) == ["hf", "peft"]
     assert sorted(file.name for file in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "remedy"),
+    [
+        ({"rank": 8}, "rank", "o_proj in .* has rank 4: set that"),
+        ({"alpha": 5.0}, "alpha", "has the scale 2.5: set 10"),
+        ({"rslora": True}, "alpha", "has the scale 2.5: set 5"),
+        ({"targets": ["q_proj"]}, "targets", r"has adapters of \['o_proj', 'q_proj'\]"),
+        ({"targets": ["q_proj", "o_proj", "v_proj"]}, "targets", "has adapters of"),
+        ({"rank": None}, "path", "Set trainer.lora.rank"),
+        ({"path": "nowhere"}, "path", "no such folder"),
+    ],
+)
+def test_a_run_starts_only_from_adapters_like_those_of_its_settings(
+    llama: Path, settings: dict[str, Any], field: str, remedy: str
+) -> None:
+    folder = saved(llama, llama.parent / "peft", adapters(llama, only="[oq]_proj"))
+    check_start(lora(path=str(folder)))
+    check_start(lora(path=str(folder), targets=["q_proj", "o_proj"]))
+    check_start(lora(path=str(folder), alpha=5.0, rslora=True))  # the same scale
+    with pytest.raises(ConfigError, match=rf"trainer\.lora\.{field}: got .*{remedy}"):
+        check_start(lora(**{"path": str(folder), **settings}))
+
+
+def test_what_a_run_cannot_read_is_refused_before_it_starts(llama: Path) -> None:
+    folder = saved(llama, llama.parent / "peft", adapters(llama))
+    file = folder / "adapter_model.safetensors"
+    save_file({**load_file(file), "lm_head.weight": torch.zeros(1)}, file)
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is not a linear layer"):
+        check_start(lora(path=str(folder)))
+    file.rename(folder / "adapter_model.bin")
+    with pytest.raises(WeightsError, match="is a pickle"):
+        check_start(lora(path=str(folder)))

@@ -1,0 +1,82 @@
+"""One trainer rank of a test of adapters: python rank_adapted.py FOLDER, under torchrun.
+
+It trains groups.msgpack for three updates with config.json, whose reference is the base of the adapters, and again with
+a reference of its own. What must hold on each rank is asserted here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from asyncrl.backends.cpu import megatron_shim
+
+megatron_shim.enable()
+
+import msgspec  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from asyncrl.config import Config, read  # noqa: E402
+from asyncrl.errors import ConfigError  # noqa: E402
+from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.schema import Batch, Group  # noqa: E402
+from asyncrl.trainer.network import Network  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.trainer.policy import Policy  # noqa: E402
+from tests.integration.rank_routing import with_settings  # noqa: E402
+
+
+def split(network: Network) -> tuple[list[Tensor], list[Tensor]]:
+    """Return copies of the trained and of the frozen parameters."""
+    every = list(network.parameters())
+    trained = [one.detach().clone() for one in every if one.requires_grad]
+    return trained, [one.detach().clone() for one in every if not one.requires_grad]
+
+
+def check_targets(config: Config, folder: Path, parallel: Parallel) -> None:
+    """Assert that a layer that the model lacks is refused by name."""
+    lora = config.trainer.lora.model_copy(update={"targets": ["q_proj", "q_prj"]})
+    with pytest.raises(ConfigError, match=r"no linear layer q_prj: use some of \['"):
+        Network(config.trainer.model_copy(update={"lora": lora}), folder / "model", parallel)
+
+
+def check_replicas(network: Network, parallel: Parallel) -> None:
+    """Assert that matrices of which each tensor-parallel rank holds a copy are still equal."""
+    for name, parameter in network.wrapped[0].named_parameters():
+        if parameter.requires_grad and ".experts." not in name and not getattr(parameter, "tensor_model_parallel", 0):
+            copies = [torch.empty_like(parameter) for _ in range(parallel.tp)]
+            dist.all_gather(copies, parameter.detach(), group=parallel.tp_group)
+            assert all(one.equal(parameter) for one in copies), name
+
+
+def main(folder: Path) -> None:
+    config = read(folder)
+    parallel = initialize(config.trainer, gpu=False, seed=0, timeout=120.0)
+    groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+    kl = {**config.algo.kl.model_dump(), "reference_path": str(folder / "model")}
+    own, other = (Policy(one, folder / "model", parallel) for one in (config, with_settings(config, algo={"kl": kl})))
+    check_targets(config, folder, parallel)
+    assert own._reference is None
+    assert other._reference is not None
+    assert own._critic is not None
+    start, start_of_critic = split(own.network), split(own._critic._network)
+    for version in range(3):
+        figures, others = (policy.update(Batch(version, groups, {})) for policy in (own, other))
+        assert figures == others, (version, figures, others)
+        if config.algo.routing_replay == "none":  # the reference chooses its own experts
+            assert (figures["kl/reference"] == 0) == (version == 0), figures["kl/reference"]
+        assert figures["grad_norm"] > 0
+    for network, (trained, frozen) in ((own.network, start), (own._critic._network, start_of_critic)):
+        now = split(network)
+        assert all(one.equal(two) for one, two in zip(frozen, now[1], strict=True))
+        assert all(not one.equal(two) for one, two in zip(trained, now[0], strict=True))
+    check_replicas(own.network, parallel)
+    states = sum(one.numel() for one in own._optimizer.states())
+    assert states <= 3 * sum(one.numel() for one in start[0]), "there are masters or moments of the base"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

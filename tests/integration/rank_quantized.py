@@ -1,0 +1,79 @@
+"""One trainer rank of test_quantized.py: python rank_quantized.py FOLDER LAYOUT, under torchrun.
+
+For each model of FOLDER/LAYOUT.json it compares a network on a quantized base with one on the dequantized weights as a
+model of their own, which it writes to FOLDER/LAYOUT-NAME. It reports the bytes of the frozen base.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from asyncrl.backends.cpu import megatron_shim
+
+megatron_shim.enable()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from asyncrl.algo.pack import Pack  # noqa: E402
+from asyncrl.config import TrainerConfig  # noqa: E402
+from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.trainer.head import Head  # noqa: E402
+from asyncrl.trainer.network import Network  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from tests.integration.rank_lora import scored  # noqa: E402
+from tests.integration.test_step import groups, weights  # noqa: E402
+
+
+def passes(network: Network, parallel: Parallel) -> list[Tensor]:
+    """Return log-probabilities and gradients with random adapters."""
+    draw = torch.Generator().manual_seed(3)
+    network.weights.load_adapters(lambda name, shape: torch.randn(*shape, generator=draw) * 0.1)
+
+    def visit(head: Head, one: Pack) -> Tensor:
+        return -(weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
+
+    found = [scored(network, parallel)]
+    network.train(network.packs(groups()), visit)
+    return [*found, *(buffer.clone() for buffer in network.gradients())]
+
+
+def base_bytes(network: Network) -> int:
+    """Return the bytes of what is frozen."""
+    frozen = {id(one): one.nbytes for one in network.parameters() if not one.requires_grad}
+    return sum(frozen.values()) + sum(one.nbytes for one in network.packed())
+
+
+def main(folder: Path, layout: str) -> None:
+    settings = json.loads((folder / f"{layout}.json").read_text())
+    trainer = TrainerConfig.model_validate(settings["trainer"])
+    plain = trainer.model_copy(update={"lora": trainer.lora.model_copy(update={"base": "none"})})
+    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
+    told = {}
+    for name in settings["models"]:
+        network, dense = Network(trainer, folder / name, parallel), folder / f"{layout}-{name}"
+        base = {key: tensor.contiguous().clone() for key, tensor in network.weights.hf_tensors(merged=False)}
+        if parallel.is_first:
+            dense.mkdir()
+            shutil.copy(folder / name / "config.json", dense)
+            save_file(base, dense / "model.safetensors")
+        dist.barrier()
+        found = passes(network, parallel)
+        told[name] = base_bytes(network)
+        merged = {key: tensor.clone() for key, tensor in network.weights.hf_tensors()}
+        del network
+        other = Network(plain, dense, parallel)
+        expected = passes(other, parallel)
+        assert found[1].abs().max() > 0
+        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+        assert all(torch.equal(tensor, merged[key]) for key, tensor in other.weights.hf_tensors())
+    (folder / f"{layout}-{parallel.rank}.told").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

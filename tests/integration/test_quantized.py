@@ -1,0 +1,88 @@
+"""A quantized base on Megatron is the dequantized model, to the bit, and takes the bytes that the planner says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.preflight.shapes import adapters_of, layout_of, shape_of
+from asyncrl.models.tiny import write_random_model
+from asyncrl.planner.activations import Training
+from asyncrl.planner.memory import trainer_rank
+from asyncrl.planner.shapes import counted
+from tests.fakes import tiny_config
+from tests.integration.ranks import run_ranks
+from tests.integration.running import run
+from tests.integration.test_step import VOCAB
+
+pytestmark = pytest.mark.integration
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_moe": {"fields": {"moe_intermediate_size": 64}},
+}
+TWO = {"trainer.tensor_parallel": 2}
+LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "single": ({}, list(MODELS)),
+    "tp2": ({**TWO, "trainer.dtype": "bfloat16", "trainer.lora.base": "int8"}, ["qwen3"]),
+    "sp2": ({**TWO, "trainer.sequence_parallel": True, "trainer.expert_tensor_parallel": 1}, list(MODELS)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_quantized_base_computes_as_the_dequantized_model(layout: str, tmp_path: Path) -> None:
+    """Shards have the codes of whole weights, which are quantized here."""
+    changes, models = LAYOUTS[layout]
+    trainer = tiny_config(
+        **{"trainer.dtype": "float32", "trainer.lora.rank": 4, "trainer.lora.base": "nf4", **changes}
+    ).trainer
+    sizes = {"vocab": VOCAB, "hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 256}
+    for seed, name in enumerate(models):
+        write_random_model(
+            tmp_path / name, name, **sizes, **MODELS[name], tied=False, seed=seed, dtype="bfloat16", max_positions=64
+        )
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    (tmp_path / f"{layout}.json").write_text(json.dumps({"trainer": trainer.model_dump(), "models": models}))
+    run_ranks("rank_quantized.py", str(tmp_path), layout, world=trainer.world_size)
+    told = [json.loads(file.read_text()) for file in sorted(tmp_path.glob(f"{layout}-?.told"))]
+    adapters = adapters_of(trainer.lora)
+    assert adapters is not None
+    for name in models:
+        found = load_file(tmp_path / f"{layout}-{name}" / "model.safetensors")
+        shape = shape_of(json.loads((tmp_path / name / "config.json").read_text()))
+        files = counted(read_model(tmp_path / name, "model.path").weights, shape)
+        _, packed = adapters.split(files)
+        quantized = {one.name for one in packed}
+        assert len(quantized) > 0
+        for key, weight in load_file(tmp_path / name / "model.safetensors").items():
+            weight = weight.to(getattr(torch, trainer.dtype))
+            assert torch.equal(found[key], dequantized(weight, trainer.lora.base) if key in quantized else weight), key
+        planned = trainer_rank(files, shape, layout_of(trainer), Training(trainer.dtype, 1, 1, adapters=adapters))
+        assert max(rank[name] for rank in told) == planned["frozen base"]
+
+
+def dequantized(weight: torch.Tensor, base: Any) -> torch.Tensor:
+    """Return what a weight becomes in the base."""
+    from asyncrl.backends.cpu import megatron_shim
+
+    megatron_shim.enable()
+    from asyncrl.trainer.quantized import quantize
+
+    return quantize(weight, base).dequantized()
+
+
+@pytest.mark.parametrize("way", ["merged", "versions"])
+def test_engines_serve_the_dequantized_base_from_the_first_version_on(way: str, tmp_path: Path) -> None:
+    """The gap between the log-probabilities of trainer and engine is that of float32, in every step."""
+    small = ["run.max_steps=2", "eval.questions=0", "rollout.batch_groups=4", "rollout.group_size=4"]
+    small += ["rollout.max_staleness=0", "weights.verify_every=1"]
+    quantized = ["trainer.lora.rank=4", "trainer.lora.base=nf4", f"weights.lora={way}"]
+    steps = run(tmp_path / "run", *small, *quantized)
+    assert len(steps) == 2
+    assert max(step["logprob_gap/max"] for step in steps) < 1e-4
