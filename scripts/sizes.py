@@ -117,10 +117,12 @@ SET = ("trainer.data_parallel", "engine.count", "rollout.batch_groups", "engine.
 """Settings that change with size."""
 ROWS: list[tuple[str, int, tuple[int, ...] | None]] = [
     ("qwen3_8b", 8, ()),
+    ("qwen3_8b", 16, (4, 8, 128, 32)),
     ("qwen3_8b", 64, (16, 32, 256, 64)),
     ("qwen3_8b", 512, (128, 256, 2048, 512)),
     ("qwen3_8b", 1024, (256, 512, 4096, 1024)),
     ("llama3_70b", 8, None),
+    ("llama3_70b", 16, None),
     ("llama3_70b", 64, ()),
     ("llama3_70b", 512, (8, 48, 1024, 128)),
     ("llama3_70b", 1024, (16, 96, 2048, 256)),

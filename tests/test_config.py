@@ -39,6 +39,7 @@ LLAMA = {
     "max_position_embeddings": 64,
     "intermediate_size": 12,
 }
+GROUPED = {"layers": "transformer_engine"}
 MOE = {
     **LLAMA,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -509,6 +510,12 @@ def test_a_token_dispatcher_without_its_kernels_or_experts_is_refused(
             {"recompute.granularity": "selective", "recompute.modules": ["mla_up_proj"]},
             "recompute.modules",
             "no such module",
+        ),
+        (
+            MOE,
+            {"recompute.granularity": "selective", "recompute.modules": ["moe_act"], "lora.rank": 4, **GROUPED},
+            "recompute.modules",
+            "without trainer.lora",
         ),
     ],
 )

@@ -229,7 +229,8 @@ class Network:
             batch, inner = next(batches), self._inner[model]
             self._progress(f"micro-batch {next(which)} of {passes}{kind}")
             if inner.post_process and self._parallel.counts:
-                self.meter.count(self._operations.of(batch) / (3 if forward_only else 1))
+                frozen = bool(self._adapters)
+                self.meter.count(self._operations.of(batch, gradient=not forward_only, frozen=frozen))
 
             def loss_function(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss = visit(self._head(inner, hidden[0]), batch)

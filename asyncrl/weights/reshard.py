@@ -51,7 +51,8 @@ class Resharder:
     def __init__(self, chunks: Sequence[GPTModel], architecture: str, dims: Dims, parallel: Parallel) -> None:
         self._chunks, self._dims, self._parallel = chunks, dims, parallel
         te = chunks[0].config.transformer_impl == "transformer_engine"
-        self._mapping = Mapping(architecture, transformer_engine=te)
+        shared = parallel.tp > dims.kv_heads
+        self._mapping = Mapping(architecture, transformer_engine=te, shared_heads=shared)
         self._num_layers = chunks[0].config.num_layers
         self._num_experts = chunks[0].config.num_moe_experts or 0
         self._experts_here = self._num_experts // parallel.ep

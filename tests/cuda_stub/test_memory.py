@@ -32,6 +32,11 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "PP 2, VPP 2": (BASE, {PP: 2, VPP: 2}),
     "TP 2, SP, DP 2": (BASE, {TP: 2, SP: True, DP: 2}),
     "full recomputation": (BASE, {"trainer.recompute.granularity": "full"}),
+    "offload": (BASE, {"trainer.activation_offload": True}),
+    "full recomputation and offload": (
+        BASE,
+        {"trainer.recompute.granularity": "full", "trainer.activation_offload": True},
+    ),
     "reference and resets": (BASE, {"algo.kl.coefficient": 0.01, "algo.reset_every": 3}),
     "critic, PP 2, last stage": (replace(BASE, rank=1, layers=2), {"algo.advantage": "gae", PP: 2}),
     "critic": (BASE, {"algo.advantage": "gae"}),

@@ -38,6 +38,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "selective": ({"recompute.granularity": "selective", "recompute.modules": RECOMPUTED}, list(MODELS)),
     "tp2": ({"tensor_parallel": 2, "lora.rslora": True, "lora.alpha": ALPHA / RANK**0.5}, ["dense", "some"]),
     "sp2": (SEQUENCE, list(MODELS)),
+    "tp4": ({"tensor_parallel": 4}, ["dense", "some"]),
+    "sp4": ({**SEQUENCE, "tensor_parallel": 4}, ["dense", "some", "experts"]),
     "pp2": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, list(MODELS)),
     "cp2": ({"context_parallel": 2}, ["dense", "latent"]),
     "dp2": ({"data_parallel": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, ["dense", "experts"]),
@@ -50,7 +52,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 SHARDED = ["cp2", "dp2", "ep2", "etp2", "four"]
 APART = ["dropout", "bfloat16"]
-WORLD = {"four": 4, **dict.fromkeys(["single", "full", "selective", *APART], 1)}
+WORLD = {"tp4": 4, "sp4": 4, "four": 4, **dict.fromkeys(["single", "full", "selective", *APART], 1)}
 CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() if layout not in APART for model in models]
 
 

@@ -27,10 +27,16 @@ ONE = Dims(heads=1, kv_heads=1, head_dim=1, vocab=5, tied=False)
 
 @st.composite
 def dims(draw: st.DrawFn) -> Dims:
-    """Any grouping of heads that 4 ranks can share, any vocabulary."""
-    shared = draw(st.sampled_from([4, 8]))
-    heads = shared * draw(st.sampled_from([1, 2, 3]))
-    return Dims(heads, shared, draw(st.sampled_from([2, 3])), draw(st.integers(5, 40)), draw(st.booleans()))
+    """Any grouping of heads that 4 ranks can share, also with fewer key-value heads than ranks, any vocabulary."""
+    shared = draw(st.sampled_from([1, 2, 4, 8]))
+    heads = max(4, shared) * draw(st.sampled_from([1, 2, 3]))
+    return Dims(
+        heads,
+        shared,
+        draw(st.sampled_from([2, 4] if shared < 4 else [2, 3])),
+        draw(st.integers(5, 40)),
+        draw(st.booleans()),
+    )
 
 
 def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from asyncrl.launch import forecast, precision
 from asyncrl.launch.checks import check_model, check_sandboxes
 from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.preflight import folders, network
-from asyncrl.launch.preflight.devices import check_gpus
+from asyncrl.launch.preflight.devices import check_gpus, check_idle
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
@@ -126,6 +126,8 @@ def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Itera
     else:
         yield from check_gpus(prepared.nodes, machines)
         yield from network.check_ports(prepared.nodes, ports_wanted(config))
+    if config.cluster.launcher == "slurm":
+        yield from check_idle(prepared.nodes, prepared.placement)
     needs = _needs(config, prepared.gpus, models)
     known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
     yield from _gpu_software(config, prepared, models, known)

@@ -86,10 +86,11 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         publishes=config.mode == "train",
         fused_norms=gpu,
         recompute=recompute_of(trainer),
+        moments=trainer.optimizer.moments_dtype,
         offload=gpu and trainer.optimizer.offload,
+        activation_offload=gpu and trainer.activation_offload,
         fp8=trainer.fp8 is not None,
         adapters=adapters,
-        moments_dtype=trainer.optimizer.moments_dtype,
         versions=config.serves_adapters,
     )
 
