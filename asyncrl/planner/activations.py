@@ -83,22 +83,30 @@ def _activations(shape: Shape, layout: ParallelLayout, training: Training, stage
     p, v = layout.pipeline, layout.chunks
     in_flight = p - stage if v == 1 else p * (1 + (p - 1) / (p * v))
     whole = _mean_layer(shape, layout, replace(training, recompute=Recompute()))
-    kept, again = _mean_layer(shape, layout, training), 0.0
+    kept = _mean_layer(shape, layout, training)
     layers, recompute = sum(map(len, layout.layers_of(shape.layers)[stage])), training.recompute
-    if recompute.granularity == "selective":
-        again = whole - kept
-    elif recompute.granularity == "full":
+    if recompute.granularity == "full":
         of_input = BYTES[training.dtype] * shape.hidden / (layout.tensor if layout.sequence else 1)
         uniform = recompute.method == "uniform"
         redone = 1.0 if uniform else min(1.0, recompute.num_layers / max(1, layers / v))
         kept = (1 - redone) * whole + redone * of_input / (recompute.num_layers if uniform else 1)
-        again = whole * (recompute.num_layers if uniform else 1)
     final = replace(training, recompute=Recompute())
     last = _norm_bytes(shape.hidden, layout, final) if stage == p - 1 else 0.0
     tokens = -(-training.tokens // layout.context)
     held = min(most, layers * in_flight)
     stacks = _stacked(shape, layout, training) * (1 if recompute.granularity == "full" else held)
-    return round(tokens * (kept * held + again + last) + stacks)
+    return round(tokens * (kept * held + last) + stacks) + recomputed(shape, layout, training)
+
+
+def recomputed(shape: Shape, layout: ParallelLayout, training: Training) -> int:
+    """Return the bytes that backward recomputes at once."""
+    whole, recompute = _mean_layer(shape, layout, replace(training, recompute=Recompute())), training.recompute
+    again = 0.0
+    if recompute.granularity == "selective":
+        again = whole - _mean_layer(shape, layout, training)
+    elif recompute.granularity == "full":
+        again = whole * (recompute.num_layers if recompute.method == "uniform" else 1)
+    return round(-(-training.tokens // layout.context) * again)
 
 
 def _mean_layer(shape: Shape, layout: ParallelLayout, training: Training) -> float:
@@ -212,13 +220,15 @@ def _stacked(shape: Shape, layout: ParallelLayout, training: Training) -> float:
 
 
 def logits(shape: Shape, layout: ParallelLayout, training: Training) -> int:
-    """Return the bytes of one chunk of logits. (The gradient of the output layer is added in place.)"""
+    """Return the bytes of one chunk of logits. (The gradient of the output layer is added in place.) They are gone when
+    backward recomputes a layer, which may take the same memory."""
     rows = min(training.logit_rows, -(-training.tokens // layout.context))
-    return rows * -(-shape.vocab // layout.tensor) * LOGITS
+    return max(0, rows * -(-shape.vocab // layout.tensor) * LOGITS - recomputed(shape, layout, training))
 
 
 def gather_buffer(shape: Shape, layout: ParallelLayout, training: Training) -> int:
     """Return the bytes of the buffer into which Megatron gathers the hidden states of all rows under sequence
-    parallelism, and which it keeps."""
-    rows = -(-training.tokens // layout.context)
-    return rows * shape.hidden * BYTES[training.dtype] if layout.sequence and layout.tensor > 1 else 0
+    parallelism, and which it keeps. Its function for frozen weights allocates anew."""
+    if not layout.sequence or layout.tensor == 1 or training.adapters:
+        return 0
+    return -(-training.tokens // layout.context) * shape.hidden * BYTES[training.dtype]
