@@ -39,7 +39,7 @@ def _state(policy: Any) -> dict[str, int]:
     frozen = [one for one in [*reference, *policy._resets._start] if one.device.type == "cuda"]
     return {
         "weights": sum(one.nbytes for one in parameters),
-        "gradients": sum(one.main_grad.nbytes for one in parameters),
+        "gradients": sum(one.main_grad.nbytes for one in parameters if one.requires_grad),
         "masters": sum(one.master.nbytes for one in shards if one.master.dtype != one.parameter.dtype),
         "moments": sum(moment.nbytes for one in shards for moment in one.moments.values()),
         "frozen weights": sum(one.nbytes for one in frozen),
