@@ -107,9 +107,11 @@ def test_only_what_trains_has_checkpoints() -> None:
 
 
 def missing(name: str) -> list[str]:
-    """Return the settings that an experiment requires from its user."""
-    own = "override /model: folder" in OPTIONS["experiment", name].read_text()
-    return ["model.path=/models/m", "task.train_file=/questions.jsonl"] if own else []
+    """Return the settings that an experiment requires from its user, itself or by one that it begins from."""
+    text = OPTIONS["experiment", name].read_text()
+    begins_from = re.findall(r"^  - (\w+)$", text, re.MULTILINE)
+    own = ["model.path=/models/m", "task.train_file=/questions.jsonl"] if "override /model: folder" in text else []
+    return own or [setting for other in begins_from if other != "_self_" for setting in missing(other)]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -86,7 +86,12 @@ def to_peft(source: Path, out: Path, *, model: Path | None) -> None:
 def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | None, limit: int) -> None:
     """Write the HF folder of a run's base model with the adapters of a checkpoint in its weights. Raises WeightsError
     if the base is not the one that the run had."""
-    base, _, digest = _of_run(_chunks(source), model)
+    base, lora, digest = _of_run(_chunks(source), model)
+    if lora.base != "none":
+        raise WeightsError(
+            f"{source} was trained on a base in {lora.base}: use to-peft, and merge it into weights of your choice, or "
+            "export the model from the run with trainer.lora.save_merged"
+        )
     with HFFolder(base) as weights:
         if digest and (found := weights.digest()) != digest:
             raise WeightsError(

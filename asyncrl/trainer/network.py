@@ -27,7 +27,7 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
-from asyncrl.trainer.quantized import pack_base
+from asyncrl.trainer.quantized import pack_base, packed_tensors
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
@@ -201,6 +201,10 @@ class Network:
         """Return all parameters of this rank."""
         for chunk in self.wrapped:
             yield from chunk.parameters()
+
+    def packed(self) -> list[Tensor]:
+        """Return the codes and scales of a quantized base."""
+        return [tensor for chunk in self.wrapped for tensor in packed_tensors(chunk)]
 
     def gradients(self) -> list[Tensor]:
         """Return the buffers of this rank's gradients, and FP8 copies of weights: each pass computes both anew."""

@@ -132,6 +132,17 @@ class Resharder:
         return ((name, pieces.tensor()) for name, pieces in self.stream(merged=merged))
 
     @torch.no_grad()
+    def quantized(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, full tensor) of the weights of the base that are quantized, dequantized, as `hf_tensors`."""
+        which = [
+            (chunk, name, found)
+            for chunk, name, found in self._exported
+            if hasattr(self._chunks[chunk].get_submodule(name.rpartition(".")[0]), "packed")
+        ]
+        for found, tensor in self._tensors(which):
+            yield from ((name, one.tensor()) for name, one in self._joined(found, self._gathered(found, tensor)))
+
+    @torch.no_grad()
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF module + .lora_A.weight or .lora_B.weight, full tensor in float32), as `hf_tensors`.
 

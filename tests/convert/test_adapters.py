@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from asyncrl.checkpoints import manifest
+from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.convert.cli import main
+from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import user_config
 from tests.convert.models import described, rewritten, tensors, written
 from tests.convert.test_refusals import changed, refused
-from tests.weights.adapters import RANK, adapters, loaded, logits, lora
+from tests.fakes import tiny_config
+from tests.weights.adapters import RANK, adapters, loaded, logits, lora, merged
 
 
 def adapter_of(model: Path, only: str = "", **settings: object) -> Path:
@@ -127,3 +132,40 @@ def test_a_folder_that_is_not_of_the_model_becomes_no_checkpoint(
             (tmp_path / "megatron/hf/adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
     save_file(held, file)
     assert name in refused(capsys, 1, arguments)
+
+
+def checkpoint_of(model: Path, folder: Path, **settings: object) -> Path:
+    """A checkpoint as a run with adapters writes it."""
+    assert main(["from-peft", str(adapter_of(model)), str(folder / "policy"), "--model", str(model)]) == 0
+    shutil.rmtree(folder / "policy/hf")
+    changes = {f"trainer.lora.{name}": value for name, value in lora(**settings).model_dump().items()}
+    config = json.loads(tiny_config(**{"model.path": str(model), **changes}).model_dump_json())
+    with HFFolder(model) as base:
+        manifest.commit(folder, Manifest(manifest.FORMAT, 4, "run", 0.0, config, {}, base.digest()))
+    return folder
+
+
+def test_adapters_of_a_run_become_a_peft_folder_and_weights_of_its_base(llama: Path, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(llama, tmp_path / "00000004", rslora=True)
+    for source in (checkpoint, checkpoint / "policy"):
+        assert main(["to-peft", str(source), str(tmp_path / "peft"), "--overwrite"]) == 0
+    assert described(tmp_path / "peft") == described(adapter_of(llama))
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert (config["use_rslora"], config["base_model_name_or_path"]) == (True, str(llama))
+    assert main(["to-hf", str(checkpoint), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    expected = load_file(merged(llama, tmp_path / "expected", adapters(llama), 10 / RANK**0.5) / "model.safetensors")
+    for name, tensor in tensors(tmp_path / "out").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("trouble", ["other base", "quantized base", "no manifest"])
+def test_weights_are_made_of_the_base_of_the_run_alone(
+    trouble: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = checkpoint_of(llama, tmp_path / "00000004", base="nf4" if trouble == "quantized base" else "none")
+    said = {"other base": "with the hash", "quantized base": "base in nf4: use to-peft", "no manifest": "manifest.json"}
+    if trouble == "other base":
+        changed(llama, **{"model.norm.weight": tensors(llama)["model.norm.weight"] * 2})
+    if trouble == "no manifest":
+        (checkpoint / "manifest.json").unlink()
+    assert said[trouble] in refused(capsys, 1, ["to-hf", str(checkpoint / "policy"), str(tmp_path / "out")])

@@ -23,7 +23,7 @@ from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.weights.export import save_hf  # noqa: E402
+from asyncrl.weights.export import save_trained  # noqa: E402
 
 VERSION = 2
 
@@ -54,7 +54,7 @@ def main(name: str, source: str, folders: list[Path]) -> None:
         figures = policy.update(Batch(VERSION, groups, {}))
         writer.finish()
         assert (writer.last, told) == (VERSION, []), told
-        save_hf(folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer.dtype)
+        save_trained(folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer)
         if parallel.is_first:
             (folder / f"figures-{name}.json").write_text(json.dumps([figures]))
 

@@ -6,6 +6,7 @@ layout loads the checkpoint of the previous one, writes it again, and trains the
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from functools import cache
 from pathlib import Path
@@ -15,13 +16,17 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.config import load
+from asyncrl.convert.cli import main
 from asyncrl.launch.main import CONF
+from asyncrl.weights.folder import HFFolder
+from tests.convert.models import tensors
 from tests.fakes import changed
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
@@ -34,6 +39,7 @@ CHAINS: dict[str, list[str]] = {
     "qwen3-moe": ["ep2", "pp2-vpp2-ep2", "tp2-sp-ep2", "single", "etp2-ep2"],
     "glm4-moe": ["pp2-vpp2-ep2", "tp2-sp-ep2"],
 }
+CHANGED = "model.layers.1.self_attn.o_proj.weight"
 ALGO = {
     "llama-tied": {"advantage": "gae", "replay_groups": 2},  # a critic, and groups that come again
     "qwen3-moe": {},
@@ -56,16 +62,24 @@ def written(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def launch(folder: Path, model: str, number: int, trainer: dict[str, Any]) -> Outcome:  # noqa: F811
+def launch(
+    folder: Path,  # noqa: F811
+    model: str,
+    number: int,
+    trainer: dict[str, Any],
+    lora: dict[str, Any] | None = None,
+    chain: str = "link",
+) -> Outcome:
     """Run link `number` of a model's chain."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
-    raw["trainer"].update(trainer)
-    raw["trainer"]["optimizer"].update(eps=1e-3, schedule="cosine", warmup_steps=2)
-    changed(raw["algo"], ALGO[model])
+    optimizer = {"eps": 1e-3, "schedule": "cosine", "warmup_steps": 2, **trainer.get("optimizer", {})}
+    raw["trainer"].update({**trainer, "optimizer": {**raw["trainer"]["optimizer"], **optimizer}})
+    raw["trainer"]["lora"].update(lora or {})
+    changed(raw["algo"], {} if lora else ALGO[model])
     config = load(raw)
     (folder / model / "config.json").write_text(config.model_dump_json())
-    name, source = f"link-{number}", f"link-{number - 1}" if number else "-"
+    name, source = f"{chain}-{number}", f"{chain}-{number - 1}" if number else "-"
     run_ranks("rank_checkpoint.py", name, source, str(folder / model), world=config.trainer.world_size)
     return _outcome(folder / model, name)
 
@@ -126,6 +140,62 @@ def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
     assert not torch.equal(masters, masters.bfloat16().float())
     for figures, _ in links[1:]:
         assert figures[0]["loss"] == pytest.approx(links[0][0][0]["loss"], rel=0.05, abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [("qwen3-untied", ["single", "tp2", "pp2", "dp2"]), ("qwen3-moe", ["ep2", "tp2-sp-ep2", "single"])],
+)
+def test_a_checkpoint_of_adapters_holds_them_alone_and_any_layout_goes_on(
+    folder: Path,  # noqa: F811
+    model: str,
+    layouts: list[str],
+) -> None:
+    def link(number: int, trainer: dict[str, Any], name: str = model, chain: str = "lora", **lora: Any) -> Outcome:
+        trainer = {"dtype": "float32", **trainer}
+        return launch(folder, name, number, trainer, {"rank": 4, "save_merged": True, **lora}, chain)
+
+    steps = [link(number, LAYOUTS[layout])[0][0] for number, layout in enumerate(layouts)]
+    paths = [CheckpointStore(folder / model / f"lora-{number}").path(VERSION) for number in range(len(layouts))]
+    first, *others = [written(path) for path in paths]
+    weights = {key for key in first if "/optimizer." not in key}
+    assert all(".lora." in key for key in weights)
+    assert len(first) == 3 * len(weights)
+    held = 4 * sum(tensor.numel() for tensor in first.values())
+    stored = sum(file.stat().st_size for file in paths[0].glob("policy/*.distcp"))
+    chunks = len(read_metadata(paths[0] / "policy").storage_data)
+    assert held < stored < held + 2000 * chunks  # torch wraps each of the tiny tensors
+    for again in others:
+        assert again.keys() == first.keys()
+        assert [key for key in first if not torch.equal(first[key], again[key])] == []
+    for step in steps[1:]:
+        assert step["loss"] == pytest.approx(steps[0]["loss"], rel=2e-4, abs=1e-5)
+        assert step["grad_norm"] == pytest.approx(steps[0]["grad_norm"], rel=2e-4, abs=1e-5)
+
+    # its conversion is what a run starts from, and exports again
+    base, converted = str(folder / model / "model"), folder / model / "converted"
+    assert main(["to-peft", str(paths[-1]), str(converted), "--model", base]) == 0
+    assert main(["to-hf", str(paths[-1] / "policy"), str(folder / model / "merged"), "--model", base]) == 0
+    still = {"optimizer": {"lr": 1e-30}}
+    _, exported = link(0, {**LAYOUTS[layouts[0]], **still}, chain="from", path=str(converted))
+    given = tensors(converted)
+    assert exported.keys() == given.keys()
+    assert all(torch.equal(exported[key], given[key]) for key in given)
+    by_megatron, merged = tensors(folder / model / "out-from-0-merged"), tensors(folder / model / "merged")
+    for key, tensor in merged.items():
+        torch.testing.assert_close(by_megatron[key], tensor, rtol=0, atol=1e-6)
+    assert not torch.equal(merged[CHANGED], tensors(folder / model / "model")[CHANGED])
+
+    # another base is refused
+    other = shutil.copytree(folder / model, folder / f"{model}-other")
+    held_by_base = tensors(other / "model")
+    held_by_base[CHANGED][0, 0] += 1e-3
+    save_file(held_by_base, other / "model/model.safetensors")
+    with HFFolder(Path(base)) as one, HFFolder(other / "model") as two:
+        assert {manifest.read(path).base for path in paths} == {one.digest()}
+        with pytest.raises(AssertionError, match=f"base with the hash {one.digest()}, .* have {two.digest()}"):
+            link(1, {}, name=other.name)
+    assert main(["to-hf", str(paths[-1]), str(folder / "refused"), "--model", str(other / "model")]) == 1
 
 
 def test_disk_that_is_full_costs_a_checkpoint_and_nothing_else(folder: Path) -> None:  # noqa: F811

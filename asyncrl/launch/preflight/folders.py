@@ -101,13 +101,14 @@ def room_of(config: Config, elements: int, stored: StoredBytes | None = None) ->
         kept += sum(
             version % config.checkpoint.keep_every == 0 for version in range(0, steps + 1, config.checkpoint.every)
         )
+    merged = weights if config.trainer.lora.rank and config.trainer.lora.save_merged else 0
     folders = 1 + (steps // config.trainer.save_hf_every if config.trainer.save_hf_every else 0)
     sizes = [config.group_size(name) for name in config.mixture]
     tokens = steps * config.rollout.batch_groups * max(sizes) * config.rollout.max_new_tokens
     return SpaceNeeded(
         checkpoint=one,
         checkpoints=one * kept + stored.base if config.checkpoint.every else 0,
-        weights=stored.folder * folders if training else 0,
+        weights=(stored.folder + merged) * folders if training else 0,
         published=weights * PUBLISHED if config.weights.transport in ("disk", "delta") else 0,
         recorded=tokens * RECORDED if config.record else 0,
     )

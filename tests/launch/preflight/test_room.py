@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.preflight.findings import Finding
-from asyncrl.launch.preflight.folders import FolderState, SpaceNeeded, check_folders, room_of
+from asyncrl.launch.preflight.folders import FolderState, SpaceNeeded, StoredBytes, check_folders, room_of
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
 from tests.launch.preflight.worlds import GB, job, machine, placed
 
@@ -123,6 +123,13 @@ ONE = 12 * GB
 def test_bytes_that_a_run_writes_follow_from_its_settings(changes: dict[str, Any], expected: dict[str, int]) -> None:
     room = room_of(job(**changes), GB)
     assert {name: getattr(room, name) for name in expected} == expected
+
+
+def test_merged_weights_are_written_beside_adapters() -> None:
+    stored = StoredBytes(checkpoint=3, folder=5)
+    for merged, size in ((False, 5), (True, 5 + 4 * GB)):
+        config = job(**{"trainer.lora.rank": 8, "trainer.lora.save_merged": merged, "run.max_steps": 9})
+        assert room_of(config, GB, stored).weights == size
 
 
 def test_recordings_are_no_larger_than_those_of_the_task_with_the_largest_groups() -> None:
