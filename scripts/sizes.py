@@ -28,11 +28,12 @@ from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
 from asyncrl.launch.precision import assumed
-from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
+from asyncrl.launch.preflight.shapes import layout_of, served_adapters, shape_of, training_of
 from asyncrl.models.tensors import tensors
 from asyncrl.planner import memory, shapes, sizing
 from asyncrl.planner.shapes import Shape, Weight
 from asyncrl.planner.sizing import Balance, FleetSpec, Hardware, Publish
+from asyncrl.weights.choice import choose_lora
 
 DOCS = Path(__file__).parent.parent / "docs" / "operations.md"
 BEGIN, END = "<!-- sizes: written by scripts/sizes.py -->\n", "<!-- end of sizes -->\n"
@@ -89,14 +90,39 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Fields of the models' published config.json that determine memory and layout, by experiment."""
+QWEN3_32B: dict[str, Any] = {
+    **QWEN3,
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 64,
+    "hidden_size": 5120,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 25600,
+}
+ADAPTED = {
+    "qwen3_8b_lora": MODELS["qwen3_8b"],
+    "qwen3_32b_qlora": QWEN3_32B,
+    "llama3_70b_lora": MODELS["llama3_70b"],
+}
+"""The same fields of experiments with adapters."""
+ONE_RANK = ("trainer.tensor_parallel=1", "trainer.sequence_parallel=false", "engine.tensor_parallel=1")
+ADAPTED_ROWS: list[tuple[str, int, float, tuple[str, ...]]] = [
+    ("qwen3_8b_lora", 1, 80e9, ()),
+    ("qwen3_32b_qlora", 2, 80e9, ()),
+    ("qwen3_32b_qlora", 1, 141e9, ONE_RANK),
+    ("llama3_70b_lora", 8, 80e9, ()),
+]
+"""Experiment, number of GPUs, bytes of each, and further overrides."""
 SET = ("trainer.data_parallel", "engine.count", "rollout.batch_groups", "engine.stream_interval")
 """Settings that change with size."""
 ROWS: list[tuple[str, int, tuple[int, ...] | None]] = [
     ("qwen3_8b", 8, ()),
+    ("qwen3_8b", 16, (4, 8, 128, 32)),
     ("qwen3_8b", 64, (16, 32, 256, 64)),
     ("qwen3_8b", 512, (128, 256, 2048, 512)),
     ("qwen3_8b", 1024, (256, 512, 4096, 1024)),
     ("llama3_70b", 8, None),
+    ("llama3_70b", 16, None),
     ("llama3_70b", 64, ()),
     ("llama3_70b", 512, (8, 48, 1024, 128)),
     ("llama3_70b", 1024, (16, 96, 2048, 256)),
@@ -170,6 +196,7 @@ def _composed(*overrides: str) -> Any:
 def size(config: Config, hf: dict[str, Any]) -> Sized:
     """Return the size of a run. Raises ConfigError if the configuration does not fit the model or the machines."""
     check_model(config, hf)
+    config, _ = choose_lora(config, hf, HARDWARE.per_machine)
     each = config.cluster.gpus or HARDWARE.per_machine
     machines = config.cluster.nodes or nodes_wanted(config, each)
     place(config, imagined(config, machines, each))
@@ -178,22 +205,13 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
     layout, training = layout_of(config.trainer), training_of(config, gpu=True)
     section = config.engine
     received = 2 * (config.weights.bucket_mb << 20)  # the bucket, and its tensors
-    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype}
+    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype, **served_adapters(config)}
     tokens = section.max_total_tokens or memory.cache_that_fits(weights, shape, ROOM - received, **part)
     if tokens < config.rollout.max_new_tokens:
         remedy = f"Its GPUs have room for the cache of {tokens} tokens, less than rollout.max_new_tokens: raise it."
         raise ConfigError("engine.tensor_parallel", section.tensor_parallel, remedy)
     engine = memory.engine_rank(weights, shape, **part, tokens=tokens)
-    sent = sizing.publish(
-        weights,
-        shape,
-        layout,
-        dtype=training.dtype,
-        bucket=config.weights.bucket_mb << 20,
-        streams=bool(training.bucket),
-        one_machine=machines == 1,
-        hardware=HARDWARE,
-    )
+    sent = _sent(config, weights, shape, one_machine=machines == 1)
     fleet = FleetSpec(section.count, section.tensor_parallel, section.max_running_requests, tokens)
     longest = config.rollout.max_new_tokens
     balance = sizing.balance(
@@ -205,10 +223,27 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
         batch_tokens=config.rollout.batch_groups * config.rollout.group_size * longest / 2,
         sent=sent,
         hardware=HARDWARE,
+        adapters=training.adapters,
     )
     trainer = memory.trainer_rank(weights, shape, layout, training)
     engine["received bucket"] = received
     return Sized(config, shape, weights, machines, trainer, engine, sent, balance)
+
+
+def _sent(config: Config, weights: list[Weight], shape: Shape, *, one_machine: bool) -> Publish:
+    layout, training = layout_of(config.trainer), training_of(config, gpu=True)
+    if training.adapters and training.versions:
+        return sizing.publish_adapter(weights, training.adapters, dtype=config.engine.dtype, hardware=HARDWARE)
+    return sizing.publish(
+        weights,
+        shape,
+        layout,
+        dtype=training.dtype,
+        bucket=config.weights.bucket_mb << 20,
+        streams=bool(training.bucket),
+        one_machine=one_machine,
+        hardware=HARDWARE,
+    )
 
 
 @cache
@@ -293,6 +328,45 @@ def staged(one: Sized) -> int:
     return rank * min(each, trainer.world_size)
 
 
+@cache
+def adapted_row(name: str, gpus: int, values: tuple[str, ...]) -> Sized:
+    """Return the size of a row of the table of adapters."""
+    return size(load(f"experiment={name}", values=[f"cluster.gpus={gpus}", *values]), ADAPTED[name])
+
+
+def most_on_gpu(one: Sized) -> int:
+    """Return the largest number of bytes on a GPU, which trainers and engines may use in turns."""
+    if one.config.cluster.placement == "colocated":
+        return max(sum(turn.values()) for turn in memory.turns(one.trainer, one.engine).values())
+    return max(sum(one.trainer.values()), sum(one.engine.values()))
+
+
+def adapted_table() -> Iterator[str]:
+    """Yield the lines of the table of experiments with adapters."""
+    yield "| experiment | GPUs | use | base | base, GB | adapters, GB | trainer, GB | engine, GB | largest, GB | "
+    yield "publish, GB | pause | checkpoint, GB |\n|" + "---|" * 12 + "\n"
+    for name, gpus, each, values in ADAPTED_ROWS:
+        one = adapted_row(name, gpus, values)
+        t, colocated = one.trainer, one.config.cluster.placement == "colocated"
+        quantized = one.config.trainer.lora.base
+        trained = ("weights", "gradients", "masters", "moments")
+        cells = [
+            name,
+            f"{gpus} × {each / 1e9:.0f} GB",
+            "in turns" if colocated else f"{one.config.trainer.world_size} train",
+            one.config.trainer.dtype if quantized == "none" else quantized,
+            gb(t["frozen base"]),
+            gb(sum(t[part] for part in trained)),
+            gb(sum(t.values())),
+            gb(sum(one.engine.values())),
+            gb(most_on_gpu(one)),
+            f"{gb(one.publish.nbytes)}, {one.config.weights.lora}",
+            f"{one.publish.pause:.2g}",
+            gb(checkpoint(one)),
+        ]
+        yield "| " + " | ".join(cells) + " |\n"
+
+
 def commands() -> Iterator[str]:
     """Yield the overrides of each row in addition to its experiment."""
     yield "```\n"
@@ -304,7 +378,7 @@ def commands() -> Iterator[str]:
 
 def text() -> str:
     """Return the text between the marks."""
-    return "\n".join("".join(part) for part in (table(), parts_table(), commands()))
+    return "\n".join("".join(part) for part in (table(), parts_table(), adapted_table(), commands()))
 
 
 def documented() -> tuple[str, str]:
@@ -338,7 +412,8 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] != "--check":
         config = load(*arguments)
         file = Path(config.model.path).expanduser() / "config.json"
-        hf = MODELS[config.run.name] if config.model.path == "MODEL" else json.loads(file.read_text())
+        known = {**MODELS, **ADAPTED}
+        hf = known[config.run.name] if config.model.path == "MODEL" else json.loads(file.read_text())
         print(*told(config, hf), sep="\n")
         return 0
     now, then = documented()

@@ -39,6 +39,7 @@ LLAMA = {
     "max_position_embeddings": 64,
     "intermediate_size": 12,
 }
+GROUPED = {"layers": "transformer_engine"}
 MOE = {
     **LLAMA,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -106,9 +107,11 @@ def test_only_what_trains_has_checkpoints() -> None:
 
 
 def missing(name: str) -> list[str]:
-    """Return the settings that an experiment requires from its user."""
-    own = "override /model: folder" in OPTIONS["experiment", name].read_text()
-    return ["model.path=/models/m", "task.train_file=/questions.jsonl"] if own else []
+    """Return the settings that an experiment requires from its user, itself or by one that it begins from."""
+    text = OPTIONS["experiment", name].read_text()
+    begins_from = re.findall(r"^  - (\w+)$", text, re.MULTILINE)
+    own = ["model.path=/models/m", "task.train_file=/questions.jsonl"] if "override /model: folder" in text else []
+    return own or [setting for other in begins_from if other != "_self_" for setting in missing(other)]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -507,6 +510,12 @@ def test_a_token_dispatcher_without_its_kernels_or_experts_is_refused(
             {"recompute.granularity": "selective", "recompute.modules": ["mla_up_proj"]},
             "recompute.modules",
             "no such module",
+        ),
+        (
+            MOE,
+            {"recompute.granularity": "selective", "recompute.modules": ["moe_act"], "lora.rank": 4, **GROUPED},
+            "recompute.modules",
+            "without trainer.lora",
         ),
     ],
 )

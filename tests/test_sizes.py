@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config import load
 from asyncrl.metrics import fields
 from asyncrl.planner import shapes
-from scripts.sizes import DOCS, MODELS, ROOM, ROWS, documented, least, row
+from scripts.sizes import ADAPTED_ROWS, DOCS, MODELS, ROOM, ROWS, adapted_row, documented, least, most_on_gpu, row
 from tests.fakes import compose_values
 
 FITTING = [(name, gpus, values) for name, gpus, values in ROWS if values is not None]
@@ -33,6 +33,20 @@ def test_a_size_stands_on_its_machines_and_fits(name: str, gpus: int, values: tu
     assert one.core < 0.7
     assert one.config.weights.staging == "stream"
     assert one.config.rollout.batch_groups >= one.config.trainer.data_parallel  # no replica without a group
+
+
+@pytest.mark.parametrize(("name", "gpus", "each", "values"), ADAPTED_ROWS, ids=str)
+def test_experiments_with_adapters_fit_their_gpus_and_full_training_would_not(
+    name: str, gpus: int, each: float, values: tuple[str, ...]
+) -> None:
+    """Full training takes 18 bytes for each parameter, which no GPU of theirs holds."""
+    one = adapted_row(name, gpus, values)
+    assert one.machines == 1
+    assert most_on_gpu(one) < 0.9 * each
+    count = shapes.parameters(one.weights).all
+    assert 18 * count / one.config.trainer.world_size > each
+    if one.config.trainer.lora.base == "nf4":
+        assert one.trainer["frozen base"] < 0.31 * 2 * count / one.config.trainer.world_size
 
 
 @pytest.mark.parametrize(("name", "gpus"), [(name, gpus) for name, gpus, values in ROWS if values is None])

@@ -33,6 +33,11 @@ def resident_adapters(config: Config) -> int:
     return config.rollout.max_staleness + 2 + bool(config.eval_sets)
 
 
+def engine_slots(config: Config) -> int:
+    """Return the number of adapters that an engine has memory for. The base counts as one."""
+    return resident_adapters(config) + 1
+
+
 def check_adapters(config: Config) -> None:
     """Refuse settings that do not fit adapters in the engines. Raises ConfigError."""
     if not config.serves_adapters:

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
-from asyncrl.config.adapters import adapter_targets, resident_adapters
+from asyncrl.config.adapters import adapter_targets, engine_slots
 from asyncrl.engine import warmup
 
 # Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
@@ -57,7 +57,7 @@ def adapter_args(config: Config, *, gpu: bool) -> dict[str, Any]:
         "lora_backend": None if gpu else "torch_native",  # the others are compiled kernels
         "max_lora_rank": lora.rank,
         "lora_target_modules": adapter_targets(lora),
-        "max_loras_per_batch": resident_adapters(config) + 1,
+        "max_loras_per_batch": engine_slots(config),
         "lora_strict_loading": True,
     }
 

@@ -23,8 +23,9 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     """Refuse models and layouts that cannot be built. `hf` is the model folder's config.json."""
     check_architecture(hf)
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
-    trains = [d for d in range(1, heads + 1) if heads % d == 0 and kv_heads % d == 0]
     serves = [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
+    rows = (heads + 2 * kv_heads) * (hf.get("head_dim") or hf.get("hidden_size", heads) // heads)
+    trains = [d for d in serves if rows % d == 0]  # Megatron shares out the rows of queries, keys and values
     for field, degree, allowed in (
         ("trainer", config.trainer.tensor_parallel, trains),
         ("engine", config.engine.tensor_parallel, serves),  # SGLang replicates KV heads (weights/engine_layout.py)
@@ -100,8 +101,8 @@ def _check_recompute(trainer: TrainerConfig, layers: int, family: dict[str, Any]
     for module, has in (("moe", experts), ("moe_act", experts), ("shared_experts", shared), ("mla_up_proj", latent)):
         if module in recompute.modules and not has:
             raise ConfigError(f"{field}.modules", module, "The model has no such module: remove it.")
-    if "moe_act" in recompute.modules and trainer.layers != "transformer_engine":
-        remedy = "Only grouped experts have it: set trainer.layers=transformer_engine, or use moe."
+    if "moe_act" in recompute.modules and (trainer.layers != "transformer_engine" or trainer.lora.rank):
+        remedy = "Only grouped experts have it: set trainer.layers=transformer_engine without trainer.lora, or use moe."
         raise ConfigError(f"{field}.modules", "moe_act", remedy)
 
 

@@ -81,7 +81,10 @@ REFUSED: dict[str, tuple[tuple[str, str], ...]] = {  # per section: what matches
             TE_LAYERS,
         ),
         ("symmetric_ar_type|batch_invariant_mode|num_layers_at_.*|first_last_layers_bf16", TE_LAYERS),
-        ("cpu_offloading.*|fine_grained_activation_offloading|offload_modules|min_offloaded_tensor_size", TE_LAYERS),
+        (
+            "cpu_offloading.*|fine_grained_activation_offloading|offload_modules|min_offloaded_tensor_size",
+            "Set trainer.activation_offload, which knows packs.",
+        ),
         ("overlap_p2p_comm.*|batch_p2p_.*|use_ring_exchange_p2p|deallocate_pipeline_outputs|timers|.*_func", PLANNED),
         (
             "gradient_accumulation_fusion|barrier_with_L1_time|microbatch_group_size_per_vp_stage|async_tensor_model_parallel_allreduce",

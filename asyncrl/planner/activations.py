@@ -8,6 +8,7 @@ test compares the estimate with what Megatron keeps on a CPU. Not counted: the b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from asyncrl.planner.adapters import Adapters
@@ -19,6 +20,8 @@ MLP_IN, EXPERT_IN = ("gate_proj", "up_proj"), ("gate_up_proj",)
 """Projections that read a norm's output."""
 ROUTER, CHOICE = 3 * FLOAT, 2 * 8
 """Bytes per token of each expert's scores and probabilities, and of the numbers of each expert of a token."""
+RESIDENT = 2
+"""Layers whose activations are on the device if activations are offloaded (trainer/activation_offload.py)."""
 LOGITS = 12
 """Peak bytes per logit of a chunk: s, s - m and e^(s - m) in float32 (trainer/head.py)."""
 
@@ -50,7 +53,9 @@ class Training:
     publishes: bool = True
     fused_norms: bool = False  # fused norms (GPU) keep only their input; else also the output in float32
     recompute: Recompute = Recompute()
+    moments: str = "float32"  # number format of the optimizer's moments
     offload: bool = False  # whether masters and moments are in host memory except during a step
+    activation_offload: bool = False  # whether activations are in host memory except those of RESIDENT layers
     fp8: bool = False  # whether layers keep their matrices in FP8 too, by rows and by columns
     adapters: Adapters | None = None  # what is trained in place of the weights, which are frozen
     versions: bool = False  # whether a publish sends the adapters alone, not the merged weights
@@ -64,24 +69,44 @@ def activations(shape: Shape, layout: ParallelLayout, training: Training, stage:
     """Return the bytes that forward keeps for backward, and that backward recomputes at once. With 1F1B, the first of p
     stages holds p micro-batches at once and each later stage one less; interleaved stages hold 1 + (p - 1) / (p v)
     times p (arXiv 2205.05198, section 4.2.3 and appendix C)."""
+    return _activations(shape, layout, training, stage, RESIDENT if training.activation_offload else math.inf)
+
+
+def offloaded_activations(shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
+    """Return the bytes of activations in host memory."""
+    whole = _activations(shape, layout, training, stage, math.inf)
+    return whole - activations(shape, layout, training, stage)
+
+
+def _activations(shape: Shape, layout: ParallelLayout, training: Training, stage: int, most: float) -> int:
+    """Return the bytes of activations of which at most `most` layers are on the device."""
     p, v = layout.pipeline, layout.chunks
     in_flight = p - stage if v == 1 else p * (1 + (p - 1) / (p * v))
     whole = _mean_layer(shape, layout, replace(training, recompute=Recompute()))
-    kept, again = _mean_layer(shape, layout, training), 0.0
+    kept = _mean_layer(shape, layout, training)
     layers, recompute = sum(map(len, layout.layers_of(shape.layers)[stage])), training.recompute
-    if recompute.granularity == "selective":
-        again = whole - kept
-    elif recompute.granularity == "full":
+    if recompute.granularity == "full":
         of_input = BYTES[training.dtype] * shape.hidden / (layout.tensor if layout.sequence else 1)
         uniform = recompute.method == "uniform"
         redone = 1.0 if uniform else min(1.0, recompute.num_layers / max(1, layers / v))
         kept = (1 - redone) * whole + redone * of_input / (recompute.num_layers if uniform else 1)
-        again = whole * (recompute.num_layers if uniform else 1)
     final = replace(training, recompute=Recompute())
     last = _norm_bytes(shape.hidden, layout, final) if stage == p - 1 else 0.0
     tokens = -(-training.tokens // layout.context)
-    stacks = _stacked(shape, layout, training) * (1 if recompute.granularity == "full" else layers * in_flight)
-    return round(tokens * (kept * layers * in_flight + again + last) + stacks)
+    held = min(most, layers * in_flight)
+    stacks = _stacked(shape, layout, training) * (1 if recompute.granularity == "full" else held)
+    return round(tokens * (kept * held + last) + stacks) + recomputed(shape, layout, training)
+
+
+def recomputed(shape: Shape, layout: ParallelLayout, training: Training) -> int:
+    """Return the bytes that backward recomputes at once."""
+    whole, recompute = _mean_layer(shape, layout, replace(training, recompute=Recompute())), training.recompute
+    again = 0.0
+    if recompute.granularity == "selective":
+        again = whole - _mean_layer(shape, layout, training)
+    elif recompute.granularity == "full":
+        again = whole * (recompute.num_layers if recompute.method == "uniform" else 1)
+    return round(-(-training.tokens // layout.context) * again)
 
 
 def _mean_layer(shape: Shape, layout: ParallelLayout, training: Training) -> float:
@@ -195,13 +220,15 @@ def _stacked(shape: Shape, layout: ParallelLayout, training: Training) -> float:
 
 
 def logits(shape: Shape, layout: ParallelLayout, training: Training) -> int:
-    """Return the bytes of one chunk of logits. (The gradient of the output layer is added in place.)"""
+    """Return the bytes of one chunk of logits. (The gradient of the output layer is added in place.) They are gone when
+    backward recomputes a layer, which may take the same memory."""
     rows = min(training.logit_rows, -(-training.tokens // layout.context))
-    return rows * -(-shape.vocab // layout.tensor) * LOGITS
+    return max(0, rows * -(-shape.vocab // layout.tensor) * LOGITS - recomputed(shape, layout, training))
 
 
 def gather_buffer(shape: Shape, layout: ParallelLayout, training: Training) -> int:
     """Return the bytes of the buffer into which Megatron gathers the hidden states of all rows under sequence
-    parallelism, and which it keeps."""
-    rows = -(-training.tokens // layout.context)
-    return rows * shape.hidden * BYTES[training.dtype] if layout.sequence and layout.tensor > 1 else 0
+    parallelism, and which it keeps. Its function for frozen weights allocates anew."""
+    if not layout.sequence or layout.tensor == 1 or training.adapters:
+        return 0
+    return -(-training.tokens // layout.context) * shape.hidden * BYTES[training.dtype]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from asyncrl.planner.activations import Training, activations, gather_buffer, logits
+from asyncrl.planner.activations import Training, activations, gather_buffer, logits, offloaded_activations
 from asyncrl.planner.adapters import PACKED, Adapters
 from asyncrl.planner.shapes import (
     BYTES,
@@ -27,10 +27,13 @@ from asyncrl.planner.shapes import (
     stages_of,
 )
 
-MASTER, MOMENTS, GRADIENT = FLOAT, 2 * FLOAT, FLOAT
-"""Bytes per parameter in float32; AdamW has two moments."""
-CHECKPOINT = MASTER + MOMENTS
-"""Bytes per parameter in a checkpoint, whatever the training precision (trainer/sharded.py)."""
+MASTER, GRADIENT = FLOAT, FLOAT
+"""Bytes per parameter."""
+MOMENTS = 2
+"""AdamW has two."""
+CHECKPOINT = MASTER + MOMENTS * FLOAT
+"""Bytes per parameter in a checkpoint, whatever the training precision (trainer/sharded.py), at most: moments in
+bfloat16 take half."""
 KEYS = ("k_proj.weight", "v_proj.weight")
 """Name suffixes of tensors that engine ranks hold replicated if there are more ranks than key-value heads
 (weights/engine_layout.py)."""
@@ -50,6 +53,7 @@ def _stage(
     own, every = counts[0].all, sum(count.all for count in counts)
     steps = [_stepped(count, layout) for count in counts]
     masters = MASTER if item < MASTER else 0  # float32 weights are their own masters
+    moments = MOMENTS * BYTES[training.moments]
     last = stage == layout.pipeline - 1
     matrices = [one for one in weights if one.layer is not None and len(one.shape) > 1]
     parts = {
@@ -58,7 +62,7 @@ def _stage(
         "weights in FP8": 2 * held(matrices, shape, layout, stage).all * len(networks) * training.fp8,
         "gradients": every * GRADIENT,
         "masters": sum(steps) * masters,
-        "moments": sum(steps) * MOMENTS,
+        "moments": sum(steps) * moments,
         "frozen weights": own * item * training.frozen,
         "publish buckets": _sent(weights, shape, layout, training, stage) if training.publishes else 0,
         "activations": activations(shape, layout, training, stage),
@@ -67,7 +71,7 @@ def _stage(
     }
     if training.offload:  # one network's states come back when nothing is left of a pass
         del parts["masters"], parts["moments"]
-        returning = max(steps) * (masters + MOMENTS)
+        returning = max(steps) * (masters + moments)
         parts["states beyond a pass"] = max(0, returning - parts["activations"] - parts["logits"])
     return parts
 
@@ -124,9 +128,11 @@ def _stepped(mine: RankParameters, layout: ParallelLayout) -> int:
 
 
 def offloaded(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> int:
-    """Return the bytes of host memory in which a rank keeps masters and moments that are offloaded."""
-    stages = (_stage(weights, shape, layout, replace(training, offload=False), n) for n in range(layout.pipeline))
-    return max(parts["masters"] + parts["moments"] for parts in stages) if training.offload else 0
+    """Return the bytes of host memory in which a rank keeps what it offloads: masters and moments, activations."""
+    here = replace(training, offload=False)
+    stages = [_stage(weights, shape, layout, here, stage) for stage in range(layout.pipeline)]
+    states = max(parts["masters"] + parts["moments"] for parts in stages) if training.offload else 0
+    return states + max(offloaded_activations(shape, layout, training, stage) for stage in range(layout.pipeline))
 
 
 def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> int:

@@ -119,6 +119,15 @@ def publish(
     return Publish(nbytes, tuple(counts), 0.0, pause)
 
 
+def publish_adapter(weights: Sequence[Weight], adapters: Adapters, *, dtype: str, hardware: Hardware) -> Publish:
+    """Estimate a publish of an adapter, while engines generate, as weights/adapters.py: its matrices travel through
+    memory of the host or a file, at the speed of one network adapter."""
+    matrices = adapters.matrices(weights)
+    nbytes = parameters(matrices).all * BYTES[dtype]
+    fill = nbytes / (hardware.between * hardware.share) + hardware.call + len(matrices) * hardware.tensor
+    return Publish(nbytes, (1,), fill, 0.0)
+
+
 def _gather(dense: float, layout: ParallelLayout, hardware: Hardware) -> float:
     """Return the gather time in seconds per byte of a stage; `dense` is the fraction that is not routed experts."""
     seconds = 2 / hardware.hbm

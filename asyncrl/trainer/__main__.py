@@ -43,7 +43,7 @@ from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
-from asyncrl.trainer import checkpoint  # noqa: E402
+from asyncrl.trainer import checkpoint, packed_base  # noqa: E402
 from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
@@ -88,6 +88,9 @@ def main(run_dir: Path) -> None:
     colocated = config.cluster.placement == "colocated"
     hand_over = _first_turn(config, run_dir, fleet, parallel) if colocated else None
     policy = Policy(config, addresses.model, parallel, progress.part)
+    if config.trainer.lora.base != "none" and config.checkpoint.every:
+        origin = addresses.resume.parent.parent if addresses.resume else None
+        packed_base.keep(run_dir, origin, policy.weights, config.trainer.lora.base, parallel)
     source: BatchSource
     publisher: VersionPublisher
     if config.mode == "replay":

@@ -101,12 +101,18 @@ class ActivationOffload:
     # -- what autograd calls -------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
-        storage = tensor.untyped_storage()
-        moves = tensor.device.type == "cuda" or self.stand_in
-        if self._layer is None or not moves or storage.nbytes() < self.least or storage._cdata in self._stays:
+        if self._layer is None or not self._moves(tensor):
             return tensor.detach()  # an output itself would hold the graph that holds it
         place = self._layer.keep(tensor)
         return _SavedTensor(self._layer, place, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _moves(self, tensor: Tensor) -> bool:
+        """Return whether a saved tensor is moved. TransformerEngine's own kinds of tensors, which are more than their
+        storage, are its cached FP8 weights."""
+        if not (tensor.is_cuda or self.stand_in) or not type(tensor).__module__.startswith("torch"):
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= self.least and storage._cdata not in self._stays
 
     def _unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
@@ -155,7 +161,7 @@ class ActivationOffload:
         if self.stand_in:
             yield
             return
-        stream = self._streams.setdefault(name, torch.cuda.Stream())
+        stream = self._streams.get(name) or self._streams.setdefault(name, torch.cuda.Stream())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             yield

@@ -58,7 +58,7 @@ class Critic:
 
     def held(self) -> HeldTensors:
         """Return the tensors that take memory; the parameters are states, because they are not published."""
-        states = [*self._network.parameters(), *self.optimizer.states()]
+        states = [*self._network.parameters(), *self._network.packed(), *self.optimizer.states()]
         return HeldTensors([], self._network.gradients(), states)
 
     def values(self, groups: Groups, table: TokenTable) -> Tensor:

@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 
 from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.weights.layouts import ROW, Dims, of_rank
+from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank
 from asyncrl.weights.reshard import LinearShard, Resharder
 
 
@@ -59,33 +60,35 @@ class LinearAdapters(nn.ModuleDict):
     def __init__(self, shard: LinearShard, names: Sequence[str], settings: LoraConfig, dims: Dims) -> None:
         super().__init__()
         linear, rule = shard.module, shard.found.rule
-        self._layout, self._dims = rule.layout, of_rank(dims, shard.degree)
+        # Of more ranks than key-value heads, each has a part of one head's rows, and all hold every B.
+        self._shared = rule.layout is QKV and shard.degree > dims.kv_heads
+        self._layout, self._dims = rule.layout, dims if self._shared else of_rank(dims, shard.degree)
+        self._part = (shard.degree, shard.rank) if self._shared else (1, 0)
         self._rows, self._expert, self._degree = rule.layout is ROW, rule.expert, shard.degree
-        self._group = (
-            linear._tp_group if hasattr(linear, "_tp_group") else linear.tp_group
-        )  # TransformerEngine's, local
+        self._group = getattr(linear, "_tp_group", None) or linear.tp_group  # TransformerEngine's layers have both
         self._sequence = linear.config.sequence_parallel
         self._scale, self._dropout = settings.scale, settings.dropout
-        self._widths = _widths(shard, self._dims)
-        self._axes = {"A": 1} if self._rows else {"B": 0} if rule.layout.split else {}
+        self._widths = _widths(shard, self._part[0], self._dims)
+        self._axes = {"A": 1} if self._rows else {"B": 0} if rule.layout.split and not self._shared else {}
         for name in names:
             zero = linear.weight.new_zeros(self._widths[name], settings.rank)
             adapter = self[name] = ProjectionAdapter(_start(shard, name, settings, dims), zero)
-            for matrix, parameter in adapter.named_parameters():
-                self._mark(parameter, matrix in self._axes, shard.rank)
+            self._mark(adapter, shard.rank)
 
     def pairs(self) -> dict[str, ProjectionAdapter]:
         """Return the adapters by name."""
         return cast(dict[str, ProjectionAdapter], dict(self.items()))
 
-    def _mark(self, parameter: Any, split: bool, rank: int) -> None:
-        """Tell Megatron whether ranks share a matrix out, for the sum of gradients and for their norm."""
-        if self._expert:
-            parameter.tensor_model_parallel, parameter.shared = True, rank > 0 and not split
-        elif split:
-            parameter.tensor_model_parallel = True
-        else:
-            parameter.sequence_parallel = self._sequence
+    def _mark(self, adapter: ProjectionAdapter, rank: int) -> None:
+        """Tell Megatron which matrices ranks share out, for the sum of gradients and for their norm."""
+        for matrix, parameter in cast(Iterator[tuple[str, Any]], adapter.named_parameters()):
+            split = matrix in self._axes
+            if self._expert:
+                parameter.tensor_model_parallel, parameter.shared = True, rank > 0 and not split
+            elif split:
+                parameter.tensor_model_parallel = True
+            elif not (self._shared and matrix == "B"):  # whose gradient `factors` sums
+                parameter.sequence_parallel = self._sequence
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A [R, in] and B [out, R] of all projections, whose product has the layout of the layer's weight."""
@@ -97,10 +100,11 @@ class LinearAdapters(nn.ModuleDict):
         blocks, start = [], 0
         for name, width in self._widths.items():
             block = pairs[name].B if name in pairs else every.new_zeros(width, 0)
+            block = self._copied(block) if self._shared else block
             end = start + block.shape[1]
             blocks.append(F.pad(block, (start, len(every) - end)))
             start = end
-        return every, self._layout.shard(blocks, 1, 0, self._dims)
+        return every, self._layout.shard(blocks, *self._part, self._dims)
 
     def delta(self) -> Tensor:
         """Return s B A in float32, in the layout of the layer's weight."""
@@ -188,9 +192,23 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
         if names:
             shard.module.lora = LinearAdapters(shard, names, settings, dims)
             shard.module.__class__ = _adapted(type(shard.module))  # type: ignore[arg-type]
-    if settings.targets != "all" and (missing := {*settings.targets} - known):
-        remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {sorted(known)}, or all."
-        raise ConfigError("trainer.lora.targets", settings.targets, remedy)
+    if settings.targets != "all":
+        _check_targets(settings.targets, chunks, known)
+
+
+def _check_targets(targets: Sequence[str], chunks: Sequence[GPTModel], known: set[str]) -> None:
+    """Refuse names of no layer of any stage, and stages that would train nothing. Collective. Raises ConfigError."""
+    stages = [known]
+    if dist.get_world_size() > 1:
+        stages = [known for _ in range(dist.get_world_size())]
+        dist.all_gather_object(stages, known)
+    if missing := {*targets}.difference(*stages):
+        others = sorted(set().union(*stages))
+        remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {others}, or all."
+        raise ConfigError("trainer.lora.targets", targets, remedy)
+    if not all(any(adapters([chunk])) for chunk in chunks):
+        remedy = "A pipeline stage has none of these layers and would train nothing: add others, or use fewer stages."
+        raise ConfigError("trainer.lora.targets", targets, remedy)
 
 
 def _with_gradient(_: Any, __: Any, embedded: Tensor) -> Tensor:
@@ -204,13 +222,13 @@ def adapters(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters))
 
 
-def _widths(shard: LinearShard, dims: Dims) -> dict[str, int]:
-    """Return how many rows of the layer's weight belong to each projection, in HF's order."""
+def _widths(shard: LinearShard, parts: int, dims: Dims) -> dict[str, int]:
+    """Return how many rows of the layer's weight, or of all `parts` of it, belong to each projection, in HF's order."""
     weight, rule = shard.module.weight, shard.found.rule
     names = [*rule.projections()]
     if len(names) == 1:
         return {names[0]: len(weight)}
-    whole = rule.layout.join([torch.empty_like(weight, device="meta")], dims)
+    whole = rule.layout.join([torch.empty_like(weight, device="meta")] * parts, dims)
     return {name: len(pieces.tensor()) for name, pieces in zip(names, whole, strict=True)}
 
 

@@ -52,10 +52,14 @@ class PassOperations:
     row: float
     """A predicted token: the products with the vocabulary."""
 
-    def of(self, pack: Pack) -> Tensor:
-        """Return the operations of a pack, as a tensor on its device."""
+    def of(self, pack: Pack, *, gradient: bool = True, frozen: bool = False) -> Tensor:
+        """Return the operations of a pass over a pack, as a tensor on its device. A frozen base needs the gradients of
+        activations, not of weights; its adapters are not counted."""
         pairs = (pack.ends - torch.arange(pack.num_tokens, device=pack.ends.device)).sum()
-        return self.token * pack.num_tokens + self.pair * pairs.double() + self.row * len(pack.table_rows)
+        products = self.token * pack.num_tokens + self.row * len(pack.table_rows)
+        if not gradient:
+            return (products + self.pair * pairs.double()) / 3
+        return products * (2 / 3 if frozen else 1) + self.pair * pairs.double()
 
 
 def operations_of(hf: dict[str, Any]) -> PassOperations:

@@ -27,7 +27,7 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
-from asyncrl.trainer.quantized import pack_base
+from asyncrl.trainer.quantized import pack_base, packed_tensors
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.layouts import dims_of
@@ -202,6 +202,10 @@ class Network:
         for chunk in self.wrapped:
             yield from chunk.parameters()
 
+    def packed(self) -> list[Tensor]:
+        """Return the codes and scales of a quantized base."""
+        return [tensor for chunk in self.wrapped for tensor in packed_tensors(chunk)]
+
     def gradients(self) -> list[Tensor]:
         """Return the buffers of this rank's gradients, and FP8 copies of weights: each pass computes both anew."""
         buffers = [one for chunk in self.wrapped for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -225,7 +229,8 @@ class Network:
             batch, inner = next(batches), self._inner[model]
             self._progress(f"micro-batch {next(which)} of {passes}{kind}")
             if inner.post_process and self._parallel.counts:
-                self.meter.count(self._operations.of(batch) / (3 if forward_only else 1))
+                frozen = bool(self._adapters)
+                self.meter.count(self._operations.of(batch, gradient=not forward_only, frozen=frozen))
 
             def loss_function(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss = visit(self._head(inner, hidden[0]), batch)

@@ -90,7 +90,7 @@ class Policy:
         critic = self._critic.held() if self._critic else HeldTensors([], [], [])
         frozen = [*self._resets.states(), *(self._reference.states() if self._reference else [])]
         return HeldTensors(
-            list(self.network.parameters()),
+            [*self.network.parameters(), *self.network.packed()],
             [*self.network.gradients(), *critic.gradients],
             [*self._optimizer.states(), *critic.states, *frozen],
         )

@@ -18,6 +18,7 @@ A layer keeps only codes and scales. Forward dequantizes the weight for its prod
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal
 
@@ -177,6 +178,13 @@ def pack_base(weights: Resharder, kind: Kind) -> None:
     for shard in weights.linears():
         if hasattr(shard.module, "lora"):
             pack(shard.module, kind, " and ".join(shard.found.hf_names()))
+
+
+def packed_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the codes and scales of a model's quantized weights."""
+    for packed in module.modules():
+        if isinstance(packed, PackedWeight):
+            yield from (packed.codes, packed.scales)
 
 
 def pack(linear: Any, kind: Kind, name: str) -> None:

@@ -69,13 +69,15 @@ def _padded(tensor: Tensor, degree: int) -> Tensor:
 
 def _shard_qkv(full: list[Tensor], degree: int, rank: int, dims: Dims) -> Tensor:
     """Shard queries, keys and values. Megatron interleaves them by key-value head: the queries of its group, its key,
-    its value."""
+    its value. Of more ranks than key-value heads, each has an equal part of one head's rows."""
     q, k, v = (tensor.unflatten(0, (dims.kv_heads, -1)) for tensor in full)
-    return torch.cat([q, k, v], 1).chunk(degree)[rank].flatten(0, 1)
+    return torch.cat([q, k, v], 1).flatten(0, 1).chunk(degree)[rank]
 
 
 def _join_qkv(parts: list[Tensor], dims: Dims) -> list[Pieces]:
     """Join [kv heads of the rank, (queries + 2) * head_dim, ...] of every rank into queries, keys and values."""
+    if len(parts) > dims.kv_heads:
+        parts = [torch.cat(parts)]
     groups = [group for part in parts for group in part.unflatten(0, (dims.kv_heads // len(parts), -1)).unbind()]
     d = dims.head_dim
     return [

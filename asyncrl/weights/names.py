@@ -48,9 +48,11 @@ class NameRule:
         modules = (name.removesuffix(".weight") for name in self.hf)
         return {module.rpartition(".")[2]: module for module in modules}
 
-    def adapter(self, projection: str, matrix: str) -> NameRule:
-        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections."""
-        columns = WHOLE if self.layout in (ROW, WHOLE) else FUSED_GATE_UP if self.expert else COLUMN
+    def adapter(self, projection: str, matrix: str, *, whole: bool = False) -> NameRule:
+        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections. `whole` says
+        that every rank holds all of B."""
+        columns = FUSED_GATE_UP if self.expert else COLUMN
+        columns = WHOLE if whole or self.layout in (ROW, WHOLE) else columns
         layout = columns if matrix == "B" else ROW if self.layout is ROW else WHOLE
         linear = self.megatron.removesuffix(".weight")
         name = f"{self.projections()[projection]}.lora_{matrix}.weight"
@@ -196,10 +198,10 @@ class Found:
 
 class Mapping:
     """The table of one architecture, looked up by Megatron name or by HF name. With `transformer_engine`, parameters
-    have the layouts of Megatron's TransformerEngine spec."""
+    have the layouts of Megatron's TransformerEngine spec. With `shared_heads`, several ranks share a key-value head."""
 
-    def __init__(self, architecture: str, *, transformer_engine: bool = False) -> None:
-        self._transformer_engine = transformer_engine
+    def __init__(self, architecture: str, *, transformer_engine: bool = False, shared_heads: bool = False) -> None:
+        self._transformer_engine, self._shared_heads = transformer_engine, shared_heads
         if architecture not in FAMILIES:
             raise WeightsError(f"{architecture}: no table of names for this architecture; known: {sorted(FAMILIES)}")
         self.architecture = architecture
@@ -211,7 +213,8 @@ class Mapping:
         if of_adapter := ADAPTER.fullmatch(megatron_name):
             linear, projection, matrix = of_adapter.groups()
             found = self.find(f"{linear}.weight")
-            return replace(found, rule=found.rule.adapter(projection, matrix))
+            whole = self._shared_heads and found.rule.layout is QKV
+            return replace(found, rule=found.rule.adapter(projection, matrix, whole=whole))
         general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
         if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")

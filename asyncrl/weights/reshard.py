@@ -51,7 +51,8 @@ class Resharder:
     def __init__(self, chunks: Sequence[GPTModel], architecture: str, dims: Dims, parallel: Parallel) -> None:
         self._chunks, self._dims, self._parallel = chunks, dims, parallel
         te = chunks[0].config.transformer_impl == "transformer_engine"
-        self._mapping = Mapping(architecture, transformer_engine=te)
+        shared = parallel.tp > dims.kv_heads
+        self._mapping = Mapping(architecture, transformer_engine=te, shared_heads=shared)
         self._num_layers = chunks[0].config.num_layers
         self._num_experts = chunks[0].config.num_moe_experts or 0
         self._experts_here = self._num_experts // parallel.ep
@@ -129,6 +130,17 @@ class Resharder:
     def hf_tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, full tensor), with each tensor in one piece."""
         return ((name, pieces.tensor()) for name, pieces in self.stream(merged=merged))
+
+    @torch.no_grad()
+    def quantized(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, full tensor) of the weights of the base that are quantized, dequantized, as `hf_tensors`."""
+        which = [
+            (chunk, name, found)
+            for chunk, name, found in self._exported
+            if hasattr(self._chunks[chunk].get_submodule(name.rpartition(".")[0]), "packed")
+        ]
+        for found, tensor in self._tensors(which):
+            yield from ((name, one.tensor()) for name, one in self._joined(found, self._gathered(found, tensor)))
 
     @torch.no_grad()
     def adapters(self) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,10 @@ from tests.cuda_stub.step import Case
 TINY = ("tiny", "tiny_game", "forking", "gigpo", "guided", "memory", "self_play")
 SIZED = {
     "llama3_70b": Case("llama", layers=5),
+    "llama3_70b_lora": Case("llama"),
     "qwen3_8b": Case("qwen3"),
+    "qwen3_8b_lora": Case("qwen3"),
+    "qwen3_32b_qlora": Case("qwen3"),
     "qwen3_30b_a3b": Case("qwen3_moe", fields={"num_experts": 16, "num_experts_per_tok": 4}),
     "qwen3_235b_a22b": Case("qwen3_moe", layers=2, fields={"num_experts": 128, "num_experts_per_tok": 8}),
 }

@@ -15,7 +15,7 @@ from asyncrl.planner import memory as planner
 from asyncrl.planner.shapes import counted
 from tests.cuda_stub.fake import MODE
 
-STATE = ("weights", "gradients", "masters", "moments", "frozen weights", "gather buffer")
+STATE = ("weights", "frozen base", "gradients", "masters", "moments", "frozen weights", "gather buffer")
 
 
 def held(policy: Any, config: Config, folder: Path, stage: int, tokens: int) -> dict[str, Any]:
@@ -32,13 +32,15 @@ def _state(policy: Any) -> dict[str, int]:
 
     networks = [policy.network, *([policy._critic._network] if policy._critic else [])]
     optimizers = [policy._optimizer, *([policy._critic.optimizer] if policy._critic else [])]
-    parameters = {id(one): one for network in networks for one in network.parameters()}.values()
+    every = {id(one): one for network in networks for one in (*network.parameters(), *network.packed())}.values()
+    parameters = [one for one in every if one.requires_grad]
     shards = [one for optimizer in optimizers for one in optimizer.shards()]
     reference = policy._reference._weights if policy._reference else []
     gathered = parallel_state.get_global_memory_buffer().buffer
     frozen = [one for one in [*reference, *policy._resets._start] if one.device.type == "cuda"]
     return {
         "weights": sum(one.nbytes for one in parameters),
+        "frozen base": sum(one.nbytes for one in every if not one.requires_grad),
         "gradients": sum(one.main_grad.nbytes for one in parameters),
         "masters": sum(one.master.nbytes for one in shards if one.master.dtype != one.parameter.dtype),
         "moments": sum(moment.nbytes for one in shards for moment in one.moments.values()),

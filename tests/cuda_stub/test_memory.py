@@ -21,6 +21,7 @@ BASE = Case(
     answers=200,
     changes={"trainer.micro_batch_tokens": 2048},
 )
+LORA = {"trainer.lora.rank": 16, "trainer.lora.dropout": 0.1}
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "one rank": (BASE, {}),
     "DP 2": (BASE, {DP: 2}),
@@ -31,9 +32,18 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "PP 2, VPP 2": (BASE, {PP: 2, VPP: 2}),
     "TP 2, SP, DP 2": (BASE, {TP: 2, SP: True, DP: 2}),
     "full recomputation": (BASE, {"trainer.recompute.granularity": "full"}),
+    "offload": (BASE, {"trainer.activation_offload": True}),
+    "full recomputation and offload": (
+        BASE,
+        {"trainer.recompute.granularity": "full", "trainer.activation_offload": True},
+    ),
     "reference and resets": (BASE, {"algo.kl.coefficient": 0.01, "algo.reset_every": 3}),
     "critic, PP 2, last stage": (replace(BASE, rank=1, layers=2), {"algo.advantage": "gae", PP: 2}),
     "critic": (BASE, {"algo.advantage": "gae"}),
+    "adapters": (BASE, LORA),
+    "adapters, TP 2, SP": (BASE, {**LORA, TP: 2, SP: True}),
+    "adapters, full recomputation": (BASE, {**LORA, "trainer.recompute.granularity": "full"}),
+    "adapters on a quantized base, critic": (BASE, {**LORA, "trainer.lora.base": "nf4", "algo.advantage": "gae"}),
     "routed experts": (replace(BASE, model="qwen3_moe"), {}),
     "EP 4, ETP 1": (replace(BASE, model="qwen3_moe"), {TP: 2, SP: True, DP: 2, EP: 4, ETP: 1}),
     "latent attention": (replace(BASE, model="deepseek_v3"), {}),

@@ -14,11 +14,13 @@ from asyncrl.backends.cpu import megatron_shim
 megatron_shim.enable()
 
 import msgspec  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from asyncrl.config import read  # noqa: E402
+from asyncrl.config import Config, read  # noqa: E402
+from asyncrl.errors import ConfigError  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
@@ -32,6 +34,13 @@ def split(network: Network) -> tuple[list[Tensor], list[Tensor]]:
     every = list(network.parameters())
     trained = [one.detach().clone() for one in every if one.requires_grad]
     return trained, [one.detach().clone() for one in every if not one.requires_grad]
+
+
+def check_targets(config: Config, folder: Path, parallel: Parallel) -> None:
+    """Assert that a layer that the model lacks is refused by name."""
+    lora = config.trainer.lora.model_copy(update={"targets": ["q_proj", "q_prj"]})
+    with pytest.raises(ConfigError, match=r"no linear layer q_prj: use some of \['"):
+        Network(config.trainer.model_copy(update={"lora": lora}), folder / "model", parallel)
 
 
 def check_replicas(network: Network, parallel: Parallel) -> None:
@@ -49,6 +58,7 @@ def main(folder: Path) -> None:
     groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
     kl = {**config.algo.kl.model_dump(), "reference_path": str(folder / "model")}
     own, other = (Policy(one, folder / "model", parallel) for one in (config, with_settings(config, algo={"kl": kl})))
+    check_targets(config, folder, parallel)
     assert own._reference is None
     assert other._reference is not None
     assert own._critic is not None
@@ -64,6 +74,10 @@ def main(folder: Path) -> None:
         assert all(one.equal(two) for one, two in zip(frozen, now[1], strict=True))
         assert all(not one.equal(two) for one, two in zip(trained, now[0], strict=True))
     check_replicas(own.network, parallel)
+    before = split(own.network)[0]
+    own._resets.after(4)
+    for one, two, first in zip(before, split(own.network)[0], start[0], strict=True):
+        assert two.equal(one.lerp(first, config.algo.reset_share))
     states = sum(one.numel() for one in own._optimizer.states())
     assert states <= 3 * sum(one.numel() for one in start[0]), "there are masters or moments of the base"
 

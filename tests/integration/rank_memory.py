@@ -31,10 +31,12 @@ def main(folder: Path) -> None:
     network = Network(trainer, folder / "model", parallel)
     optimizer = NetworkOptimizer(trainer, network, 100)
     shards = list(optimizer.shards())
-    parameters = {id(one): one for one in network.parameters()}.values()
+    every = {id(one): one for one in network.parameters()}.values()
+    parameters = [one for one in every if one.requires_grad]
     apart = [one.master for one in shards if one.master.dtype != one.parameter.dtype]
     told = {
         "weights": sum(one.nbytes for one in parameters),
+        "frozen base": sum(one.nbytes for one in (*every, *network.packed()) if not one.requires_grad),
         "gradients": sum(one.main_grad.nbytes for one in parameters),  # type: ignore[attr-defined]
         "masters": sum(one.nbytes for one in apart),
         "moments": sum(moment.nbytes for one in shards for moment in one.moments.values()),

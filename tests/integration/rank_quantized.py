@@ -10,11 +10,13 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from asyncrl.backends.cpu import megatron_shim
 
 megatron_shim.enable()
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -22,11 +24,12 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
+from asyncrl.errors import RecordError  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.trainer import packed_base  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
-from asyncrl.trainer.quantized import PackedWeight  # noqa: E402
 from tests.integration.rank_lora import scored  # noqa: E402
 from tests.integration.test_step import groups, weights  # noqa: E402
 
@@ -47,8 +50,24 @@ def passes(network: Network, parallel: Parallel) -> list[Tensor]:
 def base_bytes(network: Network) -> int:
     """Return the bytes of what is frozen."""
     frozen = {id(one): one.nbytes for one in network.parameters() if not one.requires_grad}
-    packed = [one for chunk in network.wrapped for one in chunk.modules() if isinstance(one, PackedWeight)]
-    return sum(frozen.values()) + sum(one.nbytes for one in packed)
+    return sum(frozen.values()) + sum(one.nbytes for one in network.packed())
+
+
+def check_kept(run_dir: Path, network: Network, trainer: TrainerConfig, parallel: Parallel) -> None:
+    """Store the base twice, which changes nothing, and assert that another one is refused."""
+    kind: Any = trainer.lora.base
+    if parallel.is_first:
+        run_dir.mkdir()
+    dist.barrier()
+    found = packed_base.keep(run_dir, None, network.weights, kind, parallel)
+    assert packed_base.keep(run_dir, None, network.weights, kind, parallel) == found
+    other = run_dir / "other"
+    if parallel.is_first:
+        (other / "base").mkdir(parents=True)
+        (other / "base" / "base.json").write_text(json.dumps({"sha256": "0" * 64}))
+    dist.barrier()
+    with pytest.raises(RecordError, match=found):
+        packed_base.keep(other, run_dir, network.weights, kind, parallel)
 
 
 def main(folder: Path, layout: str) -> None:
@@ -65,6 +84,7 @@ def main(folder: Path, layout: str) -> None:
             shutil.copy(folder / name / "config.json", dense)
             save_file(base, dense / "model.safetensors")
         dist.barrier()
+        check_kept(folder / f"{layout}-{name}-run", network, trainer, parallel)
         found = passes(network, parallel)
         told[name] = base_bytes(network)
         merged = {key: tensor.clone() for key, tensor in network.weights.hf_tensors()}

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.integration
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "single": ({}, list(MODELS)),
     "tp2": ({"tensor_parallel": 2, "sequence_parallel": True}, list(MODELS)),
+    "tp4": ({"tensor_parallel": 4, "sequence_parallel": True}, ["llama-tied", "qwen2", "qwen3", "qwen3-moe"]),
     "pp2": ({"pipeline_parallel": 2}, list(MODELS)),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, EXPERTS),
 }

@@ -33,13 +33,15 @@ TARGETS: dict[str, list[str]] = {"some": ["q_proj", "v_proj", "up_proj"]}
 EXPERTS = ["experts", "latent"]
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "single": ({"optimizer.offload": True}, list(MODELS)),
+    "single": ({"optimizer.offload": True, "activation_offload": True}, list(MODELS)),
     "full": ({"recompute.granularity": "full"}, list(MODELS)),
     "selective": ({"recompute.granularity": "selective", "recompute.modules": RECOMPUTED}, list(MODELS)),
     "tp2": ({"tensor_parallel": 2, "lora.rslora": True, "lora.alpha": ALPHA / RANK**0.5}, ["dense", "some"]),
     "sp2": (SEQUENCE, list(MODELS)),
+    "tp4": ({"tensor_parallel": 4}, ["dense", "some"]),
+    "sp4": ({**SEQUENCE, "tensor_parallel": 4}, ["dense", "some", "experts"]),
     "pp2": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, list(MODELS)),
-    "cp2": ({"context_parallel": 2}, ["dense", "latent"]),
+    "cp2": ({"context_parallel": 2, "lora.init": "gaussian"}, ["dense", "latent"]),
     "dp2": ({"data_parallel": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, ["dense", "experts"]),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, EXPERTS),
     "etp2": ({"data_parallel": 2, "expert_tensor_parallel": 2}, EXPERTS),
@@ -50,7 +52,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 SHARDED = ["cp2", "dp2", "ep2", "etp2", "four"]
 APART = ["dropout", "bfloat16"]
-WORLD = {"four": 4, **dict.fromkeys(["single", "full", "selective", *APART], 1)}
+WORLD = {"tp4": 4, "sp4": 4, "four": 4, **dict.fromkeys(["single", "full", "selective", *APART], 1)}
 CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() if layout not in APART for model in models]
 
 
@@ -184,7 +186,8 @@ def test_adapters_are_those_of_peft(layout: str, name: str, folder: Path, megatr
     megatron(layout)
     stages = [load_file(file) for file in folder.glob(f"{layout}-{name}-?.out")]
     found = {key: tensor for stage in stages for key, tensor in stage.items()}
-    check_start(folder, name, {key: found.pop(key) for key in list(found) if key.startswith("start ")})
+    start = {key: found.pop(key) for key in list(found) if key.startswith("start ")}
+    check_start(start, load_file(folder / f"single-{name}-0.out"), gaussian=layout == "cp2")
     wanted = {key for key in reference if not (key.startswith("gradient ") and layout in SHARDED)}
     assert found.keys() == wanted
     torch.testing.assert_close(found["norm"], reference["norm"], rtol=1e-4, atol=0)
@@ -220,17 +223,18 @@ def test_a_base_in_bfloat16_trains_adapters_with_masters_and_is_published_merged
             torch.testing.assert_close(found[key].float(), tensor, rtol=0.01, atol=0.01)
 
 
-def check_start(folder: Path, name: str, start: dict[str, Tensor]) -> None:
-    """Assert that B starts at zero and A within PEFT's bound, with the same values in every layout."""
-    first = load_file(folder / f"single-{name}-0.out")
+def check_start(start: dict[str, Tensor], of_one: dict[str, Tensor], *, gaussian: bool) -> None:
+    """Assert that B starts at zero and A as PEFT's, with the same values in every layout."""
     assert start
     for key, tensor in start.items():
-        assert tensor.equal(first[key]), key
         if ".lora_B." in key:
             assert not tensor.any()
+        elif gaussian:
+            assert tensor.std() == pytest.approx(1 / RANK, rel=0.3), key
         else:
             bound = tensor.shape[1] ** -0.5
             assert 0.8 * bound < tensor.abs().max() <= bound, key
+            assert tensor.equal(of_one[key]), key
 
 
 @pytest.mark.parametrize(("layout", "model"), [("single", "llama-tied"), ("tp2-sp-ep2", "qwen3-moe")])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.launch.preflight.model_files import read_model
-from asyncrl.launch.preflight.shapes import layout_of, recompute_of, shape_of
+from asyncrl.launch.preflight.shapes import adapters_of, layout_of, recompute_of, shape_of
 from asyncrl.models.tiny import write_random_model
 from asyncrl.planner.activations import Recompute, Training
 from asyncrl.planner.memory import trainer_rank
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.integration
 
 ROWS, VOCAB = 601, 64
 TWO = {"trainer.tensor_parallel": 2, "trainer.sequence_parallel": True}
+LORA = {"trainer.lora.rank": 8}
 CLOSE = 0.08
 """Allowed relative error of the estimated activations, which omit angles and statistics."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,6 +35,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "replicas": ("llama", {"trainer.data_parallel": 2}),
     "expert parallel": ("qwen3_moe", {"trainer.data_parallel": 2, "trainer.expert_parallel": 2}),
     "context parallel": ("llama", {"trainer.context_parallel": 2}),
+    "adapters": ("qwen3", LORA),
+    "adapters of values": ("llama", {**LORA, "trainer.lora.targets": ["q_proj", "v_proj"]}),
+    "adapters, tensor parallel": ("qwen3", {**LORA, **TWO}),
+    "adapters of experts": ("qwen3_moe", LORA),
+    "adapters of latent attention": ("deepseek_v3", LORA),
+    "adapters on a quantized base": ("qwen3", {**LORA, "trainer.lora.base": "nf4"}),
     "recompute": ("qwen3", {"trainer.recompute.granularity": "full"}),
     "recompute, tensor parallel": ("qwen3", {**TWO, "trainer.recompute.granularity": "full"}),
     "recompute in pairs": (
@@ -78,9 +85,15 @@ def test_a_rank_holds_what_the_planner_says(case: str, tmp_path: Path) -> None:
 
     shape = shape_of(json.loads((model / "config.json").read_text()))
     weights = counted(read_model(model, "model.path").weights, shape)
-    training = Training(dtype=trainer.dtype, tokens=2 * ROWS, logit_rows=1024, recompute=recompute_of(trainer))
+    training = Training(
+        dtype=trainer.dtype,
+        tokens=2 * ROWS,
+        logit_rows=1024,
+        recompute=recompute_of(trainer),
+        adapters=adapters_of(trainer.lora),
+    )
     expected = trainer_rank(weights, shape, layout_of(trainer), training)
-    for part in ("weights", "gradients", "masters", "moments"):
+    for part in ("weights", "frozen base", "gradients", "masters", "moments"):
         most = max(rank[part] for rank in told)
         assert most == expected[part], (part, told)
     activations = max(rank["activations"] for rank in told)

@@ -18,6 +18,7 @@ from asyncrl.planner.memory import trainer_rank
 from asyncrl.planner.shapes import counted
 from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks
+from tests.integration.running import run
 from tests.integration.test_step import VOCAB
 
 pytestmark = pytest.mark.integration
@@ -54,6 +55,8 @@ def test_a_quantized_base_computes_as_the_dequantized_model(layout: str, tmp_pat
     assert adapters is not None
     for name in models:
         found = load_file(tmp_path / f"{layout}-{name}" / "model.safetensors")
+        (file,) = (tmp_path / f"{layout}-{name}-run" / "base").glob("*.safetensors")
+        stored = load_file(file)
         shape = shape_of(json.loads((tmp_path / name / "config.json").read_text()))
         files = counted(read_model(tmp_path / name, "model.path").weights, shape)
         _, packed = adapters.split(files)
@@ -61,16 +64,38 @@ def test_a_quantized_base_computes_as_the_dequantized_model(layout: str, tmp_pat
         assert len(quantized) > 0
         for key, weight in load_file(tmp_path / name / "model.safetensors").items():
             weight = weight.to(getattr(torch, trainer.dtype))
-            assert torch.equal(found[key], dequantized(weight, trainer.lora.base) if key in quantized else weight), key
+            if key in quantized:
+                codes, scales, weight = packed_of(weight, trainer.lora.base)
+                assert torch.equal(stored.pop(f"{key}.codes"), codes)
+                assert torch.equal(stored.pop(f"{key}.scales"), scales)
+            assert torch.equal(found[key], weight), key
+        assert not stored
         planned = trainer_rank(files, shape, layout_of(trainer), Training(trainer.dtype, 1, 1, adapters=adapters))
         assert max(rank[name] for rank in told) == planned["frozen base"]
 
 
-def dequantized(weight: torch.Tensor, base: Any) -> torch.Tensor:
-    """Return what a weight becomes in the base."""
+def packed_of(weight: torch.Tensor, base: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes and scales of a whole weight, and the weight that they stand for."""
     from asyncrl.backends.cpu import megatron_shim
 
     megatron_shim.enable()
     from asyncrl.trainer.quantized import quantize
 
-    return quantize(weight, base).dequantized()
+    packed = quantize(weight, base)
+    return packed.codes, packed.scales, packed.dequantized()
+
+
+@pytest.mark.parametrize("way", ["merged", "versions"])
+def test_engines_serve_the_dequantized_base_from_the_first_version_on(way: str, tmp_path: Path) -> None:
+    """The gap between the log-probabilities of trainer and engine is that of float32, in every step."""
+    small = ["run.max_steps=2", "eval.questions=0", "rollout.batch_groups=4", "rollout.group_size=4"]
+    small += ["rollout.max_staleness=0", "weights.verify_every=1", "checkpoint.every=1"]
+    quantized = ["trainer.lora.rank=4", "trainer.lora.base=nf4", f"weights.lora={way}"]
+    steps = run(tmp_path / "run", *small, *quantized)
+    assert len(steps) == 2
+    assert max(step["logprob_gap/max"] for step in steps) < 1e-4
+    if way == "merged":
+        kept = (tmp_path / "run" / "base" / "base.json").stat().st_mtime_ns
+        steps = run(tmp_path / "run", *small, *quantized, "resume=auto", "run.max_steps=3")
+        assert steps[-1]["logprob_gap/max"] < 1e-4
+        assert (tmp_path / "run" / "base" / "base.json").stat().st_mtime_ns == kept

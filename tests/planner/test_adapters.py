@@ -106,6 +106,8 @@ def test_rows_are_gathered_between_the_matrices_of_column_parallel_layers() -> N
     layout, fused = ParallelLayout(tensor=2, sequence=True), replace(TRAINING, fused_norms=True)
     whole, more = (layer_bytes(SHAPE, layout, replace(fused, adapters=one), routed=False) for one in (None, LORA))
     assert more == whole + 2 * RANK * (5 + 2 / 2)
+    buffers = [rank(layout, adapters=one)["gather buffer"] for one in (None, LORA)]
+    assert buffers == [100 * HIDDEN * 2, 0]  # Megatron's function for frozen weights has none
 
 
 def test_stacked_matrices_of_a_layer_are_kept_by_each_micro_batch_in_flight() -> None:

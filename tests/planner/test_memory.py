@@ -294,6 +294,16 @@ def test_logits_are_a_chunk_of_rows_over_a_ranks_part_of_the_vocabulary() -> Non
     assert trainer_rank(model(), SHAPE, ParallelLayout(context=4), few)["logits"] == 4 * 10 * 12
 
 
+def test_logits_take_the_memory_of_what_is_recomputed_later() -> None:
+    plain = trainer_rank(model(), SHAPE, ParallelLayout(), TRAINING)["logits"]
+    for vocab in (SHAPE.vocab, 10_000):
+        shape = replace(SHAPE, vocab=vocab)
+        full = replace(TRAINING, recompute=Recompute("full"))
+        once = trainer_rank(model(), shape, ParallelLayout(), full)
+        layer = layer_bytes(shape, ParallelLayout(), TRAINING, routed=False) * TRAINING.tokens
+        assert once["logits"] == max(0, plain * vocab // SHAPE.vocab - layer)
+
+
 def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() -> None:
     parts = engine_rank(model(), SHAPE, tensor=2, dtype="bfloat16", tokens=1000)
     assert parts["weights"] == 2 * held(model(), SHAPE, ParallelLayout(tensor=2), 0).all

@@ -1,5 +1,5 @@
 """What changes no bit of an update with local layers changes none with TransformerEngine's: recomputation of
-activations, which Megatron leaves to TransformerEngine under FP8, and overlapped communication."""
+activations, which Megatron leaves to TransformerEngine under FP8, their offload, and overlapped communication."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ def test_recomputation_in_fp8_changes_no_bit(layout: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("layout", test_variants.OVERLAPPED)
 def test_overlapped_communication_changes_no_bit(layout: str, tmp_path: Path) -> None:
     test_variants.test_overlapped_communication_changes_no_bit_of_figures_and_weights(layout, tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["single", "pp2-vpp2", "tp2-sp-ep2"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_activations_in_host_memory_change_no_bit(
+    fp8: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_layers(monkeypatch, {**TE, **FP8} if fp8 else TE)
+    for counts in test_variants.run(tmp_path, layout, dict.fromkeys(["qwen3-moe"], test_variants.OFFLOAD)).values():
+        assert min(count["activations"] for count in counts.values()) > 0, counts
+        assert max(count["layers"] for count in counts.values()) == 1, counts

@@ -69,6 +69,9 @@ def test_operations_are_counted_per_token_attended_pair_and_predicted_token() ->
     assert packed.num_tokens == 5
     expected = 6 * weights * 5 + 7 * (2 * 4) * 2 * 3 * pairs + 6 * 8 * 50 * 4
     assert float(operations_of(hf).of(packed)) == expected
+    assert float(operations_of(hf).of(packed, gradient=False)) == expected / 3
+    frozen = expected - 2 * weights * 5 - 2 * 8 * 50 * 4  # no gradients of weights
+    assert float(operations_of(hf).of(packed, frozen=True)) == pytest.approx(frozen)
 
 
 @pytest.mark.parametrize(

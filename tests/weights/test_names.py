@@ -27,10 +27,16 @@ ONE = Dims(heads=1, kv_heads=1, head_dim=1, vocab=5, tied=False)
 
 @st.composite
 def dims(draw: st.DrawFn) -> Dims:
-    """Any grouping of heads that 4 ranks can share, any vocabulary."""
-    shared = draw(st.sampled_from([4, 8]))
-    heads = shared * draw(st.sampled_from([1, 2, 3]))
-    return Dims(heads, shared, draw(st.sampled_from([2, 3])), draw(st.integers(5, 40)), draw(st.booleans()))
+    """Any grouping of heads that 4 ranks can share, also with fewer key-value heads than ranks, any vocabulary."""
+    shared = draw(st.sampled_from([1, 2, 4, 8]))
+    heads = max(4, shared) * draw(st.sampled_from([1, 2, 3]))
+    return Dims(
+        heads,
+        shared,
+        draw(st.sampled_from([2, 4] if shared < 4 else [2, 3])),
+        draw(st.integers(5, 40)),
+        draw(st.booleans()),
+    )
 
 
 def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:
@@ -52,6 +58,27 @@ def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
     a, b = (f"model.layers.3.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     assert unit_of(a) == unit_of(b) != unit_of(a.replace("3", "4"))
     assert unit_of("model.layers.3.self_attn.q_proj.weight") == "model.layers.3.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architecture: str) -> None:
+    """Those of stacked experts are named after transformers' parameters, whatever the files call the experts."""
+    mapping = Mapping(architecture)
+    for rule in FAMILIES[architecture]:
+        if not rule.linear:
+            continue
+        linear = rule.megatron.removesuffix(".weight").format(layer=3, expert=5)
+        names = [
+            name
+            for projection in rule.projections()
+            for matrix in "AB"
+            for name in mapping.find(f"{linear}.lora.{projection}.{matrix}").hf_names()
+        ]
+        modules = [name.format(layer=3, expert=5).removesuffix(".weight") for name in rule.hf]
+        if rule.expert:
+            stack = "gate_up_proj" if rule.layout is GATE_UP else "down_proj"
+            modules = [f"model.layers.3.mlp.experts.{stack}"]
+        assert names == [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
 
 
 def test_every_layout_is_tested_here() -> None:

@@ -4,9 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.launch.placement import Node
+from asyncrl.launch.placement import Node, Placement
 from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+
+SHOWN = 4
+"""Number of machines that a finding names."""
+
+
+def check_idle(nodes: Sequence[Node], placement: Placement) -> list[Finding]:
+    """Warn of machines and GPUs of a job to which no process is assigned."""
+    engines = [seat for seats in placement.engines for seat in seats]
+    alone = (placement.router, placement.rollout, *placement.teachers, *placement.judges)
+    seats = (*alone, *placement.trainers, *engines)
+    found = []
+    for node in nodes:
+        used = {place for seat in seats if seat.node.name == node.name for place in seat.gpus}
+        if node.gpus and len(used) < len(node.gpus):
+            found.append(f"{len(node.gpus) - len(used)} of the {len(node.gpus)} GPUs of {node.name}")
+        elif not node.gpus and not any(seat.node.name == node.name for seat in seats):
+            found.append(f"machine {node.name}")
+    if not found:
+        return []
+    remedy = (
+        "Raise engine.count or trainer.data_parallel, or take fewer machines (cluster.nodes) or GPUs (cluster.gpus)."
+    )
+    more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return [warning("cluster.nodes", f"no process uses {', '.join(found[:SHOWN])}{more}", remedy)]
 
 
 def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[Finding]:

@@ -21,8 +21,8 @@ PROCESS = {"trainer": 301_000_000, "engine": _SGLANG, "teacher": _SGLANG, "judge
 """Bytes of a process after it has imported its libraries, measured with those of requirements/cpu.txt. An engine has
 two processes, a server and a scheduler."""
 REMEDIES = {
-    "trainer": "Set trainer.recompute, raise trainer.tensor_parallel, pipeline_parallel or data_parallel, lower "
-    "trainer.micro_batch_tokens, or set weights.staging=stream.",
+    "trainer": "Set trainer.recompute or trainer.activation_offload, raise trainer.tensor_parallel, pipeline_parallel "
+    "or data_parallel, lower trainer.micro_batch_tokens, or set weights.staging=stream.",
     "engine": "Raise engine.tensor_parallel, or lower engine.max_total_tokens.",
     "teacher": "Raise teacher.tensor_parallel, or lower teacher.max_total_tokens.",
     "judge": "Raise judge.tensor_parallel, or lower judge.max_total_tokens.",

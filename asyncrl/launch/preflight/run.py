@@ -19,12 +19,12 @@ from asyncrl.launch import forecast, precision
 from asyncrl.launch.checks import check_model, check_sandboxes
 from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.preflight import folders, network
-from asyncrl.launch.preflight.devices import check_gpus
+from asyncrl.launch.preflight.devices import check_gpus, check_idle
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
-from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
+from asyncrl.launch.preflight.shapes import layout_of, served_adapters, shape_of, training_of
 from asyncrl.launch.preflight.versions import (
     check_gpu_engines,
     check_gpu_trainers,
@@ -126,6 +126,8 @@ def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Itera
     else:
         yield from check_gpus(prepared.nodes, machines)
         yield from network.check_ports(prepared.nodes, ports_wanted(config))
+    if config.cluster.launcher == "slurm":
+        yield from check_idle(prepared.nodes, prepared.placement)
     needs = _needs(config, prepared.gpus, models)
     known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
     yield from _gpu_software(config, prepared, models, known)
@@ -202,6 +204,7 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
                 dtype=section.dtype,
                 tokens=tokens or config.rollout.max_new_tokens,
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
+                **(served_adapters(config) if name == "engine" else {}),
             )
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")

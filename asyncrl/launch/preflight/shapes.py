@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
+from asyncrl.config.adapters import engine_slots
 from asyncrl.config.lora import LoraConfig
 from asyncrl.models.architectures import megatron_arguments, rope
 from asyncrl.planner.activations import Recompute, Training
@@ -85,9 +86,12 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         publishes=config.mode == "train",
         fused_norms=gpu,
         recompute=recompute_of(trainer),
+        moments=trainer.optimizer.moments_dtype,
         offload=gpu and trainer.optimizer.offload,
+        activation_offload=gpu and trainer.activation_offload,
         fp8=trainer.fp8 is not None,
         adapters=adapters,
+        versions=config.serves_adapters,
     )
 
 
@@ -97,6 +101,13 @@ def adapters_of(lora: LoraConfig) -> Adapters | None:
         return None
     targets = () if lora.targets == "all" else tuple(lora.targets)
     return Adapters(lora.rank, targets, lora.base, dropout=lora.dropout > 0)
+
+
+def served_adapters(config: Config) -> dict[str, Any]:
+    """Return planner.memory.engine_rank's arguments about adapters."""
+    if not config.serves_adapters:
+        return {}
+    return {"adapters": adapters_of(config.trainer.lora), "slots": engine_slots(config)}
 
 
 def recompute_of(trainer: TrainerConfig) -> Recompute:

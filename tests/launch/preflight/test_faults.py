@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.placement import place
 from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.devices import check_gpus
+from asyncrl.launch.preflight.devices import check_gpus, check_idle
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.folders import FolderState, check_folders, look_at, room_of
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
@@ -82,6 +82,11 @@ def memory(role: str, gb: float, gpu: bool = True, part: str = "weights", ram: f
 
 def gpus(shown: int, used: int = 2) -> list[Finding]:
     return check_gpus(nodes(job(), 1, used), [machine(gpus=shown)])
+
+
+def idle(machines: int, each: int, **changes: object) -> list[Finding]:
+    config = job(**changes)
+    return check_idle(nodes(config, machines, each), placed(config, machines, each))
 
 
 def folder(
@@ -339,6 +344,8 @@ WELL: dict[str, Callable[[Path], list[Finding]]] = {
     "a machine without GPUs beside one with": lambda _: check_gpus(
         [*nodes(job(), 1, 0), *nodes(job(), 1, 2)], [machine(), machine(gpus=2)]
     ),
+    "GPUs that are all used": lambda _: idle(2, 2, **{"engine.count": 2, "trainer.data_parallel": 2}),
+    "machines without GPUs that are all used": lambda _: idle(2, 0),
     "a disk": lambda _: folder(41),
     "ports": lambda _: check_ports(nodes(job(), 2, 0), 6),
     "reach": lambda _: reached(),
@@ -372,6 +379,9 @@ WARNED: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
         lambda _: check_gpus(nodes(job(), 2, 2), [machine(gpus=2), machine("node1", gpus=2, gb=40)]),
         "cluster.gpus",
     ),
+    "an idle GPU": (lambda _: idle(2, 2, **{"trainer.data_parallel": 2, "engine.count": 1}), "cluster.nodes"),
+    "an idle machine": (lambda _: idle(3, 2, **{"trainer.data_parallel": 2, "engine.count": 2}), "cluster.nodes"),
+    "an idle machine without GPUs": (lambda _: idle(4, 0), "cluster.nodes"),
     "recordings that may fill the disk": (
         lambda _: folder(41, record=True, **{"run.max_steps": 10**6, "rollout.max_new_tokens": 60}),
         "run.dir",
@@ -399,6 +409,13 @@ def test_what_is_used_of_the_gpus_is_told() -> None:
     assert [one.value for one in gpus(shown=4, used=0)] == ["no GPU is used; the 4 visible GPUs stay unused"]
     (two,) = check_gpus([*nodes(job(), 1, 0), *nodes(job(), 2, 2)], [machine(), *[machine(gpus=2)] * 2])
     assert two.value == "2 GPU(s) on each of 2 machine(s): NVIDIA H100 80GB HBM3"
+
+
+def test_idle_gpus_and_machines_are_named() -> None:
+    (one,) = idle(3, 2, **{"trainer.data_parallel": 1, "engine.count": 2})
+    assert one.value == "no process uses 1 of the 2 GPUs of node1, 2 of the 2 GPUs of node2"
+    (many,) = idle(9, 2, **{"trainer.data_parallel": 2, "engine.count": 2})
+    assert many.value.endswith("2 of the 2 GPUs of node5, and 3 more")
 
 
 def test_slowest_machine_of_a_sum_is_told_and_addresses_of_ports_are_bounded() -> None:
@@ -437,6 +454,15 @@ def test_trainers_on_several_machines_send_weights_over_the_network() -> None:
     assert sync("auto", 2, **shape)[0].value.startswith("distributed")
     assert sync("auto", 1)[0].value.startswith("tensor")
     assert sync("auto", 1, mode="replay", **{"replay.from": "x"}) == []
+
+
+def test_how_adapters_travel_is_told() -> None:
+    adapted = {"trainer.lora.rank": 8, "weights.lora": "versions", "rollout.max_staleness": 1}
+    assert sync("auto", 1, **adapted)[0].value.startswith("adapters in shared memory")
+    shape = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
+    found = sync("auto", 2, **shape, **adapted)[0].value
+    assert found.startswith("adapters as PEFT folders")
+    assert found.endswith("at most 4 in each engine")
 
 
 def test_buckets_of_a_publish_are_told() -> None:

@@ -1,0 +1,89 @@
+"""The quantized base of a run (trainer.lora.base), stored once in RUN/base for all of its checkpoints.
+
+    STAGE-NUMBER.safetensors   codes and scales of whole weights, by HF's names    (trainer/quantized.py)
+    base.json                  their number format, and one SHA-256 of all of them; written last
+
+A run that is resumed quantizes the weights of model.path again, which gives the same codes. The hash proves it: the
+adapters of a checkpoint are worth nothing on another base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.errors import RecordError
+from asyncrl.parallel import Parallel
+from asyncrl.trainer.quantized import BLOCK, Kind, quantize
+from asyncrl.weights.reshard import Resharder
+
+FOLDER, INDEX = "base", "base.json"
+FILE = 4 << 30
+"""Bytes of a file, about."""
+
+
+def keep(run_dir: Path, origin: Path | None, weights: Resharder, kind: Kind, parallel: Parallel) -> str:
+    """Store the base of a run in its folder unless it is there, and return its hash. Runs on every rank. `origin` is
+    the folder of the run whose checkpoint is resumed. Raises RecordError if that run had another base."""
+    known = next((index for one in (run_dir, origin) if one and (index := read(one))), None)
+    building = None if read(run_dir) else run_dir / f"{FOLDER}.partial"
+    if building and parallel.is_first:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
+    dist.barrier()
+    found = _digest(_stored(weights, kind, building, parallel))
+    if known and known["sha256"] != found:
+        raise RecordError(
+            f"The weights in model.path have a {kind} base with the hash {found}, but the checkpoint's adapters were "
+            f"trained on {known['sha256']} ({origin or run_dir}/{FOLDER}): set model.path to those weights."
+        )
+    if building and parallel.is_first:
+        (building / INDEX).write_text(json.dumps({"base": kind, "block": BLOCK, "sha256": found}) + "\n")
+        os.rename(building, run_dir / FOLDER)
+    return found
+
+
+def read(run_dir: Path) -> dict[str, Any] | None:
+    """Return the index of a run's base; None if it has none."""
+    file = run_dir / FOLDER / INDEX
+    return dict(json.loads(file.read_text())) if file.is_file() else None
+
+
+def _stored(weights: Resharder, kind: Kind, folder: Path | None, parallel: Parallel) -> Iterator[tuple[str, str]]:
+    """Yield the name and the hash of each quantized tensor of this stage on exporting ranks, and write them to a
+    folder if there is one."""
+    held: dict[str, Tensor] = {}
+    number = 0
+
+    def flush() -> None:
+        nonlocal number
+        if folder and held:
+            save_file(held, folder / f"{parallel.pp_rank}-{number:03d}.safetensors")
+            number += 1
+        held.clear()
+
+    for name, weight in weights.quantized():
+        packed = quantize(weight, kind)
+        for part, tensor in (("codes", packed.codes), ("scales", packed.scales)):
+            held[f"{name}.{part}"] = tensor = tensor.cpu()
+            yield f"{name}.{part}", hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
+        if sum(one.nbytes for one in held.values()) > FILE:
+            flush()
+    flush()
+
+
+def _digest(mine: Iterator[tuple[str, str]]) -> str:
+    """Return one hash of the tensors of all stages; waits for all ranks."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, sorted(mine))
+    return hashlib.sha256(json.dumps(sorted(one for stage in every for one in stage)).encode()).hexdigest()
