@@ -37,6 +37,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +148,7 @@ async def publishes(client: Any, publish: Callable[[int], Awaitable[Any]], count
     draw, gaps, stop = random.Random(0), Gaps(), asyncio.Event()
 
     def prompt() -> list[int]:
-        return [draw.randrange(1, 200) for _ in range(16)]
+        return [draw.randrange(1, 10) for _ in range(16)]
 
     async def stream() -> None:
         while not stop.is_set():
@@ -173,25 +175,35 @@ async def publishes(client: Any, publish: Callable[[int], Awaitable[Any]], count
 
 
 def publish_figures(quick: bool) -> dict[str, Any]:
-    """Publish adapters and all weights to one engine each."""
+    """Publish adapters, and the same number of times all weights."""
+    versions, merged = (published(way, quick) for way in ("versions", "merged"))
+    return {
+        "publish_bytes_over_full": versions["bytes"] / merged["bytes"],
+        "publish_ms_over_full": versions["publish"] / merged["publish"],
+        "stall_ms": versions["stall"] * 1e3,
+        "stall_ms_merged": merged["stall"] * 1e3,
+    }
+
+
+def published(way: str, quick: bool) -> dict[str, float]:
+    """Publish to one engine in one way."""
     import torch
 
-    from asyncrl.config.adapters import LINEARS
     from asyncrl.engine.adapters import adapter_names
     from asyncrl.engine.client import GenerationClient
     from tests.integration import adapters, publisher
     from tests.integration.fleet import engines
 
     torch.set_num_threads(1)
-    count, found = (3 if quick else 8), {}
-    model = "experiment=tiny" if quick else "experiment=count_bits"
     settings = [f"trainer.lora.rank={RANK}", "engine.stream_interval=1", "engine.max_total_tokens=16384"]
-    for way in ("versions", "merged"):
-        with (
-            tempfile.TemporaryDirectory(prefix="bench-lora-") as folder,
-            engines(Path(folder), f"weights.lora={way}", *settings, experiment=model.partition("=")[2]) as fleet,
-        ):
-            config, addresses = fleet.config, fleet.addresses
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-lora-")))
+        started = engines(folder, f"weights.lora={way}", *settings, experiment="tiny" if quick else "count_bits")
+        fleet = stack.enter_context(started)
+        config, addresses = fleet.config, fleet.addresses
+
+        async def play() -> dict[str, float]:
+            loop = asyncio.get_running_loop()
             client = GenerationClient(
                 addresses.router,
                 run="bench",
@@ -205,48 +217,32 @@ def publish_figures(quick: bool) -> dict[str, Any]:
                 names=adapter_names(config, "bench"),
             )
 
-            async def play(way: str = way, fleet: Any = fleet, client: Any = client, folder: str = folder) -> Any:
-                loop = asyncio.get_running_loop()
+            async def announced(version: int) -> list[int]:
+                client.inflight.release(version)
+                return client.inflight.adapters.versions()
 
-                async def announced(version: int) -> list[int]:
-                    client.inflight.release(version)
-                    return client.inflight.adapters.versions()
+            def announce(version: int) -> list[int]:
+                return asyncio.run_coroutine_threadsafe(announced(version), loop).result(60)
 
-                def announce(version: int) -> list[int]:
-                    return asyncio.run_coroutine_threadsafe(announced(version), loop).result(60)
+            def hold() -> None:
+                loop.call_soon_threadsafe(client.inflight.hold)
 
-                def hold() -> None:
-                    loop.call_soon_threadsafe(client.inflight.hold)
+            made: Any
+            if way == "versions":
+                adapter = adapters.SeededAdapters(fleet)
+                begun = adapters.publisher_of(config, addresses, adapter, folder, run="bench", announce=announce)
+                made = stack.enter_context(begun)
+                send = partial(adapters.publish, made, adapter)
+            else:
+                weights = publisher.SeededWeights(addresses.model, share=1e-3)
+                made = publisher.make(config, addresses, weights, folder, hold=hold, announce=announce)
+                send = partial(publisher.publish, made)
+            try:
+                return await publishes(client, lambda version: asyncio.to_thread(send, version), 3 if quick else 8)
+            finally:
+                await client.close()
 
-                addresses = fleet.addresses
-                if way == "versions":
-                    seeded = adapters.SeededAdapters(addresses.model, RANK, list(LINEARS))
-                    made = adapters.make(fleet.config, addresses, seeded, Path(folder), run="bench", announce=announce)
-                    send = lambda version: adapters.publish(made, seeded, version)  # noqa: E731
-                else:
-                    whole = publisher.SeededWeights(addresses.model, share=1e-3)
-                    full = publisher.make(
-                        fleet.config,
-                        addresses,
-                        whole,
-                        Path(folder),
-                        hold=hold,
-                        announce=lambda version: announce(version) and None,
-                    )
-                    send = lambda version: publisher.publish(full, version)  # noqa: E731
-                try:
-                    return await publishes(client, lambda version: asyncio.to_thread(send, version), count)
-                finally:
-                    await client.close()
-
-            found[way] = asyncio.run(play())
-    versions, merged = found["versions"], found["merged"]
-    return {
-        "publish_bytes_over_full": versions["bytes"] / merged["bytes"],
-        "publish_ms_over_full": versions["publish"] / merged["publish"],
-        "stall_ms": versions["stall"] * 1e3,
-        "stall_ms_merged": merged["stall"] * 1e3,
-    }
+        return asyncio.run(play())
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------
