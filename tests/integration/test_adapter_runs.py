@@ -62,3 +62,15 @@ def test_many_steps_never_exceed_the_bound(tmp_path: Path, per: str) -> None:
     run(run_dir, *SETTINGS, "run.max_steps=80", "engine.count=2", f"rollout.adapter_per={per}")
     check_versions(run_dir, 80)
     books_balance(run_dir)
+
+
+@pytest.mark.campaign
+def test_engines_hold_the_base_and_the_adapter_that_a_run_starts_from(tmp_path: Path) -> None:
+    """The first batch is on policy: with another base or adapter, its log-probabilities would differ."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    short = (*SETTINGS, "run.max_steps=2", "checkpoint.every=null")
+    for run_dir, start_from in ((first, ()), (second, (f"trainer.lora.path={first / 'hf'}",))):
+        steps = run(run_dir, *short, "trainer.lora.base=nf4", *start_from)
+        assert steps[0]["staleness/max"] == 0
+        assert steps[0]["logprob_gap/max"] < 1e-4
+    assert lines(second / "metrics.jsonl")[0]["adapters/resident"] == 2  # that of version 0, too
