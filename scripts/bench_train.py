@@ -152,7 +152,7 @@ def padded(groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
 class Model:
     """Megatron model with asyncrl's packs, on one rank."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, *settings: str) -> None:
         from asyncrl.backends.cpu import megatron_shim
 
         megatron_shim.enable()
@@ -169,7 +169,7 @@ class Model:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(free_port("127.0.0.1"))
         with initialize_config_dir(str(CONF), version_base=None):
-            overrides = ["experiment=tiny", f"trainer.dtype={dtype}", "trainer.optimizer.clip_grad=0.001"]
+            overrides = ["experiment=tiny", f"trainer.dtype={dtype}", "trainer.optimizer.clip_grad=0.001", *settings]
             raw: Any = OmegaConf.to_container(compose("train", overrides), resolve=True)
         config = load(raw)
         self.parallel = initialize(config.trainer, gpu=False, seed=0, timeout=60.0)

@@ -192,7 +192,7 @@ class Fleet:
         for url, answer in answers.items():
             label = str(answer.get("weight_version"))
             if not label.isdigit() and self._is_new(url, label):
-                self.lose(url, "it was restarted")
+                self.lose(url, "it was restarted", restarted=True)
                 self._incarnations[url] = label
                 self.join(url)
         if self._router:
@@ -245,10 +245,11 @@ class Fleet:
                 with suppress(EngineError):  # a router that is restarting is told by `reconcile`
                     self._router.add(url)
 
-    def lose(self, url: str, reason: str) -> None:
+    def lose(self, url: str, reason: str, *, restarted: bool = False) -> None:
         """Remove an engine from the fleet. Raises EngineError when it was the last one and none is started again.
 
-        Its requests are aborted, and the clients send them to other engines, because its weights are unknown.
+        Its requests are aborted, and the clients send them to other engines, because its weights are unknown. One that
+        was restarted has none, and must not be paused: nothing would let it continue if adapters are published.
         """
         if url not in self.urls:
             return
@@ -264,7 +265,8 @@ class Fleet:
             except EngineError:
                 if self._on_lost is None:  # otherwise the launcher removes it before it restarts the engine
                     raise
-            self._pool.submit(self._let_go, url)
+            if not restarted:
+                self._pool.submit(self._let_go, url)
         if self._on_lost:
             self._on_lost(url, self._incarnations.get(url, ""), reason)
         elif not self.serving:

@@ -180,7 +180,8 @@ def _client(
         stop_token_ids=stop_token_ids,
         timeout=config.engine.request_timeout,
         retry_timeout=config.engine.retry_timeout,
-        coalesce=config.rollout.coalesce,
+        # the stock server cannot unload an adapter after a request with several samples (engine/unloading.py)
+        coalesce=config.rollout.coalesce and not (config.serves_adapters and addresses.attached),
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,

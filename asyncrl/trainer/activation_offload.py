@@ -161,7 +161,7 @@ class ActivationOffload:
         if self.stand_in:
             yield
             return
-        stream = self._streams.setdefault(name, torch.cuda.Stream())
+        stream = self._streams.get(name) or self._streams.setdefault(name, torch.cuda.Stream())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             yield

@@ -198,6 +198,8 @@ class AdapterPublisher:
             self._sent = True
         elif self._parallel.is_first:
             self._update.label(version)
+            # an engine that failed a call was paused when it left the fleet
+            self._fleet.on_each(lambda url: self._fleet.post(url, "/continue_generation"), list(self._fleet.joining))
             self._fleet.admit()
         if self._parallel.is_first:
             held = len(self._live)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -112,12 +112,6 @@ class PeftFolder:
     def modules(self) -> list[str]:
         """Return the modules that have an adapter."""
         return list(self._files)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of all adapters."""
-        for module, names in self._files.items():
-            for letter in "AB":
-                yield f"{module}.lora_{letter}.weight", self._tensor(names[letter])
 
     def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read one tensor. Raises WeightsError if it is missing or has another shape."""

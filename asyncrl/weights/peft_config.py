@@ -182,14 +182,20 @@ def check_start(lora: LoraConfig) -> None:
         raise ConfigError("trainer.lora.path", lora.path, "Set trainer.lora.rank to the rank of these adapters.")
     config = read_adapter_config(folder)
     modules = adapted(config, open_adapters(folder, "numpy").keys())
-    for module in modules:
-        if (rank := config.rank_of(module)) != lora.rank:
-            raise ConfigError("trainer.lora.rank", lora.rank, f"{module} in {folder} has rank {rank}: set that.")
-        if not math.isclose(scale := config.scale_of(module), lora.scale):
-            alpha = scale * lora.alpha / lora.scale
-            raise ConfigError(
-                "trainer.lora.alpha", lora.alpha, f"{module} in {folder} has the scale {scale:g}: set {alpha:g}."
-            )
+    kinds = {(config.rank_of(module), config.scale_of(module)) for module in modules}
+    if len(kinds) > 1:
+        raise ConfigError(
+            "trainer.lora.path",
+            lora.path,
+            f"Its adapters have several ranks and scales, {sorted(kinds)}, but a run trains one: merge it into the "
+            "model with asyncrl-convert merge.",
+        )
+    for rank, scale in kinds:
+        if rank != lora.rank:
+            raise ConfigError("trainer.lora.rank", lora.rank, f"The adapters in {folder} have rank {rank}: set that.")
+        if not math.isclose(scale, lora.scale):
+            remedy = f"The adapters in {folder} have the scale {scale:g}: set {scale * lora.alpha / lora.scale:g}."
+            raise ConfigError("trainer.lora.alpha", lora.alpha, remedy)
     names = {module.rpartition(".")[2] for module in modules}
     if lora.targets != "all" and names != {*lora.targets}:
         raise ConfigError("trainer.lora.targets", lora.targets, f"{folder} has adapters of {sorted(names)}: set these.")

@@ -63,6 +63,13 @@ FEATURES: dict[str, dict[str, Any]] = {
         "trainer.recompute.granularity": "full",
         "trainer.activation_offload": True,
     },
+    "adapters": {
+        "trainer.lora.rank": 8,
+        "trainer.lora.dropout": 0.1,
+        "trainer.recompute.granularity": "full",
+        "algo.kl.coefficient": 0.01,
+        "algo.reset_every": 1,
+    },
     "all": {
         "algo.advantage": "gae",
         "algo.kl.coefficient": 0.01,
@@ -94,6 +101,10 @@ SPARSE_CASES = {
         ("deepseek_v3", "skewed", ("one rank", *MIXED)),
     )
     for layout in layouts
+}
+SPARSE_CASES |= {
+    f"adapters, {name}": replace(SPARSE_CASES[name], changes=SPARSE_CASES[name].changes | {"trainer.lora.rank": 8})
+    for name in ("qwen3_moe, skewed loads, TP 2, SP, EP 2, ETP 2", "deepseek_v3, skewed loads, TP 2, SP, EP 4, ETP 1")
 }
 
 

@@ -29,6 +29,8 @@ def main(name: str, folders: list[Path]) -> None:
     for folder in folders:
         config = read(folder)
         policy = Policy(config, folder / "model", parallel)
+        if policy.network.offload:
+            policy.network.offload.least = 0  # the model is small
         groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
         figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
         save_hf(folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer.dtype)

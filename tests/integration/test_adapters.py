@@ -159,14 +159,14 @@ def test_engines_compute_what_the_merged_weights_compute(fleet: Engines, tmp_pat
 def test_requests_in_flight_keep_their_adapter_while_others_are_published(fleet: Engines, tmp_path: Path) -> None:
     async def play(made: GenerationClient, publish: Publish) -> Any:
         await publish(1)
-        running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(48)])
+        running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(64)])
         await asyncio.sleep(0.02)
         await publish(2)
         await publish(3)
         under_way = made.inflight.in_flight
         return under_way, await running, made.inflight.figures
 
-    under_way, found, figures = played(fleet, tmp_path, "flight", play)
+    under_way, found, figures = played(fleet, tmp_path, "flight", play, stop_token_ids=[])
     assert under_way, "all answers had ended before the publishes did"
     assert {tuple(versions_of(one)) for one in found} == {(1,)}
     assert figures.continued.total() == 0
@@ -188,10 +188,21 @@ def test_an_adapter_is_unloaded_once_nobody_uses_it_and_its_name_does_not_come_b
             held.append(loaded(fleet))
         turns.append(await episode(PROMPT))
         episode.close()
+        sessions = [made.generate(group="siblings") for _ in range(12)]
+        answers = [asyncio.ensure_future(session(PROMPT)) for session in sessions[:4]]
+        await asyncio.gather(*answers)
+        cancelled = [asyncio.ensure_future(session(PROMPT)) for session in sessions[4:]]
+        await asyncio.sleep(0.01)
+        for one in cancelled:
+            one.cancel()
+        await asyncio.wait(cancelled)
+        for session in sessions:
+            session.close()
+        await asyncio.sleep(0)
         await publish(4)
         return turns, [*held, loaded(fleet)]
 
-    turns, held = played(fleet, tmp_path, run, play, config=config, adapter_per="episode")
+    turns, held = played(fleet, tmp_path, run, play, config=config, adapter_per="episode", coalesce=True)
     assert [versions_of(one) for one in turns] == [[1], [1]]
     assert gap(fleet, SeededAdapters(fleet), 1, turns[1]) < 1e-4
     assert held == [{f"{run}-v1", f"{run}-v2"}, {f"{run}-v1", f"{run}-v3"}, {f"{run}-v4"}]
@@ -256,15 +267,15 @@ def test_what_a_killed_trainer_left_in_an_engine_is_unloaded_when_it_joins_the_n
         publish(killed, weights, 1)
     assert "first-v1" in loaded(fleet)
 
-    async def play(made: GenerationClient, publish: Publish) -> list[Completion]:
+    async def play(made: GenerationClient, publish: Publish) -> Any:
         await publish(1)
-        return await several(made)
+        return loaded(fleet), await several(made)
 
     def attach(publisher: AdapterPublisher) -> None:
         publisher._fleet.joining, publisher._fleet.serving = publisher._fleet.serving, []
 
-    found = played(fleet, tmp_path, "second", play, prepare=attach)
-    assert loaded(fleet) == {"second-v1"}
+    held, found = played(fleet, tmp_path, "second", play, prepare=attach)
+    assert held == {"second-v1"}
     assert {tuple(versions_of(one)) for one in found} == {(1,)}
 
 

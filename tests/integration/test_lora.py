@@ -33,7 +33,7 @@ TARGETS: dict[str, list[str]] = {"some": ["q_proj", "v_proj", "up_proj"]}
 EXPERTS = ["experts", "latent"]
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "single": ({"optimizer.offload": True}, list(MODELS)),
+    "single": ({"optimizer.offload": True, "activation_offload": True}, list(MODELS)),
     "full": ({"recompute.granularity": "full"}, list(MODELS)),
     "selective": ({"recompute.granularity": "selective", "recompute.modules": RECOMPUTED}, list(MODELS)),
     "tp2": ({"tensor_parallel": 2, "lora.rslora": True, "lora.alpha": ALPHA / RANK**0.5}, ["dense", "some"]),
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "tp4": ({"tensor_parallel": 4}, ["dense", "some"]),
     "sp4": ({**SEQUENCE, "tensor_parallel": 4}, ["dense", "some", "experts"]),
     "pp2": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, list(MODELS)),
-    "cp2": ({"context_parallel": 2}, ["dense", "latent"]),
+    "cp2": ({"context_parallel": 2, "lora.init": "gaussian"}, ["dense", "latent"]),
     "dp2": ({"data_parallel": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, ["dense", "experts"]),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, EXPERTS),
     "etp2": ({"data_parallel": 2, "expert_tensor_parallel": 2}, EXPERTS),
@@ -186,7 +186,8 @@ def test_adapters_are_those_of_peft(layout: str, name: str, folder: Path, megatr
     megatron(layout)
     stages = [load_file(file) for file in folder.glob(f"{layout}-{name}-?.out")]
     found = {key: tensor for stage in stages for key, tensor in stage.items()}
-    check_start(folder, name, {key: found.pop(key) for key in list(found) if key.startswith("start ")})
+    start = {key: found.pop(key) for key in list(found) if key.startswith("start ")}
+    check_start(start, load_file(folder / f"single-{name}-0.out"), gaussian=layout == "cp2")
     wanted = {key for key in reference if not (key.startswith("gradient ") and layout in SHARDED)}
     assert found.keys() == wanted
     torch.testing.assert_close(found["norm"], reference["norm"], rtol=1e-4, atol=0)
@@ -222,17 +223,18 @@ def test_a_base_in_bfloat16_trains_adapters_with_masters_and_is_published_merged
             torch.testing.assert_close(found[key].float(), tensor, rtol=0.01, atol=0.01)
 
 
-def check_start(folder: Path, name: str, start: dict[str, Tensor]) -> None:
-    """Assert that B starts at zero and A within PEFT's bound, with the same values in every layout."""
-    first = load_file(folder / f"single-{name}-0.out")
+def check_start(start: dict[str, Tensor], of_one: dict[str, Tensor], *, gaussian: bool) -> None:
+    """Assert that B starts at zero and A as PEFT's, with the same values in every layout."""
     assert start
     for key, tensor in start.items():
-        assert tensor.equal(first[key]), key
         if ".lora_B." in key:
             assert not tensor.any()
+        elif gaussian:
+            assert tensor.std() == pytest.approx(1 / RANK, rel=0.3), key
         else:
             bound = tensor.shape[1] ** -0.5
             assert 0.8 * bound < tensor.abs().max() <= bound, key
+            assert tensor.equal(of_one[key]), key
 
 
 @pytest.mark.parametrize(("layout", "model"), [("single", "llama-tied"), ("tp2-sp-ep2", "qwen3-moe")])
@@ -240,7 +242,7 @@ def test_the_base_is_the_reference_and_all_of_an_update_leaves_it_alone(
     layout: str, model: str, tmp_path: Path
 ) -> None:
     """The rank asserts it: with a critic, several steps, resets, dropout, and replayed routing if there are experts."""
-    algo = {"algo.advantage": "gae", "algo.epochs": 2, "algo.kl.measure_every": 1, "algo.kl.coefficient": 0.1}
+    algo = {"algo.advantage": "gae", "algo.kl.measure_every": 1, "algo.kl.coefficient": 0.1}
     reset = {"algo.reset_every": 2, "algo.reset_share": 0.5, "trainer.lora.rank": RANK, "trainer.lora.dropout": 0.2}
     config = prepare(tmp_path, model, layout, {}, {**algo, **reset, "trainer.optimizer.lr": 1e-2})
     run_ranks("rank_adapted.py", str(tmp_path), world=config.trainer.world_size)

@@ -1,5 +1,5 @@
-"""An update on a GPU is that of the CPU in float32, also with recomputed activations and TransformerEngine's layers; a
-checkpoint holds every bit of the state on a GPU.
+"""An update on a GPU is that of the CPU in float32, also with activations that are recomputed or in host memory, with
+TransformerEngine's layers and with moments in bfloat16; a checkpoint holds every bit of the state on a GPU.
 
 The same tests run with a trainer on a CPU, in float32 and bfloat16.
 """
@@ -33,6 +33,7 @@ CUDA = pytest.param(
 )
 on_both = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.integration), CUDA])
 
+RECOMPUTED, OFFLOADED = "trainer.recompute.granularity=full", "trainer.activation_offload=true"
 LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
@@ -96,9 +97,12 @@ def test_two_updates_are_those_of_a_cpu_in_float32(
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.campaign), CUDA])
 @pytest.mark.parametrize("model", MODELS)
-def test_recomputed_activations_give_the_same_updates(folder: Path, model: str, device: str) -> None:
-    recomputed = updated(folder / model, device, "float32", "trainer.recompute.granularity=full")
-    assert_alike(folder / model, recomputed, updated(folder / model, device, "float32"), 1e-5, 1e-4)
+@pytest.mark.parametrize("changes", [[RECOMPUTED], [OFFLOADED], [RECOMPUTED, OFFLOADED]], ids=" ".join)
+def test_activations_that_are_recomputed_or_in_host_memory_give_the_same_updates(
+    folder: Path, model: str, changes: list[str], device: str
+) -> None:
+    other = updated(folder / model, device, "float32", *changes)
+    assert_alike(folder / model, other, updated(folder / model, device, "float32"), 1e-5, 1e-4)
 
 
 @pytest.mark.gpu
@@ -111,6 +115,14 @@ def test_layers_of_transformer_engine_give_the_updates_of_local_ones(
 ) -> None:
     fused = updated(folder / model, "cuda", dtype, "trainer.layers=transformer_engine")
     assert_alike(folder / model, fused, updated(folder / model, "cpu", "float32"), figure, change)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.skipif(not find_spec("transformer_engine_torch"), reason="needs TransformerEngine")
+def test_moments_in_bfloat16_give_nearly_the_same_updates(folder: Path) -> None:
+    low = updated(folder / "grouped", "cuda", "bfloat16", "trainer.optimizer.moments_dtype=bfloat16")
+    assert_alike(folder / "grouped", low, updated(folder / "grouped", "cuda", "bfloat16"), 0.02, 0.1)
 
 
 def assert_alike(folder: Path, outcome: Outcome, reference: Outcome, figure: float, change: float) -> None:

@@ -145,3 +145,11 @@ def test_activations_in_host_memory_change_no_bit(layout: str, tmp_path: Path) -
         assert min(count["activations"] for count in counts.values()) > 0, counts
         assert max(count["layers"] for count in counts.values()) == 1, counts
         assert counts["and uniform"]["activations"] < counts["alone"]["activations"] / 2
+
+
+@pytest.mark.parametrize("base", ["none", "int8"])
+def test_activations_of_adapters_in_host_memory_change_no_bit(base: str, tmp_path: Path) -> None:
+    """A frozen base, quantized or not, stays on the device."""
+    adapters = {"trainer.lora.rank": 4, "trainer.lora.base": base}
+    counts = run(tmp_path, "single", {"qwen3-untied": OFFLOAD}, **adapters)["qwen3-untied"]
+    assert min(count["activations"] for count in counts.values()) > 0, counts

@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncrl.config.adapters import resident_adapters
 from asyncrl.engine.adapters import AdapterUse, adapter_names
 from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
 from asyncrl.network.addresses import Access
 from asyncrl.parallel import Parallel
@@ -45,6 +46,7 @@ class AdapterServer:
     def __init__(self, label: str = "0") -> None:
         self.label, self.held, self.faults = label, dict[str, bool](), set[str]()
         self.calls: list[str] = []
+        self.paused = False
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         path, body = request.url.path, json.loads(request.content or b"{}")
@@ -58,7 +60,9 @@ class AdapterServer:
         if path == "/v1/models":
             cards = [{"id": one, "parent": "base"} for one in self.held]
             return httpx.Response(200, json={"data": [{"id": "base", "parent": None}, *cards]})
-        if path == "/update_weight_version":
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
+        elif path == "/update_weight_version":
             self.label = body["new_version"]
         elif path.startswith("/load"):
             if name in self.held:
@@ -98,16 +102,20 @@ class Servers:
 
 
 def publisher(
-    servers: Servers, announce: Callable[[int], list[int]], *, run: str = "run0", **changes: Any
+    servers: Servers,
+    announce: Callable[[int], list[int]],
+    *,
+    run: str = "run0",
+    base: Callable[[Update], Any] | None = None,
+    **changes: Any,
 ) -> AdapterPublisher:
     build, _ = build_adapters(CONFIG, servers.fleet, host="", folder=Path("/nowhere"))
     names = adapter_names(CONFIG, run)
     assert names
     weights = CONFIG.weights.model_copy(update=changes)
-    made = changes.pop("make", build)
-    return AdapterPublisher(
-        Parallel(**ALONE), servers.fleet, tensors, made, weights, torch.float32, names=names, announce=announce
-    )
+    rank = Parallel(**ALONE)
+    told: dict[str, Any] = {"names": names, "announce": announce, "base": base}
+    return AdapterPublisher(rank, servers.fleet, tensors, build, weights, torch.float32, **told)
 
 
 @contextmanager
@@ -160,6 +168,7 @@ def test_a_restarted_engine_gets_every_live_adapter_before_it_joins_the_router()
         made.publish(2)
         assert joined == [{"run0-v1", "run0-v2"}]
         assert servers.engines[url].label == "2"
+        assert not servers.engines[url].paused
         assert [call.split()[0] for call in servers.engines["http://engine-0"].calls].count(
             "/update_weight_version"
         ) == 3
@@ -197,6 +206,34 @@ def test_version_0_is_the_base_and_needs_no_adapter() -> None:
             "/update_weight_version 0"
         ] * 2
         assert made.publish(1)["verify"] > 0  # still the first that can be verified
+
+
+class BasePublisher:
+    """Publishes the base alone, with the calls that matter here (weights/publish.py)."""
+
+    def __init__(self, servers: Servers, update: Update) -> None:
+        self._servers, self._update = servers, update
+
+    def publish(self, version: int) -> None:
+        self._servers.fleet.call("/base")
+        self._update.label(version)
+        self._servers.fleet.admit()
+
+
+def test_engines_get_a_base_that_they_did_not_load_at_first_and_when_one_joins() -> None:
+    with served() as servers:
+        made = publisher(servers, lambda version: [1, 2], base=lambda update: BasePublisher(servers, update))
+        for version in (1, 2):
+            made.publish(version)
+        servers.restart("http://engine-1", "restart-1")
+        made.publish(2)
+        first, second = (engine.calls for engine in servers.engines.values())
+    load = "/load_lora_adapter_from_tensors run0-v"
+    assert second == ["/base ", f"{load}1", f"{load}2", "/update_weight_version 2"]
+    assert first == [
+        *("/base ", f"{load}1", "/update_weight_version 1", f"{load}2", "/update_weight_version 2"),
+        *("/base ", "/update_weight_version 2"),
+    ]
 
 
 def test_wrong_bytes_are_found_before_any_engine_gets_them() -> None:
@@ -360,6 +397,7 @@ class Residency(RuleBasedStateMachine):
             needed = {f"{self.run}-v{version}" for version in self.use.versions() if version}
             for url in self.servers.routed:
                 assert needed <= self.servers.engines[url].held.keys()
+                assert not self.servers.engines[url].paused
 
     def teardown(self) -> None:
         if hasattr(self, "servers"):

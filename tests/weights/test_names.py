@@ -60,6 +60,27 @@ def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
     assert unit_of("model.layers.3.self_attn.q_proj.weight") == "model.layers.3.self_attn.q_proj.weight"
 
 
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architecture: str) -> None:
+    """Those of stacked experts are named after transformers' parameters, whatever the files call the experts."""
+    mapping = Mapping(architecture)
+    for rule in FAMILIES[architecture]:
+        if not rule.linear:
+            continue
+        linear = rule.megatron.removesuffix(".weight").format(layer=3, expert=5)
+        names = [
+            name
+            for projection in rule.projections()
+            for matrix in "AB"
+            for name in mapping.find(f"{linear}.lora.{projection}.{matrix}").hf_names()
+        ]
+        modules = [name.format(layer=3, expert=5).removesuffix(".weight") for name in rule.hf]
+        if rule.expert:
+            stack = "gate_up_proj" if rule.layout is GATE_UP else "down_proj"
+            modules = [f"model.layers.3.mlp.experts.{stack}"]
+        assert names == [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
+
+
 def test_every_layout_is_tested_here() -> None:
     assert {value for value in vars(layouts).values() if isinstance(value, TensorLayout)} == {
         WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP,

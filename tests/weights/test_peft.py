@@ -28,9 +28,14 @@ def saved(model: Path, folder: Path, tensors: dict[str, Tensor], **settings: Any
     return folder
 
 
+def held(opened: PeftFolder) -> dict[str, Tensor]:
+    names = [f"{module}.lora_{letter}.weight" for module in opened.modules for letter in "AB"]
+    return {name: opened.read(name) for name in names}
+
+
 def read(folder: Path) -> dict[str, Tensor]:
     with PeftFolder(folder) as opened:
-        return dict(opened.tensors())
+        return held(opened)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -78,7 +83,7 @@ def test_a_folder_of_peft_is_read_as_peft_computes_it(family: str, settings: dic
     adapted = get_peft_model(loaded(model), config).eval()
     adapted.save_pretrained(tmp_path / "peft")
     with PeftFolder(tmp_path / "peft") as opened:
-        tensors, scales = dict(opened.tensors()), {module: opened.config.scale_of(module) for module in opened.modules}
+        tensors, scales = held(opened), {module: opened.config.scale_of(module) for module in opened.modules}
     scaled = {n: t * scales[parsed(n)[0]] if "lora_B" in n else t for n, t in tensors.items()}
     expected = loaded(merged(model, tmp_path / "merged", scaled, 1.0))
     torch.testing.assert_close(logits(adapted), logits(expected), atol=2e-5, rtol=0)
@@ -164,9 +169,9 @@ def test_a_folder_is_replaced_as_a_whole(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "field", "remedy"),
     [
-        ({"rank": 8}, "rank", "o_proj in .* has rank 4: set that"),
-        ({"alpha": 5.0}, "alpha", "has the scale 2.5: set 10"),
-        ({"rslora": True}, "alpha", "has the scale 2.5: set 5"),
+        ({"rank": 8}, "rank", "have rank 4: set that"),
+        ({"alpha": 5.0}, "alpha", "have the scale 2.5: set 10"),
+        ({"rslora": True}, "alpha", "have the scale 2.5: set 5"),
         ({"targets": ["q_proj"]}, "targets", r"has adapters of \['o_proj', 'q_proj'\]"),
         ({"targets": ["q_proj", "o_proj", "v_proj"]}, "targets", "has adapters of"),
         ({"rank": None}, "path", "Set trainer.lora.rank"),
@@ -182,6 +187,14 @@ def test_a_run_starts_only_from_adapters_like_those_of_its_settings(
     check_start(lora(path=str(folder), alpha=5.0, rslora=True))  # the same scale
     with pytest.raises(ConfigError, match=rf"trainer\.lora\.{field}: got .*{remedy}"):
         check_start(lora(**{"path": str(folder), **settings}))
+
+
+def test_a_run_does_not_start_from_adapters_of_several_ranks(llama: Path) -> None:
+    folder = saved(llama, llama.parent / "peft", adapters(llama, only="[oq]_proj"))
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": {"q_proj": 3}}))
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.path: got .* several ranks and scales, \[\(4, 0\.75\)"):
+        check_start(lora(path=str(folder)))
 
 
 def test_what_a_run_cannot_read_is_refused_before_it_starts(llama: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from asyncrl.config import Config, on_gpu
+from asyncrl.config.adapters import resident_adapters
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight.findings import Finding, error, ok
@@ -25,6 +26,10 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
         chosen, why = choose(config.weights.transport, engines, host, gpu=gpu, colocated=colocated)
     except ConfigError as problem:
         return [error(problem.field, str(problem.value), problem.remedy)]
+    if config.serves_adapters:
+        carried = "adapters in shared memory" if chosen == "tensor" else "adapters as PEFT folders"
+        text = f"{carried}: {why}; at most {resident_adapters(config)} in each engine"
+        return [ok("weights.transport", text)]
     item = BYTES[config.trainer.dtype]
     sizes = [one.elements * item for one in weights]
     count = len(packed(sizes, config.weights.bucket_mb << 20))
@@ -35,12 +40,13 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
 def check_shared(
     config: Config, missing: Mapping[str, Sequence[str]], folder: str, models: Mapping[str, str]
 ) -> list[Finding]:
-    """Check that all machines see the run folder, the folder of disk and delta, and the model folders. `models` maps
-    model folders to their settings; `missing` maps each machine to the folders that it does not see."""
+    """Check that all machines see the run folder, the folder of disk, delta and adapters, and the model folders.
+    `models` maps model folders to their settings; `missing` maps each machine to the folders that it does not see."""
     found = []
     for machine, paths in sorted(missing.items()):
         for path in paths:
-            by_files = path == folder and config.weights.transport in ("disk", "delta")
+            files = config.weights.transport in ("disk", "delta") or config.serves_adapters
+            by_files = path == folder and files
             field = models.get(path) or ("weights.folder" if by_files else "run.dir")
             text = f"on {machine}, {path} is not the folder that the first machine sees"
             found.append(error(field, text, "Choose a folder on a file system that all machines of the job share."))

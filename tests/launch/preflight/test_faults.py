@@ -456,6 +456,15 @@ def test_trainers_on_several_machines_send_weights_over_the_network() -> None:
     assert sync("auto", 1, mode="replay", **{"replay.from": "x"}) == []
 
 
+def test_how_adapters_travel_is_told() -> None:
+    adapted = {"trainer.lora.rank": 8, "weights.lora": "versions", "rollout.max_staleness": 1}
+    assert sync("auto", 1, **adapted)[0].value.startswith("adapters in shared memory")
+    shape = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
+    found = sync("auto", 2, **shape, **adapted)[0].value
+    assert found.startswith("adapters as PEFT folders")
+    assert found.endswith("at most 4 in each engine")
+
+
 def test_buckets_of_a_publish_are_told() -> None:
     config, megabytes = job(**{"weights.bucket_mb": 2}), [Weight(f"layer{number}", (1 << 18,)) for number in range(5)]
     assert check_sync(config, placed(config, 1, 0), megabytes, 0)[0].value.endswith("in about 3 bucket(s)")
