@@ -18,7 +18,8 @@ asyncrl-train. Ratios compare measurements of this run. The last line is JSON:
     stall_ms_merged          the same where the version is sent as merged weights
     samples_per_s_over_merged  rates of asynchronous runs with weights.lora=versions / merged, by rollout.max_staleness
     staleness                mean staleness of both, by the same bounds
-    gap_over_full            mean log-probability gap between engine and trainer / in a run that trains all weights
+    gap_over_full            mean log-probability gap between engine and trainer in a synchronous run / in one of full
+                             training
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +149,7 @@ async def publishes(client: Any, publish: Callable[[int], Awaitable[Any]], count
     draw, gaps, stop = random.Random(0), Gaps(), asyncio.Event()
 
     def prompt() -> list[int]:
-        return [draw.randrange(1, 200) for _ in range(16)]
+        return [draw.randrange(1, 10) for _ in range(16)]
 
     async def stream() -> None:
         while not stop.is_set():
@@ -173,25 +176,35 @@ async def publishes(client: Any, publish: Callable[[int], Awaitable[Any]], count
 
 
 def publish_figures(quick: bool) -> dict[str, Any]:
-    """Publish adapters and all weights to one engine each."""
+    """Publish adapters, and the same number of times all weights."""
+    versions, merged = (published(way, quick) for way in ("versions", "merged"))
+    return {
+        "publish_bytes_over_full": versions["bytes"] / merged["bytes"],
+        "publish_ms_over_full": versions["publish"] / merged["publish"],
+        "stall_ms": versions["stall"] * 1e3,
+        "stall_ms_merged": merged["stall"] * 1e3,
+    }
+
+
+def published(way: str, quick: bool) -> dict[str, float]:
+    """Publish to one engine in one way."""
     import torch
 
-    from asyncrl.config.adapters import LINEARS
     from asyncrl.engine.adapters import adapter_names
     from asyncrl.engine.client import GenerationClient
     from tests.integration import adapters, publisher
     from tests.integration.fleet import engines
 
     torch.set_num_threads(1)
-    count, found = (3 if quick else 8), {}
-    model = "experiment=tiny" if quick else "experiment=count_bits"
     settings = [f"trainer.lora.rank={RANK}", "engine.stream_interval=1", "engine.max_total_tokens=16384"]
-    for way in ("versions", "merged"):
-        with (
-            tempfile.TemporaryDirectory(prefix="bench-lora-") as folder,
-            engines(Path(folder), f"weights.lora={way}", *settings, experiment=model.partition("=")[2]) as fleet,
-        ):
-            config, addresses = fleet.config, fleet.addresses
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-lora-")))
+        started = engines(folder, f"weights.lora={way}", *settings, experiment="tiny" if quick else "count_bits")
+        fleet = stack.enter_context(started)
+        config, addresses = fleet.config, fleet.addresses
+
+        async def play() -> dict[str, float]:
+            loop = asyncio.get_running_loop()
             client = GenerationClient(
                 addresses.router,
                 run="bench",
@@ -205,48 +218,32 @@ def publish_figures(quick: bool) -> dict[str, Any]:
                 names=adapter_names(config, "bench"),
             )
 
-            async def play(way: str = way, fleet: Any = fleet, client: Any = client, folder: str = folder) -> Any:
-                loop = asyncio.get_running_loop()
+            async def announced(version: int) -> list[int]:
+                client.inflight.release(version)
+                return client.inflight.adapters.versions()
 
-                async def announced(version: int) -> list[int]:
-                    client.inflight.release(version)
-                    return client.inflight.adapters.versions()
+            def announce(version: int) -> list[int]:
+                return asyncio.run_coroutine_threadsafe(announced(version), loop).result(60)
 
-                def announce(version: int) -> list[int]:
-                    return asyncio.run_coroutine_threadsafe(announced(version), loop).result(60)
+            def hold() -> None:
+                loop.call_soon_threadsafe(client.inflight.hold)
 
-                def hold() -> None:
-                    loop.call_soon_threadsafe(client.inflight.hold)
+            made: Any
+            if way == "versions":
+                adapter = adapters.SeededAdapters(fleet)
+                begun = adapters.publisher_of(config, addresses, adapter, folder, run="bench", announce=announce)
+                made = stack.enter_context(begun)
+                send = partial(adapters.publish, made, adapter)
+            else:
+                weights = publisher.SeededWeights(addresses.model, share=1e-3)
+                made = publisher.make(config, addresses, weights, folder, hold=hold, announce=announce)
+                send = partial(publisher.publish, made)
+            try:
+                return await publishes(client, lambda version: asyncio.to_thread(send, version), 3 if quick else 8)
+            finally:
+                await client.close()
 
-                addresses = fleet.addresses
-                if way == "versions":
-                    seeded = adapters.SeededAdapters(addresses.model, RANK, list(LINEARS))
-                    made = adapters.make(fleet.config, addresses, seeded, Path(folder), run="bench", announce=announce)
-                    send = lambda version: adapters.publish(made, seeded, version)  # noqa: E731
-                else:
-                    whole = publisher.SeededWeights(addresses.model, share=1e-3)
-                    full = publisher.make(
-                        fleet.config,
-                        addresses,
-                        whole,
-                        Path(folder),
-                        hold=hold,
-                        announce=lambda version: announce(version) and None,
-                    )
-                    send = lambda version: publisher.publish(full, version)  # noqa: E731
-                try:
-                    return await publishes(client, lambda version: asyncio.to_thread(send, version), count)
-                finally:
-                    await client.close()
-
-            found[way] = asyncio.run(play())
-    versions, merged = found["versions"], found["merged"]
-    return {
-        "publish_bytes_over_full": versions["bytes"] / merged["bytes"],
-        "publish_ms_over_full": versions["publish"] / merged["publish"],
-        "stall_ms": versions["stall"] * 1e3,
-        "stall_ms_merged": merged["stall"] * 1e3,
-    }
+        return asyncio.run(play())
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------
@@ -269,7 +266,7 @@ def run_figures(quick: bool, steps: int) -> dict[str, Any]:
     """Compare runs whose versions are adapters with runs that publish merged weights."""
     shape = ["experiment=tiny" if quick else "experiment=lora", f"run.max_steps={steps}", "eval.questions=0"]
     lora = [*shape, f"trainer.lora.rank={RANK}"]
-    rates, staleness, gaps = {}, {}, []
+    rates, staleness = {}, {}
     for bound in (1,) if quick else (1, 2, 4):
         found = {
             way: run_once(*lora, f"weights.lora={way}", f"rollout.max_staleness={bound}")
@@ -277,12 +274,15 @@ def run_figures(quick: bool, steps: int) -> dict[str, Any]:
         }
         rates[bound] = round(found["versions"]["samples_per_s"] / found["merged"]["samples_per_s"], 3)
         staleness[bound] = [round(found[way]["staleness"], 3) for way in ("versions", "merged")]
-        gaps.append(found["versions"]["logprob_gap/mean"])
-    full = run_once(*shape, "trainer.lora.rank=null", "rollout.max_staleness=1")
+    synchronous = ["rollout.max_staleness=0", f"run.max_steps={min(steps, 8)}"]
+    gap, of_full = (
+        run_once(*shape, *synchronous, *settings)["logprob_gap/mean"]
+        for settings in ([f"trainer.lora.rank={RANK}", "weights.lora=versions"], ["trainer.lora.rank=null"])
+    )
     return {
         "samples_per_s_over_merged": rates,
         "staleness": staleness,
-        "gap_over_full": gaps[0] / full["logprob_gap/mean"],
+        "gap_over_full": gap / of_full,
     }
 
 

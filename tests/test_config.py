@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -422,6 +423,11 @@ def test_megatron_settings_that_do_not_fit_each_other_are_refused(
     assert remedy in str(error)
 
 
+def test_base_is_quantized_only_under_adapters() -> None:
+    found = refusal(**{"trainer.lora.base": "nf4"})
+    assert (found.field, found.value) == ("trainer.lora.base", "nf4")
+
+
 # --- what the model and the machine rule out ----------------------------------------------------------------
 
 
@@ -440,6 +446,28 @@ def test_layout_that_the_model_rules_out_names_field_value_and_remedy(field: str
     with pytest.raises(ConfigError, match=remedy) as caught:
         check_model(tiny_config(**{field: value}), LLAMA)
     assert (caught.value.field, caught.value.value) == (field, value)
+
+
+BLOCKS = {**LLAMA, "hidden_size": 384, "num_attention_heads": 6, "head_dim": 64, "intermediate_size": 192}
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({}, None),
+        ({"trainer.lora.targets": ["q_proj", "o_proj"], "trainer.tensor_parallel": 2}, None),
+        ({"trainer.tensor_parallel": 2}, r"each of 2 ranks has 96 inputs of down_proj: lower trainer\.tensor_parallel"),
+        ({"hidden_size": 96, "head_dim": 16}, "each of 1 ranks has 96 inputs of gate_proj, k_proj"),
+    ],
+)
+def test_layer_that_would_cut_blocks_of_a_quantized_base_is_refused(
+    changes: dict[str, Any], remedy: str | None
+) -> None:
+    settings = {name: value for name, value in changes.items() if name.startswith("trainer.")}
+    hf = {**BLOCKS, **{name: value for name, value in changes.items() if name in BLOCKS}}
+    config = tiny_config(**{"trainer.lora.rank": 4, "trainer.lora.base": "nf4", **settings})
+    with pytest.raises(ConfigError, match=remedy) if remedy else nullcontext():
+        check_model(config, hf)
 
 
 @pytest.mark.parametrize(

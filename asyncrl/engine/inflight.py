@@ -143,7 +143,7 @@ class InFlight:
         """
         self.version = version
         self._open.set()
-        if self._pause_mode == "in_place" and self._cache_key == "version" and not self._names:
+        if self._pause_mode == "in_place" and self._cache_key == "version":
             for sent in self._requests:
                 if sent.overtaken and not sent.scope.expired():  # an earlier publish may already have ended it
                     sent.scope.reschedule(0.0)

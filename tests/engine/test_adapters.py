@@ -100,7 +100,7 @@ def test_a_completion_keeps_its_adapter_when_it_is_continued_after_a_publish() -
 
 
 def test_a_publish_sends_no_request_again_that_waits_for_its_first_chunk() -> None:
-    """Under full weights it would run under a prefix-cache key that is older than its weights."""
+    """Nothing is held: with full weights it would run under a prefix-cache key that is older than its weights."""
     going = asyncio.Event()
     slow: Reply = [going, stream(pieces(completion(3, (1,), "length")))]
     engine = answering(before=lambda number: slow)

@@ -32,14 +32,14 @@ class SeededAdapters:
         files = sorted(fleet.addresses.model.glob("*.safetensors"))
         self.base = {name: tensor for file in files for name, tensor in load_file(file).items()}
         self._linears = {name: t for name, t in self.base.items() if name.split(".")[-2] in targets}
-        self.version = 0
+        self._rank, self.version = fleet.config.trainer.lora.rank or RANK, 0
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         draw = torch.Generator().manual_seed(self.version)
         for name, weight in self._linears.items():
             stem = name.removesuffix(".weight")
-            yield f"{stem}.lora_A.weight", 0.3 * torch.randn(RANK, weight.shape[1], generator=draw)
-            yield f"{stem}.lora_B.weight", 0.3 * torch.randn(weight.shape[0], RANK, generator=draw)
+            yield f"{stem}.lora_A.weight", 0.3 * torch.randn(self._rank, weight.shape[1], generator=draw)
+            yield f"{stem}.lora_B.weight", 0.3 * torch.randn(weight.shape[0], self._rank, generator=draw)
 
     def merged(self, version: int, scale: float) -> dict[str, Tensor]:
         """Return the weights of a version, with the adapter added."""

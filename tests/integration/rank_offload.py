@@ -45,7 +45,8 @@ class Trained:
 
     def _held(self) -> HeldTensors:
         network = self.network
-        return HeldTensors(list(network.parameters()), network.gradients(), list(self.optimizer.states()))
+        weights = [*network.parameters(), *network.packed()]
+        return HeldTensors(weights, network.gradients(), list(self.optimizer.states()))
 
     def update(self) -> None:
         self.optimizer.zero_grad()

@@ -39,3 +39,18 @@ def test_offload_between_updates_changes_no_bit(dtype: str, replicas: int, exper
             assert update["everything"] > 2.5 * update["weights_alone"]
             assert update["weights_alone"] >= found["parameters"]
             assert update["weights_alone"] < 1.2 * found["parameters"]  # a buffer is padded
+
+
+def test_a_quantized_base_leaves_the_device_too_and_is_published_when_it_is_back(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 128}
+    write_random_model(tmp_path / "model", "llama", vocab=VOCAB, tied=True, seed=1, dtype="bfloat16", **sizes)
+    config = tiny_config(**{"trainer.dtype": "bfloat16", "trainer.lora.rank": 4, "trainer.lora.base": "nf4"})
+    (tmp_path / "trainer.json").write_text(config.trainer.model_dump_json())
+    run_ranks("rank_offload.py", str(tmp_path), world=1)
+    found = json.loads((tmp_path / "found-0.json").read_text())
+    assert found["restored"]
+    for update in found["updates"]:
+        assert update["published"]
+        assert update["saved"]
+        assert update["nothing"] == 0
+        assert update["weights_alone"] > found["parameters"]
