@@ -104,6 +104,10 @@ class Shape:
     cached: int = 0  # KV cache numbers per token and layer
     cache_heads: int = 1  # KV heads, sharded over tensor-parallel ranks and replicated if there are more ranks
 
+    def key_shards(self, layout: ParallelLayout) -> int:
+        """Return the number of parts of the keys, of which each tensor-parallel rank holds one."""
+        return layout.tensor if self.latent else min(layout.tensor, self.cache_heads)
+
 
 class RankParameters(NamedTuple):
     """Number of parameters on one rank."""

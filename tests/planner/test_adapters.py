@@ -73,7 +73,12 @@ def test_tensor_parallel_ranks_share_one_matrix_of_each_adapter() -> None:
     """The outputs of column-parallel layers, and the inputs of row-parallel ones."""
     split = {name: size[1] if name.endswith(("o_proj", "down_proj")) else size[0] for name, size in LINEARS.items()}
     shared = LAYERS * RANK * sum(split.values())
-    assert rank(ParallelLayout(tensor=2))["weights"] == 2 * (MINE - shared + shared // 2)
+    two = replace(SHAPE, cache_heads=2)
+    found = trainer_rank(WEIGHTS, two, ParallelLayout(tensor=2), TRAINING)
+    assert found["weights"] == 2 * (MINE - shared + shared // 2)
+    # with one key-value head, both ranks hold the outputs of queries, keys and values
+    whole = LAYERS * RANK * (HIDDEN + 2 * KEYS)
+    assert rank(ParallelLayout(tensor=2))["weights"] == found["weights"] + 2 * whole // 2
     assert rank(ParallelLayout(data=2))["moments"] == 8 * MINE // 2
 
 

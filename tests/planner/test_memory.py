@@ -225,6 +225,13 @@ def test_activations_shrink_by_what_the_layout_divides() -> None:
     assert of(uneven, 1) == layers / 4 + last_norm
 
 
+def test_more_ranks_than_key_value_heads_keep_the_projections_of_all() -> None:
+    """Megatron gathers queries, keys and values, and each rank takes its queries and one head of keys and values."""
+    layout, heads = ParallelLayout(tensor=4), replace(SHAPE, cache_heads=4)
+    split, whole = (layer_bytes(shape, layout, TRAINING, routed=False) for shape in (heads, SHAPE))
+    assert whole - split == 2 * ((8 + 4 + 4) * 3 / 4 + 4 / 2 - 4 / 4)
+
+
 def test_recomputed_activations_are_kept_for_one_unit_at_a_time() -> None:
     def of(**recompute: Any) -> float:
         return activations(SHAPE, ParallelLayout(), replace(TRAINING, recompute=Recompute(**recompute)), 0)
