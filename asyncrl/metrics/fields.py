@@ -88,8 +88,6 @@ STEP = {
     "time/engine_busy": "time since the previous step with at least one request in flight",
     "time/since_start": "time since the command was started",
     "bytes/published": "bytes of weights sent by this rank",
-    "adapters/resident": "number of versions whose adapters every engine held before this publish unloaded the drained "
-    "ones (weights.lora=versions)",
 }
 
 # The same file, unless mode=rollout_only; within time/train, as a mean over the trainer's ranks
@@ -168,6 +166,11 @@ STEP_CHECKPOINT = {
 STEP_COLOCATED = {
     "time/release": "time from the batch's arrival until the engines had released their memory, part of "
     "time/wait_batch; time/pause is then the trainers' whole turn",
+}
+
+# The same file, with weights.lora=versions
+STEP_ADAPTERS = {
+    "adapters/resident": "number of adapters that every engine held before this publish unloaded those not in use",
 }
 
 # The same file, for each token age in the batch, in versions; the last one includes all older tokens

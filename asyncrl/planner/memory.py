@@ -23,8 +23,8 @@ from asyncrl.planner.shapes import (
     Weight,
     held,
     of_critic,
+    of_stage,
     parameters,
-    stages_of,
 )
 
 MASTER, GRADIENT = FLOAT, FLOAT
@@ -113,11 +113,11 @@ def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, train
     """Return the bytes of the buckets of a publish. Adapters that are sent by themselves are one bucket in float32; a
     quantized base, which the engines get at the start, goes through the usual ones."""
     adapters = training.adapters
-    whole = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * BYTES[training.dtype]
+    whole = sum(one.elements for one in of_stage(weights, shape, layout, stage)) * BYTES[training.dtype]
     buckets = min(whole, 2 * training.bucket) if training.bucket else whole
     if adapters is None or not training.versions:
         return buckets
-    matrices = adapters.matrices([one for one in weights if stage in stages_of(one, shape, layout)])
+    matrices = adapters.matrices([*of_stage(weights, shape, layout, stage)])
     return max(sum(one.elements for one in matrices) * FLOAT, buckets if adapters.base != "none" else 0)
 
 

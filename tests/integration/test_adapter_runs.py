@@ -29,7 +29,7 @@ def check_versions(run_dir: Path, steps: int) -> None:
     assert sum(one["requests/overtaken"] + one["tokens/inferred"] + one["time/pause"] for one in records) == 0
     completions = [turn.completion for g in groups_of(run_dir) for t in g.trajectories for turn in t.turns]
     assert {len(one.versions) for one in completions} == {1}
-    assert {span.version for one in completions for span in one.versions} >= set(range(steps - 2))
+    assert len({span.version for one in completions for span in one.versions}) > steps // 2
     assert all(one["version_min"] == one["version_max"] for one in lines(run_dir / "eval.jsonl"))
     assert json.loads((run_dir / "summary.json").read_text())["transport"].startswith("adapters in shared memory")
 

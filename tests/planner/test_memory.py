@@ -25,7 +25,7 @@ from asyncrl.planner.memory import (
     trainer_rank,
     turns,
 )
-from asyncrl.planner.shapes import ParallelLayout, RankParameters, Shape, Weight, counted, held, parameters
+from asyncrl.planner.shapes import ParallelLayout, RankParameters, Shape, Weight, counted, held, of_stage, parameters
 from asyncrl.weights.names import FAMILIES
 from tests.fakes import tiny_config
 
@@ -88,7 +88,9 @@ def test_tensor_parallel_ranks_share_matrices_and_pad_the_vocabulary() -> None:
 @pytest.mark.parametrize(("chunks", "stages"), [(1, [0, 0, 1, 1]), (2, [0, 1, 0, 1])])
 def test_layers_stand_on_the_stages_that_megatron_gives_them(chunks: int, stages: list[int]) -> None:
     layout = ParallelLayout(pipeline=2, chunks=chunks)
-    assert [layout.stage_of(layer, 4) for layer in range(4)] == stages
+    layers = [Weight(f"model.layers.{number}.mlp.up_proj.weight", (1, 1)) for number in range(4)]
+    found = {one.layer: stage for stage in (0, 1) for one in of_stage(layers, replace(SHAPE, layers=4), layout, stage)}
+    assert [found[layer] for layer in range(4)] == stages
 
 
 @given(st.sampled_from([1, 2, 4]), st.booleans())
