@@ -110,8 +110,8 @@ def _base(network: _Network, layout: ParallelLayout, training: Training, stage: 
 
 
 def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
-    """Return the bytes of the buckets of a publish. Adapters that are sent by themselves need none: their matrices leave
-    one after the other (weights/adapters.py). A quantized base goes through the usual ones at the start."""
+    """Return the bytes of the buckets of a publish. Adapters that are sent by themselves need none, because their
+    matrices leave one after the other (weights/adapters.py). A quantized base goes through the usual ones first."""
     if training.adapters and training.versions and training.adapters.base == "none":
         return 0
     whole = sum(one.elements for one in of_stage(weights, shape, layout, stage)) * BYTES[training.dtype]
