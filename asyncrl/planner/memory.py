@@ -110,15 +110,12 @@ def _base(network: _Network, layout: ParallelLayout, training: Training, stage: 
 
 
 def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
-    """Return the bytes of the buckets of a publish. Adapters that are sent by themselves are one bucket in float32; a
-    quantized base, which the engines get at the start, goes through the usual ones."""
-    adapters = training.adapters
+    """Return the bytes of the buckets of a publish. Adapters that are sent by themselves need none, because their
+    matrices leave one after the other (weights/adapters.py). A quantized base goes through the usual ones first."""
+    if training.adapters and training.versions and training.adapters.base == "none":
+        return 0
     whole = sum(one.elements for one in of_stage(weights, shape, layout, stage)) * BYTES[training.dtype]
-    buckets = min(whole, 2 * training.bucket) if training.bucket else whole
-    if adapters is None or not training.versions:
-        return buckets
-    matrices = adapters.matrices([*of_stage(weights, shape, layout, stage)])
-    return max(sum(one.elements for one in matrices) * FLOAT, buckets if adapters.base != "none" else 0)
+    return min(whole, 2 * training.bucket) if training.bucket else whole
 
 
 def _stepped(mine: RankParameters, layout: ParallelLayout) -> int:

@@ -124,9 +124,9 @@ def test_stacked_matrices_of_a_layer_are_kept_by_each_micro_batch_in_flight() ->
         assert activations(SHAPE, layout, replace(none, recompute=Recompute("full")), 0) == stacked
 
 
-def test_a_version_is_sent_as_its_adapter_and_a_quantized_base_once_through_the_usual_buckets() -> None:
+def test_a_version_that_is_an_adapter_needs_no_bucket_and_a_quantized_base_the_usual_ones() -> None:
     assert rank(bucket=64)["publish buckets"] == 128
-    assert rank(bucket=64, versions=True)["publish buckets"] == 4 * MINE
+    assert rank(bucket=64, versions=True)["publish buckets"] == 0
     nf4 = replace(LORA, base="nf4")
     assert rank(versions=True, adapters=nf4)["publish buckets"] == 2 * parameters(WEIGHTS).all
 
