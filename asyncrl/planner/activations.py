@@ -128,7 +128,7 @@ def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, rou
     kept += item * _attention(shape, layout, training) + _of_adapters(shape, layout, training, routed=routed)
     kept += _norm_bytes(shape.latent, layout, replace(training, recompute=Recompute()), keeps(*LATENT_IN))
     if shape.normed and not training.fused_norms:
-        kept += _norm_input(training) * (shape.queries + shape.keys) / layout.tensor
+        kept += _norm_input(training) * (shape.queries / layout.tensor + shape.keys / shape.key_shards(layout))
     if routed and not training.recompute.drops("moe"):
         kept += (ROUTER * shape.experts + CHOICE * shape.chosen) / (layout.tensor if layout.sequence else 1)
     return kept + item * _mlp(shape, layout, training, routed=routed)
@@ -153,18 +153,21 @@ def _attention(shape: Shape, layout: ParallelLayout, training: Training) -> floa
     """Return the numbers per token that attention keeps besides its input: the projections, rotated queries and keys
     with their angles, and its output. Latent attention copies what it rotates and keeps no projections. On a CPU it
     pads values and output to the width of keys (backends/cpu/pack_attention.py), and keeps the unpadded output too."""
-    drops, padded = training.recompute.drops, 0 if training.fused_norms else shape.keys
+    t, shards, drops = layout.tensor, shape.key_shards(layout), training.recompute.drops
+    both = shape.keys + shape.values
     if shape.latent:
-        output = shape.values
-        projected = shape.queries + shape.keys + (2 * padded or shape.values)
+        padded = 0 if training.fused_norms else shape.keys
+        output = shape.values / t
+        projected = (shape.queries + shape.keys + (2 * padded or shape.values)) / t
     else:
-        output = shape.queries
-        projected = 2 * shape.queries + 2 * shape.keys + shape.values
+        output = shape.queries / t
+        projected = output + shape.keys / shards  # rotated
+        projected += (shape.queries + both) / (t if t == shards else 1)  # all ranks', of which each takes its heads
     if drops("mla_up_proj") and drops("core_attn"):  # attention alone would keep copies
         projected = 0
     if layout.context > 1 and not drops("core_attn"):  # the keys and values of all ranks
-        projected += (layout.context - 1) * (shape.keys + shape.values)
-    return (projected + output) / layout.tensor + 4 * shape.rotated
+        projected += (layout.context - 1) * both / shards
+    return projected + output + 4 * shape.rotated
 
 
 def _mlp(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:

@@ -41,17 +41,18 @@ class Adapters:
         linear = weight.layer is not None and len(weight.shape) == 2 and not weight.whole
         return linear and self.on(_projection(weight))
 
-    def matrices(self, weights: Iterable[Weight]) -> list[Weight]:
-        """Return the matrices of the adapters. Their first dimension is the one that tensor-parallel ranks share."""
-        return [matrix for weight in weights if self.adapts(weight) for matrix in self._pair(weight)]
+    def matrices(self, weights: Iterable[Weight], whole: Sequence[str] = ()) -> list[Weight]:
+        """Return the matrices of the adapters. Tensor-parallel ranks share their first dimension, except
+        those of the projections in `whole`, which every rank holds."""
+        return [matrix for weight in weights if self.adapts(weight) for matrix in self._pair(weight, whole)]
 
-    def _pair(self, weight: Weight) -> Iterable[Weight]:
+    def _pair(self, weight: Weight, whole: Sequence[str]) -> Iterable[Weight]:
         out, inside = weight.shape
         last, rows = _last(weight), _last(weight) in ROWS
         if not (weight.routed and last in UPPER):
             a = (inside, self.rank) if rows else (self.rank, inside)
             yield Weight(f"lora_A.{weight.name}", a, replicated=not rows)
-        yield Weight(f"lora_B.{weight.name}", (out, self.rank), replicated=rows)
+        yield Weight(f"lora_B.{weight.name}", (out, self.rank), replicated=rows or last in whole)
 
     def split(self, weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]:
         """Return the weights of the base that stay as they are, and those that are quantized."""

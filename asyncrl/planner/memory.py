@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from asyncrl.planner.activations import Training, activations, gather_buffer, logits, offloaded_activations
-from asyncrl.planner.adapters import PACKED, Adapters
+from asyncrl.planner.adapters import FUSED, PACKED, Adapters
 from asyncrl.planner.shapes import (
     BYTES,
     FLOAT,
@@ -23,8 +23,8 @@ from asyncrl.planner.shapes import (
     Weight,
     held,
     of_critic,
+    of_stage,
     parameters,
-    stages_of,
 )
 
 MASTER, GRADIENT = FLOAT, FLOAT
@@ -48,7 +48,7 @@ def trainer_rank(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout
 def _stage(
     weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int
 ) -> dict[str, int]:
-    item, networks = BYTES[training.dtype], _networks(weights, shape, training)
+    item, networks = BYTES[training.dtype], _networks(weights, shape, layout, training)
     counts = [held(network.trained, network.shape, layout, stage) for network in networks]
     own, every = counts[0].all, sum(count.all for count in counts)
     steps = [_stepped(count, layout) for count in counts]
@@ -84,18 +84,20 @@ class _Network(NamedTuple):
     shape: Shape
 
 
-def _networks(weights: Sequence[Weight], shape: Shape, training: Training) -> list[_Network]:
+def _networks(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> list[_Network]:
     """Return the policy, and the critic if there is one. With adapters each has a frozen base of its own."""
     adapters, networks = training.adapters, [(weights, shape)]
     if training.critic:
         networks.append((of_critic(weights, shape), replace(shape, tied=False)))
     if adapters is None:
         return [_Network(one, (), of) for one, of in networks]
+    # Ranks that share a key-value head also share rows of queries: each holds the matrices of all (trainer/lora.py).
+    whole = FUSED[0] if layout.tensor > shape.key_shards(layout) else ()
     found = []
     for one, of in networks:
         head = [weight for weight in one if weight.name.startswith("value_head.")]
         frozen = [weight for weight in one if weight not in head]
-        found.append(_Network([*adapters.matrices(one), *head], frozen, of))
+        found.append(_Network([*adapters.matrices(one, whole), *head], frozen, of))
     return found
 
 
@@ -108,15 +110,12 @@ def _base(network: _Network, layout: ParallelLayout, training: Training, stage: 
 
 
 def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
-    """Return the bytes of the buckets of a publish. Adapters that are sent by themselves are one bucket in float32; a
-    quantized base, which the engines get at the start, goes through the usual ones."""
-    adapters = training.adapters
-    whole = sum(one.elements for one in weights if stage in stages_of(one, shape, layout)) * BYTES[training.dtype]
-    buckets = min(whole, 2 * training.bucket) if training.bucket else whole
-    if adapters is None or not training.versions:
-        return buckets
-    matrices = adapters.matrices([one for one in weights if stage in stages_of(one, shape, layout)])
-    return max(sum(one.elements for one in matrices) * FLOAT, buckets if adapters.base != "none" else 0)
+    """Return the bytes of the buckets of a publish. Adapters that are sent by themselves need none, because their
+    matrices leave one after the other (weights/adapters.py). A quantized base goes through the usual ones first."""
+    if training.adapters and training.versions and training.adapters.base == "none":
+        return 0
+    whole = sum(one.elements for one in of_stage(weights, shape, layout, stage)) * BYTES[training.dtype]
+    return min(whole, 2 * training.bucket) if training.bucket else whole
 
 
 def _stepped(mine: RankParameters, layout: ParallelLayout) -> int:
@@ -137,7 +136,7 @@ def offloaded(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, t
 
 def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> int:
     """Return the bytes of host memory in which a rank stages its part of a checkpoint (trainer/sharded.py)."""
-    networks = _networks(weights, shape, training)
+    networks = _networks(weights, shape, layout, training)
     stages = (
         sum(_stepped(held(network.trained, network.shape, layout, stage), layout) for network in networks)
         for stage in range(layout.pipeline)
@@ -147,7 +146,10 @@ def checkpoint_staging(weights: Sequence[Weight], shape: Shape, layout: Parallel
 
 def checkpoint_bytes(weights: Sequence[Weight], shape: Shape, training: Training) -> int:
     """Return the bytes of a checkpoint on disk, which holds what is trained."""
-    return sum(parameters(network.trained).all for network in _networks(weights, shape, training)) * CHECKPOINT
+    return (
+        sum(parameters(network.trained).all for network in _networks(weights, shape, ParallelLayout(), training))
+        * CHECKPOINT
+    )
 
 
 def saved_bytes(weights: Sequence[Weight], training: Training) -> int:

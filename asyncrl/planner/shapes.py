@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from asyncrl.parallel import PipelineSplit
@@ -14,6 +15,12 @@ BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT = 4
 WHOLE = ("norm.weight", "gate.weight", "e_score_correction_bias")
 """Name suffixes of tensors that every tensor-parallel rank holds entirely: norms and routers."""
+
+
+@cache
+def _layer(name: str) -> int | None:
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 class Weight(NamedTuple):
@@ -31,8 +38,7 @@ class Weight(NamedTuple):
     @property
     def layer(self) -> int | None:
         """Return the layer number, from 0; None outside of layers."""
-        found = re.search(r"\.layers\.(\d+)\.", self.name)
-        return int(found[1]) if found else None
+        return _layer(self.name)
 
     @property
     def routed(self) -> bool:
@@ -74,11 +80,6 @@ class ParallelLayout:
         """Return the layers of each chunk of each pipeline stage."""
         return (self.split or PipelineSplit(self.pipeline, self.chunks)).chunk_layers(layers)
 
-    def stage_of(self, layer: int, layers: int) -> int:
-        """Return the pipeline stage of a layer; under virtual pipelining, chunks alternate between stages."""
-        stages = enumerate(self.layers_of(layers))
-        return next(stage for stage, chunks in stages if any(layer in chunk for chunk in chunks))
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -102,6 +103,10 @@ class Shape:
     shared_inner: int = 0  # total width of the shared experts
     cached: int = 0  # KV cache numbers per token and layer
     cache_heads: int = 1  # KV heads, sharded over tensor-parallel ranks and replicated if there are more ranks
+
+    def key_shards(self, layout: ParallelLayout) -> int:
+        """Return the number of parts of the keys, of which each tensor-parallel rank holds one."""
+        return layout.tensor if self.latent else min(layout.tensor, self.cache_heads)
 
 
 class RankParameters(NamedTuple):
@@ -139,9 +144,7 @@ def held(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, stage:
     """Return the number of parameters on the first rank of a pipeline stage, which holds at least as many as the
     others. `weights` is a result of `counted`."""
     dense = routed = 0
-    for one in weights:
-        if stage not in stages_of(one, shape, layout):
-            continue
+    for one in of_stage(weights, shape, layout, stage):
         if one.routed:
             routed += one.elements // layout.expert // (1 if one.replicated else layout.expert_tensor)
         elif one.whole or one.name.endswith(layout.whole):
@@ -152,15 +155,20 @@ def held(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, stage:
     return RankParameters(dense, routed)
 
 
-def stages_of(weight: Weight, shape: Shape, layout: ParallelLayout) -> tuple[int, ...]:
-    """Return the pipeline stages that hold a tensor. A tied embedding is on two stages, of which the first publishes
+def of_stage(weights: Iterable[Weight], shape: Shape, layout: ParallelLayout, stage: int) -> Iterator[Weight]:
+    """Yield the tensors that a pipeline stage holds. A tied embedding is on two stages, of which the first publishes
     it."""
-    first, last = 0, layout.pipeline - 1
-    if weight.layer is not None:
-        return (layout.stage_of(weight.layer, shape.layers),)
-    if "embed_tokens" in weight.name:
-        return (first, last) if shape.tied else (first,)
-    return (last,)
+    layers = {layer for chunk in layout.layers_of(shape.layers)[stage] for layer in chunk}
+    first, last = stage == 0, stage == layout.pipeline - 1
+    for one in weights:
+        if one.layer is not None:
+            here = one.layer in layers
+        elif "embed_tokens" in one.name:
+            here = first or (last and shape.tied)
+        else:
+            here = last
+        if here:
+            yield one
 
 
 def parameters(weights: Iterable[Weight]) -> RankParameters:

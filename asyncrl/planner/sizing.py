@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from asyncrl.planner.adapters import Adapters
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.estimate import ModelSize
-from asyncrl.planner.shapes import BYTES, ParallelLayout, Shape, Weight, packed, parameters, stages_of
+from asyncrl.planner.shapes import BYTES, ParallelLayout, Shape, Weight, of_stage, packed, parameters
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def publish(
     item, link = BYTES[dtype], hardware.inside if one_machine else hardware.between
     counts, stages = [], []
     for stage in range(layout.pipeline):
-        mine = [one for one in weights if stages_of(one, shape, layout)[0] == stage]
+        held_here = of_stage(weights, shape, layout, stage)
+        mine = [one for one in held_here if stage == 0 or "embed_tokens" not in one.name]  # the first publishes it
         full = packed((one.elements * item for one in mine), bucket)
         counts.append(len(full))
         held = parameters(mine)

@@ -111,15 +111,15 @@ class LinearAdapters(nn.ModuleDict):
         a, b = (one.to(torch.promote_types(one.dtype, torch.float32)) for one in self.factors())
         return self._scale * (b @ a)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return s B A x, with dropout of x in training mode."""
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return y + s B A x, with dropout of x in training mode."""
         a, b = self.factors()
         if self._expert and self._degree > 1:
             a, b = (a, self._copied(b)) if self._rows else (self._copied(a), b)
         inner = F.linear(self._dropped(x), a)
         if self._degree > 1 and not self._expert:
             inner = self._exchanged(inner)
-        return F.linear(inner * self._scale, b)
+        return torch.addmm(y.flatten(0, -2), inner.flatten(0, -2), b.t(), alpha=self._scale).view_as(y)
 
     def _copied(self, whole: Tensor) -> Tensor:
         """Return the tensor; its gradient is summed over the ranks that share the layer."""
@@ -161,7 +161,7 @@ class _Adapted:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        return (y, bias) if self.lora.skipped else (y + self.lora(x), bias)
+        return y if self.lora.skipped else self.lora(x, y), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the layer's own states, with those of the adapters in place of Megatron's default for them."""

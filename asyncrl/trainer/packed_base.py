@@ -33,10 +33,10 @@ FILE = 4 << 30
 
 
 def keep(run_dir: Path, origin: Path | None, weights: Resharder, kind: Kind, parallel: Parallel) -> str:
-    """Store the base of a run in its folder unless it is there, and return its hash. Runs on every rank. `origin` is
-    the folder of the run whose checkpoint is resumed. Raises RecordError if that run had another base."""
-    known = next((index for one in (run_dir, origin) if one and (index := read(one))), None)
-    building = None if read(run_dir) else run_dir / f"{FOLDER}.partial"
+    """Store the base of a run in its folder, and return its hash. Runs on every rank. `origin` is the folder of the run
+    whose checkpoint is resumed, whose base stays as it is. Raises RecordError if that run had another base."""
+    known = read(origin) if origin else None
+    building = None if known and origin == run_dir else run_dir / f"{FOLDER}.partial"
     if building and parallel.is_first:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
@@ -45,10 +45,13 @@ def keep(run_dir: Path, origin: Path | None, weights: Resharder, kind: Kind, par
     if known and known["sha256"] != found:
         raise RecordError(
             f"The weights in model.path have a {kind} base with the hash {found}, but the checkpoint's adapters were "
-            f"trained on {known['sha256']} ({origin or run_dir}/{FOLDER}): set model.path to those weights."
+            f"trained on {known['sha256']} ({origin}/{FOLDER}): set model.path to those weights."
         )
     if building and parallel.is_first:
         (building / INDEX).write_text(json.dumps({"base": kind, "block": BLOCK, "sha256": found}) + "\n")
+        for file in building.iterdir():  # safetensors creates files with mode 0600
+            shutil.copymode(building / INDEX, file)
+        shutil.rmtree(run_dir / FOLDER, ignore_errors=True)  # of a start that left no checkpoint
         os.rename(building, run_dir / FOLDER)
     return found
 

@@ -54,20 +54,24 @@ def base_bytes(network: Network) -> int:
 
 
 def check_kept(run_dir: Path, network: Network, trainer: TrainerConfig, parallel: Parallel) -> None:
-    """Store the base twice, which changes nothing, and assert that another one is refused."""
+    """Store the base, and assert that a resumed run keeps it and refuses another one."""
     kind: Any = trainer.lora.base
     if parallel.is_first:
         run_dir.mkdir()
     dist.barrier()
     found = packed_base.keep(run_dir, None, network.weights, kind, parallel)
-    assert packed_base.keep(run_dir, None, network.weights, kind, parallel) == found
+    dist.barrier()  # the first rank names the folder
+    index = run_dir / packed_base.FOLDER / packed_base.INDEX
+    written = index.stat().st_mtime_ns
+    assert packed_base.keep(run_dir, run_dir, network.weights, kind, parallel) == found
+    assert index.stat().st_mtime_ns == written
     other = run_dir / "other"
     if parallel.is_first:
         (other / "base").mkdir(parents=True)
         (other / "base" / "base.json").write_text(json.dumps({"sha256": "0" * 64}))
     dist.barrier()
     with pytest.raises(RecordError, match=found):
-        packed_base.keep(other, run_dir, network.weights, kind, parallel)
+        packed_base.keep(run_dir, other, network.weights, kind, parallel)
 
 
 def main(folder: Path, layout: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,8 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.fleet import CallRefused
 from asyncrl.schema import Completion
 from asyncrl.weights.adapters import AdapterPublisher
+from asyncrl.weights.peft import write_peft
+from asyncrl.weights.peft_config import user_config
 from tests.integration.adapters import SETTINGS, SeededAdapters, publish, publisher_of
 from tests.integration.fleet import Engines, engines
 
@@ -287,3 +290,29 @@ def test_engine_refuses_a_name_that_is_taken(fleet: Engines, tmp_path: Path) -> 
         path, body = publisher._live[1].load(verify=True)
         with pytest.raises(CallRefused, match="already"):
             publisher._fleet.post(fleet.addresses.engines[0], path, body)
+
+
+def test_an_engine_serves_the_folder_that_a_run_exports(fleet: Engines, tmp_path: Path) -> None:
+    weights, folder = SeededAdapters(fleet), tmp_path / "hf"
+    weights.version = 1
+    tensors, http = dict(weights.adapters()), {**fleet.addresses.access.http, "timeout": 30.0}
+    write_peft(folder, user_config(fleet.config.trainer.lora, tensors, str(fleet.addresses.model)), tensors.items())
+
+    def post(path: str, **body: object) -> Any:
+        answer = httpx.post(f"{fleet.addresses.engines[0]}{path}", json=body, **http)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    post("/load_lora_adapter", lora_name="exported", lora_path=str(folder))
+    try:
+        sampling = {"max_new_tokens": 8, "temperature": 1.0}
+        answer = post(
+            "/generate", input_ids=PROMPT, sampling_params=sampling, return_logprob=True, lora_path="exported"
+        )
+    finally:
+        post("/unload_lora_adapter", lora_name="exported")
+    found = [(logprob, token) for logprob, token, _ in answer["meta_info"]["output_token_logprobs"]]
+    logprobs, tokens = ([*column] for column in zip(*found, strict=True))
+    completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs)
+    assert gap(fleet, weights, 1, completion) < 1e-4  # type: ignore[arg-type]
+    assert gap(fleet, weights, 0, completion) > 1e-2  # type: ignore[arg-type]

@@ -73,7 +73,12 @@ def test_tensor_parallel_ranks_share_one_matrix_of_each_adapter() -> None:
     """The outputs of column-parallel layers, and the inputs of row-parallel ones."""
     split = {name: size[1] if name.endswith(("o_proj", "down_proj")) else size[0] for name, size in LINEARS.items()}
     shared = LAYERS * RANK * sum(split.values())
-    assert rank(ParallelLayout(tensor=2))["weights"] == 2 * (MINE - shared + shared // 2)
+    two = replace(SHAPE, cache_heads=2)
+    found = trainer_rank(WEIGHTS, two, ParallelLayout(tensor=2), TRAINING)
+    assert found["weights"] == 2 * (MINE - shared + shared // 2)
+    # with one key-value head, both ranks hold the outputs of queries, keys and values
+    whole = LAYERS * RANK * (HIDDEN + 2 * KEYS)
+    assert rank(ParallelLayout(tensor=2))["weights"] == found["weights"] + 2 * whole // 2
     assert rank(ParallelLayout(data=2))["moments"] == 8 * MINE // 2
 
 
@@ -119,9 +124,9 @@ def test_stacked_matrices_of_a_layer_are_kept_by_each_micro_batch_in_flight() ->
         assert activations(SHAPE, layout, replace(none, recompute=Recompute("full")), 0) == stacked
 
 
-def test_a_version_is_sent_as_its_adapter_and_a_quantized_base_once_through_the_usual_buckets() -> None:
+def test_a_version_that_is_an_adapter_needs_no_bucket_and_a_quantized_base_the_usual_ones() -> None:
     assert rank(bucket=64)["publish buckets"] == 128
-    assert rank(bucket=64, versions=True)["publish buckets"] == 4 * MINE
+    assert rank(bucket=64, versions=True)["publish buckets"] == 0
     nf4 = replace(LORA, base="nf4")
     assert rank(versions=True, adapters=nf4)["publish buckets"] == 2 * parameters(WEIGHTS).all
 

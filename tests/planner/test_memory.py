@@ -25,7 +25,7 @@ from asyncrl.planner.memory import (
     trainer_rank,
     turns,
 )
-from asyncrl.planner.shapes import ParallelLayout, RankParameters, Shape, Weight, counted, held, parameters
+from asyncrl.planner.shapes import ParallelLayout, RankParameters, Shape, Weight, counted, held, of_stage, parameters
 from asyncrl.weights.names import FAMILIES
 from tests.fakes import tiny_config
 
@@ -88,7 +88,9 @@ def test_tensor_parallel_ranks_share_matrices_and_pad_the_vocabulary() -> None:
 @pytest.mark.parametrize(("chunks", "stages"), [(1, [0, 0, 1, 1]), (2, [0, 1, 0, 1])])
 def test_layers_stand_on_the_stages_that_megatron_gives_them(chunks: int, stages: list[int]) -> None:
     layout = ParallelLayout(pipeline=2, chunks=chunks)
-    assert [layout.stage_of(layer, 4) for layer in range(4)] == stages
+    layers = [Weight(f"model.layers.{number}.mlp.up_proj.weight", (1, 1)) for number in range(4)]
+    found = {one.layer: stage for stage in (0, 1) for one in of_stage(layers, replace(SHAPE, layers=4), layout, stage)}
+    assert [found[layer] for layer in range(4)] == stages
 
 
 @given(st.sampled_from([1, 2, 4]), st.booleans())
@@ -221,6 +223,13 @@ def test_activations_shrink_by_what_the_layout_divides() -> None:
     uneven = ParallelLayout(pipeline=2, split=PipelineSplit(2, first=3))
     assert of(uneven) == 2 * layers * 3 / 4
     assert of(uneven, 1) == layers / 4 + last_norm
+
+
+def test_more_ranks_than_key_value_heads_keep_the_projections_of_all() -> None:
+    """Megatron gathers queries, keys and values, and each rank takes its queries and one head of keys and values."""
+    layout, heads = ParallelLayout(tensor=4), replace(SHAPE, cache_heads=4)
+    split, whole = (layer_bytes(shape, layout, TRAINING, routed=False) for shape in (heads, SHAPE))
+    assert whole - split == 2 * ((8 + 4 + 4) * 3 / 4 + 4 / 2 - 4 / 4)
 
 
 def test_recomputed_activations_are_kept_for_one_unit_at_a_time() -> None:

@@ -106,7 +106,7 @@ def test_short_packs_do_not_take_the_decoding_kernel() -> None:
 
 
 @given(case=packs(), stretch=st.sampled_from([1, 3, 17, 40]), parts=st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_block_masks_are_those_of_all_pairs_of_rows_on_every_rank(case: tuple, stretch: int, parts: int) -> None:
     """Packs have one row to several blocks, and seldom whole blocks."""
     groups, share, _ = case
@@ -224,7 +224,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items())
 @given(case=packs(), seed=st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_model_has_the_values_and_gradients_of_separate_sequences(
     case: tuple, seed: int, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -243,7 +243,7 @@ def test_a_model_has_the_values_and_gradients_of_separate_sequences(
 
 
 @given(case=packs(), parts=st.integers(2, 4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_each_part_of_a_pack_has_its_rows_of_the_whole(case: tuple, parts: int) -> None:
     """Values, and gradients that sum to the whole's over the parts."""
     groups, share, _ = case
