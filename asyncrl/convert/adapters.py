@@ -21,8 +21,9 @@ from asyncrl.convert.parameters import Structure
 from asyncrl.errors import WeightsError
 from asyncrl.models import catalog
 from asyncrl.weights.folder import HFFolder
+from asyncrl.weights.layouts import of_expert, stack_experts
 from asyncrl.weights.names import ADAPTER
-from asyncrl.weights.peft import PeftFolder, of_expert, stack_experts, write_peft
+from asyncrl.weights.peft import PeftFolder, write_peft
 from asyncrl.weights.peft_config import CONFIG, parsed, user_config
 
 ROUTER_BIAS = "e_score_correction_bias"  # keeps its precision, as in to-hf

@@ -261,8 +261,8 @@ class Resets:
     def __init__(self, every: int | None, share: float, network: Network, optimizer: NetworkOptimizer) -> None:
         self._every, self._share = every, share
         self._optimizer = optimizer
-        self._trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        self._start: list[Tensor] = [parameter.detach().clone() for parameter in self._trained] if every else []
+        self._trained = [parameter for parameter in network.parameters() if parameter.requires_grad] if every else []
+        self._start: list[Tensor] = [parameter.detach().clone() for parameter in self._trained]
 
     def states(self) -> list[Tensor]:
         """Return the initial weights; none if resets are off."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,3 +123,13 @@ FUSED_GATE_UP = TensorLayout(
 def of_rank(dims: Dims, degree: int) -> Dims:
     """Return the dimensions of one rank's part, of which `QKV.shard` makes its rows of queries, keys and values."""
     return replace(dims, heads=dims.heads // degree, kv_heads=dims.kv_heads // degree)
+
+
+def stack_experts(matrix: str, experts: Sequence[Tensor]) -> Tensor:
+    """Return the adapters' matrices A or B of all experts of a layer in one, as PEFT stores them."""
+    return torch.cat(list(experts)) if matrix == "A" else torch.stack(list(experts), -1).flatten(1)
+
+
+def of_expert(stack: Tensor, matrix: str, number: int, count: int) -> Tensor:
+    """Return one expert's matrix of a stack."""
+    return stack.unflatten(0, (count, -1))[number] if matrix == "A" else stack.unflatten(1, (-1, count))[..., number]

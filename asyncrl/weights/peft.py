@@ -25,6 +25,7 @@ from torch import Tensor
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.files import write_stream
+from asyncrl.weights.layouts import of_expert
 from asyncrl.weights.peft_config import (
     CONFIG,
     DOWN,
@@ -45,16 +46,6 @@ _EXPERT_WEIGHT = re.compile(
 """An expert's weight in the files of a model."""
 KEPT = 4
 """Tensors in memory at a time: those of a layer's experts, which are read expert by expert."""
-
-
-def stack_experts(letter: str, experts: Sequence[Tensor]) -> Tensor:
-    """Return the matrices of all experts in one."""
-    return torch.cat(list(experts)) if letter == "A" else torch.stack(list(experts), -1).flatten(1)
-
-
-def of_expert(stack: Tensor, letter: str, number: int, count: int) -> Tensor:
-    """Return one expert's matrix of a stack."""
-    return stack.unflatten(0, (count, -1))[number] if letter == "A" else stack.unflatten(1, (-1, count))[..., number]
 
 
 # --- writing ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from asyncrl.parallel import Parallel
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import Dims, Pieces
+from asyncrl.weights.layouts import Dims, Pieces, of_expert, stack_experts
 from asyncrl.weights.names import ADAPTER, WHOLE_WITH_TRANSFORMER_ENGINE, Found, Mapping, local_name, unit_of
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Resharder:
                 stack[found.expert + owner * self._experts_here] = one
                 if len(stack) == self._num_experts:
                     every = [stack[expert] for expert in range(self._num_experts)]
-                    yield name, torch.cat(every) if ".lora_A." in name else torch.stack(every, -1).flatten(1)
+                    yield name, stack_experts("A" if ".lora_A." in name else "B", every)
                     del stacks[name]
 
     def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
@@ -234,15 +234,9 @@ class Resharder:
         """Fill this rank's adapters from full tensors, which `read` returns by the names and shapes of `adapters`."""
         for found, tensor in self._tensors(self._adapters):
             (name,), (shape,) = found.hf_names(), self._whole_shapes(found, tensor)
-            if found.expert is None:
-                full = read(name, shape)
-            elif ".lora_A." in name:
-                stack = read(name, (self._num_experts * shape[0], shape[1]))
-                full = stack.unflatten(0, (self._num_experts, -1))[found.expert]
-            else:
-                stack = read(name, (shape[0], shape[1] * self._num_experts))
-                full = stack.unflatten(1, (-1, self._num_experts))[..., found.expert]
-            self._fill(found, tensor, [full])
+            count, matrix = 1 if found.expert is None else self._num_experts, "A" if ".lora_A." in name else "B"
+            whole = (count * shape[0], shape[1]) if matrix == "A" else (shape[0], shape[1] * count)
+            self._fill(found, tensor, [of_expert(read(name, whole), matrix, found.expert or 0, count)])
 
     def adapts(self, module: str) -> bool:
         """Return whether some rank has a linear layer for PEFT's module."""
