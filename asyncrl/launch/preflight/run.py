@@ -40,6 +40,7 @@ from asyncrl.planner import memory as planner
 from asyncrl.planner.shapes import Shape, Weight, counted, parameters
 from asyncrl.sandbox import local
 from asyncrl.sandbox.protections import Protections
+from asyncrl.weights.choice import choose_lora
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
         folders_of_both = prepared.folders["model"], prepared.folders["teacher"]
         yield from refused(partial(check_teacher, config, *folders_of_both), "teacher.model")
     yield from refused(prepared.choose_checkpoint, "resume")
-    prepared.chosen = precision.Precision(precision.assumed(config, prepared.gpus))
+    assumed = precision.assumed(config, prepared.gpus)
+    if config.weights.lora == "auto" and "model" in prepared.hf:
+        assumed, _ = choose_lora(assumed, prepared.hf["model"], prepared.gpus)
+    prepared.chosen = precision.Precision(assumed)
     if prepared.is_placed:
         yield from _precision(prepared, models)
         yield from _on_machines(prepared, models)

@@ -158,6 +158,14 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
     assert found(job(), tmp_path)["cluster.gpus"].level == "error"
 
 
+def test_engines_of_a_job_to_come_have_room_for_adapters(tmp_path: Path) -> None:
+    """Where weights.lora=auto, the machines will be GPUs, and each version an adapter."""
+    values = {"cluster.launcher": "slurm", "cluster.gpus": 8, "trainer.dtype": "bfloat16", "engine.dtype": "bfloat16"}
+    for rank, told in ((None, False), (8, True)):
+        config = tiny_config(**{**values, "trainer.lora.rank": rank, "engine.max_total_tokens": 4096})
+        assert ("adapters" in found(config, tmp_path)["engine"].value) == told
+
+
 def test_an_engine_whose_cache_takes_what_fits_needs_room_for_one_answer(tmp_path: Path) -> None:
     settings = {"cluster.gpus": 2, "cluster.nodes": 1, "engine.max_total_tokens": None}
     assert "KV cache of one answer" in found(job(**settings), tmp_path)["engine"].value
