@@ -139,7 +139,8 @@ class LocalSandboxes:
             return await sandbox.ready()
 
     def _refill(self, starter: SandboxStarter) -> None:
-        for _ in range(self._warm - len(self._ready) - len(self._filling)):
+        filling = sum(not task.done() for task in self._filling)  # a sandbox of a task that has ended is ready
+        for _ in range(self._warm - len(self._ready) - filling):
             task = asyncio.ensure_future(self._fill(starter))
             self._filling.add(task)
             task.add_done_callback(self._filling.discard)

@@ -384,3 +384,20 @@ def test_closed_backend_takes_its_sandboxes_along_and_opens_none() -> None:
 
 
 assert sys.platform == "linux"
+
+
+@kinds
+def test_a_sandbox_that_has_just_become_ready_is_counted_once(kind: Kind) -> None:
+    """Until the loop has called back, its task is among those that make sandboxes."""
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE), backend(kind, warm=1) as opened:
+            await opened.describe()
+            await until(lambda: len(opened._ready) == 1)
+            ended = asyncio.ensure_future(asyncio.sleep(0))
+            await ended
+            opened._filling.add(ended)
+            await opened.open()
+            await until(lambda: len(opened._ready) == 1)
+
+    asyncio.run(main())
