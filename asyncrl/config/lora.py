@@ -9,6 +9,9 @@ from pydantic import model_validator
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Positive, Section, Share
 
+BLOCK = 64
+"""Numbers of a row of a quantized weight that share one scale, as in QLoRA and bitsandbytes."""
+
 
 class LoraConfig(Section):
     """Low-rank adapters on the linear layers of a frozen base model, in PEFT's form: queries, keys, values, gate and up

@@ -3,7 +3,7 @@
 SGLang 0.5.21 counts the requests of each adapter, and unloads it when the counter is 0. A request with n samples adds n
 and subtracts n + 1, because its prefix is prefilled by a request of its own; one that its client cancels before it
 reaches the scheduler subtracts nothing. The counter is then never 0, and the unload holds its lock for ever, so that no
-other adapter can be loaded.
+other adapter can be loaded. An unload has the deadline of its caller, weights.timeout, after which the engine is lost.
 
 SGLang also keeps n - 1 of the states that it creates for a request with n samples before it sends them; the hook
 deletes them when the request has ended.

@@ -10,10 +10,10 @@ from typing import Any
 
 from asyncrl import tasks
 from asyncrl.config import Config, TrainerConfig, on_gpu
+from asyncrl.config.lora import BLOCK
 from asyncrl.errors import ConfigError
 from asyncrl.launch.megatron_fields import check_fields
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
-from asyncrl.planner.adapters import BLOCK
 from asyncrl.sandbox.local import LocalSandboxes, noted
 from asyncrl.sandbox.protections import Protections
 from asyncrl.tasks.scores import rewards

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from asyncrl.config.lora import BLOCK
 from asyncrl.planner.shapes import Weight
 
-BLOCK = 64
 PACKED = {"int8": 1 + 2 / BLOCK, "nf4": 0.5 + 2 / BLOCK}
 """Bytes per element of a quantized weight."""
 ROWS = ("o_proj", "down_proj", "w2")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.backends import transformer_engine
 from asyncrl.backends.cpu import megatron_shim
@@ -31,10 +31,8 @@ from asyncrl import jsonl  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
-from asyncrl.engine.adapters import AdapterName, adapter_names  # noqa: E402
 from asyncrl.engine.fleet import Fleet, build_fleet  # noqa: E402
 from asyncrl.engine.hand_over import HandOver  # noqa: E402
-from asyncrl.engine.update import Update  # noqa: E402
 from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
@@ -51,17 +49,15 @@ from asyncrl.trainer.loop import ASKED, VersionPublisher, train  # noqa: E402
 from asyncrl.trainer.meter import profiled  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.trainer.publishers import PublisherBuilder  # noqa: E402
 from asyncrl.trainer.recordings import (  # noqa: E402
     NoEngines,
     ReplaySource,
     ScoreWriter,
 )
 from asyncrl.trainer.stop import StopRule  # noqa: E402
-from asyncrl.trainer.turns import Turns, free  # noqa: E402
-from asyncrl.weights.adapters import AdapterPublisher, build_adapters  # noqa: E402
-from asyncrl.weights.checksum import ExpectedChecksums  # noqa: E402
+from asyncrl.trainer.turns import Turns  # noqa: E402
 from asyncrl.weights.export import save_trained  # noqa: E402
-from asyncrl.weights.publish import Publisher, build_transport  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out this long after rank 0's own deadline
 DOING = {
@@ -101,7 +97,8 @@ def main(run_dir: Path) -> None:
         publisher = NoEngines(lambda version: source.announce(version, policy.reused), first=parallel.is_first)
     else:
         source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
-        publisher, why = _publisher(config, addresses, run_dir, parallel, policy, fleet, source, hand_over)
+        build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source)
+        publisher, why = build.publisher(hand_over.update if hand_over else None)
         first, end = 0, None
     warn = partial(_warn, run_dir)
     sinks = _sinks(config, addresses, run_dir, parallel, warn)
@@ -211,132 +208,6 @@ def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: Stop
     stop.restore(counters["stop"])
     log.restore(counters["log"], Tail(run_dir / "metrics.jsonl")())
     return manifest.read(folder).version
-
-
-def _publisher(
-    config: Config,
-    addresses: Addresses,
-    run_dir: Path,
-    parallel: Parallel,
-    policy: Policy,
-    fleet: Fleet,
-    source: BatchSource,
-    hand_over: HandOver | None,
-) -> tuple[VersionPublisher, str]:
-    """Return the publisher and the reason for its choice of transport."""
-    if names := adapter_names(config, addresses.run_id):
-        return _adapter_publisher(config, addresses, run_dir, parallel, policy, fleet, source, names)
-    return _full_publisher(
-        config,
-        addresses,
-        run_dir,
-        parallel,
-        policy,
-        fleet,
-        hold=source.hold,
-        announce=lambda version: source.announce(version, policy.reused),
-        update=hand_over.update if hand_over else None,
-    )
-
-
-def _adapter_publisher(
-    config: Config,
-    addresses: Addresses,
-    run_dir: Path,
-    parallel: Parallel,
-    policy: Policy,
-    fleet: Fleet,
-    source: BatchSource,
-    names: AdapterName,
-) -> tuple[VersionPublisher, str]:
-    """Return a publisher of versions as adapters. Engines that did not load this base from the model folder get it from
-    the trainers."""
-    folder = _shared_folder(config, run_dir)
-    make, why = build_adapters(config, fleet, host=os.environ["ASYNCRL_HOST"], folder=folder)
-
-    def base(update: Update) -> Publisher:
-        return _full_publisher(
-            config,
-            addresses,
-            run_dir,
-            parallel,
-            policy,
-            fleet,
-            hold=lambda: None,
-            announce=lambda version: None,
-            update=update,
-            merged=False,
-        )[0]
-
-    adapters = AdapterPublisher(
-        parallel,
-        fleet,
-        policy.weights.adapters,
-        make,
-        config.weights,
-        getattr(torch, config.engine.dtype),
-        names=names,
-        announce=lambda version: source.announce(version, policy.reused),
-        base=base if addresses.attached or config.trainer.lora.base != "none" else None,
-    )
-    return adapters, why
-
-
-def _full_publisher(
-    config: Config,
-    addresses: Addresses,
-    run_dir: Path,
-    parallel: Parallel,
-    policy: Policy,
-    fleet: Fleet,
-    *,
-    hold: Callable[[], None],
-    announce: Callable[[int], object],
-    update: Update | None,
-    merged: bool = True,
-) -> tuple[Publisher, str]:
-    """Return a publisher of all weights, with adapters merged into them, and the reason for its transport."""
-    transport, why = build_transport(
-        config,
-        fleet,
-        host=os.environ["ASYNCRL_HOST"],
-        alone=_alone(),
-        stage=parallel.pp_rank,
-        gpu=on_gpu(config.trainer, addresses.gpus),
-        folder=_shared_folder(config, run_dir),
-    )
-    engine_device: Literal["cpu", "cuda"] = "cuda" if on_gpu(config.engine, addresses.gpus) else "cpu"
-    publisher = Publisher(
-        parallel,
-        fleet,
-        transport,
-        policy.weights,
-        config.weights,
-        expected=lambda: ExpectedChecksums(
-            policy.hf,
-            config.engine.tensor_parallel,
-            dtype=getattr(torch, config.engine.dtype),
-            device=engine_device,
-        ),
-        hold=hold,
-        announce=announce,
-        update=update,
-        sent=partial(free, policy.memory) if config.cluster.placement == "colocated" else lambda: None,
-        merged=merged,
-    )
-    publisher.prepare()
-    return publisher, why
-
-
-def _alone() -> bool:
-    """Return whether all trainer ranks are on this host."""
-    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-
-
-def _shared_folder(config: Config, run_dir: Path) -> Path:
-    """Return a folder that belongs to this run alone, because two runs may share `weights.folder`."""
-    shared = config.weights.folder
-    return Path(shared).expanduser() / run_dir.parent.name / run_dir.name if shared else run_dir / "weights"
 
 
 def _warn(run_dir: Path, text: str, version: int) -> None:

@@ -128,7 +128,7 @@ class Checkpoints:
         """Allocate memory for the copies, and compute how many bytes all ranks will write together, and the hash of the
         base, while the engines start."""
         if self._parallel.is_first:
-            self._base = self._policy.base
+            self._base = self._policy.base_hash
         for name, part in self._policy.sharded().items():
             self._staged[name] = StagedCopy(list(part.written()))
         mine = sum(staged.nbytes for staged in self._staged.values())
@@ -226,10 +226,10 @@ def _told(error: BaseException) -> str:
 def load(folder: Path, policy: Policy) -> dict[str, Any]:
     """Restore the policy from a checkpoint written under any layout, and return the loop's counters. Raises
     RecordError, also if its adapters belong to another base."""
-    if policy.parallel.is_first and (before := manifest.read(folder).base) != policy.base:
+    if policy.parallel.is_first and (before := manifest.read(folder).base) != policy.base_hash:
         raise RecordError(
             f"{folder} has adapters of a base with the hash {before}, but the weights in {policy.folder} have "
-            f"{policy.base}: set model.path to that base"
+            f"{policy.base_hash}: set model.path to that base"
         )
     for name, part in policy.sharded().items():
         part.load(folder / name)

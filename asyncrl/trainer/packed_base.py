@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncrl.config.lora import BLOCK
 from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
-from asyncrl.trainer.quantized import BLOCK, Kind, quantize
+from asyncrl.trainer.quantized import Kind, quantize
+from asyncrl.weights.bucket import plan_buckets
+from asyncrl.weights.files import write_stream
 from asyncrl.weights.reshard import Resharder
 
 FOLDER, INDEX = "base", "base.json"
@@ -34,7 +36,8 @@ FILE = 4 << 30
 
 def keep(run_dir: Path, origin: Path | None, weights: Resharder, kind: Kind, parallel: Parallel) -> str:
     """Store the base of a run in its folder, and return its hash. Runs on every rank. `origin` is the folder of the run
-    whose checkpoint is resumed, whose base stays as it is. Raises RecordError if that run had another base."""
+    whose checkpoint is resumed, whose base stays as it is. Raises RecordError if that run had another base, and
+    WeightsError if the disk cannot take it."""
     known = read(origin) if origin else None
     building = None if known and origin == run_dir else run_dir / f"{FOLDER}.partial"
     if building and parallel.is_first:
@@ -49,8 +52,6 @@ def keep(run_dir: Path, origin: Path | None, weights: Resharder, kind: Kind, par
         )
     if building and parallel.is_first:
         (building / INDEX).write_text(json.dumps({"base": kind, "block": BLOCK, "sha256": found}) + "\n")
-        for file in building.iterdir():  # safetensors creates files with mode 0600
-            shutil.copymode(building / INDEX, file)
         shutil.rmtree(run_dir / FOLDER, ignore_errors=True)  # of a start that left no checkpoint
         os.rename(building, run_dir / FOLDER)
     return found
@@ -71,7 +72,8 @@ def _stored(weights: Resharder, kind: Kind, folder: Path | None, parallel: Paral
     def flush() -> None:
         nonlocal number
         if folder and held:
-            save_file(held, folder / f"{parallel.pp_rank}-{number:03d}.safetensors")
+            [bucket] = plan_buckets(((name, t.dtype, t.shape) for name, t in held.items()), 1 << 62)
+            write_stream(folder / f"{parallel.pp_rank}-{number:03d}.safetensors", bucket, iter(held.items()))
             number += 1
         held.clear()
 

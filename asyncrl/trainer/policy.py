@@ -73,7 +73,7 @@ class Policy:
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
     @cached_property
-    def base(self) -> str | None:
+    def base_hash(self) -> str | None:
         """Return the hash of the weights below adapters, which a checkpoint does not hold; None without adapters."""
         if self.config.trainer.lora.rank is None:
             return None

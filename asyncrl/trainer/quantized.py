@@ -27,10 +27,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
+from asyncrl.config.lora import BLOCK
 from asyncrl.errors import ConfigError
 from asyncrl.weights.reshard import Resharder
 
-BLOCK = 64
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),

@@ -25,6 +25,7 @@ DTYPES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.uint8: "U8",
+    torch.int8: "I8",
 }
 ALIGNMENT = 8  # readers map the bytes, which should start at a multiple of the widest item
 

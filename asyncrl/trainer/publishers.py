@@ -1,0 +1,115 @@
+"""Construction of the publisher of a trainer rank: of all weights, or of versions that are adapters of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from asyncrl.config import Config, on_gpu
+from asyncrl.engine.adapters import AdapterName, adapter_names
+from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.update import Update
+from asyncrl.network.addresses import Addresses
+from asyncrl.parallel import Parallel
+from asyncrl.trainer.batch_source import BatchSource
+from asyncrl.trainer.loop import VersionPublisher
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.turns import free
+from asyncrl.weights.adapters import AdapterPublisher, build_adapters
+from asyncrl.weights.checksum import ExpectedChecksums
+from asyncrl.weights.publish import Publisher, build_transport
+
+
+@dataclass(frozen=True)
+class PublisherBuilder:
+    """What the publishers of one rank have in common."""
+
+    config: Config
+    addresses: Addresses
+    run_dir: Path
+    parallel: Parallel
+    policy: Policy
+    fleet: Fleet
+    source: BatchSource
+
+    def publisher(self, update: Update | None) -> tuple[VersionPublisher, str]:
+        """Return the publisher and the reason for its choice of transport. `update` is the protocol of engines that
+        share their GPUs with trainers, on rank 0."""
+        if names := adapter_names(self.config, self.addresses.run_id):
+            return self._of_adapters(names)
+        return self._of_weights(hold=self.source.hold, announce=self._announce, update=update)
+
+    def _announce(self, version: int) -> list[int]:
+        return self.source.announce(version, self.policy.reused)
+
+    def _of_adapters(self, names: AdapterName) -> tuple[VersionPublisher, str]:
+        """Return a publisher of versions as adapters. Engines that did not load this base from the model folder get it
+        from the trainers."""
+        make, why = build_adapters(self.config, self.fleet, host=os.environ["ASYNCRL_HOST"], folder=self._folder())
+
+        def base(update: Update) -> Publisher:
+            return self._of_weights(hold=lambda: None, announce=lambda _: None, update=update, merged=False)[0]
+
+        publisher = AdapterPublisher(
+            self.parallel,
+            self.fleet,
+            self.policy.weights.adapters,
+            make,
+            self.config.weights,
+            getattr(torch, self.config.engine.dtype),
+            names=names,
+            announce=self._announce,
+            base=base if self.addresses.attached or self.config.trainer.lora.base != "none" else None,
+        )
+        return publisher, why
+
+    def _of_weights(
+        self,
+        *,
+        hold: Callable[[], None],
+        announce: Callable[[int], object],
+        update: Update | None,
+        merged: bool = True,
+    ) -> tuple[Publisher, str]:
+        """Return a publisher of all weights, with adapters merged into them or without, and the reason for its
+        transport."""
+        config, policy, gpus = self.config, self.policy, self.addresses.gpus
+        transport, why = build_transport(
+            config,
+            self.fleet,
+            host=os.environ["ASYNCRL_HOST"],
+            alone=os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"],
+            stage=self.parallel.pp_rank,
+            gpu=on_gpu(config.trainer, gpus),
+            folder=self._folder(),
+        )
+        publisher = Publisher(
+            self.parallel,
+            self.fleet,
+            transport,
+            policy.weights,
+            config.weights,
+            expected=lambda: ExpectedChecksums(
+                policy.hf,
+                config.engine.tensor_parallel,
+                dtype=getattr(torch, config.engine.dtype),
+                device="cuda" if on_gpu(config.engine, gpus) else "cpu",
+            ),
+            hold=hold,
+            announce=announce,
+            update=update,
+            sent=partial(free, policy.memory) if config.cluster.placement == "colocated" else lambda: None,
+            merged=merged,
+        )
+        publisher.prepare()
+        return publisher, why
+
+    def _folder(self) -> Path:
+        """Return a folder that belongs to this run alone, because two runs may share `weights.folder`."""
+        shared, run_dir = self.config.weights.folder, self.run_dir
+        return Path(shared).expanduser() / run_dir.parent.name / run_dir.name if shared else run_dir / "weights"
