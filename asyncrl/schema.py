@@ -8,6 +8,8 @@ sample      a sequence of turns of a trajectory, each of which continues the tok
 fork        a point where an episode continues in several branches; its reward is the mean over them
 role        an actor in an episode with several; each has its own samples, rewards and siblings
 group       the trajectories of one prompt
+image       a PNG file, already of the size that the model reads; its name is the SHA-256 of the file (asyncrl/images)
+placeholder the one token id that stands for an image, wherever the engine's and the trainer's many are not meant
 ticket      permission to play one group: its slot, and the cohort (the batch of slots) that the slot belongs to
 batch       the groups that are trained between two versions
 publish     sending a version to every engine
@@ -43,6 +45,7 @@ class Prompt(msgspec.Struct, frozen=True):
     question: dict[str, Any]  # the task's own record; never leaves the rollout process
     task: str  # name of the task, or of the evaluation set
     index: int = -1  # index of the question in its task
+    images: list[bytes] = []  # in the order of their placeholders
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -167,6 +170,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     role: str = ""
     state: str = ""  # name of the environment state it acted in, for algorithms that compare turns in one state
     fork: int | None = None  # index of the turn that it follows, or -1; such a turn begins a sample
+    images: list[str] = []  # names, in the order of the placeholders in the observation
 
     def __post_init__(self) -> None:
         if self.teacher and len(self.teacher) != len(self.completion.token_ids):
@@ -281,6 +285,8 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     trajectories: list[Trajectory]  # [G]
     task: str  # name of the prompt's task
     routing: Routing | None = None  # of the prompt, stored once for all siblings
+    prompt_images: list[str] = []  # names, in the order of the placeholders in the prompt
+    images: dict[str, bytes] = {}  # every image of the group, by name
 
     @property
     def num_tokens(self) -> int:

@@ -21,13 +21,14 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),
-    *("importing", "network", "progress", "child"),
+    *("importing", "network", "progress", "child", "images"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
 ALLOWED = {
     "schema": set(),
     "retries": set(),
+    "images": set(),
     "errors": set(),
     "parallel": set(),
     "jsonl": set(),

@@ -1,0 +1,78 @@
+"""Images: their names, their sizes, and the number of tokens that a model reads for one.
+
+Every image is brought to its final form once, where it enters the rollout process (decoder.py): a PNG file in RGB, of
+exactly the size that the model's own processor would give it. The processors of the engine and of the trainer then only
+normalise the pixels, so that both read the same numbers; their resizing differs from one library to the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def image_name(png: bytes) -> str:
+    """Return the name of an image, the SHA-256 of its file."""
+    return hashlib.sha256(png).hexdigest()
+
+
+def png_size(png: bytes) -> tuple[int, int]:
+    """Return width and height from the header of a PNG file. Raises ValueError for anything else."""
+    width, height = int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+    if not png.startswith(SIGNATURE) or png[12:16] != b"IHDR" or not width or not height:
+        raise ValueError(f"{png[:24]!r} does not begin a PNG file")
+    return width, height
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """How a model cuts an image into tokens: square patches, `merge` times `merge` of them for one token."""
+
+    patch: int  # pixels
+    merge: int
+
+    def grid(self, png: bytes) -> tuple[int, int, int]:
+        """Return the number of patches in time, height and width. Raises ValueError for an image of another size than
+        `fitted_size` gives."""
+        width, height = png_size(png)
+        if width % self.side or height % self.side:
+            raise ValueError(f"an image of {width} x {height} pixels is not a multiple of {self.side} pixels")
+        return 1, height // self.patch, width // self.patch
+
+    def tokens(self, png: bytes) -> int:
+        """Return the number of tokens that an image takes in the model's context."""
+        return math.prod(self.grid(png)) // self.merge**2
+
+    @property
+    def side(self) -> int:
+        """Pixels of the side of the square that one token sees."""
+        return self.patch * self.merge
+
+
+def fitted_size(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """Return the width and height to which the processors of Qwen's models resize an image: multiples of `side` with
+    `least` to `most` pixels in all, which keep the ratio as far as that allows.
+
+    The result is a fixed point: a processor with these limits leaves an image of that size as it is. Raises ValueError
+    if `most` is below four times `least`, because rounding could then break one limit whenever it keeps the other.
+    """
+    if most < 4 * least:
+        raise ValueError(f"{most} pixels are fewer than four times the minimum of {least}")
+    while (fitted := _resized(width, height, side, least, most)) != (width, height):
+        width, height = fitted
+    return fitted
+
+
+def _resized(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """Return what `smart_resize` of transformers (models/qwen2_vl) returns, with the width first."""
+    found = round(width / side) * side, round(height / side) * side
+    if math.prod(found) > most:
+        scale = math.sqrt(width * height / most)
+        return max(side, math.floor(width / scale / side) * side), max(side, math.floor(height / scale / side) * side)
+    if math.prod(found) < least:
+        scale = math.sqrt(least / (width * height))
+        return math.ceil(width * scale / side) * side, math.ceil(height * scale / side) * side
+    return found
