@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from dataclasses import dataclass
 
+REQUEST, REPLY = struct.Struct(">II"), struct.Struct(">cI")
+"""Heads of what the decoder and its process exchange (worker.py)."""
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
