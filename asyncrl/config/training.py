@@ -21,7 +21,7 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str
-    """HF folder (config.json, safetensors, tokenizer), or builtin:smollm2-135m, or builtin:tiny."""
+    """HF folder (config.json, safetensors, tokenizer), or builtin:smollm2-135m, builtin:tiny or builtin:tiny_vision."""
     chat_template: str | None
     """Jinja file that replaces the tokenizer's chat template."""
 

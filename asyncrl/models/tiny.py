@@ -8,7 +8,9 @@ this module through catalog.
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,8 @@ TOKENS = (*"0123456789", "<eos>", "=", "<bos>", "<pad>", "<unk>", " ")
 """The vocabulary; a token's index is its id."""
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 MAX_POSITIONS = 64
+NORM = re.compile(r"(norm[12]?|ln_q)\.weight$")
+"""Names of norms, in text models and in vision towers."""
 
 _DEEPSEEK_EXPERTS = {
     "n_routed_experts": 8,
@@ -70,16 +74,17 @@ def write(folder: Path) -> None:
         bos_eos_pad=(TOKENS.index(BOS), TOKENS.index(EOS), TOKENS.index(PAD)),
     )
     special = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "unk_token": UNK}
-    write_tokenizer(folder, _tokenizer_json(), CHAT_TEMPLATE, special, MAX_POSITIONS)
+    write_tokenizer(folder, tokenizer_json(TOKENS, UNK, (BOS, EOS, PAD, UNK)), CHAT_TEMPLATE, special, MAX_POSITIONS)
 
 
-def _tokenizer_json() -> str:
+def tokenizer_json(tokens: Sequence[str], unknown: str, special: Sequence[str]) -> str:
+    """Return tokenizer.json of a tokenizer that splits text into single characters."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=UNK))
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # without a decoder, tokens would be joined by spaces
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (BOS, EOS, PAD, UNK)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     return str(tokenizer.to_str(pretty=True))
 
 
@@ -110,7 +115,7 @@ def write_random_model(
                                 intermediate=128, tied=True, seed=0, dtype="bfloat16")
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokens = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), bos_eos_pad, strict=True))
     sizes: dict[str, Any] = {
@@ -128,6 +133,16 @@ def write_random_model(
     # The constructor draws weights, which are replaced below: keep the state of the caller's random generator.
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    save_random(model, folder, dtype, tokens, seed, spread)
+
+
+def save_random(
+    model: Any, folder: Path, dtype: str, tokens: Mapping[str, int | None], seed: int, spread: float
+) -> None:
+    """Fill a model of transformers with random weights, and write it. `tokens` are the ids of its special tokens."""
+    import torch
+    from transformers import GenerationConfig
+
     _fill(model, seed, spread)
     for weight in model.parameters():
         weight.data = weight.data.to(getattr(torch, dtype))  # buffers stay float32, as in published models
@@ -150,7 +165,7 @@ def _fill(model: object, seed: int, spread: float) -> None:
     biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("_bias")]  # of routers
     with torch.no_grad():
         for name, weight in sorted([*model.named_parameters(), *biases], key=lambda item: item[0]):
-            weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread, generator=generator)
+            weight.normal_(1.0 if NORM.search(name) else 0.0, spread, generator=generator)
 
 
 def write_tokenizer(
