@@ -1,7 +1,8 @@
 """Images of any origin, brought to the form that models read; the decoding is done by a process of its own (worker.py).
 
-Data comes as bytes or as a data URL. No other string is accepted, because nothing here opens a file or an address: a
-path or a URL in an agent's, an environment's or a client's message must not make this process, or an engine, read it.
+Data comes as bytes, as a data URL, or as a Path object, which only a task's own code can make. No other string is
+accepted: a path or a URL in a message of an agent, an environment or a client must not make this process, or an engine,
+open it.
 
 waits for     the process, at most DEADLINE seconds
 on a hang     it is killed and the image refused; the next image starts another process
@@ -20,9 +21,9 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from asyncrl.errors import ImageRefused
-from asyncrl.images import REPLY, REQUEST
+from asyncrl.images import REPLY, REQUEST, ImageRefused, ImageTokens
 
 DEADLINE = 60.0
 _DATA_URL = re.compile(r"data:image/(?:png|jpeg|jpg|webp);base64,", re.ASCII | re.IGNORECASE)
@@ -47,7 +48,7 @@ class ImageDecoder:
         self._process: subprocess.Popen[bytes] | None = None
 
     def png(self, image: object) -> bytes:
-        """Return an image (bytes of a file, or a data URL) as a PNG file of the size that the model reads.
+        """Return an image (bytes, a data URL or a Path) as a PNG file of the size that the model reads.
 
         Raises ImageRefused, which says why and what helps.
         """
@@ -73,8 +74,24 @@ class ImageDecoder:
             self._process = None
 
 
+@dataclass(frozen=True)
+class Vision:
+    """How the model of a run reads images: how requests hold them, and the decoder that brings them to its size."""
+
+    tokens: ImageTokens
+    decoder: ImageDecoder
+    most_tokens: int
+    """Maximum number of tokens that an image takes."""
+
+
 def _content(image: object, most: int) -> bytes:
-    """Return the bytes of an image that is given as bytes or as a data URL. Raises ImageRefused."""
+    """Return the bytes of an image file. Raises ImageRefused."""
+    if isinstance(image, Path):
+        try:
+            with image.open("rb") as file:
+                image = file.read(most + 1)
+        except OSError as error:
+            raise ImageRefused(f"{str(image)!r} cannot be read ({error.strerror}): correct the path") from None
     if isinstance(image, str):
         if not (head := _DATA_URL.match(image)):
             remedy = "only bytes and data URLs (data:image/png;base64,...) are: nothing opens a path or an address"

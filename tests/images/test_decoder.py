@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from asyncrl.errors import ImageRefused
+from asyncrl.images import ImageRefused, png_size
 from asyncrl.images import decoder as module
-from asyncrl.images import png_size
 from asyncrl.images.decoder import ImageDecoder, ImageSizes
 
 SIZES = ImageSizes(side=28, least=28 * 28, most=16 * 28 * 28)
