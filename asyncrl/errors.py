@@ -10,7 +10,6 @@ AsyncRLError
 |   `-- PeerFailed     another process of the run has failed; its own error says why
 |-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table; names it
 |-- EpisodeFailed      an episode failed through no fault of the policy: it is counted and replaced, never scored 0
-|-- ImageRefused       an image is no PNG, JPEG or WebP file, damaged or too large; states why and what helps
 |-- LedgerError        a prompt, group, trajectory or token is lost or counted twice; states equation and difference
 |-- RecordError        a recording or a checkpoint is damaged, or lacks what was requested
 `-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
@@ -82,10 +81,6 @@ class EpisodeFailed(AsyncRLError):
         self.reason, self.detail = reason, detail
         self.retry = reason not in ("agent_error", "reward_error") if retry is None else retry
         super().__init__(f"{reason}: {detail}" if detail else reason)
-
-
-class ImageRefused(AsyncRLError, ValueError):
-    """Raised for an image that is not accepted. It states why and what helps; the caller knows whose it is."""
 
 
 class LedgerError(AsyncRLError):

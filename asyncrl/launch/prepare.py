@@ -24,6 +24,7 @@ from asyncrl.launch.resume import Resume
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.models import catalog
+from asyncrl.models.vision import flat
 from asyncrl.planner.estimate import Estimate
 from asyncrl.sandbox.local import LocalSandboxes
 from asyncrl.weights.choice import choose_lora
@@ -124,7 +125,7 @@ class Preparation:
         if role not in self.hf:
             file = self.folders[role] / "config.json"
             try:
-                self.hf[role] = json.loads(file.read_text())
+                self.hf[role] = flat(json.loads(file.read_text()))
             except (OSError, ValueError) as error:
                 field = "model.path" if role == "model" else f"{role}.model"
                 raise ConfigError(field, str(file), f"It cannot be read ({error}): name a folder of HF.") from None
