@@ -68,7 +68,7 @@ ALLOWED = {
         *("config", "engine", "agents", "envs", "sandbox", "rewards", "records", "checkpoints", "tasks", "models")
     },
     "algo": {"config", "settings"},
-    "weights": {"config", "engine"},
+    "weights": {"config", "engine", "models"},
     "trainer": {"config", "algo", "backends", "engine", "weights", "records", "checkpoints", "models"},
     "planner": {"config", "rollout", "engine"},
     "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
@@ -97,7 +97,8 @@ ONLY = {
         "engine.session",
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
-    ("trainer", "models"): {"models.architectures"},
+    ("trainer", "models"): {"models.architectures", "models.vision"},
+    ("weights", "models"): {"models.vision"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.update"},
     ("planner", "config"): {"config.lora"},
     ("rewards", "sandbox"): {"sandbox.protocol"},

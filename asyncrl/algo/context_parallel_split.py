@@ -46,6 +46,7 @@ def part(pack: Pack, bounds: tuple[int, ...], number: int) -> Pack:
         own_targets=own,
         bounds=bounds,
         part=number,
+        rope=None if pack.rope is None else pack.rope[:, first:last],
         keys=None if pack.keys is None else pack.keys[first:last],
     )
 

@@ -53,6 +53,10 @@ class Pack:
     own_targets: Tensor | None = None  # which of the T trained tokens belong to this part
     bounds: tuple[int, ...] = ()  # first row of each rank, and the end
     part: int = 0
+    rope: Tensor | None = None  # [3, N] int64, position in time, height and width, if some sample has images
+    images: tuple[str, ...] = ()  # names of the images that stand in rows that this rank embeds
+    image_rows: Tensor | None = None  # [M] int64, these rows, counted from the first that this rank embeds
+    image_places: Tensor | None = None  # [M] int64, which of all tokens of `images` stands there
     keys: Tensor | None = None  # [N] int64 on the host, each token's index in algo/routing_replay_index.py, or -1
 
     @property
@@ -109,8 +113,20 @@ def pack(groups: Sequence[Sequence[Sample]], *, share: bool = True, multiple: in
         torch.from_numpy(targets),
         torch.from_numpy(table_rows),
         sum(map(len, sequences)),
+        rope=_rope(samples, [rows_of[place[i]] for i in range(len(samples))], positions),
         keys=_keys(samples, [rows_of[place[i]] for i in range(len(samples))], filled + padding),
     )
+
+
+def _rope(samples: list[Sample], rows_of: list[np.ndarray], positions: np.ndarray) -> Tensor | None:
+    """Return each row's three positions, which are equal in samples without images, or None if no sample has any."""
+    if not any(sample.images for sample in samples):
+        return None
+    rope = np.tile(positions, (3, 1))
+    for sample, rows in zip(samples, rows_of, strict=True):
+        if sample.rope is not None:
+            rope[:, rows] = sample.rope[:, : len(rows)]
+    return torch.from_numpy(rope)
 
 
 def _keys(samples: list[Sample], rows_of: list[np.ndarray], length: int) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,8 @@ class Sample:
     mask: list[bool]  # [T]
     number: int  # number of the sample in the table
     first_row: int  # row of its first trained token in the table
+    images: tuple[str, ...] = ()  # names, in the order of the placeholders that the policy did not write
+    rope: np.ndarray | None = None  # [3, P + T] position in time, height and width, if there are images
     keys: Tensor | None = None  # [P + T - 1] int64, index in algo/routing_replay_index.py of each input token's experts
 
     @property
@@ -49,22 +52,24 @@ def build_samples(groups: Sequence[Group]) -> list[list[Sample]]:
     for group in groups:
         found.append([])
         for turns in (turns for trajectory in group.trajectories for turns in trajectory.samples()):
-            found[-1].append(_sample(group.prompt_ids, [turn for _, turn in turns], number, row))
+            found[-1].append(_sample(group, [turn for _, turn in turns], number, row))
             number, row = number + 1, row + found[-1][-1].num_trained
     return found
 
 
-def _sample(prompt_ids: list[int], turns: Sequence[Turn], number: int, row: int) -> Sample:
+def _sample(group: Group, turns: Sequence[Turn], number: int, row: int) -> Sample:
     """Build one sample. If it starts a new context, that context replaces the prompt."""
+    prompt_ids, images = group.prompt_ids, group.prompt_images
     token_ids: list[int] = []
     mask: list[bool] = []
     for turn in turns:
         observation = turn.observation
         if turn.begins:
-            prompt_ids, observation = observation, []
+            prompt_ids, observation, images = observation, [], []
+        images = [*images, *turn.images]
         token_ids += [*observation, *turn.completion.token_ids]
         mask += [False] * len(observation) + [True] * len(turn.completion.token_ids)
-    return Sample(prompt_ids, token_ids, mask, number, row)
+    return Sample(prompt_ids, token_ids, mask, number, row, tuple(images))
 
 
 def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longest: int) -> Tensor:

@@ -14,6 +14,7 @@ from asyncrl.config.lora import BLOCK
 from asyncrl.errors import ConfigError
 from asyncrl.launch.megatron_fields import check_fields
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
+from asyncrl.models.vision import image_shape
 from asyncrl.sandbox.local import LocalSandboxes, noted
 from asyncrl.sandbox.protections import Protections
 from asyncrl.tasks.scores import rewards
@@ -45,6 +46,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
     _check_dispatcher(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
+    _check_vision(config, hf)
     _check_publishes(config)
     longest = hf.get("max_position_embeddings", 0)
     if config.trainer.lora.path:
@@ -205,6 +207,21 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
     if replay == "R3" and hf["architectures"][0] == "MixtralForCausalLM":
         raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not report its experts: set R2 or none.")
     _refuse(config, CANNOT_TELL_EXPERTS if replay == "R3" else (), "cannot report routed experts", "remove it, or R3.")
+
+
+def _check_vision(config: Config, hf: dict[str, Any]) -> None:
+    """Refuse what a model that sees cannot do yet: everything that reads images with another vision tower than the
+    policy's, or under another distribution than the one without image tokens."""
+    if image_shape(hf) is None:
+        return
+    for field, value, why in (
+        ("teacher.model", config.teacher.model, "Teachers score text only"),
+        ("algo.kl.reference_path", config.algo.kl.reference_path, "The reference sees with the policy's vision tower"),
+        ("algo.critic.path", config.algo.critic.path, "The critic sees with the policy's vision tower"),
+        ("trainer.lora.rank", config.trainer.lora.rank, "Models that see are trained without adapters"),
+    ):
+        if value:
+            raise ConfigError(field, value, f"{why}: unset it, or choose a text model.")
 
 
 CANNOT_LOAD = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "speculative_algorithm")

@@ -121,7 +121,7 @@ class Preparation:
             self.folders[role] = catalog.resolve(name, "model.path" if role == "model" else f"{role}.model")
 
     def read(self, role: str) -> dict[str, Any]:
-        """Return the contents of a model's config.json."""
+        """Return the contents of a model's config.json, with the fields of the text model at the top."""
         if role not in self.hf:
             file = self.folders[role] / "config.json"
             try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.models.vision import flat
 
 FIELD = "teacher.model"
 NAMED = 3
@@ -35,8 +36,7 @@ def check_teacher(config: Config, model: Path, teacher: Path) -> None:
 
 def _config(folder: Path) -> dict[str, Any]:
     """Return the config of the language model: engines serve more kinds of models than the trainer trains."""
-    hf: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return {**hf, **(hf.get("text_config") or {})}
+    return flat(json.loads((folder / "config.json").read_text()))
 
 
 def _contexts(config: Config, mine: dict[str, Any], its: dict[str, Any]) -> tuple[int, int]:

@@ -97,6 +97,7 @@ def _latent_attention(hf: HF) -> Arguments:
 ARCHITECTURES: dict[str, Callable[[HF], Arguments]] = {
     "LlamaForCausalLM": lambda hf: {},
     "Qwen2ForCausalLM": lambda hf: {"add_qkv_bias": True},
+    "Qwen2_5_VLForConditionalGeneration": lambda hf: {"add_qkv_bias": True},
     "Qwen3ForCausalLM": lambda hf: {"qk_layernorm": True},
     "Qwen3MoeForCausalLM": lambda hf: {
         "qk_layernorm": True,
@@ -145,14 +146,22 @@ def rope(hf: HF) -> dict[str, Any]:
     """Return the rotary embedding's rope_theta, rope_type, partial_rotary_factor and scaling parameters.
 
     transformers 5 writes rope_parameters; earlier versions wrote separate fields and rope_scaling, with its kind as
-    `type`.
+    `type`. The kind mrope scales nothing: models that see have the default frequencies.
     """
     defaults = {
         "rope_theta": hf.get("rope_theta", 10000.0),
         "partial_rotary_factor": hf.get("partial_rotary_factor", 0.5 if hf.get("model_type") == "glm4_moe" else 1.0),
     }
     found = {**defaults, **(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}
+    kind = found.get("rope_type", found.get("type", "default"))
+    return {**found, "rope_type": "default" if kind == "mrope" else kind}
+
+
+def rope_axes(hf: HF) -> list[int] | None:
+    """Return which position (0 time, 1 height, 2 width) turns each rotated pair of a head; None for text models, whose
+    tokens have one position."""
+    section = rope(hf).get("mrope_section")
+    return [axis for axis, pairs in enumerate(section) for _ in range(pairs)] if section else None
 
 
 # --- limits -------------------------------------------------------------------------------------------------

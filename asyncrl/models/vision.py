@@ -7,19 +7,34 @@ therefore the text model of the family that the config describes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl.images import ImageShape
 
 HF = dict[str, Any]
+WHOLE = ("architectures", "model_type", "tie_word_embeddings", "dtype")
+"""Fields that describe the whole model if both it and its text model have them."""
+
+
+class Tower(NamedTuple):
+    """The vision tower of a model of transformers."""
+
+    module: str  # class in the module of the model type
+    prefix: str  # of its tensors in HF folders
+
+
+TOWERS = {"Qwen2_5_VLForConditionalGeneration": Tower("Qwen2_5_VisionTransformerPretrainedModel", "visual.")}
+"""The models that see, by architecture."""
 
 
 def flat(hf: HF) -> HF:
     """Return a config with the fields of the text model at the top, in either layout: transformers 5 writes them into
     `text_config`, and the published folders of Qwen2.5-VL have them at the top already."""
-    return {**hf.get("text_config", {}), **{name: value for name, value in hf.items() if name != "text_config"}}
+    text = hf.get("text_config") or {}
+    own = {name: value for name, value in hf.items() if name != "text_config" and (name in WHOLE or name not in text)}
+    return {**text, **own}
 
 
 def image_shape(hf: HF) -> ImageShape | None:
@@ -37,7 +52,22 @@ def forbidden_ids(hf: HF) -> list[int]:
     return sorted(hf[mark] for mark in marks if mark in hf) if "vision_config" in hf else []
 
 
-def mrope(ids: Sequence[int], grids: Iterable[tuple[int, int, int]], vocab: int, merge: int) -> np.ndarray:
+def tower_parameters(hf: HF) -> int:
+    """Return the number of parameters of the vision tower; 0 for a text model."""
+    if "vision_config" not in hf:
+        return 0
+    vision = hf["vision_config"]
+    wide, inner = vision["hidden_size"], vision["intermediate_size"]
+    patches = (
+        wide * vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
+    )
+    attention, mlp = 4 * (wide + 1) * wide, 2 * (wide + 1) * inner + (inner + 1) * wide
+    merged = wide * vision.get("spatial_merge_size", 2) ** 2
+    merger = wide + (merged + 1) * merged + (merged + 1) * vision["out_hidden_size"]
+    return int(patches + vision["depth"] * (attention + mlp + 2 * wide) + merger)
+
+
+def mrope(ids: Sequence[int] | np.ndarray, grids: Iterable[tuple[int, int, int]], vocab: int, merge: int) -> np.ndarray:
     """Return the position of each token in time, height and width, [3, T], as transformers' `get_rope_index` does. Ids
     from `vocab` on are image tokens; `grids` are their images' patches in time, height and width, in order."""
     parts, at, i = [np.zeros((3, 0), np.int64)], 0, 0

@@ -59,6 +59,7 @@ def _stage(
     parts = {
         "weights": every * item,
         "frozen base": sum(_base(network, layout, training, stage) for network in networks),
+        "vision tower": shape.tower * item if stage == 0 else 0,  # the networks share it
         "weights in FP8": 2 * held(matrices, shape, layout, stage).all * len(networks) * training.fp8,
         "gradients": every * GRADIENT,
         "masters": sum(steps) * masters,
@@ -189,8 +190,9 @@ def engine_rank(
         repeated = sum(one.elements // parts - one.elements // tensor for one in keys)
         return (held(some, shape, share, 0).all + repeated) * BYTES[dtype]
 
+    tower = shape.tower // tensor * BYTES[dtype]
     pool = slots * share_of(adapters.served.matrices(weights)) if adapters else 0
-    return {"weights": share_of(weights), "KV cache": cache // parts, "adapters": pool}
+    return {"weights": share_of(weights) + tower, "KV cache": cache // parts, "adapters": pool}
 
 
 def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, **engine: Any) -> int:
@@ -200,7 +202,7 @@ def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, **engi
     return int((room - rank["weights"] - rank["adapters"]) * 1_000_000 / rank["KV cache"])
 
 
-AWAY = ("weights", "frozen base", "masters", "moments", "frozen weights")
+AWAY = ("weights", "frozen base", "vision tower", "masters", "moments", "frozen weights")
 """Parts of a trainer rank that it keeps in host memory while engines use its GPU; gradients are dropped."""
 
 

@@ -16,6 +16,9 @@ FLOAT = 4
 WHOLE = ("norm.weight", "gate.weight", "e_score_correction_bias")
 """Name suffixes of tensors that every tensor-parallel rank holds entirely: norms and routers."""
 
+TOWERS = ("visual.", "model.visual.")
+"""Beginnings of the names of a vision tower's tensors."""
+
 
 @cache
 def _layer(name: str) -> int | None:
@@ -103,6 +106,7 @@ class Shape:
     shared_inner: int = 0  # total width of the shared experts
     cached: int = 0  # KV cache numbers per token and layer
     cache_heads: int = 1  # KV heads, sharded over tensor-parallel ranks and replicated if there are more ranks
+    tower: int = 0  # parameters of the vision tower, which ranks of the first stage hold entirely
 
     def key_shards(self, layout: ParallelLayout) -> int:
         """Return the number of parts of the keys, of which each tensor-parallel rank holds one."""
@@ -122,15 +126,16 @@ class RankParameters(NamedTuple):
 
 
 def counted(weights: Iterable[Weight], shape: Shape) -> list[Weight]:
-    """Return the weights that trainer and engine load. This excludes further layers (multi-token prediction), buffers
-    of old checkpoints, an output layer that is the embedding, and the router's load-balancing bias, which is not a
-    parameter."""
+    """Return the weights of the text model that trainer and engine load. This excludes the vision tower, further layers
+    (multi-token prediction), buffers of old checkpoints, an output layer that is the embedding, and the router's
+    load-balancing bias, which is not a parameter."""
     return [
         one
         for one in weights
         if (one.layer is None or one.layer < shape.layers)
         and not one.name.endswith(("rotary_emb.inv_freq", "e_score_correction_bias"))
         and not (shape.tied and one.name == "lm_head.weight")
+        and not one.name.startswith(TOWERS)
     ]
 
 

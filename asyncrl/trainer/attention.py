@@ -63,13 +63,19 @@ class PackedAttention(MegatronModule):
 class PositionRope(RotaryEmbedding):
     """Rotary embedding at the positions that the pack gives. (Megatron's own ignores position_ids and counts rows.)"""
 
-    positions: Tensor | None = None
+    positions: Tensor | None = None  # [N], or [3, N] with images
+    axes: Tensor | None = None  # [pairs], which of three positions turns each pair
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
         """Return the angles [N, 1, 1, d], or Megatron's own before the first pack is set."""
         if self.positions is None:
             return super().forward(max_seq_len, *args, **kwargs)
-        angles = torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
+        positions = self.positions.to(self.inv_freq.dtype)
+        if positions.ndim > 1:
+            assert self.axes is not None
+            angles = positions.index_select(0, self.axes).t() * self.inv_freq
+        else:
+            angles = torch.outer(positions, self.inv_freq)
         return torch.cat([angles, angles], -1)[:, None, None, :]
 
 

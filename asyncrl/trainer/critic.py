@@ -25,6 +25,7 @@ from asyncrl.trainer.offload import HeldTensors
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
+from asyncrl.trainer.vision import Vision
 
 
 class Critic:
@@ -37,6 +38,7 @@ class Critic:
         parallel: Parallel,
         progress: Callable[[str], None] = lambda part: None,
         meter: StepMeter | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self._config, self._parallel = config, parallel
         start = Path(config.algo.critic.path).expanduser() if config.algo.critic.path else folder
@@ -47,6 +49,7 @@ class Critic:
             value_head=True,
             progress=lambda part: progress(f"the critic's {part}"),
             meter=meter,
+            vision=vision,
         )
         optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic.lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})

@@ -28,7 +28,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer.context import of_all_parts
 from asyncrl.trainer.gradients import gradient_buffer
 
-NOT_A_TOKEN = -1e30  # logit of a padding column of the vocabulary; not -inf, because 0 * inf is NaN
+NOT_A_TOKEN = -1e30  # logit of a column that is no token, or forbidden; not -inf, because 0 * inf is NaN
 
 PIECE = 1 << 20
 """Elements of a bfloat16 product that a CPU adds to float32 gradients at a time."""
@@ -44,6 +44,7 @@ class Head:
     chunk_rows: int  # maximum number of rows whose logits exist at a time
     parallel: Parallel
     value_head: torch.nn.Module | None = None  # only in a critic, which has no vocabulary
+    forbidden: Tensor | None = None  # this rank's columns of tokens that engines never sample
 
     def values(self, pack: Pack) -> Tensor:
         """Return the values [T] of the states in which the targets were chosen, in float32 (or the model's float64)."""
@@ -59,7 +60,7 @@ class Head:
         Computed as log_softmax(logits / temperature), like the engine's (SGLang, srt/layers/sampler.py).
         """
         rows = pack.row_of_target
-        shard = _Shard(self.vocab, temperature, self.chunk_rows, self.parallel)
+        shard = _Shard(self.vocab, temperature, self.chunk_rows, self.parallel, self.forbidden)
         assert self.weight is not None
         logprobs, of_rows = _Scores.apply(self.hidden, self.weight, rows, pack.targets, shard, entropy)
         of_targets = of_all_parts(of_rows.index_select(0, rows), pack, self.parallel) if entropy else None
@@ -74,6 +75,7 @@ class _Shard:
     temperature: float
     chunk_rows: int
     parallel: Parallel
+    forbidden: Tensor | None
 
     def chunks(self, rows: int) -> list[slice]:
         """Return the fewest possible chunks, of about equal size."""
@@ -86,6 +88,8 @@ class _Shard:
         if self.temperature != 1.0:
             s.div_(self.temperature)
         s[:, max(0, self.vocab - self.parallel.tp_rank * len(weight)) :] = NOT_A_TOKEN
+        if self.forbidden is not None:
+            s.index_fill_(1, self.forbidden, NOT_A_TOKEN)
         return s
 
     def places(self, chunk: slice, rows: Tensor, targets: Tensor, columns: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -3,7 +3,7 @@ and the cost of a token, by which they are balanced."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,16 @@ IDLE = [[Sample([0], [0], [False], number=0, first_row=0)]]
 """A placeholder micro-batch of one token that is not trained."""
 
 
-def packs_of_rank(groups: Groups, trainer: TrainerConfig, parallel: Parallel, costs: Costs) -> list[Pack]:
+def packs_of_rank(
+    groups: Groups,
+    trainer: TrainerConfig,
+    parallel: Parallel,
+    costs: Costs,
+    placed: Callable[[Pack], Pack] = lambda pack: pack,
+) -> list[Pack]:
     """Return the packs of this rank, at least one. Replicas that share experts communicate in every micro-batch, so all
-    of them get as many as the replica with the most. Interleaved stages run whole rounds of micro-batches."""
+    of them get as many as the replica with the most. Interleaved stages run whole rounds of micro-batches. `placed`
+    finds the images in this rank's part of a pack."""
     p = parallel
     rounds = p.pp if trainer.virtual_pipeline > 1 else 1
     experts_cross_replicas = p.tp % (p.etp * p.ep) != 0
@@ -38,7 +45,7 @@ def packs_of_rank(groups: Groups, trainer: TrainerConfig, parallel: Parallel, co
     packs = [pack(batch or IDLE, share=share, multiple=multiple * p.cp) for batch in mine]
     if p.cp > 1:
         packs = [part(one, bounds_of(one, p.cp, multiple, costs), p.cp_rank) for one in packs]
-    return [one.to(p.device) for one in packs]
+    return [placed(one).to(p.device) for one in packs]
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,13 @@ from torch import Tensor
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
+from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes
+from asyncrl.models.vision import flat, image_shape
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
 from asyncrl.trainer.mlp import GatedMLP
+from asyncrl.trainer.vision import ImageEmbedding
 
 # Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
 moe_utils.__dict__.setdefault("te_general_gemm", None)
@@ -40,9 +42,9 @@ T = TypeVar("T")
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:
-    """Read the model folder's config.json, and check that the architecture is supported (as the launcher already
-    has)."""
-    hf: dict[str, Any] = json.loads((model / "config.json").read_text())
+    """Read the model folder's config.json, with the fields of the text model at the top, and check that the
+    architecture is supported (as the launcher already has)."""
+    hf = flat(json.loads((model / "config.json").read_text()))
     check_architecture(hf)
     return hf
 
@@ -194,11 +196,13 @@ def build_model(
         rotary_percent=rope(hf)["partial_rotary_factor"],
         vp_stage=vp_stage,
     )
+    axes = rope_axes(hf)
     model.ropes = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
             module.__class__ = PositionRope  # same buffers, another forward
             module.inv_freq = frequencies(hf, module.inv_freq)
+            module.axes = None if axes is None else torch.tensor(axes, device=module.inv_freq.device)
         elif isinstance(module, TopKRouter):
             module.__class__ = ExactBiasRouter
         elif type(module) is MLP:
@@ -207,6 +211,8 @@ def build_model(
             sum_rotary_gradients(module)
     if model.post_process:
         model.output_layer.__class__ = PredictingRows
+    if model.pre_process and image_shape(hf):
+        model.embedding.__class__ = ImageEmbedding
     if te:
         adapt(model)
     return model
@@ -243,7 +249,7 @@ def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack, route: Callab
 
     def prepare() -> None:
         for rotary in model.ropes:
-            rotary.positions = pack.positions
+            rotary.positions = pack.positions if pack.rope is None else pack.rope
         if model.post_process:
             model.output_layer.rows = pack.logit_rows
         route()

@@ -18,6 +18,7 @@ from torch import Tensor
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from asyncrl.models.architectures import routing_shape
+from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import lora
 from asyncrl.trainer import model as megatron
@@ -30,6 +31,7 @@ from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_
 from asyncrl.trainer.quantized import pack_base, packed_tensors
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
+from asyncrl.trainer.vision import Vision
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.names import ADAPTER
 from asyncrl.weights.peft import start_from
@@ -86,13 +88,18 @@ class Network:
         value_head: bool = False,
         progress: Callable[[str], None] = lambda part: None,
         meter: StepMeter | None = None,
+        vision: Vision | None = None,
     ) -> None:
         """Load the model of an HF folder. With `value_head` it outputs a number for each token instead of logits.
-        `progress` is called at the start of each micro-batch."""
+        `progress` is called at the start of each micro-batch. `vision` is that of another network, which the networks
+        share."""
         self.meter = meter or StepMeter(parallel)
         self._trainer, self._parallel, self._progress = trainer, parallel, progress
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
+        sees = image_shape(self.hf) is not None
+        self.vision = vision or (Vision(self.hf, folder, trainer, parallel) if sees else None)
+        self._forbidden = self._columns(forbidden_ids(self.hf))
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
         chunks = [
             megatron.build_model(self.hf, self.config, stage, adapted=bool(trainer.lora.rank)).to(parallel.device)
@@ -148,7 +155,8 @@ class Network:
 
     def packs(self, groups: Groups) -> list[Pack]:
         """Return this rank's micro-batches of these groups."""
-        return packs_of_rank(groups, self._trainer, self._parallel, self._costs)
+        placed = self.vision.placed if self.vision else lambda pack: pack
+        return packs_of_rank(groups, self._trainer, self._parallel, self._costs, placed)
 
     def replay_routing(self, kind: Kind) -> RoutingReplay:
         """Make the routers of every later pass ask the returned object for their experts."""
@@ -237,6 +245,8 @@ class Network:
                 # zero tokens: Megatron must not divide again, because the token weights include the step's denominator
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
+            if self.vision and inner.pre_process:
+                inner.embedding.images = self.vision.embedded(batch)
             with self.offload.micro_batch() if self.offload and not forward_only else nullcontext():
                 if self.routing:
                     out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
@@ -259,7 +269,14 @@ class Network:
     def _head(self, model: GPTModel, hidden: Tensor) -> Head:
         rows = self._trainer.logit_rows
         weight = None if hasattr(model, "value_head") else megatron.head_weight(model)
-        return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, getattr(model, "value_head", None))
+        values = getattr(model, "value_head", None)
+        return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, values, self._forbidden)
+
+    def _columns(self, ids: list[int]) -> Tensor | None:
+        """Return this rank's columns of the logits of some tokens."""
+        p, width = self._parallel, megatron.padded_vocab(self.hf["vocab_size"], self._parallel.tp) // self._parallel.tp
+        mine = [one - p.tp_rank * width for one in ids if one // width == p.tp_rank]
+        return torch.tensor(mine, device=p.device) if mine else None
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:

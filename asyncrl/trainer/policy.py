@@ -53,7 +53,9 @@ class Policy:
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
         self._advantage, self._objective = ADVANTAGES.find(algo.advantage), Objective(algo, config.rollout)
         self._critic = (
-            Critic(config, folder, parallel, progress, self.network.meter) if self._advantage.traits.critic else None
+            Critic(config, folder, parallel, progress, self.network.meter, self.network.vision)
+            if self._advantage.traits.critic
+            else None
         )
         self._warm_at = algo.critic.warmup if self._critic else 0
         self._temperature = config.rollout.temperature
@@ -88,7 +90,8 @@ class Policy:
 
     def _held(self) -> HeldTensors:
         critic = self._critic.held() if self._critic else HeldTensors([], [], [])
-        frozen = [*self._resets.states(), *(self._reference.states() if self._reference else [])]
+        holders = [self._resets, self._reference, self.network.vision]
+        frozen = [tensor for holder in holders if holder for tensor in holder.states()]
         return HeldTensors(
             [*self.network.parameters(), *self.network.packed()],
             [*self.network.gradients(), *critic.gradients],
@@ -122,6 +125,8 @@ class Policy:
         self._replay.keep(batch.groups)
         trained = [*batch.groups, *replayed]
         groups = build_samples(trained)
+        if self.network.vision:
+            groups = self.network.vision.begin(trained, groups)
         if self._routing:
             groups = self._routing.begin(trained, groups)
 

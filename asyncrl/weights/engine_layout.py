@@ -235,6 +235,7 @@ DEEPSEEK_V3: Table = (*BODY, *LATENT_ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EX
 FAMILIES: dict[str, Table] = {
     "LlamaForCausalLM": LLAMA,
     "Qwen2ForCausalLM": QWEN2,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "MixtralForCausalLM": MIXTRAL,

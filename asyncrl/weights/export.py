@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from asyncrl.config import TrainerConfig
 from asyncrl.config.lora import LoraConfig
+from asyncrl.models.vision import TOWERS
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket, plan_buckets
 from asyncrl.weights.files import write_index, write_stream
+from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.reshard import Resharder
@@ -45,7 +49,8 @@ def save_hf(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Save the weights; runs on every rank. Each pipeline stage writes its own files, with one tensor in memory at a
-    time. Config and tokenizer come from the source folder. The folder gets its final name only when it is complete.
+    time. Config, tokenizer and vision tower come from the source folder. The folder gets its final name only when it is
+    complete.
 
     Raises WeightsError if the disk cannot take it.
     """
@@ -54,11 +59,13 @@ def save_hf(
         shutil.rmtree(building, ignore_errors=True)
         shutil.copytree(source, building, ignore=shutil.ignore_patterns(*WEIGHTS))
     plans: list[list[Bucket]] = [[] for _ in range(dist.get_world_size())]
+    copied = partial(_tower, source) if parallel.is_first else lambda **_: iter(())
+    shapes = ((name, one.dtype, one.shape) for name, one in copied(described=True))
     # collective, so that rank 0 has created the folder
-    dist.all_gather_object(plans, plan_buckets(weights.described(), shard_bytes))
+    dist.all_gather_object(plans, plan_buckets(chain(weights.described(), shapes), shard_bytes))
     names = iter(_file_names(sum(len(plan) for plan in plans)))
     files = [[(next(names), bucket) for bucket in plan] for plan in plans]
-    stream = weights.hf_tensors()
+    stream = chain(weights.hf_tensors(), copied())
     for name, bucket in files[dist.get_rank()]:
         write_stream(building / name, bucket, stream)
     rest = [name for name, _ in stream]  # ranks that export nothing still take part in every gather
@@ -70,6 +77,17 @@ def save_hf(
         shutil.rmtree(target, ignore_errors=True)
         os.rename(building, target)
     dist.barrier()
+
+
+def _tower(source: Path, *, described: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a folder's vision tower, which is frozen; `described` ones have no values."""
+    architectures = json.loads((source / "config.json").read_text()).get("architectures") or [""]
+    if (tower := TOWERS.get(architectures[0])) is None:
+        return
+    with HFFolder(source) as given:
+        for name in given.names():
+            if name.startswith(tower.prefix):
+                yield name, given.described(name) if described else given.read(name)
 
 
 def save_peft(target: Path, base: Path, weights: Resharder, parallel: Parallel, lora: LoraConfig) -> None:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from asyncrl.errors import WeightsError
+from asyncrl.models.vision import TOWERS
 from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
 
 LINEAR = (COLUMN, ROW, QKV, GATE_UP)
@@ -141,6 +142,7 @@ DEEPSEEK_V3: Table = (*BODY, *LATENT_ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EX
 FAMILIES: dict[str, Table] = {
     "LlamaForCausalLM": LLAMA,
     "Qwen2ForCausalLM": QWEN2,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "MixtralForCausalLM": MIXTRAL,
@@ -207,6 +209,7 @@ class Mapping:
         self.architecture = architecture
         self._rules = {rule.megatron: rule for rule in FAMILIES[architecture]}
         self._hf = {name: rule for rule in FAMILIES[architecture] for name in rule.hf}
+        self.tower = TOWERS[architecture].prefix if architecture in TOWERS else None
 
     def find(self, megatron_name: str) -> Found:
         """Return the rule of a parameter, named as in the local spec, whose layer and expert numbers are global."""
@@ -224,7 +227,9 @@ class Mapping:
         return Found(rule, layer, None if expert is None else int(expert))
 
     def knows(self, hf_name: str) -> bool:
-        """Return whether some Megatron parameter holds this HF tensor."""
+        """Return whether some Megatron parameter or the vision tower holds this HF tensor."""
+        if self.tower and hf_name.startswith(self.tower):
+            return True
         return _general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0] in self._hf
 
     def adapts(self, module: str) -> bool:

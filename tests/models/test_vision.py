@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.images import ImageShape
 from asyncrl.models import tiny_vision
-from asyncrl.models.vision import flat, forbidden_ids, image_shape, mrope
+from asyncrl.models.vision import flat, forbidden_ids, image_shape, mrope, tower_parameters
 
 TEXT = {"vocab_size": 47, "hidden_size": 64, "tie_word_embeddings": False, "model_type": "qwen2_5_vl_text"}
 TOP = {
@@ -79,6 +80,8 @@ def test_tiny_vision_model_loads_in_transformers_and_sees(tmp_path: Path) -> Non
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "c", "="]
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
     assert 0.25e6 < model.num_parameters() < 0.45e6
+    hf = flat(json.loads((folder / "config.json").read_text()))
+    assert tower_parameters(hf) == sum(one.numel() for one in model.model.visual.parameters())
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     images = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
     with torch.no_grad():

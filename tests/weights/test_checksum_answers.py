@@ -39,6 +39,7 @@ def test_a_difference_on_any_rank_and_what_one_side_lacks_are_named_once() -> No
     assert differing([same, same], [same, dict(same)]) == []
     assert differing([same, same], [same, {"a": "1", "b": "3"}]) == ["b"]
     assert differing([same, {"a": "1"}], [{"b": "2"}, same]) == ["a", "b"]
+    assert differing([same], [{**same, "visual.patch_embed.proj.weight": "3"}]) == []  # frozen, and not sent
     with pytest.raises(WeightsError, match="1 tensor-parallel ranks are expected, but the engine reported 2"):
         differing([same], [same, same])
 

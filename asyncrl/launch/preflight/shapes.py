@@ -8,6 +8,7 @@ from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.config.adapters import engine_slots
 from asyncrl.config.lora import LoraConfig
 from asyncrl.models.architectures import megatron_arguments, rope
+from asyncrl.models.vision import tower_parameters
 from asyncrl.planner.activations import Recompute, Training
 from asyncrl.planner.adapters import Adapters
 from asyncrl.planner.shapes import ParallelLayout, Shape
@@ -50,6 +51,7 @@ def shape_of(hf: dict[str, Any]) -> Shape:
         shared_inner=family.get("moe_shared_expert_intermediate_size") or 0,
         cached=cached,
         cache_heads=parts,
+        tower=tower_parameters(hf),
     )
 
 

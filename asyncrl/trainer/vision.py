@@ -1,0 +1,175 @@
+"""Images in training: their tokens in samples, their rows in packs, and the tower that encodes them.
+
+Token ids that come from the engines hold one placeholder for each image. Here the k-th image token of all distinct
+images of a batch gets the id `vocab_size + k`. Equal ids are then equal images, so that packs share a prefix with an
+image exactly where it is the same one, and k says which of the batch's image embeddings stands in the row.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from torch import Tensor
+
+from asyncrl.algo.pack import Pack
+from asyncrl.algo.samples import Sample
+from asyncrl.config import TrainerConfig
+from asyncrl.errors import RecordError, WeightsError
+from asyncrl.models.vision import TOWERS, image_shape, mrope
+from asyncrl.parallel import Parallel
+from asyncrl.schema import Group
+from asyncrl.weights.folder import HFFolder
+
+
+class ImageEmbedding(LanguageModelEmbedding):
+    """Megatron's embedding, with the embeddings of images in their rows."""
+
+    images: tuple[Tensor, Tensor] | None = None  # rows [M] of this rank, and what stands there, [M, H]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return [N (/ tp under sequence parallelism), 1, H]."""
+        words: Tensor = super().forward(*args, **kwargs)
+        if self.images is None:
+            return words
+        rows, images = self.images
+        return words.index_copy(0, rows, images.to(words.dtype)[:, None])
+
+
+class Vision:
+    """The images of the present batch, and a frozen vision tower on the ranks of the first pipeline stage."""
+
+    def __init__(self, hf: dict[str, Any], folder: Path, trainer: TrainerConfig, parallel: Parallel) -> None:
+        """Load the tower from an HF folder."""
+        shape = image_shape(hf)
+        assert shape is not None
+        self._shape, self._vocab, self._placeholder = shape, hf["vocab_size"], hf["image_token_id"]
+        self._device = parallel.device
+        self._split = (parallel.tp, parallel.tp_rank) if trainer.sequence_parallel else (1, 0)
+        self._tower = load_tower(hf, folder, trainer.dtype, parallel.device) if parallel.pp_rank == 0 else None
+        self._processor = _processor(folder)
+        self._files: dict[str, bytes] = {}
+        self._names: list[str] = []
+        self._starts = np.zeros(1, np.int64)  # number of the first token of each image, and of all tokens
+        self._embeddings: dict[str, Tensor] = {}
+
+    def states(self) -> list[Tensor]:
+        """Return the tensors that take memory between two steps."""
+        return list(self._tower.parameters()) if self._tower else []
+
+    def begin(self, batch: Sequence[Group], groups: Sequence[list[Sample]]) -> list[list[Sample]]:
+        """Number the image tokens of a batch. Returns its samples with these tokens in place of placeholders."""
+        self._files = {name: png for group in batch for name, png in group.images.items()}
+        self._names = list(dict.fromkeys(name for group in groups for sample in group for name in sample.images))
+        if absent := [name for name in self._names if name not in self._files]:
+            raise RecordError(f"the batch does not hold its image {absent[0]}: record it again")
+        self._starts = np.cumsum([0, *(self._shape.tokens(self._files[name]) for name in self._names)])
+        self._embeddings = {name: self._embeddings[name] for name in self._names if name in self._embeddings}
+        places = {name: number for number, name in enumerate(self._names)}
+        return [[self._expanded(sample, places) for sample in group] for group in groups]
+
+    def _expanded(self, sample: Sample, places: dict[str, int]) -> Sample:
+        """Replace the placeholders of one sample. Those that the policy wrote are words."""
+        if not sample.images:
+            return sample
+        split = len(sample.prompt_ids)
+        ids = np.array(sample.prompt_ids + sample.token_ids)
+        mask = np.array([False] * split + sample.mask)
+        holders = np.flatnonzero((ids == self._placeholder) & ~mask)
+        if len(holders) != len(sample.images):
+            raise RecordError(f"a sample has {len(holders)} placeholders for {len(sample.images)} images")
+        numbers = np.array([places[name] for name in sample.images])
+        counts = np.ones(len(ids), np.int64)
+        counts[holders] = self._starts[numbers + 1] - self._starts[numbers]
+        ends, ids = np.cumsum(counts), np.repeat(ids, counts)
+        for number, end, count in zip(numbers, ends[holders], counts[holders], strict=True):
+            ids[end - count : end] = self._vocab + np.arange(self._starts[number], self._starts[number + 1])
+        begin = int(ends[split - 1]) if split else 0
+        grids = [self._shape.grid(self._files[name]) for name in sample.images]
+        return replace(
+            sample,
+            prompt_ids=ids[:begin].tolist(),
+            token_ids=ids[begin:].tolist(),
+            mask=np.repeat(mask, counts)[begin:].tolist(),
+            rope=mrope(ids, grids, self._vocab, self._shape.merge),
+        )
+
+    def placed(self, pack: Pack) -> Pack:
+        """Return a pack, or this rank's part of one, with words in all rows, and which image tokens replace them in the
+        rows that this rank embeds."""
+        ids = pack.token_ids.numpy()
+        rows = np.flatnonzero(ids >= self._vocab)
+        pack = replace(pack, token_ids=torch.from_numpy(np.where(ids < self._vocab, ids, 0)))
+        degree, rank = self._split
+        first = rank * len(ids) // degree
+        rows = rows[(rows >= first) & (rows < first + len(ids) // degree)]
+        tokens = ids[rows] - self._vocab
+        used, which = np.unique(np.searchsorted(self._starts, tokens, "right") - 1, return_inverse=True)
+        starts, lengths = self._starts[used], self._starts[used + 1] - self._starts[used]
+        shifts = np.cumsum(lengths) - lengths - starts  # from tokens of the batch to those of the pack's own images
+        return replace(
+            pack,
+            images=tuple(self._names[number] for number in used),
+            image_rows=torch.from_numpy(rows - first),
+            image_places=torch.from_numpy(tokens + shifts[which]),
+        )
+
+    def embedded(self, pack: Pack) -> tuple[Tensor, Tensor] | None:
+        """Return this rank's rows [M] of images in a pack, and their embeddings [M, H]; None without images."""
+        if not pack.images:
+            return None
+        assert pack.image_rows is not None
+        assert pack.image_places is not None
+        with torch.no_grad():
+            new = [name for name in pack.images if name not in self._embeddings]
+            self._embeddings.update(zip(new, self._encoded(new), strict=True))
+            every = torch.cat([self._embeddings[name] for name in pack.images])
+            return pack.image_rows, every.index_select(0, pack.image_places)
+
+    def _encoded(self, names: list[str]) -> Sequence[Tensor]:
+        """Run the tower on some images. Returns the embeddings of each, [tokens, H]."""
+        if not names:
+            return []
+        from PIL import Image
+
+        assert self._tower is not None, "only the first stage embeds"
+        images = [Image.open(io.BytesIO(self._files[name])) for name in names]
+        read = self._processor(images=images, return_tensors="pt", do_resize=False)
+        pixels = read["pixel_values"].to(self._device, next(self._tower.parameters()).dtype)
+        grids = read["image_grid_thw"]
+        found: Tensor = self._tower(pixels, grid_thw=grids.to(self._device)).pooler_output
+        return found.split((grids.prod(-1) // self._shape.merge**2).tolist())
+
+
+def _processor(folder: Path) -> Any:
+    """Return the image processor of transformers that needs no torchvision."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+
+def load_tower(hf: dict[str, Any], folder: Path, dtype: str, device: torch.device) -> torch.nn.Module:
+    """Return the vision tower of transformers with the weights of an HF folder. Raises WeightsError with a tensor that
+    is missing, left over or of another shape."""
+    import transformers
+
+    name = hf["architectures"][0]
+    config = transformers.AutoConfig.for_model(hf["model_type"], vision_config=hf["vision_config"]).vision_config
+    module = __import__(f"transformers.models.{hf['model_type']}.modeling_{hf['model_type']}", fromlist=["x"])
+    with torch.random.fork_rng(devices=[]), device:
+        tower = getattr(module, TOWERS[name].module)._from_config(config, dtype=getattr(torch, dtype))
+    prefix, states = TOWERS[name].prefix, tower.state_dict()
+    with HFFolder(folder) as source, torch.no_grad():
+        for key, tensor in states.items():
+            tensor.copy_(source.read(prefix + key, tensor.shape))
+        left = [key for key in source.names() if key.startswith(prefix) and key.removeprefix(prefix) not in states]
+    if left:
+        raise WeightsError(f"{folder} holds tensors that the vision tower of {name} has no place for: {left[:5]}")
+    found: torch.nn.Module = tower.requires_grad_(False).eval()
+    return found

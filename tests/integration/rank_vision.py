@@ -1,0 +1,95 @@
+"""One trainer rank of a test of images: python rank_vision.py FOLDER LAYOUT, under torchrun.
+
+For each model of FOLDER/LAYOUT.json it writes the log-probabilities of the policy's tokens in groups.msgpack, and the
+gradient of their weighted sum under HF's names, for test_vision.py to compare with transformers. With each of the
+options in it, a policy is trained for a batch from the same weights, and another that is killed after it goes on for a
+second batch; it writes the log-probabilities that the first batch's steps started from, and saves the last policy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from asyncrl.backends.cpu import megatron_shim
+
+megatron_shim.enable()
+
+import msgspec  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from asyncrl.algo.pack import Pack  # noqa: E402
+from asyncrl.algo.samples import build_samples  # noqa: E402
+from asyncrl.checkpoints.torch_dist import write_frame  # noqa: E402
+from asyncrl.config import Config, TrainerConfig, load  # noqa: E402
+from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.schema import Batch, Group  # noqa: E402
+from asyncrl.trainer import sharded  # noqa: E402
+from asyncrl.trainer.head import Head  # noqa: E402
+from asyncrl.trainer.network import Network  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.trainer.token_accumulator import TokenAccumulator  # noqa: E402
+from asyncrl.weights.export import save_hf  # noqa: E402
+from tests.integration.vision import weights  # noqa: E402
+
+
+def started(config: Config, folder: Path, groups: list[Group], parallel: Parallel) -> Tensor:
+    """Return the log-probabilities from which the first batch's steps start, after checking that a policy that is
+    restored after it trains the second as the first policy does, to the bit."""
+    policy = Policy(config, folder, parallel)
+    policy.update(Batch(0, groups, {}))
+    found, counters = policy.started.clone(), policy.counters()
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(policy.samples()), type=list[Group])
+    with tempfile.TemporaryDirectory() as saved:
+        for name, state in policy.sharded().items():
+            sharded.write(Path(saved) / name, list(state.written()), None)
+            write_frame(Path(saved) / name, 1)
+        other = Policy(config, folder, parallel)
+        for name, state in other.sharded().items():
+            state.load(Path(saved) / name)
+    other.restore(counters, kept)
+    figures, again = (one.update(Batch(1, groups, {})) for one in (policy, other))
+    assert figures == again
+    both = zip(policy.network.parameters(), other.network.parameters(), strict=True)
+    assert all(one.equal(two) for one, two in both)
+    save_hf(folder / "saved", folder, policy.weights, parallel, "float32")
+    return found
+
+
+def main(folder: Path, layout: str) -> None:
+    settings = json.loads((folder / f"{layout}.json").read_text())
+    trainer = TrainerConfig.model_validate(settings["trainer"])
+    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
+    groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+    factors = weights(groups)
+    for name in settings["models"]:
+        network = Network(trainer, folder / name, parallel)
+        assert network.vision is not None
+        samples = network.vision.begin(groups, build_samples(groups))
+        packs, seen = network.packs(samples), TokenAccumulator(len(factors), parallel)
+
+        def visit(head: Head, one: Pack, seen: TokenAccumulator = seen) -> Tensor:
+            logprobs, _ = head.score(one, 1.0)
+            seen.note(one.table_rows, logprobs=logprobs.detach())
+            return (factors[one.table_rows] * logprobs).sum()
+
+        network.train(packs, visit)
+        out = {"logprobs": seen.gather(("logprobs",))[0]["logprobs"].float()}
+        out["rows"] = torch.tensor([sum(one.num_tokens for one in packs), sum(one.tokens_apart for one in packs)])
+        if not network.sharded:  # else each rank has only its shard of the sum
+            for parameter in network.parameters():
+                parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+            out |= {f"gradient {key}": tensor.clone() for key, tensor in network.weights.hf_tensors()}
+        for option, config in settings["options"].items():
+            out[f"started {option}"] = started(load(config), folder / name, groups, parallel)
+        if parallel.exports:
+            save_file(out, folder / f"{layout}-{name}-{parallel.pp_rank}.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
