@@ -67,6 +67,16 @@ class OptimizerConfig(Section):
         return self
 
 
+class VisionConfig(Section):
+    """Vision tower of a model that sees; without effect on text models."""
+
+    tower: Literal["frozen", "trained"]
+    """frozen: the tower keeps its weights, each image of a batch is encoded once, and only the text model is published.
+    trained: the tower is trained and published too, and encodes an image in each pass; engines then cache no images."""
+    lr: Positive | None
+    """Peak learning rate of a trained tower, with the schedule of optimizer.lr; unset: optimizer.lr."""
+
+
 class TrainerConfig(Section):
     """Megatron trainer: parallel layout, precision, optimizer, and handling of bad steps."""
 
@@ -102,6 +112,7 @@ class TrainerConfig(Section):
     fp8: Fp8Config | None
     """FP8 recipe of TransformerEngine's layers; unset: products in dtype. Needs GPUs and bfloat16."""
     lora: LoraConfig
+    vision: VisionConfig
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
     logit_rows: Count
@@ -163,6 +174,9 @@ class TrainerConfig(Section):
             raise ConfigError(
                 "trainer.overlap_grad_reduce", True, "There are no replicas: set trainer.data_parallel of 2 or more."
             )
+        if self.overlap_grad_reduce and self.vision.tower == "trained":
+            remedy = "A micro-batch without images has no gradient of the tower to reduce: set it to false."
+            raise ConfigError("trainer.overlap_grad_reduce", True, remedy)
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ConfigError("trainer.overlap_param_gather", True, "Needs trainer.overlap_grad_reduce=true.")
         if self.pipeline_parallel == 1 and self.split != PipelineSplit():

@@ -14,7 +14,7 @@ from asyncrl.config.lora import BLOCK
 from asyncrl.errors import ConfigError
 from asyncrl.launch.megatron_fields import check_fields
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
-from asyncrl.models.vision import image_shape
+from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.sandbox.local import LocalSandboxes, noted
 from asyncrl.sandbox.protections import Protections
 from asyncrl.tasks.scores import rewards
@@ -222,6 +222,21 @@ def _check_vision(config: Config, hf: dict[str, Any]) -> None:
     ):
         if value:
             raise ConfigError(field, value, f"{why}: unset it, or choose a text model.")
+    levels, split = deepstack(hf), config.trainer.split
+    if levels > len(split.chunk_layers(hf["num_hidden_layers"])[0][0]):
+        remedy = f"The first {levels} layers add features of images, and must be on the first stage: set fewer stages."
+        field = "virtual_pipeline" if config.trainer.virtual_pipeline > 1 else "pipeline_parallel"
+        raise ConfigError(f"trainer.{field}", getattr(config.trainer, field), remedy)
+    if config.trainer.vision.tower == "frozen":
+        return
+    if levels and config.trainer.recompute.granularity == "full":
+        remedy = (
+            "Recomputed layers would repeat the backward pass of the vision tower whose features they add: set none."
+        )
+        raise ConfigError("trainer.recompute.granularity", "full", remedy)
+    if config.weights.verify and (levels or config.engine.tensor_parallel > 1):
+        remedy = "How engines of this model or layout lay out a trained vision tower is not known: set it to false."
+        raise ConfigError("weights.verify", True, remedy)
 
 
 CANNOT_LOAD = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "speculative_algorithm")

@@ -36,6 +36,9 @@ CUMEM = "NCCL_CUMEM_ENABLE"
 NO_HEALTH_TOKENS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 """Makes /health answer without generating a token, which an engine without weights could not do. The launcher's own
 check, /server_info, is answered by the scheduler."""
+NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+"""Keeps engines from answering with images that a former version of the vision tower encoded: neither an update nor
+/flush_cache clears that cache."""
 ROUTER_PATIENCE = 30.0
 """Seconds that the router may take to answer: it computes nothing, but its machine may be busy."""
 
@@ -184,6 +187,7 @@ def engines(
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
                 **(NO_HEALTH_TOKENS if colocated else {}),
+                **(NO_IMAGE_CACHE if config.trainer.vision.tower == "trained" else {}),
                 "CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus) if gpu and by_ipc else seat.visible,
             }
             name = f"engine-{label}{number}"

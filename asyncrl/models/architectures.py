@@ -99,6 +99,7 @@ ARCHITECTURES: dict[str, Callable[[HF], Arguments]] = {
     "Qwen2ForCausalLM": lambda hf: {"add_qkv_bias": True},
     "Qwen2_5_VLForConditionalGeneration": lambda hf: {"add_qkv_bias": True},
     "Qwen3ForCausalLM": lambda hf: {"qk_layernorm": True},
+    "Qwen3VLForConditionalGeneration": lambda hf: {"qk_layernorm": True},
     "Qwen3MoeForCausalLM": lambda hf: {
         "qk_layernorm": True,
         **_experts(hf, count=_count(hf), inner=hf["moe_intermediate_size"], dense=_qwen_dense_layers(hf)),
@@ -161,7 +162,9 @@ def rope_axes(hf: HF) -> list[int] | None:
     """Return which position (0 time, 1 height, 2 width) turns each rotated pair of a head; None for text models, whose
     tokens have one position."""
     section = rope(hf).get("mrope_section")
-    return [axis for axis, pairs in enumerate(section) for _ in range(pairs)] if section else None
+    if not section or not rope(hf).get("mrope_interleaved"):
+        return [axis for axis, pairs in enumerate(section) for _ in range(pairs)] if section else None
+    return [pair % 3 if pair < 3 * section[pair % 3] else 0 for pair in range(sum(section))]
 
 
 # --- limits -------------------------------------------------------------------------------------------------

@@ -21,6 +21,12 @@ TOKENS = (*"0123456789abcdefghijklmnopqrstuvwxyz ?=", UNK, *SPECIAL)
 MAX_POSITIONS = 512
 MAX_PIXELS = 112 * 112
 
+OF_TYPE: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"fullatt_block_indexes": [1], "window_size": 112},
+    "qwen3_vl": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+}
+"""Fields of the vision tower's config that only one model type has."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ '=' + message['content'] + '<|im_end|>' }}"
@@ -38,11 +44,11 @@ def write(folder: Path) -> None:
     write_random(folder)
 
 
-def write_random(folder: Path, *, spread: float = 0.02, seed: int = 0, **sizes: Any) -> None:
-    """Write a model with other weights or sizes of its text model, such as `num_hidden_layers` or
-    `tie_word_embeddings`. `spread` is the standard deviation of the weights."""
+def write_random(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02, seed: int = 0, **sizes: Any) -> None:
+    """Write a model of another type (qwen3_vl), or with other weights or sizes of its text model, such as
+    `num_hidden_layers` or `tie_word_embeddings`. `spread` is the standard deviation of the weights."""
     import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     ids = {token: number for number, token in enumerate(TOKENS)}
     ends = {"bos_token_id": ids[PAD], "eos_token_id": ids[EOS], "pad_token_id": ids[PAD]}
@@ -50,10 +56,10 @@ def write_random(folder: Path, *, spread: float = 0.02, seed: int = 0, **sizes: 
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     marks = {name: ids[mark] for name, mark in zip(names, MARKS, strict=True)}
     tied = bool(text.get("tie_word_embeddings"))
-    vision = _vision_sizes(text["hidden_size"])
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ends, **marks)
+    parts = {"text_config": text, "vision_config": {**_vision_sizes(text["hidden_size"]), **OF_TYPE[arch]}}
+    config = AutoConfig.for_model(arch, **parts, tie_word_embeddings=tied, **ends, **marks)
     with torch.random.fork_rng(devices=[]):
-        model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.float32)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     save_random(model, folder, "float32", ends, seed, spread)
     special = {"bos_token": PAD, "eos_token": EOS, "pad_token": PAD, "unk_token": UNK}
     write_tokenizer(folder, tokenizer_json(TOKENS, UNK, (UNK, *SPECIAL)), CHAT_TEMPLATE, special, MAX_POSITIONS)
@@ -82,8 +88,6 @@ def _vision_sizes(hidden: int) -> dict[str, Any]:
         "intermediate_size": 128,
         "num_heads": 4,
         "out_hidden_size": hidden,
-        "fullatt_block_indexes": [1],
-        "window_size": 112,
         "patch_size": 14,
         "temporal_patch_size": 2,
         "spatial_merge_size": 2,

@@ -25,7 +25,10 @@ class Tower(NamedTuple):
     prefix: str  # of its tensors in HF folders
 
 
-TOWERS = {"Qwen2_5_VLForConditionalGeneration": Tower("Qwen2_5_VisionTransformerPretrainedModel", "visual.")}
+TOWERS = {
+    "Qwen2_5_VLForConditionalGeneration": Tower("Qwen2_5_VisionTransformerPretrainedModel", "visual."),
+    "Qwen3VLForConditionalGeneration": Tower("Qwen3VLVisionModel", "model.visual."),
+}
 """The models that see, by architecture."""
 
 
@@ -45,6 +48,12 @@ def image_shape(hf: HF) -> ImageShape | None:
     return ImageShape(vision.get("patch_size", 14), vision.get("spatial_merge_size", 2))
 
 
+def deepstack(hf: HF) -> int:
+    """Return after how many of the first text layers further features of images are added to their tokens
+    (arXiv 2406.04334)."""
+    return len((hf.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+
+
 def forbidden_ids(hf: HF) -> list[int]:
     """Return the ids that the policy must not sample, because a later turn's prompt would announce an image that is not
     there: placeholders, and the marks around them."""
@@ -56,15 +65,17 @@ def tower_parameters(hf: HF) -> int:
     """Return the number of parameters of the vision tower; 0 for a text model."""
     if "vision_config" not in hf:
         return 0
-    vision = hf["vision_config"]
-    wide, inner = vision["hidden_size"], vision["intermediate_size"]
-    patches = (
-        wide * vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
-    )
-    attention, mlp = 4 * (wide + 1) * wide, 2 * (wide + 1) * inner + (inner + 1) * wide
+    vision, levels = hf["vision_config"], deepstack(hf)
+    wide, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     merged = wide * vision.get("spatial_merge_size", 2) ** 2
-    merger = wide + (merged + 1) * merged + (merged + 1) * vision["out_hidden_size"]
-    return int(patches + vision["depth"] * (attention + mlp + 2 * wide) + merger)
+    pixels = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
+    attention, merger = 4 * (wide + 1) * wide, (merged + 1) * (merged + out)
+    if "num_position_embeddings" not in vision:  # Qwen2.5-VL: gated MLPs, and norms without biases
+        mlp = 2 * (wide + 1) * inner + (inner + 1) * wide
+        return int(pixels * wide + vision["depth"] * (attention + mlp + 2 * wide) + wide + merger)
+    mlp, places = (wide + 1) * inner + (inner + 1) * wide, vision["num_position_embeddings"] * wide
+    mergers = 2 * wide + merger + levels * (2 * merged + merger)
+    return int((pixels + 1) * wide + places + vision["depth"] * (attention + mlp + 4 * wide) + mergers)
 
 
 def mrope(ids: Sequence[int] | np.ndarray, grids: Iterable[tuple[int, int, int]], vocab: int, merge: int) -> np.ndarray:

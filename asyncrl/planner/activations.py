@@ -57,6 +57,7 @@ class Training:
     offload: bool = False  # whether masters and moments are in host memory except during a step
     activation_offload: bool = False  # whether activations are in host memory except those of RESIDENT layers
     fp8: bool = False  # whether layers keep their matrices in FP8 too, by rows and by columns
+    tower: bool = False  # whether a vision tower is trained
     adapters: Adapters | None = None  # what is trained in place of the weights, which are frozen
     versions: bool = False  # whether a publish sends the adapters alone, not the merged weights
 

@@ -17,6 +17,7 @@ from asyncrl.planner.adapters import FUSED, PACKED, Adapters
 from asyncrl.planner.shapes import (
     BYTES,
     FLOAT,
+    TOWERS,
     ParallelLayout,
     RankParameters,
     Shape,
@@ -59,7 +60,7 @@ def _stage(
     parts = {
         "weights": every * item,
         "frozen base": sum(_base(network, layout, training, stage) for network in networks),
-        "vision tower": shape.tower * item if stage == 0 else 0,  # the networks share it
+        "vision tower": shape.tower * item if stage == 0 and not training.tower else 0,  # the networks share it
         "weights in FP8": 2 * held(matrices, shape, layout, stage).all * len(networks) * training.fp8,
         "gradients": every * GRADIENT,
         "masters": sum(steps) * masters,
@@ -87,7 +88,7 @@ class _Network(NamedTuple):
 
 def _networks(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training) -> list[_Network]:
     """Return the policy, and the critic if there is one. With adapters each has a frozen base of its own."""
-    adapters, networks = training.adapters, [(weights, shape)]
+    adapters, networks = training.adapters, [(_published(weights, shape, training), shape)]
     if training.critic:
         networks.append((of_critic(weights, shape), replace(shape, tied=False)))
     if adapters is None:
@@ -100,6 +101,11 @@ def _networks(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, t
         frozen = [weight for weight in one if weight not in head]
         found.append(_Network([*adapters.matrices(one, whole), *head], frozen, of))
     return found
+
+
+def _published(weights: Sequence[Weight], shape: Shape, training: Training) -> Sequence[Weight]:
+    """Return the weights with a vision tower that is trained, as one tensor."""
+    return [*weights, Weight(TOWERS[0], (shape.tower,), replicated=True)] if training.tower else weights
 
 
 def _base(network: _Network, layout: ParallelLayout, training: Training, stage: int) -> int:
@@ -115,7 +121,8 @@ def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, train
     matrices leave one after the other (weights/adapters.py). A quantized base goes through the usual ones first."""
     if training.adapters and training.versions and training.adapters.base == "none":
         return 0
-    whole = sum(one.elements for one in of_stage(weights, shape, layout, stage)) * BYTES[training.dtype]
+    sent = of_stage(_published(weights, shape, training), shape, layout, stage)
+    whole = sum(one.elements for one in sent) * BYTES[training.dtype]
     return min(whole, 2 * training.bucket) if training.bucket else whole
 
 

@@ -168,6 +168,8 @@ def of_stage(weights: Iterable[Weight], shape: Shape, layout: ParallelLayout, st
     for one in weights:
         if one.layer is not None:
             here = one.layer in layers
+        elif one.name.startswith(TOWERS):
+            here = first
         elif "embed_tokens" in one.name:
             here = first or (last and shape.tied)
         else:

@@ -25,7 +25,7 @@ from asyncrl.trainer.offload import HeldTensors
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
-from asyncrl.trainer.vision import Vision
+from asyncrl.trainer.vision import ImageEncoder
 
 
 class Critic:
@@ -38,7 +38,7 @@ class Critic:
         parallel: Parallel,
         progress: Callable[[str], None] = lambda part: None,
         meter: StepMeter | None = None,
-        vision: Vision | None = None,
+        vision: ImageEncoder | None = None,
     ) -> None:
         self._config, self._parallel = config, parallel
         start = Path(config.algo.critic.path).expanduser() if config.algo.critic.path else folder

@@ -28,7 +28,7 @@ from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes
-from asyncrl.models.vision import flat, image_shape
+from asyncrl.models.vision import deepstack, flat, image_shape
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
@@ -213,6 +213,8 @@ def build_model(
         model.output_layer.__class__ = PredictingRows
     if model.pre_process and image_shape(hf):
         model.embedding.__class__ = ImageEmbedding
+        for layer in model.decoder.layers[: deepstack(hf)]:
+            model.embedding.add_after(layer)
     if te:
         adapt(model)
     return model
@@ -243,15 +245,24 @@ def padded_vocab(vocab: int, tp: int) -> int:
     return -(-vocab // tp) * tp
 
 
-def forward(wrapped: torch.nn.Module, model: GPTModel, pack: Pack, route: Callable[[], None] = lambda: None) -> Tensor:
+def forward(
+    wrapped: torch.nn.Module,
+    model: GPTModel,
+    pack: Pack,
+    route: Callable[[], None] = lambda: None,
+    images: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return the hidden states: [1, U, H] of the rows that predict a token on the last stage, [N, 1, H] on earlier
-    stages. `wrapped` is `model` in its DDP wrapper; `route` sets the experts of the routers that replay others."""
+    stages. `wrapped` is `model` in its DDP wrapper; `route` sets the experts of the routers that replay others;
+    `images` are those of ImageEmbedding."""
 
     def prepare() -> None:
         for rotary in model.ropes:
             rotary.positions = pack.positions if pack.rope is None else pack.rope
         if model.post_process:
             model.output_layer.rows = pack.logit_rows
+        if model.pre_process:
+            model.embedding.images = images
         route()
 
     precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy the hidden states

@@ -31,7 +31,7 @@ from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_
 from asyncrl.trainer.quantized import pack_base, packed_tensors
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
-from asyncrl.trainer.vision import Vision
+from asyncrl.trainer.vision import ImageEncoder
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.names import ADAPTER
 from asyncrl.weights.peft import start_from
@@ -88,7 +88,7 @@ class Network:
         value_head: bool = False,
         progress: Callable[[str], None] = lambda part: None,
         meter: StepMeter | None = None,
-        vision: Vision | None = None,
+        vision: ImageEncoder | None = None,
     ) -> None:
         """Load the model of an HF folder. With `value_head` it outputs a number for each token instead of logits.
         `progress` is called at the start of each micro-batch. `vision` is that of another network, which the networks
@@ -98,13 +98,17 @@ class Network:
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
         sees = image_shape(self.hf) is not None
-        self.vision = vision or (Vision(self.hf, folder, trainer, parallel) if sees else None)
+        self.vision = vision or (ImageEncoder(self.hf, folder, trainer, parallel) if sees else None)
         self._forbidden = self._columns(forbidden_ids(self.hf))
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
         chunks = [
             megatron.build_model(self.hf, self.config, stage, adapted=bool(trainer.lora.rank)).to(parallel.device)
             for stage in stages
         ]
+        # A critic sees with the policy's tower, and does not train it.
+        self._trains_tower = sees and vision is None and trainer.vision.tower == "trained"
+        if self._trains_tower and chunks[0].pre_process and self.vision:
+            chunks[0].visual = self.vision.tower
         half = trainer.dtype == "bfloat16"
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
@@ -245,14 +249,15 @@ class Network:
                 # zero tokens: Megatron must not divide again, because the token weights include the step's denominator
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
+            images = None
             if self.vision and inner.pre_process:
-                inner.embedding.images = self.vision.embedded(batch)
+                images = self.vision.embedded(batch, train=self._trains_tower and not forward_only)
             with self.offload.micro_batch() if self.offload and not forward_only else nullcontext():
                 if self.routing:
                     out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
                     self.routing.after(inner, batch)
                 else:
-                    out = megatron.forward(model, inner, batch)
+                    out = megatron.forward(model, inner, batch, images=images)
             return out, loss_function
 
         interleaved = len(self.wrapped) > 1

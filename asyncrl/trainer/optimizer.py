@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -60,7 +61,7 @@ class NetworkOptimizer:
             **_of_moments(settings.moments_dtype),
         }
         config = configured(OptimizerConfig, arguments, "optimizer", trainer.megatron.optimizer)
-        self._optimizer: Any = get_megatron_optimizer(config, network.wrapped)
+        self._optimizer: Any = get_megatron_optimizer(config, network.wrapped, _overrides(config, trainer))
         network.config.grad_scale_func = self._optimizer.scale_loss
         on_cpu = next(network.parameters()).device.type == "cpu"
         self._fused = on_cpu and all(_is_torchs(part.optimizer) for part in self._parts())
@@ -218,6 +219,15 @@ class NetworkOptimizer:
             f"trainer.on_bad_step={t.on_bad_step}, trainer.max_bad_steps={t.max_bad_steps}). "
             "Lower trainer.optimizer.lr, or look at reward and logprob_gap of the last steps in metrics.jsonl."
         )
+
+
+def _overrides(config: OptimizerConfig, trainer: TrainerConfig) -> dict[ParamKey, Any]:
+    """Return what Megatron's optimizer does differently for some parameters: by default no weight decay of norms and
+    biases, and a learning rate of its own for a vision tower."""
+    found: dict[ParamKey, Any] = get_standard_config_overrides(config)
+    if trainer.vision.lr is not None:
+        found[ParamKey(name="*visual.*")] = {"max_lr": trainer.vision.lr}
+    return found
 
 
 def _of_moments(dtype: str) -> dict[str, Any]:

@@ -31,7 +31,9 @@ from asyncrl.weights.folder import HFFolder
 class ImageEmbedding(LanguageModelEmbedding):
     """Megatron's embedding, with the embeddings of images in their rows."""
 
-    images: tuple[Tensor, Tensor] | None = None  # rows [M] of this rank, and what stands there, [M, H]
+    images: tuple[Tensor, Tensor] | None = None
+    """Rows [M] of this rank, and the features of their images, [M, (1 + L) H]: the embedding, and what L of the first
+    layers add."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return [N (/ tp under sequence parallelism), 1, H]."""
@@ -39,20 +41,39 @@ class ImageEmbedding(LanguageModelEmbedding):
         if self.images is None:
             return words
         rows, images = self.images
-        return words.index_copy(0, rows, images.to(words.dtype)[:, None])
+        return words.index_copy(0, rows, images[:, : words.shape[-1]].to(words.dtype)[:, None])
+
+    def add_after(self, layer: torch.nn.Module) -> None:
+        """Add the images' features of its number to the output of one of the first layers."""
+
+        def added(_: Any, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+            hidden, context = output
+            if self.images is None:
+                return output
+            rows, images = self.images
+            features = images.split(hidden.shape[-1], -1)[layer.layer_number]
+            return hidden.index_add(0, rows, features.to(hidden.dtype)[:, None]), context
+
+        layer.register_forward_hook(added)
 
 
-class Vision:
-    """The images of the present batch, and a frozen vision tower on the ranks of the first pipeline stage."""
+class ImageEncoder:
+    """The images of the present batch, and the vision tower on the ranks of the first pipeline stage."""
 
     def __init__(self, hf: dict[str, Any], folder: Path, trainer: TrainerConfig, parallel: Parallel) -> None:
-        """Load the tower from an HF folder."""
+        """Load the tower from an HF folder. One that is trained belongs to a network, which loads it with its own
+        weights."""
         shape = image_shape(hf)
         assert shape is not None
         self._shape, self._vocab, self._placeholder = shape, hf["vocab_size"], hf["image_token_id"]
         self._device = parallel.device
         self._split = (parallel.tp, parallel.tp_rank) if trainer.sequence_parallel else (1, 0)
-        self._tower = load_tower(hf, folder, trainer.dtype, parallel.device) if parallel.pp_rank == 0 else None
+        self._frozen = trainer.vision.tower == "frozen"
+        self.tower = load_tower(hf, folder, trainer.dtype, parallel.device) if parallel.pp_rank == 0 else None
+        if self.tower and not self._frozen:
+            for parameter in self.tower.requires_grad_().parameters():
+                # each tensor-parallel rank then has the gradient of its own rows, which Megatron sums
+                parameter.sequence_parallel = trainer.sequence_parallel  # type: ignore[attr-defined]
         self._processor = _processor(folder)
         self._files: dict[str, bytes] = {}
         self._names: list[str] = []
@@ -60,8 +81,8 @@ class Vision:
         self._embeddings: dict[str, Tensor] = {}
 
     def states(self) -> list[Tensor]:
-        """Return the tensors that take memory between two steps."""
-        return list(self._tower.parameters()) if self._tower else []
+        """Return the tensors of a frozen tower, which take memory between two steps."""
+        return list(self.tower.parameters()) if self.tower and self._frozen else []
 
     def begin(self, batch: Sequence[Group], groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Number the image tokens of a batch. Returns its samples with these tokens in place of placeholders."""
@@ -120,31 +141,32 @@ class Vision:
             image_places=torch.from_numpy(tokens + shifts[which]),
         )
 
-    def embedded(self, pack: Pack) -> tuple[Tensor, Tensor] | None:
-        """Return this rank's rows [M] of images in a pack, and their embeddings [M, H]; None without images."""
+    def embedded(self, pack: Pack, *, train: bool) -> tuple[Tensor, Tensor] | None:
+        """Return this rank's rows [M] of images in a pack, and their features [M, (1 + L) H]; None without images. With
+        `train` they have a gradient, unless the tower is frozen."""
         if not pack.images:
             return None
         assert pack.image_rows is not None
         assert pack.image_places is not None
-        with torch.no_grad():
-            new = [name for name in pack.images if name not in self._embeddings]
-            self._embeddings.update(zip(new, self._encoded(new), strict=True))
-            every = torch.cat([self._embeddings[name] for name in pack.images])
+        with torch.set_grad_enabled(train and not self._frozen):
+            kept = self._embeddings if self._frozen else {}
+            if new := [name for name in pack.images if name not in kept]:
+                kept.update(zip(new, self._encoded(new), strict=True))
+            every = torch.cat([kept[name] for name in pack.images])
             return pack.image_rows, every.index_select(0, pack.image_places)
 
     def _encoded(self, names: list[str]) -> Sequence[Tensor]:
-        """Run the tower on some images. Returns the embeddings of each, [tokens, H]."""
-        if not names:
-            return []
+        """Run the tower on some images. Returns the features of each, [tokens, (1 + L) H]."""
         from PIL import Image
 
-        assert self._tower is not None, "only the first stage embeds"
+        assert self.tower is not None, "only the first stage embeds"
         images = [Image.open(io.BytesIO(self._files[name])) for name in names]
         read = self._processor(images=images, return_tensors="pt", do_resize=False)
-        pixels = read["pixel_values"].to(self._device, next(self._tower.parameters()).dtype)
+        pixels = read["pixel_values"].to(self._device, next(self.tower.parameters()).dtype)
         grids = read["image_grid_thw"]
-        found: Tensor = self._tower(pixels, grid_thw=grids.to(self._device)).pooler_output
-        return found.split((grids.prod(-1) // self._shape.merge**2).tolist())
+        found = self.tower(pixels, grid_thw=grids.to(self._device))
+        features = torch.cat([found.pooler_output, *(getattr(found, "deepstack_features", None) or [])], -1)
+        return features.split((grids.prod(-1) // self._shape.merge**2).tolist())
 
 
 def _processor(folder: Path) -> Any:
@@ -171,5 +193,8 @@ def load_tower(hf: dict[str, Any], folder: Path, dtype: str, device: torch.devic
         left = [key for key in source.names() if key.startswith(prefix) and key.removeprefix(prefix) not in states]
     if left:
         raise WeightsError(f"{folder} holds tensors that the vision tower of {name} has no place for: {left[:5]}")
+    for part in tower.modules():  # rotary frequencies stay in float32 where mixed precision casts all buffers
+        for buffer in list(part._non_persistent_buffers_set):
+            setattr(part, buffer, part._buffers.pop(buffer))
     found: torch.nn.Module = tower.requires_grad_(False).eval()
     return found

@@ -229,8 +229,8 @@ def parse(answer: dict[str, Any]) -> Checksums:
 def differing(expected: Checksums, answered: Checksums) -> list[str]:
     """Return the names of the engine parameters whose hashes differ on some rank, or that only one side has.
 
-    Nothing is left out but a vision tower, which is frozen and therefore not sent. SGLang itself skips the rotary
-    caches, which are its only tensors that are not weights.
+    Nothing is left out but what was not sent of a vision tower: all of it, if it is frozen, or its rotary frequencies.
+    SGLang itself skips the rotary caches of text models, which are their only tensors that are not weights.
     """
     if len(expected) != len(answered):
         raise WeightsError(
@@ -241,6 +241,6 @@ def differing(expected: Checksums, answered: Checksums) -> list[str]:
             name
             for mine, its in zip(expected, answered, strict=True)
             for name in mine.keys() | its.keys()
-            if mine.get(name) != its.get(name) and not name.startswith(TOWER)
+            if mine.get(name) != its.get(name) and (name in mine or not name.startswith(TOWER))
         }
     )

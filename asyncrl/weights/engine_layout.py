@@ -222,6 +222,12 @@ ROUTER_BIAS: Table = (
 LLAMA: Table = (*BODY, *ATTENTION, *MLP)
 QWEN2: Table = (*LLAMA, *QKV_BIAS)
 QWEN3: Table = (*LLAMA, *QK_NORM)
+QWEN3_VL: Table = tuple(
+    EngineParameter(
+        rule.engine, tuple((re.sub(r"^model\.", "model.language_model.", name), cut) for name, cut in rule.parts)
+    )
+    for rule in QWEN3
+)
 QWEN3_MOE: Table = (*BODY, *ATTENTION, *QK_NORM, *ROUTER, *EXPERTS)  # SGLang treats every layer as sparse
 MIXTRAL: Table = (
     *BODY,
@@ -232,11 +238,34 @@ MIXTRAL: Table = (
 GLM4_MOE: Table = (*QWEN3, *QKV_BIAS, *ROUTER_FP32, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS)
 DEEPSEEK_V3: Table = (*BODY, *LATENT_ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS)
 
+
+def _seen(engine: str, *parts: str) -> tuple[EngineParameter, ...]:
+    """Return the weight and the bias of a linear layer of a vision tower."""
+    return tuple(
+        EngineParameter(
+            f"visual.{engine}.{kind}", tuple((f"visual.{part}.{kind}", _whole) for part in parts or [engine])
+        )
+        for kind in ("weight", "bias")
+    )
+
+
+QWEN2_5_VISION: Table = (
+    *_seen("blocks.{block}.attn.qkv_proj", "blocks.{block}.attn.qkv"),
+    *_seen("blocks.{block}.attn.proj"),
+    *_seen("blocks.{block}.mlp.gate_up_proj", "blocks.{block}.mlp.gate_proj", "blocks.{block}.mlp.up_proj"),
+    *_seen("blocks.{block}.mlp.down_proj"),
+    *_seen("merger.mlp.0"),
+    *_seen("merger.mlp.2"),
+    *(_seen(name)[0] for name in ("patch_embed.proj", "blocks.{block}.norm1", "blocks.{block}.norm2", "merger.ln_q")),
+)
+"""A trained vision tower, in an engine without tensor parallelism."""
+
 FAMILIES: dict[str, Table] = {
     "LlamaForCausalLM": LLAMA,
     "Qwen2ForCausalLM": QWEN2,
-    "Qwen2_5_VLForConditionalGeneration": QWEN2,
+    "Qwen2_5_VLForConditionalGeneration": (*QWEN2, *QWEN2_5_VISION),
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "MixtralForCausalLM": MIXTRAL,
     "Glm4MoeForCausalLM": GLM4_MOE,
@@ -290,22 +319,24 @@ class EngineLayout:
     def find(self, name: str) -> ParameterTarget:
         """Return the place of an HF tensor. Raises WeightsError if the engine has none."""
         renamed = name.replace(".shared_experts.", f".experts.{self._routed}.") if self._shared_is_routed else name
-        general, layer, expert = _general(renamed)
+        general, layer, block, expert = _general(renamed)
         experts = self._routed + self._shared_is_routed
         if general not in self._rules or (expert or 0) >= max(experts, 1):
             raise WeightsError(f"{name}: an SGLang engine of {self._architecture} has no place for this tensor")
         rule, index = self._rules[general]
         count = len(rule.parts) * (experts if rule.per_expert else 1)
-        return ParameterTarget(rule.engine.format(layer=layer), rule, index + len(rule.parts) * (expert or 0), count)
+        return ParameterTarget(
+            rule.engine.format(layer=layer, block=block), rule, index + len(rule.parts) * (expert or 0), count
+        )
 
 
-def _general(name: str) -> tuple[str, int | None, int | None]:
-    """Return a name with placeholders for its numbers, and the numbers of layer and expert."""
+def _general(name: str) -> tuple[str, int | None, int | None, int | None]:
+    """Return a name with placeholders for its numbers, and the numbers of layer, block and expert."""
     numbers: dict[str, int] = {}
 
     def replaced(found: re.Match[str]) -> str:
         numbers[found[1]] = int(found[2])
         return f".{found[1]}s.{{{found[1]}}}."
 
-    general = re.sub(r"\.(layer|expert)s\.(\d+)\.", replaced, name)
-    return general, numbers.get("layer"), numbers.get("expert")
+    general = re.sub(r"\.(layer|block|expert)s\.(\d+)\.", replaced, name)
+    return general, numbers.get("layer"), numbers.get("block"), numbers.get("expert")

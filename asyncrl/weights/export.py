@@ -59,10 +59,11 @@ def save_hf(
         shutil.rmtree(building, ignore_errors=True)
         shutil.copytree(source, building, ignore=shutil.ignore_patterns(*WEIGHTS))
     plans: list[list[Bucket]] = [[] for _ in range(dist.get_world_size())]
-    copied = partial(_tower, source) if parallel.is_first else lambda **_: iter(())
+    own = list(weights.described())
+    copied = partial(_tower, source, but={name for name, *_ in own}) if parallel.is_first else lambda **_: iter(())
     shapes = ((name, one.dtype, one.shape) for name, one in copied(described=True))
     # collective, so that rank 0 has created the folder
-    dist.all_gather_object(plans, plan_buckets(chain(weights.described(), shapes), shard_bytes))
+    dist.all_gather_object(plans, plan_buckets(chain(own, shapes), shard_bytes))
     names = iter(_file_names(sum(len(plan) for plan in plans)))
     files = [[(next(names), bucket) for bucket in plan] for plan in plans]
     stream = chain(weights.hf_tensors(), copied())
@@ -79,14 +80,14 @@ def save_hf(
     dist.barrier()
 
 
-def _tower(source: Path, *, described: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a folder's vision tower, which is frozen; `described` ones have no values."""
+def _tower(source: Path, *, but: set[str], described: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a folder's vision tower, but those that are trained; `described` ones have no values."""
     architectures = json.loads((source / "config.json").read_text()).get("architectures") or [""]
     if (tower := TOWERS.get(architectures[0])) is None:
         return
     with HFFolder(source) as given:
         for name in given.names():
-            if name.startswith(tower.prefix):
+            if name.startswith(tower.prefix) and name not in but:
                 yield name, given.described(name) if described else given.read(name)
 
 

@@ -134,6 +134,9 @@ MIXTRAL_EXPERTS: Table = (
 LLAMA: Table = (*BODY, *ATTENTION, *MLP)
 QWEN2: Table = (*LLAMA, *QKV_BIAS)
 QWEN3: Table = (*LLAMA, *QK_NORM)
+QWEN3_VL: Table = tuple(
+    replace(rule, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in rule.hf)) for rule in QWEN3
+)
 QWEN3_MOE: Table = (*QWEN3, *ROUTER, *EXPERTS)
 MIXTRAL: Table = (*BODY, *ATTENTION, *MIXTRAL_EXPERTS)
 GLM4_MOE: Table = (*QWEN3_MOE, *QKV_BIAS, *ROUTER_BIAS, *SHARED_EXPERTS)
@@ -144,6 +147,7 @@ FAMILIES: dict[str, Table] = {
     "Qwen2ForCausalLM": QWEN2,
     "Qwen2_5_VLForConditionalGeneration": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "MixtralForCausalLM": MIXTRAL,
     "Glm4MoeForCausalLM": GLM4_MOE,
@@ -218,6 +222,9 @@ class Mapping:
             found = self.find(f"{linear}.weight")
             whole = self._shared_heads and found.rule.layout is QKV
             return replace(found, rule=found.rule.adapter(projection, matrix, whole=whole))
+        if self.tower and megatron_name.startswith("visual."):  # transformers' own module, equal on all ranks
+            name = self.tower + megatron_name.removeprefix("visual.")
+            return Found(NameRule(megatron_name, WHOLE, (name,)), None, None)
         general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
         if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")

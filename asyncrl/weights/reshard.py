@@ -218,7 +218,8 @@ class Resharder:
         of another shape."""
         with HFFolder(folder) as source:
             for found, tensor in self._tensors(self._found):
-                names = ("model.embed_tokens.weight",) if self._is_tied_copy(found) else found.hf_names()
+                held = self._mapping.find("embedding.word_embeddings.weight") if self._is_tied_copy(found) else found
+                names = held.hf_names()
                 shapes = self._whole_shapes(found, tensor)
                 full = [source.read(name, shape) for name, shape in zip(names, shapes, strict=True)]
                 self._fill(found, tensor, full)

@@ -1,9 +1,10 @@
 """One trainer rank of a test of images: python rank_vision.py FOLDER LAYOUT, under torchrun.
 
-For each model of FOLDER/LAYOUT.json it writes the log-probabilities of the policy's tokens in groups.msgpack, and the
-gradient of their weighted sum under HF's names, for test_vision.py to compare with transformers. With each of the
-options in it, a policy is trained for a batch from the same weights, and another that is killed after it goes on for a
-second batch; it writes the log-probabilities that the first batch's steps started from, and saves the last policy.
+For each model of FOLDER/LAYOUT.json, with a frozen and with a trained vision tower, it writes the log-probabilities of
+the policy's tokens in groups.msgpack, and the gradient of their weighted sum under HF's names, for test_vision.py to
+compare with transformers. With each of the options in it, it trains a policy for two batches, and another for the
+second one alone, from a checkpoint of the first; it writes the log-probabilities that the steps started from, and saves
+the policy.
 """
 
 from __future__ import annotations
@@ -38,12 +39,33 @@ from asyncrl.weights.export import save_hf  # noqa: E402
 from tests.integration.vision import weights  # noqa: E402
 
 
-def started(config: Config, folder: Path, groups: list[Group], parallel: Parallel) -> Tensor:
+def gradients(network: Network, groups: list[Group], parallel: Parallel) -> dict[str, Tensor]:
+    """Return the log-probabilities and the gradients of a pass over the groups."""
+    assert network.vision is not None
+    factors, samples = weights(groups), network.vision.begin(groups, build_samples(groups))
+    packs, seen = network.packs(samples), TokenAccumulator(len(factors), parallel)
+
+    def visit(head: Head, one: Pack) -> Tensor:
+        logprobs, _ = head.score(one, 1.0)
+        seen.note(one.table_rows, logprobs=logprobs.detach())
+        return (factors[one.table_rows] * logprobs).sum()
+
+    network.train(packs, visit)
+    out = {"logprobs": seen.gather(("logprobs",))[0]["logprobs"].float()}
+    out["rows"] = torch.tensor([sum(one.num_tokens for one in packs), sum(one.tokens_apart for one in packs)])
+    if not network.sharded:  # else each rank has only its shard of the sum
+        for parameter in network.parameters():
+            parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+        out |= {f"gradient {key}": tensor.clone() for key, tensor in network.weights.hf_tensors()}
+    return out
+
+
+def started(config: Config, folder: Path, saved_as: str, groups: list[Group], parallel: Parallel) -> Tensor:
     """Return the log-probabilities from which the first batch's steps start, after checking that a policy that is
-    restored after it trains the second as the first policy does, to the bit."""
+    restored from a checkpoint trains the second batch as the first policy does, to the bit."""
     policy = Policy(config, folder, parallel)
     policy.update(Batch(0, groups, {}))
-    found, counters = policy.started.clone(), policy.counters()
+    found, counters = policy.started.float(), policy.counters()
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(policy.samples()), type=list[Group])
     with tempfile.TemporaryDirectory() as saved:
         for name, state in policy.sharded().items():
@@ -57,7 +79,7 @@ def started(config: Config, folder: Path, groups: list[Group], parallel: Paralle
     assert figures == again
     both = zip(policy.network.parameters(), other.network.parameters(), strict=True)
     assert all(one.equal(two) for one, two in both)
-    save_hf(folder / "saved", folder, policy.weights, parallel, "float32")
+    save_hf(folder / saved_as, folder, policy.weights, parallel, "float32")
     return found
 
 
@@ -66,27 +88,14 @@ def main(folder: Path, layout: str) -> None:
     trainer = TrainerConfig.model_validate(settings["trainer"])
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
     groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
-    factors = weights(groups)
     for name in settings["models"]:
-        network = Network(trainer, folder / name, parallel)
-        assert network.vision is not None
-        samples = network.vision.begin(groups, build_samples(groups))
-        packs, seen = network.packs(samples), TokenAccumulator(len(factors), parallel)
-
-        def visit(head: Head, one: Pack, seen: TokenAccumulator = seen) -> Tensor:
-            logprobs, _ = head.score(one, 1.0)
-            seen.note(one.table_rows, logprobs=logprobs.detach())
-            return (factors[one.table_rows] * logprobs).sum()
-
-        network.train(packs, visit)
-        out = {"logprobs": seen.gather(("logprobs",))[0]["logprobs"].float()}
-        out["rows"] = torch.tensor([sum(one.num_tokens for one in packs), sum(one.tokens_apart for one in packs)])
-        if not network.sharded:  # else each rank has only its shard of the sum
-            for parameter in network.parameters():
-                parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
-            out |= {f"gradient {key}": tensor.clone() for key, tensor in network.weights.hf_tensors()}
-        for option, config in settings["options"].items():
-            out[f"started {option}"] = started(load(config), folder / name, groups, parallel)
+        out: dict[str, Tensor] = {}
+        for tower in settings["towers"][name]:
+            vision = trainer.vision.model_copy(update={"tower": tower})
+            network = Network(trainer.model_copy(update={"vision": vision}), folder / name, parallel)
+            out |= {f"{tower} {key}": tensor for key, tensor in gradients(network, groups, parallel).items()}
+        for option, config in settings["options"].get(name, {}).items():
+            out[f"started {option}"] = started(load(config), folder / name, f"saved-{option}", groups, parallel)
         if parallel.exports:
             save_file(out, folder / f"{layout}-{name}-{parallel.pp_rank}.safetensors")
 

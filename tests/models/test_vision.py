@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from asyncrl.images import ImageShape
 from asyncrl.models import tiny_vision
-from asyncrl.models.vision import flat, forbidden_ids, image_shape, mrope, tower_parameters
+from asyncrl.models.architectures import rope, rope_axes
+from asyncrl.models.vision import TOWERS, flat, forbidden_ids, image_shape, mrope, tower_parameters
 
 TEXT = {"vocab_size": 47, "hidden_size": 64, "tie_word_embeddings": False, "model_type": "qwen2_5_vl_text"}
 TOP = {
@@ -80,8 +81,6 @@ def test_tiny_vision_model_loads_in_transformers_and_sees(tmp_path: Path) -> Non
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "c", "="]
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
     assert 0.25e6 < model.num_parameters() < 0.45e6
-    hf = flat(json.loads((folder / "config.json").read_text()))
-    assert tower_parameters(hf) == sum(one.numel() for one in model.model.visual.parameters())
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     images = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
     with torch.no_grad():
@@ -94,3 +93,24 @@ def test_tiny_vision_model_loads_in_transformers_and_sees(tmp_path: Path) -> Non
             for image in images
         ]
     assert (logits[0] - logits[1]).abs().max() > 1e-3  # the tower does not ignore its input
+
+
+@pytest.mark.parametrize("arch", tiny_vision.OF_TYPE)
+def test_number_of_a_towers_parameters_follows_from_the_config(arch: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tiny_vision.write_random(tmp_path / "model", arch)
+    hf = flat(json.loads((tmp_path / "model" / "config.json").read_text()))
+    prefix = TOWERS[hf["architectures"][0]].prefix
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert tower_parameters(hf) == sum(one.numel() for name, one in tensors.items() if name.startswith(prefix))
+
+
+def test_rotated_pairs_follow_time_height_and_width_in_blocks_or_in_turn() -> None:
+    sections = {"mrope_section": [3, 2, 2]}
+    assert rope_axes({"rope_parameters": sections}) == [0, 0, 0, 1, 1, 2, 2]
+    assert rope_axes({"rope_parameters": {**sections, "mrope_interleaved": True}}) == [0, 1, 2, 0, 1, 2, 0]
+    published = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", **sections}}
+    assert rope_axes(published) == rope_axes({"rope_parameters": sections})
+    assert (rope(published)["rope_type"], rope(published)["rope_theta"]) == ("default", 1e6)
+    assert rope_axes({}) is None

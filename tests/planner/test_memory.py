@@ -16,6 +16,7 @@ from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
 from asyncrl.planner.activations import Recompute, Training, activations, layer_bytes
 from asyncrl.planner.memory import (
+    _stage,
     away,
     cache_that_fits,
     checkpoint_bytes,
@@ -348,8 +349,25 @@ def test_a_checkpoint_takes_twelve_bytes_of_each_parameter_over_all_ranks() -> N
     assert checkpoint_bytes(model(), SHAPE, replace(TRAINING, critic=True)) == 12 * (count + of_critic)
 
 
+def test_a_vision_tower_is_on_the_first_stage_and_has_an_optimizer_only_if_it_is_trained() -> None:
+    def stages(training: Training, tower: int = 1000) -> list[dict[str, int]]:
+        layout = ParallelLayout(tensor=2, pipeline=2)
+        return [_stage(model(), replace(SHAPE, tower=tower), layout, training, stage) for stage in (0, 1)]
+
+    plain, frozen, trained = stages(TRAINING, 0), stages(TRAINING), stages(replace(TRAINING, tower=True))
+    assert [stage["vision tower"] for stage in frozen] == [2000, 0]
+    assert [stage["vision tower"] for stage in trained] == [0, 0]
+    for part, each in (("weights", 2), ("gradients", 4), ("masters", 4), ("moments", 8), ("publish buckets", 2)):
+        assert trained[0][part] - plain[0][part] == 1000 * each
+        assert trained[1][part] == plain[1][part]
+    engine = {"tensor": 2, "dtype": "bfloat16", "tokens": 0}
+    with_tower = engine_rank(model(), replace(SHAPE, tower=1000), **engine)["weights"]
+    assert with_tower - engine_rank(model(), SHAPE, **engine)["weights"] == 1000
+
+
 def test_what_nobody_loads_is_not_counted() -> None:
     extra = [
+        Weight("visual.patch_embed.proj.weight", (8, 3, 2, 14, 14)),
         Weight("model.layers.4.eh_proj.weight", (8, 16)),
         Weight("model.layers.0.self_attn.rotary_emb.inv_freq", (4,)),
         Weight("model.layers.0.mlp.gate.e_score_correction_bias", (2,)),

@@ -72,6 +72,26 @@ def test_the_size_of_chunks_changes_nothing() -> None:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-14)
 
 
+def test_forbidden_tokens_have_no_probability_and_no_gradient() -> None:
+    hidden, weight, pack = case()
+    allowed = torch.tensor(
+        [one for one in range(VOCAB) if one not in pack.targets.tolist()][2:] + pack.targets.tolist()
+    )
+    allowed = allowed.unique()
+    forbidden = torch.tensor([one for one in range(VOCAB) if one not in allowed.tolist()])
+    assert len(forbidden)
+    logprobs, entropy = Head(hidden, weight, VOCAB, 7, ALONE, forbidden=forbidden).score(pack, 0.7, entropy=True)
+    every = ((hidden @ weight[allowed].t()) / 0.7).log_softmax(-1)[pack.row_of_target]
+    expected = every.gather(1, torch.searchsorted(allowed, pack.targets)[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-13)
+    assert entropy is not None
+    torch.testing.assert_close(entropy, -(every.exp() * every).sum(-1), rtol=0, atol=1e-13)
+    mine = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
+    theirs = torch.autograd.grad(expected.sum() - (every.exp() * every).sum(), (hidden, weight))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 def test_the_gradient_is_that_of_finite_differences() -> None:
     hidden, weight, pack = case()
 

@@ -226,6 +226,7 @@ VARIANTS: dict[str, tuple[str, list[dict]]] = {
     "Qwen2ForCausalLM": ("qwen2", [{}]),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", [{}]),
     "Qwen3ForCausalLM": ("qwen3", [{}]),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", [{}]),
     "Qwen3MoeForCausalLM": ("qwen3_moe", [{"mlp_only_layers": [0]}]),
     "MixtralForCausalLM": ("mixtral", [{}]),
     "Glm4MoeForCausalLM": ("glm4_moe", [{}]),
@@ -241,7 +242,7 @@ def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(arch
         sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
         folder = tmp_path / str(number)
         if architecture in TOWERS:
-            tiny_vision.write(folder)
+            tiny_vision.write_random(folder, kind)
         else:
             write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=fields)
         with safe_open(folder / "model.safetensors", "pt") as file:

@@ -92,6 +92,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         offload=gpu and trainer.optimizer.offload,
         activation_offload=gpu and trainer.activation_offload,
         fp8=trainer.fp8 is not None,
+        tower=trainer.vision.tower == "trained",
         adapters=adapters,
         versions=config.serves_adapters,
     )
