@@ -141,12 +141,26 @@ class Generate(Protocol):
         """Sampling temperature of the tokens that are trained (rollout.temperature); an evaluation has its own."""
         ...
 
-    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
+    async def __call__(
+        self,
+        token_ids: list[int],
+        *,
+        max_new_tokens: int | None = None,
+        role: str = "",
+        images: Sequence[bytes] = (),
+    ) -> Completion:
         """Continue exactly these token ids, by at most max_new_tokens (default: rollout.max_new_tokens).
 
-        If the model's context has no room for another token, the completion is empty and its finish reason is "length".
+        `images` has one image for each placeholder in the ids, in order: those of the prompt, and what the method
+        `images` returned. If the model's context has no room for another token, the completion is empty and its finish
+        reason is "length".
         `role` names the actor in an episode with several. Raises EngineError when the fleet cannot answer.
         """
+        ...
+
+    async def images(self, messages: Sequence[Message]) -> list[bytes]:
+        """Return the images of messages (asyncrl/images/parts.py) in order, in the form that the model reads. Raises
+        ImageRefused."""
         ...
 
 

@@ -149,7 +149,7 @@ async def turn_overhead(template: ChatTemplate, episodes: int) -> float:
 
         trained_at = 1.0
 
-        async def __call__(self, token_ids: list[int], most: int | None = None) -> Any:
+        async def __call__(self, token_ids: list[int], most: int | None = None, images: Any = ()) -> Any:
             return await generate(token_ids)
 
         def wait_for(self, event: str) -> None:

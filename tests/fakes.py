@@ -227,7 +227,9 @@ class FakeSession(GenerationSession):
         super().__init__(client, "", 1.0, purpose)  # type: ignore[arg-type]
         self._answer, self._waste, self._delay = answer, waste, client.delay
 
-    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
+    async def __call__(
+        self, token_ids: list[int], max_new_tokens: int | None = None, images: Sequence[bytes] = ()
+    ) -> Completion:
         await asyncio.sleep(self._delay)
         found = self._answer(token_ids)
         self.hear(len(found.token_ids) + self._waste)

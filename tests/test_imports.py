@@ -64,7 +64,9 @@ ALLOWED = {
     "tasks": {"config", "envs", "rewards"},
     "records": set(),
     "checkpoints": set(),
-    "rollout": {*("config", "engine", "agents", "envs", "sandbox", "rewards", "records", "checkpoints", "tasks")},
+    "rollout": {
+        *("config", "engine", "agents", "envs", "sandbox", "rewards", "records", "checkpoints", "tasks", "models")
+    },
     "algo": {"config", "settings"},
     "weights": {"config", "engine", "models"},
     "trainer": {"config", "algo", "backends", "engine", "weights", "records", "checkpoints", "models"},
@@ -77,6 +79,7 @@ ALLOWED = {
 ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
+    ("rollout", "models"): {"models.vision"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
     ("launch", "planner"): {
         *("planner.activations", "planner.adapters", "planner.memory", "planner.shapes", "planner.estimate")
@@ -88,7 +91,7 @@ ONLY = {
     ("trainer", "backends"): {"backends.cpu", "backends.cpu.pack_attention"},
     ("backends", "models"): {"models.catalog"},
     ("backends", "algo"): {"algo.pack"},
-    ("launch", "models"): {"models.catalog", "models.architectures", "models.vision", "models"},
+    ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
         "engine.session",

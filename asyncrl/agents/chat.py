@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from asyncrl.images import image_name
+from asyncrl.images.parts import images_in
 from asyncrl.schema import Completion, Generate, Message, Prompt, Trajectory, Turn
 
 
@@ -29,10 +31,12 @@ class Chat:
         tools: Sequence[Message] = (),
         role: str = "",
         prompt_ids: list[int] | None = None,
+        images: Sequence[bytes] = (),
     ) -> None:
-        """Start a conversation from messages, rendered with the tools, or from a prompt's token ids."""
+        """Start a conversation from messages, rendered with the tools, or from a prompt's token ids and images."""
         self._generate, self._role, self._tools = generate, role, tools
         self._prompt = self._context = prompt_ids or []
+        self._prompt_images = self._images = list(images)
         self._said: list[Message] = []
         self.turns: list[Turn] = []
         self._begins: list[int] | None = None
@@ -43,7 +47,7 @@ class Chat:
     @classmethod
     def of(cls, prompt: Prompt, generate: Generate, *, role: str = "") -> Chat:
         """Return a conversation that continues a prompt."""
-        return cls(generate, role=role, prompt_ids=prompt.token_ids)
+        return cls(generate, role=role, prompt_ids=prompt.token_ids, images=prompt.images)
 
     @property
     def ended(self) -> bool:
@@ -75,11 +79,14 @@ class Chat:
     async def complete(self, max_new_tokens: int | None = None, state: str = "") -> Completion:
         """Generate the model's next turn and return its completion."""
         observation, begins = self._read(), self._begins is not None
-        context = [*self._context, *observation]
-        completion = await self._generate(context, max_new_tokens=max_new_tokens, role=self._role)
-        turn = Turn(observation, completion, begins=begins, role=self._role, state=state, fork=self._fork)
+        new = await self._generate.images(self._said) if images_in(self._said) else []
+        context, images = [*self._context, *observation], [*self._images, *new]
+        completion = await self._generate(context, max_new_tokens=max_new_tokens, role=self._role, images=images)
+        names = [image_name(png) for png in (images if begins else new)]
+        turn = Turn(observation, completion, begins=begins, role=self._role, state=state, fork=self._fork, images=names)
         self.turns.append(turn)
         self._context, self._begins, self._said, self._fork = [*context, *completion.token_ids], None, [], None
+        self._images = images
         return completion
 
     def _read(self) -> list[int]:
@@ -105,7 +112,7 @@ class Chat:
 
         The turns so far stay in the trajectory, as a separate sample.
         """
-        self._context, self._said = [], []
+        self._context, self._images, self._said = [], [], list(messages)
         self._begins = self._generate.template.begin(messages, self._tools)
 
     def branch(self, turn: int) -> Chat:
@@ -114,11 +121,13 @@ class Chat:
         A trajectory must hold all turns of this chat first and then those of the branch:
         Trajectory([*chat.turns, *branch.turns], reward).
         """
-        context = list(self._prompt)
+        context, seen = list(self._prompt), len(self._prompt_images)
         for one in self.turns[:turn]:
             context = [*([] if one.begins else context), *one.observation, *one.completion.token_ids]
+            seen = (0 if one.begins else seen) + len(one.images)
         begins = self.turns[turn]
-        branch = Chat(self._generate, tools=self._tools, role=self._role, prompt_ids=[])
+        images = self._images[: (0 if begins.begins else seen) + len(begins.images)]
+        branch = Chat(self._generate, tools=self._tools, role=self._role, prompt_ids=[], images=images)
         branch._begins = [*([] if begins.begins else context), *begins.observation]
         branch._fork = turn - 1
         return branch

@@ -25,35 +25,49 @@ class CompletedRequest:
     context: list[int]
     completion: Completion
     role: str = ""
+    images: Sequence[str] = ()
+    """Names of the images in the context."""
+
+    def follows(self, ids: list[int], images: Sequence[str]) -> bool:
+        """Return whether the context begins with these tokens, and its images with these."""
+        return self.context[: len(ids)] == ids and list(self.images[: len(images)]) == list(images)
 
 
 @dataclass
 class _Sample:
     role: str
     ids: list[int]
+    images: Sequence[str] = ()
     turns: list[Turn] = field(default_factory=list)
 
 
-def link(prompt_ids: list[int], asked: Sequence[CompletedRequest]) -> list[Turn]:
+def link(prompt_ids: list[int], asked: Sequence[CompletedRequest], prompt_images: Sequence[str] = ()) -> list[Turn]:
     """Return the turns of all requests, sample after sample; `asked` is in the order of the requests."""
     samples: list[_Sample] = []
     for one in asked:
-        goes_on = [sample for sample in samples if sample.role == one.role and _begins(one.context, sample.ids)]
+        goes_on = [sample for sample in samples if sample.role == one.role and one.follows(sample.ids, sample.images)]
         if goes_on:
             sample = max(goes_on, key=lambda sample: len(sample.ids))
-            turn = Turn(one.context[len(sample.ids) :], one.completion, role=one.role)
+            new = list(one.images[len(sample.images) :])
+            turn = Turn(one.context[len(sample.ids) :], one.completion, role=one.role, images=new)
         else:
             first = all(sample.role != one.role for sample in samples)
-            follows = first and _begins(one.context, prompt_ids)
+            follows = first and one.follows(prompt_ids, prompt_images)
             observation = one.context[len(prompt_ids) :] if follows else one.context
-            sample, turn = _Sample(one.role, []), Turn(observation, one.completion, begins=not follows, role=one.role)
-            samples.append(sample)
+            new = list(one.images[len(prompt_images) :] if follows else one.images)
+            turn = Turn(observation, one.completion, begins=not follows, role=one.role, images=new)
+            samples.append(sample := _Sample(one.role, []))
         sample.turns.append(turn)
-        sample.ids = [*one.context, *one.completion.token_ids]
+        sample.ids, sample.images = [*one.context, *one.completion.token_ids], one.images
     return [turn for sample in samples for turn in sample.turns]
 
 
-def check(trajectory: Trajectory, prompt_ids: list[int], asked: Sequence[CompletedRequest]) -> None:
+def check(
+    trajectory: Trajectory,
+    prompt_ids: list[int],
+    asked: Sequence[CompletedRequest],
+    prompt_images: Sequence[str] = (),
+) -> None:
     """Check that engines generated every turn in exactly the context that the trajectory states, and each turn once.
 
     Raises ValueError otherwise.
@@ -62,21 +76,20 @@ def check(trajectory: Trajectory, prompt_ids: list[int], asked: Sequence[Complet
         raise ValueError("the trajectory has no turn")
     left = list(asked)
     for turns in trajectory.samples():
-        ids: list[int] = [] if turns[0][1].begins else list(prompt_ids)
+        begins = turns[0][1].begins
+        ids, images = ([], []) if begins else (list(prompt_ids), list(prompt_images))
         for place, turn in turns:
-            ids = [*ids, *turn.observation]
+            ids, images = [*ids, *turn.observation], [*images, *turn.images]
             found = next((one for one in left if one.completion is turn.completion), None)
             found = found or next((one for one in left if one.completion == turn.completion), None)
             if found is None:
                 raise ValueError(f"turn {place} holds tokens that no engine wrote for it, or that another turn holds")
             if found.context != ids:
                 raise ValueError(f"turn {place} follows other tokens than the engine read ({_difference(ids, found)})")
+            if list(found.images) != images:
+                raise ValueError(f"turn {place} follows other images than the engine read: Turn.images lists them")
             left.remove(found)
             ids += turn.completion.token_ids
-
-
-def _begins(context: list[int], ids: list[int]) -> bool:
-    return context[: len(ids)] == ids
 
 
 def _difference(ids: list[int], found: CompletedRequest) -> str:

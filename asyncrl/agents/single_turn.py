@@ -10,4 +10,4 @@ class SingleTurn:
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Generate one turn, whose context is the prompt."""
-        return Trajectory([Turn([], await generate(prompt.token_ids))])
+        return Trajectory([Turn([], await generate(prompt.token_ids, images=prompt.images))])

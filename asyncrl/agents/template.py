@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.images.parts import without_images
 from asyncrl.schema import Message
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ class ChatTemplate:
     def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Return the tokens of a new chat up to the generation prompt. `tools` have the OpenAI API's format."""
         ids: list[int] = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=True, return_dict=False
+            without_images(messages),
+            tools=list(tools) or None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
         )
         return list(ids)
 
@@ -46,7 +51,7 @@ class ChatTemplate:
         """
         head: list[Any] = [{"role": "user", "content": "."}, {"role": "assistant", "content": PLACEHOLDER}]
         text: str = self._tokenizer.apply_chat_template(
-            [*head, *messages], add_generation_prompt=True, tokenize=False, return_dict=False
+            [*head, *without_images(messages)], add_generation_prompt=True, tokenize=False, return_dict=False
         )
         _, found, after = text.partition(PLACEHOLDER)
         if not found:

@@ -114,6 +114,18 @@ class JudgeConfig(AuxiliaryModelConfig):
     reward_params.urls names other servers (docs/rewards.md)."""
 
 
+class ImagesConfig(Section):
+    """Limits of images, for models that read them."""
+
+    max_pixels: Count | None
+    """Larger images are scaled down to at most this many pixels; unset: the maximum in the model's own
+    preprocessor_config.json. An image takes one token for each square of (patch size x merge size) pixels."""
+    max_images: Count
+    """Maximum number of images in one context."""
+    max_bytes: Count
+    """Maximum size of an image file as it is given. Files of more than 40 million pixels are refused as well."""
+
+
 class RolloutConfig(Section):
     """Asynchrony, batch shape, sampling, timeouts and failure limits of rollouts."""
 
@@ -131,9 +143,11 @@ class RolloutConfig(Section):
     max_new_tokens: Count
     """Maximum length of a completion, in tokens."""
     overlong_prompts: Literal["skip", "refuse"]
-    """Handling of prompts that leave no room for max_new_tokens within the model's context length. skip: they are left
-    out and counted; refuse: the run does not start. A task with a known number of questions is checked before the run.
-    An endless task is checked as its questions are drawn: refuse ends the run, skip continues with another question."""
+    """Handling of prompts that leave no room for max_new_tokens within the model's context length, or whose images are
+    refused. skip: they are left out and counted; refuse: the run does not start. The lengths in a task with a known
+    number of questions are checked before the run. An endless task is checked as its questions are drawn, and so are
+    images: refuse ends the run, skip continues with another question."""
+    images: ImagesConfig
     temperature: Positive
     """Sampling temperature; the trainer divides its logits by the same number."""
     coalesce: bool
@@ -213,13 +227,13 @@ class TaskConfig(Section):
     """Source of prompts and scoring of answers."""
 
     kind: str
-    """reasoning_gym (generated problems), copy (toy task of copying digits), file (your own questions), benchmark
-    (public test sets, only in eval.sets: asyncrl/tasks/benchmarks.py), or the import path module:name of your own
-    class, which provides questions and scores or plays them (asyncrl/tasks/custom.py)."""
+    """reasoning_gym (generated problems), copy (toy task of copying digits), squares (toy task with images), file (your
+    own questions), benchmark (public test sets, only in eval.sets: asyncrl/tasks/benchmarks.py), or the import path
+    module:name of your own class, which provides questions and scores or plays them (asyncrl/tasks/custom.py)."""
     name: str
     """reasoning_gym, benchmark: name of the dataset; otherwise a label."""
     params: Parameters
-    """reasoning_gym: arguments of the dataset; copy: digits; your own class: its arguments."""
+    """reasoning_gym: arguments of the dataset; copy: digits; squares: ask; your own class: its arguments."""
     agent: str | None
     """Agent that plays this task, instead of the run's agent; unset: the one that the task itself provides, or the
     run's."""
@@ -245,6 +259,12 @@ class TaskConfig(Section):
     """file: field that holds the question (text, or a list of chat messages)."""
     answer_key: str
     """file: field that holds the reference answer."""
+    image_key: str | None
+    """file: field that holds the question's image, or a list of images: a path, the bytes of a file, base64, or Hugging
+    Face's {bytes, path}. They take the places of <image> in a text, of parts of type image in messages, or, without
+    either, come first."""
+    image_folder: str | None
+    """file: folder of the images' paths, outside of which no file is read; unset: the folder of the question file."""
     reward: str | None
     """Scorer of answers, instead of the task's own: one of those in docs/rewards.md (exact, number, math, code, judge,
     weighted, ...), or an import path module:name of a plain or async function (answer text, record) -> float, or of a

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -28,15 +28,21 @@ from asyncrl.engine.partial_completion import Exchange, PartialCompletion, joine
 from asyncrl.engine.session import GenerationSession, SavedCompletion, seed_of
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.images import ImageRefused
+from asyncrl.images.decoder import Vision
+from asyncrl.images.parts import images_in
 from asyncrl.network.addresses import Access
 from asyncrl.retries import pause
 from asyncrl.routing import RoutingShape
-from asyncrl.schema import Completion
+from asyncrl.schema import Completion, Message
 
 RESERVED = 7
 """Least number of tokens by which a prompt must be shorter than an engine's context. SGLang refuses a prompt of
 context - 6 or more tokens (0.5.21: managers/tp_worker.py, get_worker_info, and managers/utils.py,
 validate_input_length)."""
+
+FORBIDDEN = -1e4
+"""Bias of the logits of tokens that must not be sampled. Log-probabilities are those of the rest of the vocabulary."""
 
 
 class GenerationClient:
@@ -62,6 +68,7 @@ class GenerationClient:
         context: int | None = None,
         names: AdapterName | None = None,
         adapter_per: Literal["completion", "episode"] = "completion",
+        vision: Vision | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Create a client of the router at `router`.
@@ -70,6 +77,7 @@ class GenerationClient:
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
+        vision: how the model reads images, if it does
         """
         self._http = httpx.AsyncClient(
             base_url=router,
@@ -81,7 +89,7 @@ class GenerationClient:
         self.inflight = InFlight(
             self._http,
             run,
-            {"stop_token_ids": stop_token_ids, "skip_special_tokens": False},
+            {"stop_token_ids": stop_token_ids, "skip_special_tokens": False, **_without_placeholders(vision)},
             cache_key=cache_key,
             pause_mode=pause_mode,
             fields=dict(fields or {}),
@@ -90,6 +98,7 @@ class GenerationClient:
         )
         self._adapters, self._per_episode = names is not None, adapter_per == "episode"
         self._routing = routing
+        self._vision = vision
         self._coalesce, self.temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
         self._seed = seed
         self._serial = itertools.count()
@@ -135,20 +144,24 @@ class GenerationClient:
             task.cancel()
         await asyncio.gather(*open_requests, return_exceptions=True)
         await self._http.aclose()
+        if self._vision:
+            self._vision.decoder.close()
 
     # -- requests of siblings ------------------------------------------------------------------------------
 
     def submit(
-        self, session: GenerationSession, token_ids: list[int], most: int | None = None
+        self, session: GenerationSession, token_ids: list[int], most: int | None = None, images: Sequence[bytes] = ()
     ) -> asyncio.Future[Completion]:
-        """Submit a request and return the future of its completion.
+        """Submit a request and return the future of its completion. Raises ValueError if it has not an image for each
+        placeholder.
 
         Siblings that submit the same prompt in the same iteration of the event loop share one request.
         """
         loop = asyncio.get_running_loop()
-        limit = self._limit(len(token_ids), most)
-        exchange = session.asks(token_ids, limit)
-        if (recalled := session.recall(token_ids, exchange.adapter)) is not None:
+        added = self._added(token_ids, images)
+        limit = self._limit(len(token_ids) + added, most)
+        exchange = session.asks(token_ids, limit, images, added)
+        if (recalled := session.recall(token_ids, exchange.adapter, images)) is not None:
             return self._go_on(session, exchange, recalled)
         future: asyncio.Future[Completion] = loop.create_future()
         if limit < 1:
@@ -157,7 +170,7 @@ class GenerationClient:
             return future
         key: tuple = (next(self._serial),)
         if self._coalesce and session.temperature > 0:
-            key = (session.group, session.temperature, limit, exchange.adapter, tuple(token_ids))
+            key = (session.group, session.temperature, limit, exchange.adapter, tuple(token_ids), *images)
         self.inflight.adapters.acquire(exchange.adapter)
         if key in self._waiting:
             self._waiting[key].append((session, exchange, future))
@@ -165,6 +178,22 @@ class GenerationClient:
             self._waiting[key] = [(session, exchange, future)]
             loop.call_soon(self._start, key, token_ids)
         return future
+
+    def _added(self, token_ids: list[int], images: Sequence[bytes]) -> int:
+        """Return the number of tokens that images take beyond their placeholders. Raises ValueError if they do not fit
+        together."""
+        if self._vision is not None:
+            return self._vision.tokens.added(token_ids, images)
+        if images:
+            raise ValueError(f"the request has {len(images)} images, but the model of this run reads none")
+        return 0
+
+    async def images(self, messages: Sequence[Message]) -> list[bytes]:
+        """Return the images of messages in order, as the model reads them. Raises ImageRefused."""
+        found = images_in(messages)
+        if found and self._vision is None:
+            raise ImageRefused("the model of this run reads no images: choose one that does, or send text")
+        return [await asyncio.to_thread(self._vision.decoder.png, one) for one in found] if self._vision else []
 
     def narrow(self, context: int) -> None:
         """Lower the maximum length of a sequence to the KV cache of an engine, in tokens."""
@@ -325,6 +354,12 @@ _Asking = tuple[GenerationSession, Exchange, asyncio.Future[Completion]]
 def _left_alone(futures: list[asyncio.Future[Completion]]) -> bool:
     """Return whether no future is pending and at least one was cancelled."""
     return all(future.done() for future in futures) and any(future.cancelled() for future in futures)
+
+
+def _without_placeholders(vision: Vision | None) -> dict[str, Any]:
+    """Return the sampling parameters that keep an answer free of placeholders. Without them, an answer with one would
+    be a prompt with more placeholders than images in the next turn."""
+    return {"logit_bias": {str(token): FORBIDDEN for token in vision.tokens.forbidden}} if vision else {}
 
 
 class _Patience:

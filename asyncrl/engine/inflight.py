@@ -22,6 +22,7 @@ from asyncrl.engine.adapters import AdapterName, AdapterUse
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
 from asyncrl.engine.stream import StreamBroken, stream_chunks
 from asyncrl.errors import EngineError
+from asyncrl.images import data_url
 
 CacheKey = Literal["version", "group"]
 Purpose = Literal["training", "evaluation"]
@@ -186,11 +187,11 @@ class InFlight:
             _all_wait_for(HELD, sessions)
             await self._open.wait()
             _all_wait_for(FIRST, sessions)
-            sent = _Request(asyncio.timeout(None), len(token_ids))
+            sent = _Request(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added)
             self._opened(sent)
             try:
                 request = self._request(waiting[0].exchange, sessions, token_ids, begun, routed_from)
-                self._needed += _needed(sessions, request, begun)
+                self._needed += _needed(sessions, request, begun) + waiting[0].exchange.added
                 async with sent.scope:
                     await self._read(sent, waiting, request)
             except TimeoutError:
@@ -231,7 +232,8 @@ class InFlight:
 
     def _end(self, sample: PendingSample, answer: PartialCompletion, request: dict[str, Any]) -> None:
         """End one sample, complete or not. The others may go on for much longer."""
-        sample.session.cached = (request["extra_key"], len(request["input_ids"]) + len(answer.token_ids))
+        read = len(request["input_ids"]) + sample.exchange.added
+        sample.session.cached = (request["extra_key"], read + len(answer.token_ids))
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
@@ -261,6 +263,7 @@ class InFlight:
             **(routed if self._routing and sessions[0].purpose == "training" else {}),
             **({"lora_path": name} if name else {}),
             "input_ids": token_ids,
+            **({"image_data": [data_url(png) for png in exchange.images]} if exchange.images else {}),
             "sampling_params": {
                 **self._sampling,
                 "max_new_tokens": exchange.limit - begun,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -184,6 +185,8 @@ class Exchange:
     limit: int  # tokens
     seed: int | None = None
     adapter: int | None = None  # version of its adapter, if versions are adapters
+    images: Sequence[bytes] = ()  # in the order of their placeholders in the context
+    added: int = 0  # tokens that the images take beyond their placeholders
     parts: list[PartialCompletion] = field(default_factory=list)  # ended parts, complete or interrupted
     live: PartialCompletion | None = None  # the part that is streaming now
     completion: Completion | None = None  # set once the answer is complete

@@ -18,6 +18,7 @@ CPU_ARGS: dict[str, Any] = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
+    "mm_processor_worker_num": 1,  # with two, a request whose images and placeholders differ in number never returns
     "sleep_on_idle": True,  # an idle scheduler would otherwise burn a core
 }
 
@@ -106,7 +107,7 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
         "max_total_tokens": cache_tokens(section, gpu=gpu),
         "skip_tokenizer_init": True,  # requests and answers are token ids, never text
         "skip_server_warmup": True,  # it would run while the engine already counts as up
-        "warmups": warmup.NAME if gpu else None,
+        "warmups": warmup.NAME if gpu else warmup.IMAGES,
         "log_level": "warning",
         **own,
         **({} if gpu else CPU_ARGS),

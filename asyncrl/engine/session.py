@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from asyncrl.engine.inflight import NEXT, Purpose
 from asyncrl.engine.partial_completion import Exchange
-from asyncrl.schema import Completion
+from asyncrl.images import image_name
+from asyncrl.schema import Completion, Message
 
 if TYPE_CHECKING:
     from asyncrl.engine.client import GenerationClient
@@ -21,6 +23,8 @@ class SavedCompletion(msgspec.Struct, frozen=True, array_like=True):
 
     context: list[int]
     completion: Completion
+    images: list[str] = []
+    """Names of the images in the context."""
 
     @property
     def version(self) -> int | None:
@@ -53,14 +57,20 @@ class GenerationSession:
         """Sampling temperature of training samples; it may differ from this session's."""
         return self._client.temperature
 
-    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
-        """Continue exactly these tokens by at most `max_new_tokens`.
+    async def __call__(
+        self, token_ids: list[int], max_new_tokens: int | None = None, images: Sequence[bytes] = ()
+    ) -> Completion:
+        """Continue exactly these tokens, with an image for each placeholder, by at most `max_new_tokens`.
 
         The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer.
         """
-        return await self._client.submit(self, token_ids, max_new_tokens)
+        return await self._client.submit(self, token_ids, max_new_tokens, images)
 
-    def asks(self, token_ids: list[int], limit: int) -> Exchange:
+    async def images(self, messages: Sequence[Message]) -> list[bytes]:
+        """Return the images of messages in order, as the model reads them. Raises ImageRefused."""
+        return await self._client.images(messages)
+
+    def asks(self, token_ids: list[int], limit: int, images: Sequence[bytes] = (), added: int = 0) -> Exchange:
         """Register and return the session's next request.
 
         Each request has its own seed, so an agent that makes the same request twice gets two different answers.
@@ -68,7 +78,8 @@ class GenerationSession:
         seed, number = self.seed, len(self.exchanges)
         if seed is not None and number:
             seed = seed_of(f"{seed} {number}")
-        self.exchanges.append(Exchange(token_ids, limit, seed, self._client.adapter_for(self)))
+        adapter = self._client.adapter_for(self)
+        self.exchanges.append(Exchange(token_ids, limit, seed, adapter, images, added))
         return self.exchanges[-1]
 
     def wait_for(self, event: str) -> None:
@@ -85,14 +96,19 @@ class GenerationSession:
 
         This includes recalled completions that the agent has not requested yet.
         """
-        said = [SavedCompletion(one.context, one.so_far()) for one in self.exchanges]
+        said = [
+            SavedCompletion(one.context, one.so_far(), [image_name(png) for png in one.images])
+            for one in self.exchanges
+        ]
         return [*(one for one in said if one.completion.token_ids), *self.recalled]
 
-    def recall(self, token_ids: list[int], adapter: int | None = None) -> Completion | None:
+    def recall(
+        self, token_ids: list[int], adapter: int | None = None, images: Sequence[bytes] = ()
+    ) -> Completion | None:
         """Remove and return the completion that this request got before the run was resumed, or return None. With an
         adapter, a partial completion of another one is dropped: only its own could continue it."""
         for one in self.recalled:
-            if one.context == token_ids:
+            if one.context == token_ids and one.images == [image_name(png) for png in images]:
                 self.recalled.remove(one)
                 usable = one.completion.finish_reason or adapter is None or one.version == adapter
                 return one.completion if usable else None

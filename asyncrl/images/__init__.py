@@ -7,16 +7,30 @@ normalise the pixels, so that both read the same numbers; their resizing differs
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+REQUEST, REPLY = struct.Struct(">II"), struct.Struct(">cI")
+"""Heads of what the decoder and its process exchange (worker.py)."""
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+class ImageRefused(ValueError):
+    """Raised for an image that is not accepted. It states why and what helps; the caller knows whose it is."""
 
 
 def image_name(png: bytes) -> str:
     """Return the name of an image, the SHA-256 of its file."""
     return hashlib.sha256(png).hexdigest()
+
+
+def data_url(png: bytes) -> str:
+    """Return an image as a data URL, the only form in which an engine gets one."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def png_size(png: bytes) -> tuple[int, int]:
@@ -52,6 +66,32 @@ class ImageShape:
         return self.patch * self.merge
 
 
+@dataclass(frozen=True)
+class ImageTokens:
+    """How a model's requests hold images: one placeholder for each in the token ids, and the images beside them."""
+
+    placeholder: int
+    forbidden: Sequence[int]
+    """Ids that the policy must not sample, the placeholder among them."""
+    shape: ImageShape
+    most: int
+    """Maximum number of images in a request (rollout.images.max_images)."""
+
+    def added(self, token_ids: Sequence[int], images: Sequence[bytes]) -> int:
+        """Return how many more tokens the model reads than there are ids.
+
+        Raises ImageRefused unless there are as many placeholders as images: an engine can hang on the difference.
+        """
+        if (count := token_ids.count(self.placeholder)) != len(images):
+            raise ImageRefused(
+                f"the request has {count} placeholders (token {self.placeholder}) for {len(images)} images: pass the "
+                "images of its messages, one for each placeholder, and do not expand placeholders"
+            )
+        if len(images) > self.most:
+            raise ImageRefused(f"the request has {len(images)} images, more than rollout.images.max_images={self.most}")
+        return sum(self.shape.tokens(png) for png in images) - len(images)
+
+
 def fitted_size(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
     """Return the width and height to which the processors of Qwen's models resize an image: multiples of `side` with
     `least` to `most` pixels in all, which keep the ratio as far as that allows.
@@ -60,7 +100,7 @@ def fitted_size(width: int, height: int, side: int, least: int, most: int) -> tu
     if `most` is below four times `least`, because rounding could then break one limit whenever it keeps the other.
     """
     if most < 4 * least:
-        raise ValueError(f"{most} pixels are fewer than four times the minimum of {least}")
+        raise ValueError(f"{most} pixels are fewer than four times {least}")
     while (fitted := _resized(width, height, side, least, most)) != (width, height):
         width, height = fitted
     return fitted

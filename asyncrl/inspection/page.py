@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ DIGITS = 4
 def page(title: str, recording: Recording, steps: Sequence[StepRow], rows: Sequence[GroupRow],
          trained: dict[int, dict[str, float]], decode: Decode) -> str:  # fmt: skip
     """Return the HTML text. `rows` are the groups whose trajectories are shown; `trained` is metrics.jsonl by step."""
+    images: dict[str, str] = {}
     data = {
         "title": title,
         "steps": [_step(row, trained.get(row.step + 1, {})) for row in steps],
-        "groups": [_group(recording, row, decode) for row in rows],
+        "groups": [_group(recording, row, decode, images) for row in rows],
+        "images": images,
     }
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
     text = text.replace("</", "<\\/").replace("<!--", "<\\!--")  # these would end the script that holds the data
@@ -48,14 +51,17 @@ def _step(row: StepRow, trained: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _group(recording: Recording, row: GroupRow, decode: Decode) -> dict[str, Any]:
+def _group(recording: Recording, row: GroupRow, decode: Decode, images: dict[str, str]) -> dict[str, Any]:
+    """Return what the page shows of a group, and add its images to `images`, each of which the page holds once."""
     group = recording.group(row.uid)
+    images |= {name: base64.b64encode(png).decode() for name, png in group.images.items()}
     scores = recording.scores(int(row.place)).get(row.uid, []) if row.place.isdigit() else []
     return {
         "uid": row.uid,
         "task": row.task,
         "place": row.place,
         "prompt": "".join(decode(token) for token in group.prompt_ids),
+        "images": group.prompt_images,
         "trajectories": _trajectories(group, row, scores, decode),
     }
 
@@ -67,6 +73,7 @@ def _trajectories(group: Group, row: GroupRow, scores: Sequence[float], decode: 
             {
                 "heading": heading(one, place),
                 "observation": "".join(decode(token) for token in turn.observation),
+                "images": turn.images,
                 "tokens": _tokens(turn.completion, [next(told, math.nan) for _ in turn.completion.token_ids], decode),
                 "reason": turn.completion.finish_reason,
                 "reward": turn.reward,

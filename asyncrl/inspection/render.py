@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.errors import visible
+from asyncrl.images import png_size
 from asyncrl.inspection.rows import GroupRow, StepRow
 from asyncrl.schema import Completion, Group, Trajectory, Turn
 
@@ -81,19 +82,26 @@ def group_text(group: Group, decode: Decode, scores: Sequence[float] | None = No
     by the gap to `scores`, the trainer's log-probabilities of all tokens of the group."""
     lines: list[Text] = [Text(visible(f"{group.uid}  {group.task}"), "bold")]
     lines.append(Text("".join(decode(token) for token in group.prompt_ids), "dim"))
+    lines += [Text(_image(name, group), "blue") for name in group.prompt_images]
     told = iter(scores) if scores is not None else None
     for number, trajectory in enumerate(group.trajectories):
         lines.append(Text(f"-- {number}: reward {trajectory.total:g}, {trajectory.num_tokens} tokens", "bold"))
-        lines.append(_trajectory(trajectory, decode, told))
+        lines.append(_trajectory(trajectory, decode, told, group))
     return Lines(*lines)
 
 
-def _trajectory(trajectory: Trajectory, decode: Decode, scores: Iterator[float] | None) -> Text:
+def _image(name: str, group: Group) -> str:
+    width, height = png_size(group.images[name])
+    return f"⟨image {name[:8]}, {width} x {height}⟩"
+
+
+def _trajectory(trajectory: Trajectory, decode: Decode, scores: Iterator[float] | None, group: Group) -> Text:
     text = Text()
     for place, turn in enumerate(trajectory.turns):
         text.append(visible(heading(trajectory, place)), "bold magenta")
         if turn.observation:
             text.append("".join(decode(token) for token in turn.observation), "italic blue")
+        text.append("".join(_image(name, group) for name in turn.images), "blue")
         _completion(text, turn.completion, decode, scores)
         if turn.reward:
             text.append(f" [turn's reward {turn.reward:g}]", "bold")

@@ -7,7 +7,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,10 +33,11 @@ class PackedTurn(msgspec.Struct, frozen=True, array_like=True):
     role: str = ""
     state: str = ""
     fork: int | None = None
+    images: list[str] = []
 
 
 class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group with its arrays as bytes."""
+    """A group with its arrays as bytes, and the names of its images (images.py)."""
 
     uid: str
     slot: int
@@ -44,6 +45,8 @@ class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
     trajectories: list[tuple[list[PackedTurn], float]]
     task: str
     routing: Routing | None
+    prompt_images: list[str] = []
+    images: list[str] = []
 
 
 class Began(msgspec.Struct, frozen=True, tag="began"):
@@ -143,16 +146,27 @@ def packed(group: Group) -> PackedGroup:
         ([_pack_turn(turn) for turn in one.turns], 0.0 if one.reward is None else one.reward)
         for one in group.trajectories
     ]
-    return PackedGroup(group.uid, group.slot, _ids(group.prompt_ids), trajectories, group.task, group.routing)
+    return PackedGroup(
+        group.uid,
+        group.slot,
+        _ids(group.prompt_ids),
+        trajectories,
+        group.task,
+        group.routing,
+        group.prompt_images,
+        list(group.images),
+    )
 
 
-def unpacked(group: PackedGroup) -> Group:
-    """Unpack a group. Raises RecordError if its arrays do not fit together."""
+def unpacked(group: PackedGroup, images: Mapping[str, bytes] | None = None) -> Group:
+    """Unpack a group, with its images if they are given. Raises RecordError if its arrays do not fit together."""
     try:
         trajectories = [
             Trajectory([_unpack_turn(turn) for turn in turns], reward) for turns, reward in group.trajectories
         ]
-        return Group(group.uid, group.slot, _ids_of(group.prompt_ids), trajectories, group.task, group.routing)
+        prompt = _ids_of(group.prompt_ids)
+        named, images = group.prompt_images, dict(images or {})
+        return Group(group.uid, group.slot, prompt, trajectories, group.task, group.routing, named, images)
     except ValueError as error:
         raise RecordError(f"group {group.uid} is damaged: {error}") from None
 
@@ -178,6 +192,7 @@ def _pack_turn(turn: Turn) -> PackedTurn:
         turn.role,
         turn.state,
         turn.fork,
+        turn.images,
     )
 
 
@@ -198,6 +213,7 @@ def _unpack_turn(turn: PackedTurn) -> Turn:
         turn.role,
         turn.state,
         turn.fork,
+        turn.images,
     )
 
 

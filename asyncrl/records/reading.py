@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.errors import RecordError
-from asyncrl.records import events, frames
-from asyncrl.records.events import Began, Committed, Event, Rejected, Saved, Scored, Taken, unpacked
+from asyncrl.records import events, frames, images
+from asyncrl.records.events import Began, Committed, Event, PackedGroup, Rejected, Saved, Scored, Taken, unpacked
 from asyncrl.records.frames import FramePosition, Frames
 from asyncrl.records.index import IndexEntry, usable
 from asyncrl.schema import Batch, Group
@@ -79,8 +79,12 @@ class Recording:
             raise RecordError(f"{self.folder} holds no group {uid}")
         for event in reversed(self._frame(self._groups[uid])):
             if isinstance(event, Committed | Rejected) and event.group and event.group.uid == uid:
-                return unpacked(event.group)
+                return self.whole(event.group)
         raise RecordError(f"{self.folder}: the index is wrong about group {uid}: delete index.jsonl")
+
+    def whole(self, group: PackedGroup) -> Group:
+        """Return a group of an event with its images. Raises RecordError if one is missing."""
+        return unpacked(group, images.read(self.folder, group.images))
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step as the trainer received it. Raises RecordError if it is missing."""

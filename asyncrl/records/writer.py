@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from asyncrl.errors import RecordError
-from asyncrl.records import events, frames
+from asyncrl.records import events, frames, images
 from asyncrl.records.events import Event
 from asyncrl.records.frames import Frames
 from asyncrl.records.index import IndexEntry, index_path, usable
@@ -38,7 +38,7 @@ class Writer:
         self._folder, self.left_out = folder, repair(folder)
         """`left_out` is the size in bytes of the torn tail that an earlier run left."""
         self._changed = threading.Condition()
-        self._waiting: list[tuple[Event, bytes]] = []
+        self._waiting: list[tuple[Event, bytes, Mapping[str, bytes]]] = []
         self._bytes = 0
         self._closing = self._done = False
         self.failed: RecordError | None = None
@@ -49,15 +49,15 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
-    def write(self, event: Event) -> None:
-        """Queue an event, to be written after all earlier ones."""
+    def write(self, event: Event, shown: Mapping[str, bytes] | None = None) -> None:
+        """Queue an event, to be written after all earlier ones, and the images that it names before it."""
         data = events.encode(event)
         with self._changed:
             self._wait_until(lambda: self._bytes <= MOST_WAITING)
             if self.failed:
                 return
-            self._waiting.append((event, data))
-            self._bytes += len(data)
+            self._waiting.append((event, data, shown or {}))
+            self._bytes += _size(self._waiting[-1])
             self._changed.notify_all()
 
     def flush(self) -> None:
@@ -86,7 +86,7 @@ class Writer:
                     self._append(taken, index)
                     self.seconds = time.thread_time()
                     with self._changed:
-                        self._bytes -= sum(len(data) for _, data in taken)
+                        self._bytes -= sum(map(_size, taken))
                         self._changed.notify_all()
         except OSError as error:
             self._fail(RecordError(f"the recording in {self._folder} cannot be written: {error.strerror}"))
@@ -96,7 +96,7 @@ class Writer:
             self._done = True
             self._changed.notify_all()
 
-    def _take(self) -> list[tuple[Event, bytes]]:
+    def _take(self) -> list[tuple[Event, bytes, Mapping[str, bytes]]]:
         with self._changed:
             while not self._waiting and not self._closing:
                 self._changed.wait()
@@ -108,11 +108,13 @@ class Writer:
             del self._waiting[:count]
             return taken
 
-    def _append(self, taken: list[tuple[Event, bytes]], index: BinaryIO) -> None:
+    def _append(self, taken: list[tuple[Event, bytes, Mapping[str, bytes]]], index: BinaryIO) -> None:
         disk = os.statvfs(self._folder)
         if (free := disk.f_bavail * disk.f_frsize) < SPARE_BYTES:
             raise RecordError(f"the disk of {self._folder} has {free >> 20} MB left: recording ends here")
-        frame = frames.encode(events.frame_of([data for _, data in taken]))
+        for _, _, shown in taken:
+            self.written += images.write(self._folder, shown)
+        frame = frames.encode(events.frame_of([data for _, data, _ in taken]))
         path = frames.path_of(self._folder, self._number)
         with path.open("ab") as file:
             if file.tell() == 0:
@@ -120,7 +122,7 @@ class Writer:
             place = frames.FramePosition(self._number, file.tell())
             file.write(frame)
             end = file.tell()
-        index.write(msgspec.json.encode(IndexEntry.of(place, end, [event for event, _ in taken])) + b"\n")
+        index.write(msgspec.json.encode(IndexEntry.of(place, end, [event for event, *_ in taken])) + b"\n")
         index.flush()
         self.written += len(frame)
         if end >= frames.FILE_BYTES:
@@ -131,6 +133,10 @@ class Writer:
             self.failed = error
             self._waiting.clear()
             self._changed.notify_all()
+
+
+def _size(waiting: tuple[Event, bytes, Mapping[str, bytes]]) -> int:
+    return len(waiting[1]) + sum(map(len, waiting[2].values()))
 
 
 def repair(folder: Path) -> int:

@@ -25,8 +25,10 @@ from asyncrl.engine.router import wait_until_healthy, wait_until_ready
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.engine.session import GenerationSession
 from asyncrl.envs.tools.shared import close_shared
+from asyncrl.images.decoder import Vision
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
+from asyncrl.models.vision import flat
 from asyncrl.network.addresses import READY, Access, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.progress import Progress
@@ -51,6 +53,7 @@ from asyncrl.rollout.reporters import FailureReporter, RunReporter
 from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.teacher import TeacherScorer
+from asyncrl.rollout.vision import vision_of
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
@@ -70,10 +73,11 @@ async def main(run_dir: Path) -> None:
     tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
     importing.done()
     template = ChatTemplate(tokenizer)
-    hf = json.loads((addresses.model / "config.json").read_text())
-    prompts = Prompts(config, tasks, template, hf["max_position_embeddings"], RunReporter(run_dir).warn)
+    hf = flat(json.loads((addresses.model / "config.json").read_text()))
+    vision = vision_of(addresses.model, hf, config.rollout.images)
+    prompts = Prompts(config, tasks, template, hf["max_position_embeddings"], RunReporter(run_dir).warn, vision)
     cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
-    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), hf, cache)
+    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), hf, cache, vision)
     rollout, loads = config.rollout, Loads(addresses.router, addresses.access)
     teachers = _teacher_engines(config, addresses)
     teacher = TeacherScorer(teachers) if teachers else None
@@ -85,8 +89,7 @@ async def main(run_dir: Path) -> None:
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
     evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated)
     limiter = _concurrency_limiter(rollout)
-    writer = Writer(run_dir / RECORDS) if config.record else None
-    resumed = snapshot.decode((addresses.resume / ROLLOUT).read_bytes()) if addresses.resume else None
+    writer, resumed = Writer(run_dir / RECORDS) if config.record else None, _resumed(addresses)
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     groups = GroupLifecycle(
         build_buffer(rollout),
@@ -161,6 +164,10 @@ async def main(run_dir: Path) -> None:
             writer.close()
 
 
+def _resumed(addresses: Addresses) -> Snapshot | None:
+    return snapshot.decode((addresses.resume / ROLLOUT).read_bytes()) if addresses.resume else None
+
+
 def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     """Return whether the engines get weights of the trainer before the first rollout."""
     attached = addresses.attached and config.mode == "train"
@@ -168,7 +175,12 @@ def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
 
 
 def _client(
-    config: Config, addresses: Addresses, stop_token_ids: list[int], hf: dict[str, Any], cache: int | None
+    config: Config,
+    addresses: Addresses,
+    stop_token_ids: list[int],
+    hf: dict[str, Any],
+    cache: int | None,
+    vision: Vision | None,
 ) -> GenerationClient:
     context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
     return GenerationClient(
@@ -190,6 +202,7 @@ def _client(
         context=min(context, cache or context),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
+        vision=vision,
     )
 
 

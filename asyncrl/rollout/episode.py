@@ -19,9 +19,10 @@ import msgspec
 from asyncrl.agents.linking import CompletedRequest, check, link
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.images import image_name
 from asyncrl.rollout.activity import AGENT, NOTHING, REWARD, TEACHER
 from asyncrl.rollout.agent import Agent, Played
-from asyncrl.schema import Completion, Prompt, Template, Trajectory, Turn, number
+from asyncrl.schema import Completion, Message, Prompt, Template, Trajectory, Turn, number
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """Adds the reward to a trajectory whose agent gave none."""
@@ -56,18 +57,29 @@ class Episode:
         """Temperature of the samples that are trained."""
         return self._session.trained_at
 
-    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
+    async def __call__(
+        self,
+        token_ids: list[int],
+        *,
+        max_new_tokens: int | None = None,
+        role: str = "",
+        images: Sequence[bytes] = (),
+    ) -> Completion:
         """Generate a continuation of exactly these tokens. The agent's timeout is suspended while an engine answers."""
         self._asking += 1
         number, context = next(self._serial), list(token_ids)
         self._rest()
         try:
-            completion = await self._session(context, max_new_tokens)
+            completion = await self._session(context, max_new_tokens, images)
         finally:
             self._asking -= 1
             self._rest()
-        self._asked[number] = CompletedRequest(context, completion, role)
+        self._asked[number] = CompletedRequest(context, completion, role, [image_name(png) for png in images])
         return completion
+
+    async def images(self, messages: Sequence[Message]) -> list[bytes]:
+        """Return the images of messages in order, as the model reads them. Raises ImageRefused."""
+        return await self._session.images(messages)
 
     async def play(self, agent: Agent, prompt: Prompt, score: Score, teach: Teach | None = None) -> Trajectory:
         """Play the episode, then score it while the teacher scores it too. Raises EpisodeFailed, or the EngineError
@@ -95,12 +107,13 @@ class Episode:
     def _trajectory(self, played: Played, prompt: Prompt) -> Trajectory:
         """Build the trajectory from the agent's result and its requests. Raises ValueError if they do not agree."""
         asked = [one for _, one in sorted(self._asked.items())]
+        images = [image_name(png) for png in prompt.images]
         if isinstance(played, Trajectory):
-            check(played, prompt.token_ids, asked)
+            check(played, prompt.token_ids, asked, images)
             trajectory = _plain(played)
         elif asked:
             reward = None if played is None else number(played, "its reward")
-            trajectory = Trajectory(link(prompt.token_ids, asked), reward)
+            trajectory = Trajectory(link(prompt.token_ids, asked, images), reward)
         else:
             raise ValueError("the agent made no request to the model")
         if not trajectory.num_tokens:

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.envs.tools.system import ignores_tools, tools_in_system
 from asyncrl.errors import ConfigError
+from asyncrl.images import ImageRefused
+from asyncrl.images.decoder import Vision
+from asyncrl.images.parts import images_in, without_images
 from asyncrl.schema import Prompt, Template
 from asyncrl.tasks import Question, Task, ask
 
@@ -31,8 +35,8 @@ MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation
 TEMPLATE_BYTES = 256
 """Upper bound of the bytes that a chat template adds around one message."""
 
-Identity = tuple[tuple[int, ...], Any]
-"""Identity of a question: the rendered text, and the seed if there is one."""
+Identity = tuple[tuple[int, ...], tuple[bytes, ...], Any]
+"""Identity of a question: the rendered text, its images, and the seed if there is one."""
 
 
 class Cursor(msgspec.Struct, frozen=True):
@@ -52,8 +56,11 @@ class Prompts:
         template: Template,
         model_length: int,
         tell: Callable[[str], None] = lambda text: None,
+        vision: Vision | None = None,
     ) -> None:
-        """`tell` receives a message about questions that are left out."""
+        """`tell` receives a message about questions that are left out. `vision` is that of a model that reads
+        images."""
+        self._vision = vision
         self._tasks, self._template, self._tell = tasks, template, tell
         self._refuses = config.rollout.overlong_prompts == "refuse"
         self.left_out: Counter[str] = Counter()  # overlong questions of endless tasks
@@ -69,7 +76,7 @@ class Prompts:
             name: self._draw_held_out(name, ranges[name][0] if name in ranges else None, serial)
             for name in config.eval_sets
         }
-        taken = {_identity(one.token_ids, one.question) for prompts in self.held_out.values() for one in prompts}
+        taken = {_identity(one) for prompts in self.held_out.values() for one in prompts}
         self.training = {name: self._training(name, *ranges[name], taken) for name in config.mixture}
 
     def cursor(self) -> Cursor:
@@ -96,12 +103,11 @@ class Prompts:
                 "same tasks."
             )
             raise ConfigError("resume", task, remedy)
-        if (rendered := self._render(task, index)) is None:
+        if (rendered := self._render(uid, task, index)) is None:
             what = f"The checkpoint has an unfinished group on question {index} of task {task}, which is too long now."
             remedy = f"{what} Resume with the original settings."
             raise ConfigError("rollout.max_new_tokens", self._longest, remedy)
-        token_ids, question = rendered
-        return Prompt(uid, token_ids, question, task, index)
+        return rendered
 
     def _training_range(self, name: str) -> tuple[int, int]:
         """Return the range [first, last) of question indices that training draws from."""
@@ -128,11 +134,10 @@ class Prompts:
         for index in range(offset, offset + limit):
             if len(prompts) == self._questions:
                 break
-            if (rendered := self._render(name, index)) is None:
+            if (prompt := self._render("", name, index)) is None:
                 continue
-            token_ids, question = rendered
-            if (identity := _identity(token_ids, question)) not in prompts:
-                prompts[identity] = Prompt(f"e{next(serial):08d}", token_ids, question, name)
+            if (identity := _identity(prompt)) not in prompts:
+                prompts[identity] = msgspec.structs.replace(prompt, uid=f"e{next(serial):08d}", index=-1)
         whole = bool(task.size) and (files or first is None)  # its own file: use all of its questions
         if len(prompts) < self._questions and not whole:
             raise ConfigError(
@@ -149,8 +154,8 @@ class Prompts:
         skipped = 0
         for index in itertools.islice(self._indices(name, first, last), self._skip.get(name, 0), None):
             self._drawn[name] += 1
-            rendered = self._render(name, index)
-            if rendered is None or _identity(*rendered) in held_out:
+            prompt = self._render(f"p{self._serial:08d}", name, index)
+            if prompt is None or _identity(prompt) in held_out:
                 skipped += 1
                 if skipped == MAX_SKIPS:
                     raise ConfigError(
@@ -161,9 +166,8 @@ class Prompts:
                     )
                 continue
             skipped = 0
-            token_ids, question = rendered
             self._serial += 1
-            yield Prompt(f"p{self._serial - 1:08d}", token_ids, question, name, index)
+            yield prompt
 
     def _indices(self, name: str, first: int, last: int) -> Iterator[int]:
         order = random.Random(f"{self._seed} {name}")
@@ -186,12 +190,13 @@ class Prompts:
         begins = len(self._template.begin([{"role": "user", "content": ""}], ()))
         for index in range(task.size):
             question = self._with_tools(ask(task, index, self._field(name)))
-            messages = question["messages"]
+            messages = without_images(question["messages"])
             most = begins + len(msgspec.json.encode(messages)) + TEMPLATE_BYTES * len(messages)
+            most += self._vision.most_tokens * len(images_in(question["messages"])) if self._vision else 0
             if question.get("tools") or most > self._longest:
-                length = len(self._template.begin(question["messages"], question.get("tools", ())))
-                if length > self._longest:
-                    found[index] = length
+                with suppress(ImageRefused):  # it is left out when it is drawn
+                    if (length := self._read(question)[2]) > self._longest:
+                        found[index] = length
         if found:
             longest = max(found.values())
             text = (
@@ -204,24 +209,36 @@ class Prompts:
             self._tell(f"{text}: they are skipped (rollout.overlong_prompts)")
         return found.keys()
 
-    def _render(self, name: str, index: int) -> tuple[list[int], Question] | None:
-        """Render a question, or return None if it is too long and may be left out."""
+    def _render(self, uid: str, name: str, index: int) -> Prompt | None:
+        """Render a question, or return None if it is too long or an image of it is refused, and may be left out."""
         if index in self._overlong[name]:
             return None
         question = self._with_tools(ask(self._tasks[name], index, self._field(name)))
-        ids = self._template.begin(question["messages"], question.get("tools", ()))
-        if len(ids) <= self._longest:
-            return ids, question
-        text = (
-            f"Question {index} of {name} has {len(ids)} tokens, but rollout.max_new_tokens leaves only "
-            f"{self._longest} for a prompt"
-        )
+        try:
+            ids, images, length = self._read(question)
+            if length <= self._longest:
+                return Prompt(uid, ids, question, name, index, images)
+            text = f"has {length} tokens, but rollout.max_new_tokens leaves only {self._longest} for a prompt"
+        except ImageRefused as refused:
+            text = f"cannot be read: {refused}"
+        text = f"Question {index} of {name} {text}"
         if self._refuses:
             raise ConfigError("rollout.overlong_prompts", "refuse", f"{text}.")
         if not self.left_out[name]:
             self._tell(f"{text}: it is skipped, like all others that are too long (rollout.overlong_prompts)")
         self.left_out[name] += 1
         return None
+
+    def _read(self, question: Question) -> tuple[list[int], list[bytes], int]:
+        """Return the tokens and images of a question, and how many tokens the model reads. Raises ImageRefused."""
+        ids = self._template.begin(question["messages"], question.get("tools", ()))
+        given = images_in(question["messages"])
+        if self._vision is None:
+            if given:
+                raise ImageRefused("it has an image, but the model of this run reads none (model.path)")
+            return ids, [], len(ids)
+        images = [self._vision.decoder.png(one) for one in given]
+        return ids, images, len(ids) + self._vision.tokens.added(ids, images)
 
     def _with_tools(self, question: Question) -> Question:
         """Describe the question's tools in the system message if the chat template ignores them."""
@@ -232,8 +249,8 @@ class Prompts:
         return {**question, "messages": tools_in_system(question["messages"], tools, form)}
 
 
-def _identity(token_ids: list[int], question: Question) -> Identity:
-    return tuple(token_ids), question.get("seed")
+def _identity(prompt: Prompt) -> Identity:
+    return tuple(prompt.token_ids), tuple(prompt.images), prompt.question.get("seed")
 
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:

@@ -16,7 +16,9 @@ from asyncrl import tasks
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.models.vision import flat
 from asyncrl.rollout.prompts import Prompts, load_tokenizer
+from asyncrl.rollout.vision import vision_of
 
 Told = tuple[str, str, str, str]
 """Level (ok, warning or error), setting, value and remedy."""
@@ -28,8 +30,9 @@ def look(config: Config, model: Path) -> Iterator[Told]:
     try:
         played = tasks.build_all(config)
         template = ChatTemplate(load_tokenizer(model, config.model.chat_template))
-        length = json.loads((model / "config.json").read_text())["max_position_embeddings"]
-        prompts = Prompts(config, played, template, length, left_out.append)
+        hf = flat(json.loads((model / "config.json").read_text()))
+        vision = vision_of(model, hf, config.rollout.images)
+        prompts = Prompts(config, played, template, hf["max_position_embeddings"], left_out.append, vision)
         first = {name: next(prompts.training[name]) for name in config.mixture}
     except ConfigError as error:
         yield "error", error.field, str(error.value), error.remedy

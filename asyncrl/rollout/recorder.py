@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -56,10 +56,11 @@ class WritingRecorder(Recorder):
     def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
         with self._measured():
             content = packed(group)
-        self.write(Committed(ticket.slot, ticket.attempt, content, discarded))
+        self.write(Committed(ticket.slot, ticket.attempt, content, discarded), group.images)
 
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
-        self.write(Rejected(ticket.slot, ticket.attempt, reason, tokens, packed(group) if group else None))
+        content, images = (packed(group), group.images) if group else (None, None)
+        self.write(Rejected(ticket.slot, ticket.attempt, reason, tokens, content), images)
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
         self.write(Taken(step, [group.uid for group in groups], figures))
@@ -73,10 +74,10 @@ class WritingRecorder(Recorder):
     def flush(self) -> None:
         self._writer.flush()
 
-    def write(self, event: Event) -> None:
-        """Write the next event."""
+    def write(self, event: Event, images: Mapping[str, bytes] | None = None) -> None:
+        """Write the next event, with the images that it names."""
         with self._measured():
-            self._writer.write(event)
+            self._writer.write(event, images)
         if self._writer.failed and not self._warned:
             self._warned = True
             self._warn(f"{self._writer.failed}. The run continues without it.")

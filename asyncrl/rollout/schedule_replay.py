@@ -29,7 +29,7 @@ from asyncrl.engine.inflight import EngineStats
 from asyncrl.errors import RecordError
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
-from asyncrl.records.events import Admitted, Began, Committed, Published, Rejected, Taken, unpacked
+from asyncrl.records.events import Admitted, Began, Committed, Published, Rejected, Taken
 from asyncrl.records.reading import Recording
 from asyncrl.rollout.activity import NOTHING
 from asyncrl.rollout.buffer import CohortBuffer, build_buffer
@@ -115,12 +115,12 @@ class ScheduleReplay(GroupLifecycle):
                 case Admitted():
                     self._admit(event)
                 case Committed():
-                    group = unpacked(event.group)
+                    group = self._recording.whole(event.group)
                     ticket = self._close_with(event.slot, event.attempt, group.num_tokens + event.discarded)
                     await self.commit(ticket, group)
                 case Rejected():
                     ticket = self._close_with(event.slot, event.attempt, event.tokens)
-                    await self.reject(ticket, event.reason, unpacked(event.group) if event.group else None)
+                    await self.reject(ticket, event.reason, self._recording.whole(event.group) if event.group else None)
                 case Taken():
                     await self._take_again(event)
                 case Published():

@@ -16,6 +16,7 @@ from functools import partial
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
+from asyncrl.images import image_name
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.groups import GroupLifecycle
@@ -24,7 +25,7 @@ from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.routing import share_prompt
-from asyncrl.schema import Group, Prompt
+from asyncrl.schema import Group, Prompt, Trajectory
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,11 @@ class Worker:
         else:
             self._failures_in_a_row = 0
             played = [task.result() for task in tasks]
-            group = share_prompt(Group(ticket.uid, ticket.slot, prompt.token_ids, played, prompt.task))
+            images = _images(prompt, played, sessions)
+            named = [image_name(png) for png in prompt.images]
+            group = share_prompt(
+                Group(ticket.uid, ticket.slot, prompt.token_ids, played, prompt.task, None, named, images)
+            )
             self._mixer.record(group)
             await self._hand_in(ticket, group)
 
@@ -146,3 +151,11 @@ class Worker:
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._patience.max_failures:
             raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {cause}")
+
+
+def _images(prompt: Prompt, played: Sequence[Trajectory], sessions: Sequence[GenerationSession]) -> dict[str, bytes]:
+    """Return every image of a group once, by name."""
+    used = {name for one in played for turn in one.turns for name in turn.images}
+    sent = (png for session in sessions for exchange in session.exchanges for png in exchange.images) if used else ()
+    found = {image_name(png): png for png in (*prompt.images, *sent)}
+    return {name: found[name] for name in sorted(used | {image_name(png) for png in prompt.images})}

@@ -59,6 +59,7 @@ class Task(Protocol):
 KINDS = {
     "reasoning_gym": "asyncrl.tasks.reasoning_gym:ReasoningGym",
     "copy": "asyncrl.tasks.copy_digits:CopyDigits",
+    "squares": "asyncrl.tasks.squares:Squares",
     "file": "asyncrl.tasks.files:FileTask",
     "benchmark": "asyncrl.tasks.benchmarks:Benchmark",
     "gymnasium": "asyncrl.tasks.gymnasium:Gymnasium",

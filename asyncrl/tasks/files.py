@@ -12,6 +12,7 @@ import msgspec
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question, head
+from asyncrl.tasks.pictures import IMAGES, images_of, with_images
 
 
 class FileTask:
@@ -26,14 +27,17 @@ class FileTask:
         self.held_out = len(evaluation)  # questions 0..held_out-1 are the evaluation file's
         self._rows = [*evaluation, *training]
         for rows, field in ((evaluation, "task.eval_file"), (training, "task.train_file")):
+            folder = Path(config.image_folder or Path(getattr(config, field.removeprefix("task.")) or ".").parent)
             for number, row in enumerate(rows):
                 self._check(row, f"Row {number} of {field}")
+                if config.image_key:
+                    row[IMAGES] = images_of(row, config.image_key, folder.expanduser(), f"Row {number} of {field}")
         self._head = head(config.system)
 
     def _check(self, row: dict[str, Any], where: str) -> None:
         """Raise ConfigError for a row that lacks a field, or whose prompt is invalid."""
-        for name in ("prompt_key", "answer_key"):
-            if (key := getattr(self._config, name)) not in row:
+        for name in ("prompt_key", "answer_key", "image_key"):
+            if (key := getattr(self._config, name)) is not None and key not in row:
                 raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}.")
         prompt = row[self._config.prompt_key]
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -51,6 +55,9 @@ class FileTask:
         row = self._rows[index]
         prompt = row[self._config.prompt_key]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        if self._config.image_key:
+            messages = with_images(messages, row[IMAGES], f"Question {index}")
+            row = {name: value for name, value in row.items() if name not in (IMAGES, self._config.image_key)}
         return {"messages": [*self._head, *messages], "row": row}
 
     def score(self, answer: str, question: Question) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from asyncrl.agents.linking import CompletedRequest
@@ -28,7 +28,9 @@ class Talking:
         self.asked: list[CompletedRequest] = []
         self.limits: list[int | None] = []
 
-    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
+    async def __call__(
+        self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
+    ) -> Completion:
         answer = next(self._answers)
         self.asked.append(CompletedRequest(list(token_ids), answer, role))
         self.limits.append(max_new_tokens)

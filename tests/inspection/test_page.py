@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -13,8 +14,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from rich.console import Console
 
+from asyncrl.images import image_name
 from asyncrl.inspection.cli import main
 from asyncrl.inspection.page import page
 from asyncrl.inspection.render import group_text
@@ -22,7 +26,7 @@ from asyncrl.inspection.rows import rows_of
 from asyncrl.records.events import Committed, Event, Rejected, Taken, packed, scored
 from asyncrl.records.reading import TRAINER, Recording
 from asyncrl.records.writer import Writer
-from asyncrl.schema import Trajectory, Turn
+from asyncrl.schema import Group, Trajectory, Turn
 from tests.fakes import completion, group
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -142,3 +146,28 @@ def test_browser_shows_it(run: Path, tmp_path: Path) -> None:
     (backgrounds,) = re.findall(r'data-backgrounds="([^"]*)"', shown)
     assert "rgb" in backgrounds
     assert 'data-found="g2"' in shown
+
+
+def test_images_are_shown_once_as_data_and_nothing_of_them_is_executed(tmp_path: Path) -> None:
+    """A recording may come from elsewhere: whatever its images hold, they are pixels to the page."""
+    comment, file = PngInfo(), io.BytesIO()
+    comment.add_text("comment", "<img src=x onerror=alert(1)></script>")
+    Image.new("RGB", (28, 56)).save(file, "PNG", pnginfo=comment)
+    png = file.getvalue()
+    name = image_name(png)
+    turn = Turn([], completion(), images=[name])
+    one = Group("g0", 0, [1], [Trajectory([turn], 1.0)], "t", None, [name], {name: png})
+    writer = Writer(tmp_path / "records")
+    writer.write(Committed(0, 0, packed(one), 0), one.images)
+    writer.write(Taken(0, ["g0"], {}))
+    writer.close()
+    text = made(tmp_path)
+    data = held(text)
+    assert data["images"] == {name: base64.b64encode(png).decode()}
+    assert (data["groups"][0]["images"], data["groups"][0]["trajectories"][0]["turns"][0]["images"]) == ([name], [name])
+    assert text.count(data["images"][name]) == 1
+    assert "onerror" not in text
+    assert "img-src data:" in text
+    out = io.StringIO()
+    Console(file=out, width=200).print(group_text(Recording(tmp_path).group("g0"), str))
+    assert out.getvalue().count(f"⟨image {name[:8]}, 28 x 56⟩") == 2

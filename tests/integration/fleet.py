@@ -25,6 +25,7 @@ from asyncrl.launch.placement import Seat, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.precision import resolve
 from asyncrl.models import catalog
+from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.network.tls import Authority
 
@@ -111,7 +112,7 @@ def engines(
     config = load(raw)
     placement = place(config, [this_node(config.cluster.host, None, gpus, ports_wanted(config))])
     model = catalog.resolve(config.model.path)
-    hf = json.loads((model / "config.json").read_text())
+    hf = flat(json.loads((model / "config.json").read_text()))
     config = resolve(config, {"trainer": hf, "engine": hf}, placement, gpus).config
     if last_spans:
         placement.engines[-1] = over_two_machines(placement.engines[-1][0])

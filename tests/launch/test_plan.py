@@ -91,9 +91,9 @@ def test_cpu_engines_take_the_pytorch_path_and_gpu_engines_the_stock_one() -> No
     assert not {"device", "attention-backend", "sampling-backend", "disable-overlap-schedule"} & gpu.keys()
 
 
-def test_engines_on_gpus_warm_up_before_they_listen() -> None:
+def test_engines_warm_up_before_they_listen_on_cpus_for_images_alone() -> None:
     assert flags(made(1, gpus=2)["engine-0"])["warmups"] == "asyncrl"
-    assert "warmups" not in flags(made()["engine-0"])
+    assert flags(made()["engine-0"])["warmups"] == "asyncrl_images"
 
 
 def test_engines_are_told_to_keep_experts_only_where_they_are_replayed() -> None:

@@ -34,7 +34,8 @@ def turns(draw: st.DrawFn) -> Turn:
     rewards = numbers(any_floats) if draw(st.booleans()) else []
     teacher, fork = numbers(engine_floats) if draw(st.booleans()) else [], draw(st.sampled_from([None, -1]))
     begins, role, state = fork is not None or draw(st.booleans()), draw(st.sampled_from(["", "black"])), draw(st.text())
-    return Turn(draw(ids), answer, draw(any_floats), rewards, teacher, begins, role, state, fork)
+    images = draw(st.lists(st.sampled_from(["a" * 64, "b" * 64]), max_size=2))
+    return Turn(draw(ids), answer, draw(any_floats), rewards, teacher, begins, role, state, fork, images)
 
 
 groups = st.builds(

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import RecordError
-from asyncrl.records import frames
+from asyncrl.images import image_name
+from asyncrl.records import frames, images
 from asyncrl.records.events import Admitted, Began, Committed, Event, Rejected, Saved, Taken, packed
 from asyncrl.records.index import index_path
 from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
-from asyncrl.schema import encode
+from asyncrl.schema import Group, Trajectory, Turn, encode
 from tests.examples import examples
-from tests.fakes import group
+from tests.fakes import completion, group
 
 
 def told(steps: int = 3, batch: int = 2) -> list[Event]:
@@ -200,3 +201,33 @@ def test_events_that_were_rolled_back_are_left_out(tmp_path: Path) -> None:
     assert record(rejected(9), began(8), rejected(4)) == expected
     assert len(list(Recording(tmp_path).all_events())) == len(first) + 3 + 3
     assert record(began(0), rejected(5)) == [began(0), rejected(5)]
+
+
+def test_images_are_stored_once_and_come_back_with_their_groups(tmp_path: Path) -> None:
+    png = {image_name(data): data for data in (b"one", b"two")}
+    first, second = png
+    turn = Turn([], completion(), images=[second])
+    groups = [
+        Group(f"g{slot}", slot, [1], [Trajectory([turn], 0.0)], "squares", None, [first], png) for slot in range(3)
+    ]
+    writer = Writer(tmp_path)
+    for one in groups:
+        writer.write(Committed(one.slot, 0, packed(one), 0), one.images)
+    writer.write(Taken(0, ["g0", "g2"], {}))
+    writer.close()
+    files = sorted((tmp_path / "images").iterdir())
+    assert [file.name for file in files] == sorted(f"{name}.png" for name in png)
+    assert Recording(tmp_path).batch(0).groups == [groups[0], groups[2]]
+    files[0].write_bytes(b"changed")
+    with pytest.raises(RecordError, match="is damaged: its content has another SHA-256"):
+        Recording(tmp_path).group("g1")
+    files[0].unlink()
+    with pytest.raises(RecordError, match=f"{files[0].name} of the recording cannot be read"):
+        Recording(tmp_path).group("g1")
+
+
+def test_names_of_images_cannot_leave_the_recording(tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (tmp_path / "records" / "images").mkdir(parents=True)
+    with pytest.raises(RecordError, match="is not the SHA-256 of a file"):
+        images.read(tmp_path / "records", ["../../secret"])

@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import multiprocessing
 import os
 import platform
@@ -49,6 +50,8 @@ def install() -> None:
     after_import("sglang.srt.layers.sampler", _sample_by_inversion)
     after_import("sglang.srt.lora.layers", _create_unpinned)
     after_import("sglang.srt.lora.backend.torch_backend", _create_unpinned)
+    after_import("sglang.srt.utils.hf_transformers.processor", _process_with_pillow)
+    _name_operators(torch)
 
 
 def _without_compiler(torch: Any) -> None:
@@ -137,6 +140,62 @@ def _stub_image_processors() -> None:
 
     if not is_torchvision_available():
         sys.modules["transformers"].AutoImageProcessor = AutoImageProcessor  # type: ignore[attr-defined]
+
+
+def _name_operators(torch: Any) -> None:
+    """Define operators that the processor of every Qwen-VL reads at import, through the model file of Qwen3.5.
+
+    They have no kernel: a call raises NotImplementedError.
+    """
+    for name in (
+        *("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"),
+        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    ):
+        _OPERATORS.append(library := torch.library.Library("sgl_kernel", "FRAGMENT"))
+        library.define(f"{name}(Tensor x) -> Tensor")
+
+
+_OPERATORS: list[Any] = []
+"""Definitions of operators, which live as long as their libraries."""
+
+
+def _process_with_pillow(module: Any) -> None:
+    """Let SGLang load a processor of images for models that see, without torchvision.
+
+    transformers has one on Pillow, but its automatic classes want torchvision for images and videos alike. Both give
+    the same pixels for an image that they need not resize, and ours never need that (asyncrl/images).
+    """
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return
+    by_transformers = module.AutoProcessor
+
+    class PillowProcessor:
+        @classmethod
+        def from_pretrained(cls, folder: str, *args: Any, **kwargs: Any) -> Any:
+            kind = json.loads(Path(folder, "config.json").read_text()).get("model_type")
+            if kind != "qwen2_5_vl":
+                return by_transformers.from_pretrained(folder, *args, **kwargs)
+            return _qwen_processor(folder)
+
+    module.AutoProcessor = PillowProcessor
+
+
+def _qwen_processor(folder: str) -> Any:
+    """Return the processor of Qwen2.5-VL for images alone: it has no part for videos."""
+    from transformers import AutoTokenizer
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    class ImagesOnly(Qwen2_5_VLProcessor):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            """Accept that the part for videos is missing."""
+            return None if name == "video_processor" else super().check_argument_for_proper_class(name, argument)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return ImagesOnly(images, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 class _Absent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
@@ -65,7 +65,9 @@ class Blocking(Talking):
         super().__init__(answers, template())
         self.go, self.entered, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
+    async def __call__(
+        self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
+    ) -> Completion:
         self.entered.set()
         try:
             await self.go.wait()
@@ -82,7 +84,9 @@ class Raising(Talking):
         super().__init__([], template())
         self._error = error
 
-    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "") -> Completion:
+    async def __call__(
+        self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
+    ) -> Completion:
         raise self._error
 
 

@@ -1,0 +1,147 @@
+"""Images of any origin, brought to the form that models read; the decoding is done by a process of its own (worker.py).
+
+Data comes as bytes, as a data URL, or as a Path object, which only a task's own code can make. No other string is
+accepted: a path or a URL in a message of an agent, an environment or a client must not make this process, or an engine,
+open it.
+
+waits for     the process, at most DEADLINE seconds
+on a hang     it is killed and the image refused; the next image starts another process
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from asyncrl.images import REPLY, REQUEST, ImageRefused, ImageTokens
+
+DEADLINE = 60.0
+_DATA_URL = re.compile(r"data:image/(?:png|jpeg|jpg|webp);base64,", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """Sizes of the images that a model reads: multiples of `side`, with `least` to `most` pixels."""
+
+    side: int
+    least: int
+    most: int
+
+
+class ImageDecoder:
+    """Decodes images, one at a time; its methods may be called from any thread."""
+
+    def __init__(self, sizes: ImageSizes, max_bytes: int) -> None:
+        """`max_bytes` is the maximum size of a file as it is given."""
+        self._sizes, self._max_bytes = json.dumps(asdict(sizes)).encode(), max_bytes
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def png(self, image: object) -> bytes:
+        """Return an image (bytes, a data URL or a Path) as a PNG file of the size that the model reads.
+
+        Raises ImageRefused, which says why and what helps.
+        """
+        data = _content(image, self._max_bytes)
+        with self._lock:
+            process = self._process or _started()
+            try:
+                self._process = None
+                kind, content = _ask(process, self._sizes, data)
+                self._process = process  # without a reply, its next one would be of this image
+            finally:
+                if not self._process:
+                    _end(process)
+        if kind != b"p":
+            raise ImageRefused(content.decode())
+        return content
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            if self._process:
+                _end(self._process)
+            self._process = None
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How the model of a run reads images: how requests hold them, and the decoder that brings them to its size."""
+
+    tokens: ImageTokens
+    decoder: ImageDecoder
+    most_tokens: int
+    """Maximum number of tokens that an image takes."""
+
+
+def _content(image: object, most: int) -> bytes:
+    """Return the bytes of an image file. Raises ImageRefused."""
+    if isinstance(image, Path):
+        try:
+            with image.open("rb") as file:
+                image = file.read(most + 1)
+        except OSError as error:
+            raise ImageRefused(f"{str(image)!r} cannot be read ({error.strerror}): correct the path") from None
+    if isinstance(image, str):
+        if not (head := _DATA_URL.match(image)):
+            remedy = "only bytes and data URLs (data:image/png;base64,...) are: nothing opens a path or an address"
+            raise ImageRefused(f"{image!r:.60} is not accepted as an image; {remedy}")
+        if len(image) > 2 * most + 64:
+            raise ImageRefused(f"its data URL has {len(image):,} characters, for a limit of {most:,} bytes: shrink it")
+        try:
+            image = base64.b64decode(image[head.end() :], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ImageRefused(f"its data URL is not base64 ({error}): encode it anew") from None
+    if not isinstance(image, bytes | bytearray):
+        raise ImageRefused(f"{type(image).__name__} is not an image: pass the bytes of a PNG, JPEG or WebP file")
+    if len(image) > most:
+        raise ImageRefused(f"it has {len(image):,} bytes, more than rollout.images.max_bytes={most:,}: shrink it")
+    return bytes(image)
+
+
+def _started() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "asyncrl.images.worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _ask(process: subprocess.Popen[bytes], sizes: bytes, data: bytes) -> tuple[bytes, bytes]:
+    """Return the kind and the content of the reply. Raises ImageRefused if the process does not reply."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    end, deadline = process.stdout.fileno(), time.monotonic() + DEADLINE
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+
+    def read(size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
+            chunk = os.read(end, min(size - len(found), 1 << 20)) if ready else None
+            if not chunk:
+                why = "took too long" if chunk is None else "used more CPU time or memory than an image may, or crashed"
+                raise ImageRefused(f"the process that decodes images {why} on it: write it anew, or scale it down")
+            found += chunk
+        return bytes(found)
+
+    try:
+        process.stdin.write(REQUEST.pack(len(sizes), len(data)) + sizes + data)
+        process.stdin.flush()
+    except BrokenPipeError:
+        process.wait(DEADLINE)
+    kind, size = REPLY.unpack(read(REPLY.size))
+    return kind, read(size)

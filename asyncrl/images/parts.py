@@ -1,0 +1,53 @@
+"""Images inside chat messages: the parts of a message's content that are one, in the forms of chat templates and of the
+OpenAI API.
+
+    {"type": "image", "image": DATA}
+    {"type": "image_url", "image_url": {"url": DATA}}
+
+DATA is what decoder.py accepts: bytes or a data URL, but no other string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from asyncrl.images import ImageRefused
+
+Message = dict[str, Any]
+REFUSED = {"video", "video_url", "audio", "audio_url", "input_audio", "file"}
+"""Types of parts that no model here reads."""
+
+
+def images_in(messages: Sequence[Message]) -> list[object]:
+    """Return the data of the images of messages, in order. Raises ImageRefused for parts that no model here reads."""
+    return [_data(part) for message in messages for part in _parts(message) if _is_image(part)]
+
+
+def without_images(messages: Sequence[Message]) -> list[Message]:
+    """Return messages as a chat template renders them: of every image only that it is there."""
+    return [
+        {**message, "content": [{"type": "image"} if _is_image(part) else part for part in message["content"]]}
+        if any(map(_is_image, _parts(message)))
+        else message
+        for message in messages
+    ]
+
+
+def _parts(message: Message) -> Iterator[Message]:
+    content = message.get("content")
+    for part in content if isinstance(content, list | tuple) else ():
+        if isinstance(part, dict):
+            yield part
+
+
+def _is_image(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in REFUSED:
+        raise ImageRefused(f"a part of type {kind!r} is not supported: pass text and images only")
+    return kind in ("image", "image_url")
+
+
+def _data(part: Message) -> object:
+    found = part.get(part["type"])
+    return found.get("url") if isinstance(found, dict) and part["type"] == "image_url" else found

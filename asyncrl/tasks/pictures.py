@@ -1,0 +1,96 @@
+"""Images of a question file, in the layouts of public data sets, and their places in the question's messages.
+
+    a column of paths, bytes, base64 or {bytes, path}, or of lists of these (Hugging Face's Image and Sequence(Image))
+    places: <image> in a text, or a part {"type": "image"} of a message; without either, before the text
+
+Paths are read below one folder only, because a question file may come from elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.schema import Message
+
+IMAGES = "asyncrl images"
+"""Name under which a row holds its images until it becomes a question."""
+MARK = "<image>"
+BEGINNINGS = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF")
+"""First bytes of PNG, JPEG and WebP files."""
+
+
+def images_of(row: dict[str, Any], key: str, folder: Path, where: str) -> list[Path | bytes]:
+    """Return the images of a row, in order. Raises ConfigError for what is neither a file in the folder nor data."""
+    given = row[key]
+    return [_image(one, folder, where) for one in (given if isinstance(given, list) else [given]) if one is not None]
+
+
+def _image(given: Any, folder: Path, where: str) -> Path | bytes:
+    if isinstance(given, dict):
+        given = given.get("bytes") or given.get("path")
+    if isinstance(given, bytes):
+        return given
+    if not isinstance(given, str) or not given:
+        remedy = f"{where} has {given!r:.80}: it must be a path, the bytes of a file, base64, or {{bytes, path}}."
+        raise ConfigError("task.image_key", type(given).__name__, remedy)
+    if data := _decoded(given):
+        return data
+    path, root = Path(folder, given).resolve(), folder.resolve()
+    if not path.is_relative_to(root):
+        remedy = f"{where} names a file outside {root}: set task.image_folder to the folder of all images."
+        raise ConfigError("task.image_folder", given[:200], remedy)
+    if not path.is_file():
+        remedy = f"{where} names {str(path)[:200]}, and there is no such file: set task.image_folder, or correct it."
+        raise ConfigError("task.image_key", given[:200], remedy)
+    return path
+
+
+def _decoded(text: str) -> bytes | None:
+    """Return the data of a data URL or of bare base64 of an image file; None for anything else, such as a path."""
+    content = text.partition(";base64,")[2] if text.startswith("data:image/") else text
+    try:
+        data = base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return data if data.startswith(BEGINNINGS) else None
+
+
+def with_images(messages: list[Message], images: list[Path | bytes], where: str) -> list[Message]:
+    """Return messages with the images in their places. Raises ConfigError if there are more or fewer places."""
+    if not any(True for _ in _places(messages)):
+        first = next(place for place, message in enumerate(messages) if message["role"] == "user")
+        parts = [*({"type": "image"} for _ in images), {"type": "text", "text": messages[first]["content"]}]
+        messages = [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
+    left = iter(images)
+    places = len(list(_places(messages)))
+    if places != len(images):
+        remedy = f"{where} has {len(images)} images for {places} places ({MARK}, or parts of type image): correct it."
+        raise ConfigError("task.image_key", len(images), remedy)
+    return [
+        {**message, "content": [{**part, "image": next(left)} if _is_place(part) else part for part in parts]}
+        if any(map(_is_place, parts := _parts(message["content"])))
+        else message
+        for message in messages
+    ]
+
+
+def _parts(content: Any) -> list[Message]:
+    """Return the parts of a message's content; a text is cut at its marks."""
+    if not isinstance(content, str):
+        return content if isinstance(content, list) else []
+    pieces = content.split(MARK)
+    parts = [part for text in pieces for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def _is_place(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image" and "image" not in part
+
+
+def _places(messages: list[Message]) -> Iterator[Message]:
+    return (part for message in messages for part in _parts(message["content"]) if _is_place(part))

@@ -1,0 +1,221 @@
+"""A real engine of a model that sees, through our client, against transformers on the same folder."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from asyncrl.engine.client import GenerationClient
+from asyncrl.images import ImageTokens, data_url
+from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
+from asyncrl.models.tiny_vision import MARKS, TOKENS, write_random
+from asyncrl.models.vision import forbidden_ids, image_shape
+from asyncrl.schema import Completion
+from tests.integration.fleet import Engines, engines
+
+pytestmark = pytest.mark.integration
+
+START, END, PLACEHOLDER, VIDEO = (TOKENS.index(mark) for mark in MARKS)
+IMAGE = [START, PLACEHOLDER, END]
+ASK = [TOKENS.index(character) for character in "what?="]
+SETTINGS = ("model=tiny_vision", "engine.max_total_tokens=4096", "engine.max_running_requests=64")
+Play = Callable[[GenerationClient], Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder = tmp_path_factory.mktemp("vision")
+    write_random(folder / "model", spread=0.15)
+    with engines(folder, *SETTINGS, f"model.path={folder / 'model'}") as started:
+        yield started
+
+
+def noise(seed: int, size: tuple[int, int] = (56, 56)) -> bytes:
+    pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
+    file = io.BytesIO()
+    Image.fromarray(pixels.to(torch.uint8).numpy()).save(file, "PNG")
+    return file.getvalue()
+
+
+def played(fleet: Engines, play: Play, **changes: Any) -> Any:
+    """Run `play` with a client of the engine."""
+    hf = json.loads((fleet.addresses.model / "config.json").read_text())
+    shape = image_shape(hf)
+    assert shape is not None
+    values = {
+        "run": f"vision-{play.__qualname__}",
+        "access": fleet.addresses.access,
+        "max_new_tokens": 24,
+        "temperature": 1.0,
+        "stop_token_ids": [],
+        "timeout": 60.0,
+        "retry_timeout": 60.0,
+        "coalesce": True,
+        "vision": Vision(
+            ImageTokens(PLACEHOLDER, forbidden(hf), shape, most=4),
+            ImageDecoder(ImageSizes(shape.side, 784, 16 * 784), 1 << 20),
+            most_tokens=16,
+        ),
+        **changes,
+    }
+
+    async def main() -> Any:
+        client = GenerationClient(fleet.addresses.router, **values)
+        try:
+            return await asyncio.wait_for(play(client), 90.0)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def forbidden(hf: dict[str, Any]) -> list[int]:
+    """Return the tokens that no answer may hold; without the one that ends an answer, all have their full length."""
+    return [*forbidden_ids(hf), TOKENS.index("<|im_end|>")]
+
+
+@cache
+def reference(folder: Path) -> tuple[Any, Any]:
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+
+@torch.no_grad()
+def expected(fleet: Engines, context: Sequence[int], images: Sequence[bytes], answer: Completion) -> torch.Tensor:
+    """Return transformers' log-probabilities of an answer, without the tokens that must not be sampled."""
+    model, processor = reference(fleet.addresses.model)
+    opened = [Image.open(io.BytesIO(png)) for png in images]
+    seen = processor(images=opened, return_tensors="pt") if opened else {}
+    tokens = iter((seen["image_grid_thw"].prod(-1) // 4).tolist() if seen else [])
+    short = [*context, *answer.token_ids]
+    ids = torch.tensor([one for token in short for one in [token] * (next(tokens) if token == PLACEHOLDER else 1)])[
+        None
+    ]
+    logits = model(
+        input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == PLACEHOLDER).int(), **seen
+    ).logits[0]
+    logits[:, forbidden(model.config.to_dict())] = -torch.inf
+    count = len(answer.token_ids)
+    return logits[-count - 1 : -1].log_softmax(-1).gather(1, ids[0, -count:, None])[:, 0]
+
+
+def difference(fleet: Engines, context: Sequence[int], images: Sequence[bytes], answer: Completion) -> float:
+    want = expected(fleet, context, images, answer)
+    return (torch.tensor(answer.logprobs) - want).abs().max().item()
+
+
+def test_log_probabilities_are_those_of_transformers(fleet: Engines) -> None:
+    """One image, two of different sizes, no image, and a second turn with another image."""
+    small, wide, other = noise(0), noise(1, (84, 56)), noise(2)
+    two = [*ASK, *IMAGE, *ASK, *IMAGE, *ASK]
+
+    async def play(client: GenerationClient) -> None:
+        for context, images in (([*IMAGE, *ASK], [small]), (two, [small, wide]), (ASK, [])):
+            answer = await client.generate(group="g")(context, None, images)
+            assert len(answer.token_ids) == 24
+            assert difference(fleet, context, images, answer) < 1e-5, images
+            context = [*context, *answer.token_ids, *IMAGE, *ASK]
+            second = await client.generate(group="g")(context, None, [*images, other])
+            assert difference(fleet, context, [*images, other], second) < 1e-5
+
+    played(fleet, play)
+
+
+def test_siblings_share_a_request_and_groups_with_other_images_do_not(fleet: Engines) -> None:
+    context, images = [*IMAGE, *ASK], [noise(3), noise(4)]
+
+    async def play(client: GenerationClient) -> None:
+        asking = [client.generate(group="same")(context, None, [image]) for image in images for _ in range(3)]
+        answers = await asyncio.gather(*asking)
+        assert await client.inflight.drained(5.0)
+        assert client.inflight.take_figures().requests == 2
+        for place, answer in enumerate(answers):
+            assert difference(fleet, context, [images[place // 3]], answer) < 1e-5
+            assert difference(fleet, context, [images[1 - place // 3]], answer) > 1e-3
+
+    played(fleet, play)
+
+
+def test_answers_that_were_cut_short_continue_with_their_image(fleet: Engines) -> None:
+    """An abort in the engine and the death of the router each cost no token."""
+    context, image, length = [*IMAGE, *ASK], noise(5), 400
+
+    async def abort() -> None:
+        async with httpx.AsyncClient(**fleet.addresses.access.http) as http:
+            await http.post(f"{fleet.addresses.engines[0]}/abort_request", json={"abort_all": True})
+
+    async def restart() -> None:
+        fleet.kill("router")
+        fleet.revive()
+
+    for cause, fault in (("aborted", abort), ("broken", restart)):
+
+        async def play(client: GenerationClient, cause: str = cause, fault: Callable[[], Any] = fault) -> None:
+            session = client.generate(group="g")
+            asking = asyncio.ensure_future(session(context, None, [image]))
+            while session.received < 20:  # noqa: ASYNC110  nothing tells
+                await asyncio.sleep(0.002)
+            await fault()
+            answer = await asking
+            assert client.inflight.figures.continued[cause] == 1
+            assert len(answer.token_ids) == length
+            assert difference(fleet, context, [image], answer) < 1e-5
+
+        played(fleet, play, max_new_tokens=length, retry_timeout=300.0)
+
+
+def test_placeholders_are_never_sampled(fleet: Engines) -> None:
+    async def play(client: GenerationClient) -> None:
+        answer = await client.generate(group="g")([*IMAGE, *ASK], 400, [noise(6)])
+        assert not {START, END, PLACEHOLDER, VIDEO} & set(answer.token_ids)
+        whole = await client.generate(group="g")([*IMAGE, *ASK], 400, [noise(6)])
+        assert not {START, END, PLACEHOLDER, VIDEO} & set(whole.token_ids)
+
+    played(fleet, play, max_new_tokens=400)
+
+
+def test_the_engine_survives_what_the_client_refuses(fleet: Engines) -> None:
+    """Expanded placeholders, placeholders without an image, and too many images never reach the engine."""
+    image = noise(7)
+    refused = {
+        "4 placeholders (token": ([START, *[PLACEHOLDER] * 4, END, *ASK], [image]),
+        "1 placeholders (token": ([*IMAGE, *ASK], []),
+        "for 2 images": ([*IMAGE, *ASK], [image, image]),
+        "rollout.images.max_images=4": (IMAGE * 5, [image] * 5),
+    }
+
+    async def play(client: GenerationClient) -> None:
+        for why, (context, images) in refused.items():
+            with pytest.raises(ValueError, match=why.replace("(", r"\(")):
+                await client.generate(group="g")(context, None, images)
+        answer = await client.generate(group="g")([*IMAGE, *ASK], None, [image])
+        assert difference(fleet, [*IMAGE, *ASK], [image], answer) < 1e-5
+
+    played(fleet, play)
+
+
+def test_a_wrong_number_of_placeholders_from_elsewhere_costs_the_engine_nothing(fleet: Engines) -> None:
+    """Requests that do not come from our client get an error at once. With two threads for images, which is SGLang's
+    default, they would never return."""
+    url, image = fleet.addresses.engines[0], noise(8)
+    request = {"input_ids": [*IMAGE, *IMAGE, *ASK], "image_data": [data_url(image)]}
+    answer = httpx.post(f"{url}/generate", json=request, timeout=30.0, **fleet.addresses.access.http)
+    assert answer.status_code >= 400, answer.text
+
+    async def play(client: GenerationClient) -> None:
+        answer = await client.generate(group="g")([*IMAGE, *ASK], None, [image])
+        assert difference(fleet, [*IMAGE, *ASK], [image], answer) < 1e-5
+
+    played(fleet, play)
