@@ -109,7 +109,11 @@ def test_questions_are_read_as_the_run_would_read_them(
         ("rollout.overlong_prompts=refuse", "rollout.overlong_prompts", "4 of the 40 questions of file are longer"),
         ("eval.questions=40", "eval.questions", "Task file has 40 questions, so that none would be left"),
         ("task.train_file={folder}/same.jsonl", "eval.questions", "Task file has only 1 distinct questions"),
-        ("task.train_file={folder}/one.jsonl", "eval.questions", "Task file has 1 questions, so that none would be left"),
+        (
+            "task.train_file={folder}/one.jsonl",
+            "eval.questions",
+            "Task file has 1 questions, so that none would be left",
+        ),
     ],
 )
 def test_wrong_questions_are_an_error_of_a_field(
