@@ -570,7 +570,7 @@ TRAINED = {"trainer.vision.tower": "trained"}
         ({"teacher.model": "/teacher"}, "teacher.model", "Teachers score text only"),
         ({"algo.kl.reference_path": "/other"}, "algo.kl.reference_path", "with the policy's vision tower"),
         ({"algo.critic.path": "/other"}, "algo.critic.path", "with the policy's vision tower"),
-        ({"trainer.lora.rank": 8}, "trainer.lora.rank", "without adapters"),
+        ({**TRAINED, "trainer.lora.rank": 8}, "trainer.vision.tower", "on frozen weights"),
         ({"algo.routing_replay": "R2", "algo.epochs": 2}, "algo.routing_replay", "no routed experts"),
         ({"trainer.pipeline_parallel": 2}, "trainer.pipeline_parallel", "The first 3 layers add features of images"),
         ({**TRAINED, "trainer.recompute.granularity": "full"}, "trainer.recompute.granularity", "set none"),
